@@ -83,7 +83,7 @@ def metrics_page() -> str:
         "",
         "On the page of every router about all of its nodes, as of their last beats, and on the",
         "page of each node that serves HTTP (`node.http`) about itself. Scrape the routers or the",
-        "nodes, not both, where you add values up. Counters begin anew when a node starts.",
+        "nodes, not both, if you add values. Counters start at 0 when a node starts.",
         "",
         *_table(NODE_FAMILIES),
         "",
@@ -123,14 +123,14 @@ def messages_page() -> str:
             lines += _struct(structs[member], rows)
     carried = [name for name in structs if not _is_message(structs[name])]
     lines += ["", "## Carried inside", ""]
-    lines.append("Structs that travel as fields of messages.")
+    lines.append("Structs that are sent as fields of messages.")
     for name in carried:
         lines += _struct(structs[name], rows)
     return "\n".join(lines) + "\n"
 
 
 def _unions(source: str) -> dict[str, str]:
-    """The name and the members of each `X = A | B`."""
+    """Return the name and the members of each `X = A | B`."""
     return {
         node.targets[0].id: ast.unparse(node.value)
         for node in ast.parse(source).body

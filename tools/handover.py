@@ -1,4 +1,4 @@
-"""Measure the hand-over of prompts from the step and read records of a cluster (`log.records`).
+"""Measure the handoffs of prompts from the step and read records of a cluster (`log.records`).
 
 It reads the JSON lines that prefill and decode nodes of one host wrote while they served one
 request after another (concurrency 1), and prints how long no node computed and how much of the
@@ -33,7 +33,7 @@ class Handover(msgspec.Struct, frozen=True):
 
 
 def handovers(folder: Path) -> list[Handover]:
-    """Return one per request that was computed on one node and continued on another."""
+    """Return the handoff of each request that was computed on one node and continued on another."""
     steps: dict[str, list[StepRecord]] = {}
     reads: list[ReadRecord] = []
     for path in sorted(folder.glob("*.jsonl")):

@@ -1,9 +1,9 @@
 """Print the host's CPU time of a decode step: packing, launching, collecting; no GPU is needed.
 
 `python -m tools.host_cost` runs baton's own runner on torch's `meta` device, which computes
-nothing. A replayed step costs what a served one costs, but for the two calls into CUDA that start
+nothing. A replayed step costs the same as in service, except for the two calls into CUDA that start
 the copy and the graph. An eager step costs the dispatch of every operation; on a GPU, the launches
-of the kernels come on top.
+of kernels are added.
 """
 
 import argparse
@@ -35,7 +35,7 @@ STEPS, ROUNDS = 60, 7
 
 
 class HollowQueue:
-    """A queue of a device that computes nothing."""
+    """The queue of a device that computes nothing."""
 
     overlaps = True
 
@@ -71,7 +71,7 @@ class HollowBackend:
         self._num_values = num_values  # of the heads' outputs
 
     def begin(self, batch: Batch) -> None:
-        """Nothing is prepared."""
+        """Prepare nothing."""
 
     def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         return qkv.new_empty((len(qkv), self._num_values))
@@ -100,7 +100,7 @@ def runner(num_blocks: int = 1) -> Runner:
 
 
 def plans(batch: int, context: int) -> list[StepPlan]:
-    """Return the steps that follow one another, with tokens that the host does not know yet."""
+    """Return consecutive steps, with tokens that the host does not know yet."""
     sampling = Sampling(seed=1, max_tokens=1 << 20, temperature=0.7, top_p=0.9)
     num_blocks = -(-(context + STEPS) // BLOCK_SIZE)
     tables = [tuple(range(n * num_blocks, (n + 1) * num_blocks)) for n in range(batch)]

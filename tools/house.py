@@ -1,4 +1,4 @@
-"""The house in figures: `python -m tools.house [FOLDER]`, a Markdown table of a checkout's rooms.
+"""Count the rooms of a checkout: `python -m tools.house [FOLDER]` prints a Markdown table.
 
 Lines count everything in a Python file. An import counts once per importing file and imported
 module, between two different rooms. Settings are fields of Structs that have a help text.
@@ -40,7 +40,7 @@ class RoomFigures(msgspec.Struct, frozen=True):
 
 
 def files_of(root: Path, room: str) -> list[Path]:
-    # The front door links to the rooms; each file counts once.
+    # src/baton has links to the rooms, but each file counts once.
     pattern = "*.py" if room == FRONT_DOOR else "**/*.py"
     return sorted((root / room).glob(pattern))
 

@@ -1,8 +1,8 @@
 """Goodput against offered load: `python -m tools.overload --out FOLDER`, about ten minutes.
 
 It starts `baton serve`, finds with `baton bench search` the rate that the server sustains, and
-offers multiples of it with `baton bench sweep`. A table says what share of the best goodput is left
-at each rate, and how long the server took to refuse what it did not serve. Only developers run it.
+offers multiples of it with `baton bench sweep`. A table shows the share of the best goodput that is
+left at each rate, and how long refusals took. Only developers run it.
 """
 
 import sys
@@ -36,7 +36,7 @@ from tools.settings_line import settings_from
 
 SCHEMA = "baton.tools.overload/1"
 START_TIMEOUT_S = 180.0
-AT_ONCE, IN_VAIN = 429, 503  # refused when it came, or after a wait in the line
+AT_ONCE, IN_VAIN = 429, 503  # refused on arrival, or after a wait in the line
 
 
 class OverloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,7 +60,7 @@ class OverloadSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Times(msgspec.Struct, frozen=True):
-    """How long answers of one kind took from the request's last byte, in milliseconds."""
+    """The times of one kind of answer, from the request's last byte, in milliseconds."""
 
     num: int
     p50_ms: float
@@ -96,7 +96,7 @@ class OverloadReport(msgspec.Struct, frozen=True):
 
 
 def measure(settings: OverloadSettings, folder: Path) -> OverloadReport:
-    """Start a server and load it. Raises `BatonError` if no figures come of it."""
+    """Start a server and load it. Raises `BatonError` if there are no figures."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     argv = (

@@ -1,7 +1,7 @@
 """Measure the CPU time of adding, planning and cancelling while many requests wait, and print it.
 
 It calls the router's line and the schedulers of both kinds of node; there are no sockets and no
-processes. The blocks of a pool are all taken, so a plan finds no room for any request that waits.
+processes. All blocks of a pool are taken, so a plan finds no room for any waiting request.
 """
 
 import argparse
@@ -31,7 +31,7 @@ Operation = Callable[[Key], object]
 
 
 def line_of_router() -> list[tuple[str, Operation]]:
-    """Return what a router does with a request that waits for nodes, in order."""
+    """Return the operations of a router on a request that waits for nodes, in order."""
     line = Admission(RouterConfig(max_queued=1 << 20))
 
     def add(key: Key) -> None:
@@ -42,7 +42,7 @@ def line_of_router() -> list[tuple[str, Operation]]:
 
 
 def node(scheduler: PrefillScheduler | DecodeScheduler) -> list[tuple[str, Operation]]:
-    """Return what a node does with a request that waits for blocks, in order."""
+    """Return the operations of a node on a request that waits for blocks, in order."""
     scheduler.pool.allocate(NUM_BLOCKS)
     tokens = list(range(PROMPT_TOKENS))
 
@@ -70,7 +70,7 @@ PLACES: dict[str, Callable[[], list[tuple[str, Operation]]]] = {
 
 
 def times_us(operations: list[tuple[str, Operation]], num_waiting: int, num_timed: int) -> str:
-    """Return the mean microseconds of each operation beside `num_waiting` that wait."""
+    """Return the mean microseconds of each operation while `num_waiting` requests wait."""
     for number in range(num_waiting):
         operations[0][1](Key(RequestId(f"waits-{number}")))
     gc.freeze()  # as a router does

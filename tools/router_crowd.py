@@ -37,7 +37,7 @@ class Crowd(msgspec.Struct, frozen=True):
 
 
 class CrowdFigures(msgspec.Struct, frozen=True):
-    """What the clients saw. A lag is from the node's sending of a token to its arrival."""
+    """The clients' results. A lag is the time from a node's sending of a token to its arrival."""
 
     num_ended: int  # tokens of streams, or short requests
     seconds: float
@@ -156,7 +156,7 @@ class CrowdPlayer:
             at_s, index = at_s + crowd.step_s, index + 1
 
     async def _ask_at(self, rate: float, seconds: float) -> CrowdFigures:
-        """Send short requests at a constant rate; a lag is then the time of the whole answer."""
+        """Send short requests at a constant rate. A lag is then the time of the whole answer."""
         request, due = request_of(Traffic(0, 2), "keep-alive"), asyncio.Queue[float]()
         lags_s: list[float] = []
 

@@ -1,8 +1,8 @@
 """Measure the CPU time of one routing decision among many nodes, and print its p50 and p99.
 
-It calls the router's policy on a registry whose nodes have said what they hold and are partly busy;
-there are no sockets and no processes. A decision includes what every request is charged, so the
-load changes from one to the next as it does in a router.
+It calls the router's policy on a registry whose nodes have announced cached blocks and are partly
+busy; there are no sockets and no processes. A decision includes the charges of the request, so the
+load changes from one decision to the next as it does in a router.
 """
 
 import argparse
@@ -39,7 +39,7 @@ RUNNING_PER_NODE = 4  # sequences of each decode node, on the average
 
 
 def cluster(num_nodes: int, num_holders: int, *, is_one_host: bool) -> Registry:
-    """Return a registry of so many nodes, half of each role; some hold the long prompt's blocks."""
+    """Return a registry of nodes, half of each role; some hold the long prompt's blocks."""
     registry = Registry()
     blocks = pack_keys(block_hashes(range(LONG_TOKENS), LAYOUT.block_size))
     for number in range(num_nodes):
@@ -90,7 +90,7 @@ def decision_times_us(registry: Registry, num_tokens: int, num_decisions: int) -
 def _release(
     registry: Registry, decisions: deque[Decision], order: random.Random, *, is_decode: bool
 ) -> None:
-    """Give back what one of these requests was charged at its nodes of one role."""
+    """Give back the charges of one of these requests at its nodes of one role."""
     decisions.rotate(order.randrange(len(decisions)))
     placed = decisions.popleft().placed
     node = placed.decode_node if is_decode else placed.prefill_node
@@ -99,7 +99,7 @@ def _release(
 
 
 def cases(num_nodes: int) -> Iterator[tuple[str, int, int, bool]]:
-    """Yield what is asked, of how many tokens, and how many nodes hold them, on one host or not."""
+    """Yield the cases: prompts, cached tokens, nodes that hold them, and one host or several."""
     yield "a short prompt", SHORT_TOKENS, 0, True
     yield "a long prompt that no node holds", LONG_TOKENS, 0, True
     yield "a long prompt that two nodes hold", LONG_TOKENS, 2, True

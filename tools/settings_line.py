@@ -15,7 +15,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 def settings_from(kind: type[S], tool: str, summary: str, arguments: Sequence[str]) -> S:
-    """Return what the arguments say; `--help` prints and exits. Raises `ConfigError`."""
+    """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
     parser = FlagParser(f"python -m tools.{tool}", description=summary)
     fields = fields_of(kind)
     parser.add_settings(fields, group_of=lambda _: "settings")

@@ -27,7 +27,7 @@ STAGES: Mapping[str, str] = {
     "first_step": "that step",
     "decoding": "from the second token to the last",
     "after_server": "from the server's last token to the last byte, beyond the first token's way",
-    UNATTRIBUTED: "time that no stage explains: messages between nodes, waiting for a node's consent",
+    UNATTRIBUTED: "time that no stage explains: messages between nodes, waits for a node's consent",
 }
 
 # The stages that the server reports, and their fields.

@@ -3,10 +3,10 @@
 The command has a time budget and writes a JSON and a Markdown report that grow with every section.
 Each section runs in a process of its own, so that a kernel that breaks or hangs costs that section
 only, and its memory is free when the next begins. This process touches no device. The exit code is
-0 when every section is complete: all of it was reached, and no row and no check failed. Software
-that this machine lacks is reported and does not count, and a missed target is a figure, not a
-failure. The exit code is 2 for unknown arguments, else 1. The last lines say PASS, FAIL or a value
-for each claim.
+0 when every section is complete: all of it was reached, and no row and no check failed. Missing
+software on this machine is reported and does not count as a failure, nor does a missed target. The
+exit code is 2 for unknown arguments, else 1. The last lines say PASS, FAIL or a value for each
+claim.
 """
 
 import argparse
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--smoke",
         action="store_true",
-        help="see first whether the GPU works: every kernel once, and the split",
+        help="first check that the GPU works: run every kernel once, and the split",
     )
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",

@@ -1,4 +1,4 @@
-"""Turn the measurements of the GPU sections into rows with a floor and a target beside each figure.
+"""Turn the measurements of the GPU sections into rows with a floor and a target for each figure.
 
 A section runs in a process of its own and reports `Event`s; the command that started it makes rows
 and tables of the events here. Pure: no torch, no clock.
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 
 
 class Check(msgspec.Struct, frozen=True, tag="check"):
-    """A claim that holds or not; `passed` is None if this machine lacks the means to try it.
+    """A claim that holds or not. `passed` is None if this machine cannot try it.
 
     A missed target is a figure like any other; every other claim that does not hold is a failure.
     """
@@ -303,7 +303,7 @@ def _line(row: Row) -> str:
 
 
 def _number(value: float | None) -> str:
-    """Three digits that count."""
+    """Return a number with three significant digits."""
     if value is None:
         return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

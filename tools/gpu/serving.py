@@ -2,7 +2,7 @@
 
 The engine section calls it with a runner that has captured nothing yet. `served` keeps two steps
 launched, as the engine's loop does, and takes the time from one result to the next. The idle share
-is what that is more than steps that follow each other on the device without a host between them.
+is the excess over steps that follow each other on the device without the host.
 """
 
 import statistics
@@ -34,7 +34,7 @@ from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
 
-MAX_LAUNCHED = 2  # as the engine's loop has it
+MAX_LAUNCHED = 2  # the same number as in the engine's loop
 FIRST_TOKEN = 3
 BURST = 8  # steps that are launched without a look at their results
 CAPTURE, IDLE = "capture", "idle share"
@@ -150,7 +150,7 @@ def stamps_of(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
             if is_full:
                 runner.launch(plan)
                 launched.append(plan)
-            else:  # prompts go in: the random pool serves as their keys and values
+            else:  # prompts are admitted; the random pool serves as their keys and values
                 assert not launched, "a sequence ended before it was measured"
                 tokens = tuple((FIRST_TOKEN,) * len(part.draws) for part in plan.slices)
                 scheduler.settle(0.0, plan, StepResult(plan.step_id, tokens, 0.0, 0.0))

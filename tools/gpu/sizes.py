@@ -1,8 +1,8 @@
-"""How large the cases of each section are: whole, for a first look, or so small that a CPU can.
+"""The sizes of each section's cases: full, smaller for a first look, or tiny for CPUs.
 
 Only the process of a section imports it. The smoke sizes keep what tells whether a GPU works at
 all: every kernel once, and the split. The tiny sizes run in Triton's interpreter, where times mean
-nothing: they show that each case calls what it measures as that wants to be called.
+nothing: they show that each case calls its kernel correctly.
 """
 
 import msgspec

@@ -1,4 +1,4 @@
-"""Compare split with colocated serving on one GPU: equal greedy tokens, and a hand-over's cost.
+"""Compare split with colocated serving on one GPU: equal greedy tokens, and a handoff's cost.
 
 This is a section of the GPU benchmark. It serves a random model twice through `LLM`, which starts
 real node processes: once with a prefill and a decode node, once with a decode node that computes
@@ -164,7 +164,7 @@ def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> N
 
 
 def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:
-    """Report the hand-overs of each prompt length, told by its bytes; warm-ups do not count."""
+    """Report the handoffs of each prompt length, known by its bytes; warm-ups do not count."""
     per_token = plan.shape.kv_bytes_per_token
     for length in plan.prompts:
         own = [one for one in found if _is_of(one, length * per_token, 16 * per_token)]

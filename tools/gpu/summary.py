@@ -1,7 +1,7 @@
-"""The last lines of the GPU benchmark: for each claim PASS, FAIL or its values, and nothing else.
+"""The last lines of the GPU benchmark, which give PASS, FAIL or values for each claim.
 
-The command prints them when all sections have ended, and writes them to the report. A claim takes
-its checks and rows by how their keys begin, or what they contain. Pure.
+The command prints them when all sections have ended, and writes them to the report. A claim selects
+its checks and rows by the beginnings of their keys, or by a part of them. This file is pure.
 """
 
 import re
@@ -15,7 +15,7 @@ NOT_TRIED = "not tried"
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """A line. `checks` and `rows` are patterns of keys; rows show values, checks a verdict."""
+    """One line. `checks` and `rows` are patterns of keys; rows show values, checks a verdict."""
 
     title: str
     checks: str = ""

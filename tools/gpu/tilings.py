@@ -1,4 +1,4 @@
-"""The tilings of the attention kernels: what each compiles to, and which is fastest on this GPU.
+"""Compile the tilings of the attention kernels, and find the fastest ones on this GPU.
 
 Without arguments it compiles the rows of kernels/tilings.py for Hopper, which needs no GPU. With
 `--candidates` it compiles other rows too, and on a GPU measures those that do not spill and prints

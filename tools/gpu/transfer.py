@@ -1,7 +1,7 @@
 """Measure reads of KV blocks between two processes on one GPU, by each transport that works here.
 
 This is a section of the GPU benchmark. A child owns a pool, this process reads scattered blocks of
-it through a transfer agent, as a decode node does, and compares what came. A rate counts the bytes
+it through a transfer agent, as a decode node does, and compares the bytes. A rate counts the bytes
 of the blocks once, by the agent's own stamps.
 """
 
@@ -65,7 +65,7 @@ def lane_key(transport: str) -> str:
 
 
 def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Check:
-    """Report a row for each size; return whether every block came as it was."""
+    """Report a row for each size. Return whether every block arrived unchanged."""
     num_blocks = 2 * max(read.num_blocks for read in plan.reads)
     pool, blocks = make_pool(plan.device, num_blocks, plan.block_bytes)
     port = make_port(pool, READER, TransferConfig(transport=transport))
@@ -96,7 +96,7 @@ def _rounds(
     read: KvRead,
     transport: str,
 ) -> int:
-    """Report the rate of a size; return how many blocks came wrong."""
+    """Report the rate of a size. Return how many blocks arrived with wrong bytes."""
     luck, took, num_wrong = random.Random(read.num_blocks), [], 0
     for number in range(plan.rounds + 2):
         remote = luck.sample(range(len(blocks)), read.num_blocks)

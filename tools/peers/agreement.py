@@ -206,7 +206,7 @@ def scripts(load: Load) -> dict[int, Script]:
 def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
     """Write prompts of random words with `prompt_tokens` tokens, or a few less for long words.
 
-    Each prompt begins with its number, by which the scripted server knows it.
+    Each prompt begins with its number, by which the scripted server recognises it.
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     dice = random.Random(f"prompts {seed}")
@@ -303,7 +303,7 @@ def compare(found: Sequence[tuple[Theirs, Summary]]) -> list[Line]:
 
 
 def table(lines: Sequence[Line], load: Load, arm: str, rounds: int) -> str:
-    """Markdown."""
+    """Return the lines as a Markdown table."""
     head = [
         f"{arm}: {load.requests} requests a run, {load.concurrency} at a time, "
         f"{load.prompt_tokens} tokens in, {load.output_tokens} out; medians of {rounds} rounds, "

@@ -1,7 +1,7 @@
 """`python -m tools.peers.compare MODEL`: compare baton and vLLM on this machine, in one run.
 
 It starts the servers of every arm, lets `baton bench compare` measure them in turn, and ends them.
-All arms are up at once and one works at a time, so that an hour in which the machine is slow is
+All arms run at the same time, but only one works at a time, so that a slow hour of the machine is
 slow for all of them. The words after `--` go to `baton bench compare`. It needs two cores, the
 peers of `setup.sh`, and a Hugging Face folder; `tools.random_model` makes one.
 """

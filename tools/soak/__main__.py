@@ -42,7 +42,7 @@ SCHEMA = "baton.tools.soak/1"
 NAME = "soaked"
 NUM_ASKS = 24
 ABORT_SHARE = 0.2
-# A process of the same age may hold so much more than at the start: buffers, an idle connection.
+# A process may hold this much more than at the start, for buffers and an idle connection.
 SPARE_DESCRIPTORS, SPARE_THREADS, SPARE_MIB = 16, 4, 64
 OVER_LOOPBACK = (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo"))
 

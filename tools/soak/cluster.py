@@ -1,7 +1,7 @@
 """The processes of a soak: a router and its nodes, started one by one as an operator would.
 
-Everything is started by this process and signalled by its id alone. A process that ends although
-nothing ended it is noted and started again, and every line that a process prints is kept in a file.
+Everything is started by this process and signalled by its id alone. A process that ends by itself
+is noted and restarted, and every line that a process prints is kept in a file.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ from baton.runtime.settings import to_yaml
 READY_TIMEOUT_S = 180.0
 LOOK_S = 0.1
 LISTENS = "listening on http://"
-# What no process may print, however its peers end.
+# Texts that no process may print, however its peers end.
 ALARMS = ("Traceback", "Assertion failed", "a request broke")
 
 
 class Footprint(msgspec.Struct, frozen=True):
-    """What a process holds of the system, and what a node holds of its pool."""
+    """The resources that a process holds, and the blocks that a node holds."""
 
     descriptors: int
     threads: int
@@ -63,7 +63,7 @@ class HealthReply(msgspec.Struct):
 
     @property
     def held(self) -> list[str]:
-        """Return what is not free although no client waits for anything."""
+        """Return what is still held although no client waits for anything."""
         found: list[str] = []
         if self.num_running or self.num_queued:
             found.append(f"router: {self.num_running} running, {self.num_queued} queued requests")
@@ -90,7 +90,7 @@ class SoakCluster:
         self.children: dict[str, Child] = {}
         self.own_ends: list[str] = []  # processes that ended by themselves
         self.alarms: list[str] = []
-        self._expected: set[str] = set()  # processes that somebody is about to end
+        self._expected: set[str] = set()  # processes that a fault is about to end
         self._watcher: asyncio.Task[None] | None = None
 
     @property

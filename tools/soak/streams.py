@@ -1,8 +1,8 @@
 """Streams whose outputs are known: each token is compared as it comes, and gaps are timed.
 
-`Streams` first asks every request of a fixed set once, while nothing disturbs the cluster. From
-then on it asks them again and says of each answer how it ended. It knows no process: the caller
-says when the router itself was away, because no other router can take its streams over.
+`Streams` first asks every request of a fixed set once, while nothing disturbs the cluster. After
+that it asks them again and classifies the end of each answer. It knows no process: the caller says
+when the router itself was away, because no other router can resume its streams.
 """
 
 import asyncio
@@ -197,7 +197,7 @@ class Streams:
         try:
             reply = await session.post(self._url, json=ask.body(self._model))
         except aiohttp.ClientConnectionError:
-            if self._was_away(record.began_s):  # it was not accepted, or nobody can know
+            if self._was_away(record.began_s):  # it was not accepted, or that is unknown
                 return True
             raise
         async with reply:

@@ -111,7 +111,7 @@ def test_flags_are_for_an_arm_that_exists() -> None:
 
 @pytest.mark.parametrize("text", ["nosuch.yaml", "configs/split yaml", "", "baton serve"])
 def test_flags_without_a_setting_are_refused_as_a_mistyped_file_is(text: str) -> None:
-    with pytest.raises(ConfigError, match="there is no such file"):
+    with pytest.raises(ConfigError, match="neither a file nor a flag"):
         flags_of((f"a={text}",), ["a"])
 
 
@@ -171,7 +171,7 @@ def test_a_difference_is_a_warning_and_what_is_not_known_is_told_once() -> None:
     assert [row.same for row in rows] == ["NO", "not known"]
     assert warnings(rows, ["a", "b"]) == [
         "WARNING: the arms differ in threads (a: 1, b: 2)",
-        "Not said by flags or servers: dtype (a), quantization (a, b), block size (a, b), "
+        "neither flags nor servers show dtype (a), quantization (a, b), block size (a, b), "
         "CUDA graphs (a, b); see --flags",
     ]
     alike = "--dtype half --quantization none --block-size 1 --threads 1 --enforce-eager"
