@@ -22,11 +22,13 @@ from baton.runtime.flag_parser import FlagParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "BATON_API_KEY"
-PROMPT = "> "
+PROMPT, MORE = "> ", ". "
+FENCE = '"""'
 COMMANDS = """\
 /reset  forget the conversation
 /help   this list
-/exit   end (also Ctrl-D)"""
+/exit   end (also Ctrl-D)
+\"\"\"     begin and end a message of several lines"""
 
 
 def main(words: Sequence[str]) -> int:
@@ -88,6 +90,7 @@ class _AnswerSoFar:
 
     begun_s: float
     text: str = ""
+    has_thought: bool = False  # something was printed before the text
     first_s: float | None = None
     finish_reason: str = ""
     usage: Usage | None = None
@@ -116,7 +119,7 @@ class TerminalChat:
             self.console.print(Text(f"{self.model} at {self.url}; /help lists commands", "dim"))
         while True:
             try:
-                line = input(PROMPT if is_terminal else "")
+                line = _message(PROMPT if is_terminal else "", MORE if is_terminal else "")
             except (EOFError, KeyboardInterrupt):
                 if is_terminal:
                     self.console.print()
@@ -138,7 +141,7 @@ class TerminalChat:
             self.messages.pop()
             raise
         finally:
-            if answer.text:
+            if answer.text or answer.has_thought:
                 self.console.print()
         self.messages.append({"role": "assistant", "content": answer.text})
         if sys.stdin.isatty() and sys.stdout.isatty():
@@ -179,12 +182,28 @@ class TerminalChat:
         system: list[ChatTurn] = [{"role": "system", "content": self.system}] if self.system else []
         async with OpenAIClient(self.url, self.api_key, self.ca_file) as client:
             async for piece in client.chat(self.model, system + self.messages, self.settings):
-                if piece.text and answer.first_s is None:
+                if (piece.text or piece.thought) and answer.first_s is None:
                     answer.first_s = monotonic()
+                if piece.text and answer.has_thought and not answer.text:
+                    self.console.out("\n")
+                answer.has_thought |= bool(piece.thought) and self.console.is_terminal
                 answer.text += piece.text
                 answer.finish_reason = piece.finish_reason or answer.finish_reason
                 answer.usage = piece.usage or answer.usage
+                if piece.thought and self.console.is_terminal:  # a script wants the answer alone
+                    self.console.out(piece.thought, end="", style="dim", highlight=False)
                 self.console.out(piece.text, end="", highlight=False)
+
+
+def _message(prompt: str, more: str) -> str:
+    """Return a line of stdin, or the lines between two fences, each asked for with a prompt."""
+    line = input(prompt)
+    if not line.lstrip().startswith(FENCE):
+        return line
+    text = line.lstrip().removeprefix(FENCE)
+    while not text.rstrip().endswith(FENCE):
+        text += "\n" + input(more)
+    return text.rstrip().removesuffix(FENCE)
 
 
 def _summary(answer: _AnswerSoFar, now_s: float) -> str:

@@ -33,6 +33,8 @@ class Usage(msgspec.Struct, frozen=True):
 
 class _Delta(msgspec.Struct, frozen=True):
     content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # another name that servers have for the same
 
 
 class _StreamChoice(msgspec.Struct, frozen=True):
@@ -47,9 +49,13 @@ class _StreamEvent(msgspec.Struct, frozen=True):
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """A part of an answer: text or, in the last pieces, the finish reason and the usage."""
+    """A part of an answer: text or, in the last pieces, the finish reason and the usage.
+
+    `thought` is what a reasoning model says before its answer.
+    """
 
     text: str = ""
+    thought: str = ""
     finish_reason: str | None = None
     usage: Usage | None = None
 
@@ -133,7 +139,14 @@ class OpenAIClient:
             ) from error
         if chunk.error is not None:
             raise NodeError(f"{self.url} ended the answer: {_message(chunk.error)}")
-        pieces = [Piece(c.delta.content or "", c.finish_reason) for c in chunk.choices[:1]]
+        pieces = [
+            Piece(
+                choice.delta.content or "",
+                choice.delta.reasoning or choice.delta.reasoning_content or "",
+                choice.finish_reason,
+            )
+            for choice in chunk.choices[:1]
+        ]
         return [*pieces, Piece(usage=chunk.usage)] if chunk.usage is not None else pieces
 
     def _refused(self, status: int, body: bytes) -> NodeError:

@@ -20,6 +20,7 @@ from baton.deploy.demo_model import CHECKPOINT
 from baton.engine.model_config import DecoderConfig, read_decoder_config
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.fields import with_values
 from baton.runtime.interrupts import end_by_signal
 from baton.runtime.log import logger
 
@@ -44,10 +45,16 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
     else:
         folder, name = _folder_of(config.model.path, needs_weights=needs_weights)
         decoder = _checked(folder)
+        _check_fetched(folder / "tokenizer.json")
         if needs_weights:
             _check_weights(folder)
             if decoder.is_widened and config.model.dtype == "auto":
-                log.info("float16 weights are widened to float32; --dtype bfloat16 is faster")
+                log.warning(
+                    "the weights are float16, in which baton does not compute: they are widened to "
+                    "float32 and take twice the memory, unless dtype is bfloat16 (--dtype bfloat16)"
+                )
+                # The processes that this one starts need not say it again.
+                config = with_values(config, {"model.dtype": "float32"})
     model = msgspec.structs.replace(config.model, path=str(folder), name=config.model.name or name)
     return msgspec.structs.replace(config, model=model)
 
@@ -114,12 +121,23 @@ def _check_weights(folder: Path) -> None:
             raise ConfigError(
                 f"model {folder} has no {file.name}: baton reads weights from safetensors files"
             )
+        _check_fetched(file)
+
+
+def _check_fetched(file: Path) -> None:
+    """Raise `ConfigError` if a file cannot be read or is an LFS pointer; it may be missing."""
+    if not file.is_file():
+        return
+    try:
         with file.open("rb") as opened:
-            if opened.read(len(_LFS_POINTER)) == _LFS_POINTER:
-                raise ConfigError(
-                    f"{file} is a Git LFS pointer and not the weights: run `git lfs pull` in "
-                    f"{folder}"
-                )
+            begin = opened.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise ConfigError(f"cannot read {file}: {error.strerror}") from error
+    if begin == _LFS_POINTER:
+        raise ConfigError(
+            f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in "
+            f"{file.parent}"
+        )
 
 
 def main(words: Sequence[str]) -> int:

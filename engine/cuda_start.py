@@ -14,6 +14,7 @@ from baton.engine.executor import Progress
 from baton.engine.graphs import buckets_up_to
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
+from baton.protocol.config import CacheConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
@@ -60,7 +61,7 @@ def memory_of(device: torch.device) -> GpuMemory:
 
 
 def free_for_pool(
-    probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int, shared_by: int
+    probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int, cache: CacheConfig
 ) -> int:
     """Return the bytes that a pool may take beside the largest steps, which are tried on `probe`.
 
@@ -78,20 +79,22 @@ def free_for_pool(
     needed = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    free = fair_share(free, total, torch.cuda.memory_reserved(device), shared_by)
+    left = left_to_take(free, total, torch.cuda.memory_reserved(device), cache)
     # Captured steps keep memory of their own, at most as much as the largest one needs.
-    return max(0, int(POOL_SHARE * (free - 2 * needed)))
+    share = 1.0 if cache.gpu_memory_utilization else POOL_SHARE
+    return max(0, int(share * (left - 2 * needed)))
 
 
-def fair_share(free: int, total: int, reserved: int, shared_by: int) -> int:
-    """Return the bytes of a GPU that one of `shared_by` nodes may still take.
+def left_to_take(free: int, total: int, reserved: int, cache: CacheConfig) -> int:
+    """Return the bytes of a GPU that a node which has `reserved` may still take.
 
-    The free memory depends on how far the other nodes have started, so each node takes an equal
-    part of the whole.
+    The free memory depends on how far other nodes have started, so nodes that share the GPU take
+    equal parts of the whole, or of the share of it that `cache` allows them.
     """
-    if shared_by == 1:
+    if cache.gpu_shared_by == 1 and not cache.gpu_memory_utilization:
         return free
-    return min(free, total // shared_by - reserved - CONTEXT_BYTES)
+    allowed = int((cache.gpu_memory_utilization or 1.0) * total) // cache.gpu_shared_by
+    return min(free, allowed - reserved - CONTEXT_BYTES)
 
 
 def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graphs: bool) -> None:

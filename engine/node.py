@@ -281,9 +281,10 @@ class EngineNode:
     def _say_ready(self, info: ExecutorInfo) -> None:
         kv_tokens = info.num_blocks * info.layout.block_size
         if kv_tokens < info.max_model_len:
+            setting = "num_blocks" if self.config.cache.num_blocks else "memory_mib"
             log.warning(
                 f"the KV pool holds {kv_tokens} tokens, so no sequence can be longer, although the "
-                f"model takes {info.max_model_len}: raise cache.memory_mib",
+                f"model takes {info.max_model_len}: raise cache.{setting}",
             )
         log.info(
             "ready",

@@ -246,9 +246,8 @@ def _on_gpu(
 
     if not plan.num_blocks:
         probe = runner_over(1)
-        shared_by = config.cache.gpu_shared_by
         num_bytes = free_for_pool(
-            probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len, shared_by
+            probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
         )
         if num_bytes < plan.layout.block_bytes:
             raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))

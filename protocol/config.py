@@ -74,6 +74,15 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 0
+    gpu_memory_utilization: Annotated[
+        float,
+        about(
+            "share of a GPU's memory, 0 to 1, that the nodes on it take together, with weights "
+            "and steps; 0 leaves the pool's size to memory_mib; CPUs ignore it",
+            ge=0,
+            le=1,
+        ),
+    ] = 0.0
     shared_by: Annotated[
         int,
         about(
@@ -325,8 +334,9 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_hosts: Annotated[
         tuple[str, ...],
         about(
-            "host names that requests may name in the header Host; without this setting, all "
-            "names are allowed"
+            "host names that requests may name in the header Host, or * for all; without this "
+            "setting, all names are allowed, or only local ones if the router has no keys and "
+            "listens on loopback"
         ),
     ] = ()
 
@@ -337,6 +347,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def speaks_tls(self) -> bool:
         return bool(self.tls_cert)
+
+    @property
+    def is_on_loopback(self) -> bool:
+        """Return whether only this host can reach the HTTP server."""
+        return self.host in ("127.0.0.1", "::1", "localhost")
 
 
 class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -26,7 +26,6 @@ EXIT_FAILED = 1
 # collections before an older one.
 COLLECT_AFTER = (10_000, 10, 10)
 HURRIED_S = 1.0  # for running answers when the user waits for the end
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 log = logger("router")
 
@@ -111,7 +110,7 @@ def _chat_template(model: ModelConfig) -> ChatTemplate | None:
 
 
 def _warn_if_open(router: RouterConfig) -> None:
-    if not router.wants_key and router.host not in LOOPBACK:
+    if not router.wants_key and not router.is_on_loopback:
         log.warning(
             "anyone who can reach this address can use the model: require keys with --api-key",
             host=router.host,

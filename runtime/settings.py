@@ -38,6 +38,9 @@ SHORT_FLAGS = {
     "max-len": "model.max_len",
     "max-model-len": "model.max_len",
     "memory-mib": "cache.memory_mib",
+    "gpu-memory-utilization": "cache.gpu_memory_utilization",
+    "num-gpu-blocks-override": "cache.num_blocks",
+    "enable-prefix-caching": "cache.prefix",
     "block-size": "cache.block_size",
     "device": "engine.device",
     "tensor-parallel": "engine.tensor_parallel",
@@ -59,9 +62,9 @@ _NODES = "--prefill N and --decode N set how many nodes run, and --tensor-parall
 _FOLDER = "baton serves a model folder: put the files there and name it as the model"
 _ONE_DTYPE = "KV blocks and weights have the type that --dtype sets"
 _TOOLS = "baton does not parse tool calls"
+_TEXT = "baton generates text, and does nothing else"
 # Flags of vLLM that baton does not have, and what to use instead.
 INSTEAD = {
-    "--gpu-memory-utilization": _MEMORY,
     "--kv-cache-memory-bytes": _MEMORY,
     "--swap-space": _MEMORY,
     "--cpu-offload-gb": _MEMORY,
@@ -76,17 +79,27 @@ INSTEAD = {
     "--load-format": _FOLDER,
     "--trust-remote-code": "baton runs no code of a model folder",
     "--enforce-eager": "--engine-graphs=false records no CUDA graphs",
-    "--enable-prefix-caching": "--cache-prefix is on by default",
     "--no-enable-prefix-caching": "--cache-prefix=false",
     "--enable-chunked-prefill": "prompts are always chunked; --chunk-tokens N sets the size",
-    "--num-gpu-blocks-override": "--cache-num-blocks N",
     "--kv-transfer-config": "--transport chooses how KV blocks travel",
     "--disable-log-stats": "--log-stats-s 0",
     "--enable-log-requests": "--log-access",
     "--uvicorn-log-level": "--log-level",
     "--enable-auto-tool-choice": _TOOLS,
     "--tool-call-parser": _TOOLS,
+    "--reasoning-parser": "baton leaves the thoughts of a model in its text",
     "--enable-lora": "baton serves no adapters",
+    "--speculative-config": "baton does not speculate",
+    "--api-server-count": "--router-processes N starts several routers on one port",
+    "--task": _TEXT,
+    "--runner": _TEXT,
+    "--hf-token": "log in with `hf auth login`, or set the variable HF_TOKEN",
+    "--seed": "requests bring their own seed",
+    "--override-generation-config": "--generation-config none leaves out the model's defaults",
+    "--disable-log-requests": "requests are logged only with --log-access",
+    "--disable-uvicorn-access-log": "requests are logged only with --log-access",
+    "--enable-request-id-headers": "every answer has the header X-Request-Id",
+    "--enable-prompt-tokens-details": "usage always tells the cached tokens",
 }
 VARIABLE_PREFIX = "BATON_"
 # Kubernetes sets the variable of this setting to an address if a service is called baton-router.

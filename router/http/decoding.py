@@ -13,7 +13,7 @@ from baton.protocol.errors import RequestError
 from baton.runtime.log import clip
 
 # A larger body is not decoded a second time because of null fields.
-_MAX_SECOND_BYTES = 256 * 1024
+_MAX_SECOND_BYTES = 2 * 1024 * 1024
 # How many bytes around a mistake are searched for its field.
 _NEAR_BYTES = 256
 _NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
@@ -22,15 +22,19 @@ _PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", 
 _NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
 
 S = TypeVar("S", bound=msgspec.Struct)
+_Fields = dict[str, msgspec.Raw]
 
 
 def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
     """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
     try:
-        return decoder.decode(data)
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise
+            return decoder.decode(_without_nulls(data))
     except msgspec.ValidationError as error:
-        if "unknown field" in str(error) and (fewer := _without_nulls(data)) is not None:
-            return decode(decoder, fewer)
         raise _invalid(str(error)) from None
     except RecursionError:
         text = "the body is nested too deeply"
@@ -39,26 +43,27 @@ def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
         raise _malformed(str(error), data) from None
 
 
-def _without_nulls(data: bytes) -> bytes | None:
-    """Return a body without null fields, at its top and in each message; None if there are none.
+def _without_nulls(data: bytes) -> bytes:
+    """Return a body without null fields, at its top, in its options and in each message.
 
     Clients send back messages of answers, with nulls in fields that requests do not have.
     """
     if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
-        return None
+        return data
     try:
-        body = msgspec.json.decode(data, type=dict[str, object])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-    fewer = {key: value for key, value in body.items() if value is not None}
-    if isinstance(messages := fewer.get("messages"), list):
-        fewer["messages"] = [
-            {key: value for key, value in turn.items() if value is not None}
-            if isinstance(turn, dict)
-            else turn
-            for turn in messages
-        ]
-    return None if fewer == body else msgspec.json.encode(fewer)
+        fewer: dict[str, object] = {**_given(msgspec.json.decode(data, type=_Fields))}
+        if isinstance(turns := fewer.get("messages"), msgspec.Raw):
+            found = msgspec.json.decode(turns, type=list[_Fields])
+            fewer["messages"] = [_given(turn) for turn in found]
+        if isinstance(options := fewer.get("stream_options"), msgspec.Raw):
+            fewer["stream_options"] = _given(msgspec.json.decode(options, type=_Fields))
+    except msgspec.DecodeError:
+        return data
+    return msgspec.json.encode(fewer)
+
+
+def _given(fields: _Fields) -> _Fields:
+    return {name: value for name, value in fields.items() if bytes(value) != b"null"}
 
 
 def _malformed(error: str, data: bytes) -> RequestError:

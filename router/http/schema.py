@@ -115,6 +115,9 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     reasoning: msgspec.Raw = _NULL
     audio: msgspec.Raw = _NULL
     provider_specific_fields: msgspec.Raw = _NULL
+    reasoning_details: msgspec.Raw = _NULL
+    thinking_blocks: msgspec.Raw = _NULL
+    citations: msgspec.Raw = _NULL
 
 
 class ResponseFormat(msgspec.Struct):
@@ -146,7 +149,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
 }
 _UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call")
-_ONLY_IN_ANSWERS = ("annotations", "reasoning", "audio", "provider_specific_fields")
+_ONLY_IN_ANSWERS = (
+    "annotations", "reasoning", "audio", "provider_specific_fields", "reasoning_details",
+    "thinking_blocks", "citations",
+)  # fmt: skip
 _NONE: Mapping[str, object] = {}
 _EMPTY = (b"null", b"[]", b"{}", b"")
 

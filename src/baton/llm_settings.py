@@ -23,6 +23,7 @@ SAME = {
     "served_model_name": "model.name",
     "dtype": "model.dtype",
     "max_model_len": "model.max_len",
+    "gpu_memory_utilization": "cache.gpu_memory_utilization",
     "block_size": "cache.block_size",
     "num_gpu_blocks_override": "cache.num_blocks",
     "enable_prefix_caching": "cache.prefix",
@@ -34,10 +35,10 @@ SAME = {
 _FOLDER = "baton serves a model folder: put the files there and name it as the model"
 _NODES = "prefill=N and decode=N set how many nodes run, and tensor_parallel_size splits each"
 _MEMORY = "cache={'memory_mib': N} sets the memory for the KV blocks of one node"
+_TEXT = "baton generates text, and does nothing else"
 _ONE_DTYPE = "KV blocks and weights have the type that dtype sets"
 # Other keywords of vLLM -> the values that ask for nothing, and how baton does it.
 REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
-    "gpu_memory_utilization": ((None,), _MEMORY),
     "kv_cache_memory_bytes": ((None,), _MEMORY),
     "swap_space": ((None, 0), _MEMORY),
     "cpu_offload_gb": ((None, 0), _MEMORY),
@@ -59,6 +60,13 @@ REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "disable_log_stats": ((None, True), "log={'level': 'info'} shows the nodes' messages"),
     "generation_config": ((None, "auto"), "SamplingParams() takes baton's defaults instead"),
     "enable_lora": ((None, False), "baton serves no adapters"),
+    "speculative_config": ((None,), "baton does not speculate"),
+    "compilation_config": ((None,), "baton compiles its kernels itself"),
+    "task": ((None, "auto", "generate"), _TEXT),
+    "runner": ((None, "auto", "generate"), _TEXT),
+    "limit_mm_per_prompt": ((None, {}), _TEXT),
+    "hf_token": ((None, False), "log in with `hf auth login`, or set the variable HF_TOKEN"),
+    "hf_overrides": ((None, {}), "change config.json in a copy of the model folder"),
     "kv_transfer_config": ((None,), "transfer={...} sets how KV blocks travel"),
 }
 

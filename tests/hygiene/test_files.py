@@ -2,7 +2,10 @@
 
 import ast
 import re
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.support.sources import REPOSITORY, ROOMS, imports, name_of, sources, tree
 
@@ -94,6 +97,26 @@ def test_documents_link_to_files_that_exist() -> None:
         if "://" not in target and not (path.parent / target.partition("#")[0]).exists()
     ]
     assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize(
+    ("wish", "installs"),
+    [
+        ("", ()),
+        ("EXTRAS=nixl", ('--editable ".[nixl]"',)),
+        ("TORCH_INDEX=torch.example/cpu", ('--index-url "torch.example/cpu" torch',)),
+    ],
+)
+def test_other_extras_and_another_torch_are_installed_into_an_environment_that_was_ready(
+    wish: str, installs: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for name in ("bin/python", ".ready-to-serve", ".ready-to-test"):
+        (tmp_path / name).touch()
+    command = ["make", "-n", "serve", f"VENV={tmp_path}", *([wish] if wish else [])]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert ("pip install" in done.stdout) == bool(wish)
+    assert all(text in done.stdout for text in installs)
 
 
 def test_installing_names_no_package_index() -> None:

@@ -32,6 +32,7 @@ def test_generated_pages_are_fresh() -> None:
 # Nor do these count, by which people who come from vLLM expect to find the same.
 LAUNCHERS |= {"router.tls_cert", "router.tls_key"}
 LAUNCHERS |= {"router.allowed_origins", "model.generation_config"}
+LAUNCHERS |= {"cache.gpu_memory_utilization"}
 
 
 def test_the_readme_knows_about_how_long_each_room_is() -> None:

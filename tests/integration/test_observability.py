@@ -38,7 +38,7 @@ from tests.support.sources import REPOSITORY
 
 GRAFANA = REPOSITORY / "deploy" / "grafana"
 OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
-BLOCK = 16
+BLOCK, NUM_BLOCKS = 16, 500  # 192 tokens less than the model takes
 WAIT_S = 60.0
 PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1), 8
 BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -92,7 +92,7 @@ def collector() -> Iterator[Collector]:
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = ClusterConfig(
         model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
-        cache=CacheConfig(num_blocks=700),
+        cache=CacheConfig(num_blocks=NUM_BLOCKS),
         engine=EngineConfig(chunk_tokens=64),
         router=RouterConfig(local_prefill="never", otlp_traces=collector.url),
         node=NodeConfig(http="127.0.0.1:0"),
@@ -101,6 +101,27 @@ def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> I
         for _ in range(2):  # the second finds the first one's blocks in the prefix caches
             cluster.complete(**BODY)
         yield cluster
+
+
+def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(
+    cluster: Cluster,
+) -> None:
+    for role in ("prefill", "decode"):
+        lines = [line for line in cluster.lines if f" {role}-0: " in line]
+        (ready,) = [line for line in lines if f": ready role={role} " in line]
+        fields = dict(re.findall(r" (\w+)=(\S+)", ready))
+        assert int(fields.pop("threads")) >= 1
+        assert fields.pop("compute")
+        assert fields == {
+            "role": role, "device": "cpu", "dtype": "float32", "kv_tokens": "8000",
+            "blocks": "500", "max_len": "8192", "transports": fields["transports"],
+            "batch_invariant": "True",
+        }  # fmt: skip
+        assert "shm" in fields["transports"].split(",")
+        (short,) = [line for line in lines if "no sequence can be longer" in line]
+        assert short.endswith("holds 8000 tokens, so no sequence can be longer, although the model "
+                              "takes 8192: raise cache.num_blocks")  # fmt: skip
+    assert '"max_model_len":8000' in cluster.get("/v1/models")[1]
 
 
 def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster: Cluster) -> None:

@@ -193,8 +193,18 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
 
 def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None:
     total, weights = 80 << 30, 8 << 30
-    first = cuda_start.fair_share(total - weights, total, weights, 2)
-    second = cuda_start.fair_share(total - 2 * weights - first, total, weights, 2)
+    two, alone = CacheConfig(gpu_shared_by=2), CacheConfig()
+    first = cuda_start.left_to_take(total - weights, total, weights, two)
+    second = cuda_start.left_to_take(total - 2 * weights - first, total, weights, two)
     assert (first, second) == (total // 2 - weights - cuda_start.CONTEXT_BYTES,) * 2
-    assert cuda_start.fair_share(first // 4, total, weights, 2) == first // 4  # others use the rest
-    assert cuda_start.fair_share(total - weights, total, weights, 1) == total - weights
+    assert cuda_start.left_to_take(first // 4, total, weights, two) == first // 4  # others use more
+    assert cuda_start.left_to_take(total - weights, total, weights, alone) == total - weights
+
+
+@pytest.mark.parametrize("shared_by", [1, 2])
+def test_nodes_take_no_more_of_a_gpu_than_its_memory_utilization(shared_by: int) -> None:
+    total, weights = 80 << 30, 8 << 30
+    cache = CacheConfig(gpu_memory_utilization=0.5, gpu_shared_by=shared_by)
+    left = cuda_start.left_to_take(total - weights, total, weights, cache)
+    assert shared_by * (left + weights + cuda_start.CONTEXT_BYTES) == total // 2
+    assert cuda_start.left_to_take(1 << 30, total, weights, cache) == 1 << 30  # others use the rest

@@ -5,6 +5,7 @@ import json
 import shlex
 import shutil
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from huggingface_hub import constants
@@ -80,11 +81,26 @@ def test_a_model_that_cannot_be_computed_is_refused_before_any_process_starts(fo
         model_of(str(folder))
 
 
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_float16_weights_are_said_to_be_widened(
+    folder: Path, dtype: Literal["auto", "bfloat16"], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), "dtype": "float16"}))
+    found = with_model(ClusterConfig(model=ModelConfig(path=str(folder), dtype=dtype)))
+    with_model(found)  # as a process that this one starts
+    assert caplog.text.count("widened to float32") == (dtype == "auto")
+    assert found.model.dtype == ("float32" if dtype == "auto" else dtype)
+
+
 def test_weights_that_are_not_there_are_refused_and_a_router_needs_none(folder: Path) -> None:
     weights = folder / "model.safetensors"
-    weights.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
-    with pytest.raises(ConfigError, match=r"model\.safetensors is a Git LFS pointer.*git lfs pull"):
-        model_of(str(folder))
+    for file in (folder / "tokenizer.json", weights):
+        whole = file.read_bytes() if file.is_file() else b""
+        file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+        with pytest.raises(ConfigError, match=rf"{file.name} is a Git LFS pointer.*git lfs pull"):
+            model_of(str(folder))
+        file.write_bytes(whole)
     weights.unlink()
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         model_of(str(folder))

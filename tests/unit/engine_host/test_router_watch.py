@@ -1,4 +1,4 @@
-"""A router that is missing is told of after 5 s, with the reason, and then seldom."""
+"""What a node tells of itself: a missing router after 5 s and then seldom; when idle, nothing."""
 
 import socket
 import threading
@@ -6,7 +6,13 @@ from dataclasses import dataclass
 
 import pytest
 
+from baton.engine import node
+from baton.engine.beats import Vitals
+from baton.engine.node import NodeObserver
+from baton.engine.records import Records
 from baton.engine.router_watch import FIRST_S, LONGEST_S, RouterWatch
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import Load
 from tests.support.virtual_clock import VirtualClock
 
 
@@ -72,3 +78,20 @@ def test_a_name_that_does_not_resolve_is_the_reason(
 def test_a_router_that_refuses_the_key_is_not_waited_for(bench: Bench) -> None:
     """The node's own channel tells of that."""
     assert bench.said(Link("tcp://127.0.0.1:5570", refusals=3), 60.0) == []
+
+
+def test_an_idle_node_logs_no_stats(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    clock, records = VirtualClock(100.0), Records("", NodeId("d0"))
+    monkeypatch.setattr(node, "boottime", clock)
+    observer = NodeObserver(Vitals(), records, stats_s=10.0)
+    told = []
+    for num_running, num_tokens in ((0, 0), (0, 7), (0, 7), (1, 7), (0, 7)):
+        records.counters.output_tokens = num_tokens
+        clock.advance(10.0)
+        caplog.clear()
+        observer.set_load(Load(num_running=num_running))
+        told.append([record.message for record in caplog.records])
+    assert told == [[], ["stats"], [], ["stats"], []]

@@ -62,6 +62,37 @@ async def test_other_hosts_are_refused_if_hosts_are_named(bench: HttpBench) -> N
     assert (await bench.get("/live")).status == 200
 
 
+@pytest.mark.parametrize(
+    ("router", "is_refused"),
+    [
+        (RouterConfig(), True),
+        (RouterConfig(host="0.0.0.0"), False),
+        (RouterConfig(allowed_hosts=("*",)), False),
+        (RouterConfig(api_keys=("secret",)), False),
+    ],
+    ids=["loopback", "open", "all hosts", "with a key"],
+)
+def test_a_page_that_rebinds_its_name_to_this_host_is_refused(
+    router: RouterConfig, is_refused: bool, tmp_path: Path
+) -> None:
+    @served(script=hello, config=ClusterConfig(router=router))
+    async def check(bench: HttpBench) -> None:
+        for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example"):
+            reply = await ask(bench, Host=host, Authorization="Bearer secret")
+            assert reply.status == (421 if is_refused else 200)
+        for host in (
+            "localhost:8000",
+            "127.0.0.1",
+            "[::1]:8000",
+            "10.1.2.3:80",
+            "box",
+            "me.local.",
+        ):
+            assert (await ask(bench, Host=host, Authorization="Bearer secret")).status == 200
+
+    check(tmp_path=tmp_path)
+
+
 PAGE, STRANGER = "https://chat.example", "https://evil.example"
 
 

@@ -7,7 +7,7 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
 from baton.router.health import Health, ServedModel
 from baton.router.http.metric_families import ROUTER_FAMILIES
-from baton.router.http.metrics import MAX_CODES, HttpMetrics
+from baton.router.http.metrics import MAX_CODES, HttpMetrics, StatsLine
 from baton.router.outputs import RequestMetrics
 from baton.router.pairs import PairTransfers
 from baton.runtime.node_health import LostNode, NodeHealth
@@ -50,6 +50,18 @@ def test_retries_resumes_and_transfers_are_counted_once() -> None:
     for name, expected in (("s", 7), ("_failures", 2), ("_bytes", 4096), ("_seconds", 0.5)):
         of_pair = value(metrics, health, f"baton_transfer{name}_total", prefill="p0", decode="d0")
         assert of_pair == expected
+
+
+def test_an_idle_router_has_no_line_of_stats() -> None:
+    metrics = HttpMetrics("tiny")
+    line, idle = StatsLine(metrics), Health("ready", (), 0, 0)
+    assert line.take(10.0, idle) is None
+    metrics.ended(RequestMetrics(num_prompt_tokens=50), "finished", 1)
+    found = line.take(10.0, idle)
+    assert found is not None
+    assert (found["ended"], found["prompt_tokens_per_s"]) == (1, 5.0)
+    assert line.take(10.0, idle) is None
+    assert line.take(10.0, Health("ready", (), 1, 0)) is not None
 
 
 def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:

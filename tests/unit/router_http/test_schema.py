@@ -144,12 +144,22 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     answer = {
         "role": "assistant", "content": "yes", "refusal": None, "annotations": [],
         "audio": None, "function_call": None, "tool_calls": None, "reasoning": "hm",
-        "provider_specific_fields": {"a": 1}, "unheard_of": None,
+        "provider_specific_fields": {"a": 1}, "unheard_of": None, "citations": ["b"],
+        "thinking_blocks": [{"thinking": "hm"}], "reasoning_details": [{"text": "hm"}],
     }  # fmt: skip
-    body = {"messages": [answer], "reasoning_effort": None, "modalities": None, "n": None}
-    (chat,) = parse_chat(json.dumps(body).encode()).prompts
+    question = {"role": "user", "content": "null" * 100_000, "audio": None, "name": None}
+    body = {
+        "messages": [answer, question], "reasoning_effort": None, "modalities": None, "n": None,
+        "stream": True, "stream_options": {"include_usage": True, "unheard_of": None},
+    }  # fmt: skip
+    ask = parse_chat(json.dumps(body).encode())
+    (chat,) = ask.prompts
     assert isinstance(chat, Chat)
-    assert chat.messages == [{"role": "assistant", "content": "yes"}]
+    assert chat.messages == [
+        {"role": "assistant", "content": "yes"},
+        {"role": "user", "content": "null" * 100_000},
+    ]
+    assert ask.include_usage
 
 
 @pytest.mark.parametrize("data", [body_of(max_tokens=0, echo=True), body_of(max_tokens=0)])

@@ -20,6 +20,7 @@ MAPPED: list[tuple[str, object, object]] = [
     ("dtype", "float", "float32"),
     ("dtype", torch.float32, "float32"),
     ("max_model_len", 100, 100),
+    ("gpu_memory_utilization", 0.85, 0.85),
     ("block_size", 32, 32),
     ("num_gpu_blocks_override", 77, 77),
     ("enable_prefix_caching", False, False),
@@ -29,7 +30,6 @@ MAPPED: list[tuple[str, object, object]] = [
     ("max_num_batched_tokens", 256, 256),
 ]
 WANTED: list[tuple[str, object, str]] = [
-    ("gpu_memory_utilization", 0.9, "memory_mib"),
     ("swap_space", 4, "memory_mib"),
     ("pipeline_parallel_size", 2, "prefill=N and decode=N"),
     ("data_parallel_size", 2, "prefill=N and decode=N"),
@@ -40,6 +40,8 @@ WANTED: list[tuple[str, object, str]] = [
     ("enforce_eager", True, "CUDA graphs"),
     ("enable_chunked_prefill", False, "max_num_batched_tokens"),
     ("enable_lora", True, "adapters"),
+    ("task", "embed", "generates text"),
+    ("hf_token", "secret", "HF_TOKEN"),
 ]
 WRONG: list[tuple[dict[str, object], str]] = [
     ({"decod": 2}, "unknown setting decod; did you mean decode?"),
@@ -49,6 +51,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"dtype": "int8"}, "int8"),
     ({"tensor_parallel_size": "2"}, "engine.tensor_parallel"),
     ({"max_model_len": 2.5}, "model.max_len"),
+    ({"gpu_memory_utilization": 90}, "cache.gpu_memory_utilization"),
     ({"cache": {"memory": 5}}, "memory"),
     ({"cache": 5}, "cache"),
     ({"cache": 5, "block_size": 16}, "cache must be a dict"),

@@ -105,6 +105,9 @@ def test_help_has_defaults_and_units() -> None:
         (["/models/tiny", "--threads", "2"], "model", "path", "/models/tiny"),
         (["/models/tiny", "--served-model-name", "tiny"], "model", "name", "tiny"),
         (["--max-model-len", "7"], "model", "max_len", 7),
+        (["--gpu-memory-utilization", "0.85"], "cache", "gpu_memory_utilization", 0.85),
+        (["--num-gpu-blocks-override", "77"], "cache", "num_blocks", 77),
+        (["--enable-prefix-caching"], "cache", "prefix", True),
     ],
 )  # fmt: skip
 def test_words_become_values(words: list[str], section: str, field: str, value: object) -> None:
@@ -115,7 +118,8 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
     ("words", "said"),
     [
         (["--blok-size", "8"], "unknown flag --blok-size; did you mean --block-size?"),
-        (["--gpu-memory-utilization", "0.9"], "not a flag of baton: --memory-mib N"),
+        (["--swap-space", "4"], "not a flag of baton: --memory-mib N"),
+        (["--gpu-memory-utilization", "90"], "cache.gpu_memory_utilization cannot be '90'"),
         (["--set", "cache.block_sise=8"], "did you mean cache.block_size?"),
         (["--set", "block_size=8"], "did you mean cache.block_size?"),
         (["--set", "cache.block_size"], "write it as section.field=value"),
@@ -178,7 +182,8 @@ def test_settings_survive_a_file(tmp_path: Path) -> None:
     for field in fields_of(ClusterConfig):
         if field.section and field.plain_type in (int, float):
             section = getattr(config, field.section)
-            changed = msgspec.structs.replace(section, **{field.key: 7})
+            value = 7 if field.meta.le != 1 else 1
+            changed = msgspec.structs.replace(section, **{field.key: value})
             config = msgspec.structs.replace(config, **{field.section: changed})
     node = msgspec.structs.replace(config.node, routers=("ipc:///a b", "tcp://c:1"), id="yes")
     config = msgspec.structs.replace(config, node=node)
