@@ -117,7 +117,7 @@ class WorkerExecutor:
         self._watch(worker)
 
     def _watch(self, worker: "_RankProcess") -> None:
-        """Also watch for room while a plan larger than the socket's buffer is being sent."""
+        """Watch for room, too, while a plan larger than the socket's buffer is being sent."""
         unsent = select.EPOLLOUT if worker.steps.has_unsent else 0
         if not worker.steps.is_closed:
             self._epoll.modify(worker.steps, select.EPOLLIN | unsent)

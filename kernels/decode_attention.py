@@ -168,8 +168,8 @@ def _split_kernel(
     ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
 ) -> None:
-    # A fixed number of programs share the items of the batch evenly, whatever the lengths. KV heads
-    # are innermost, so the items of one block run side by side and share its TLB entry.
+    # A fixed number of programs share the items of the batch evenly, for any lengths. KV heads are
+    # innermost, so the items of one block run side by side and share its TLB entry.
     row = tl.arange(0, MAX_BATCH)
     ends = tl.load(len_ptr + row, mask=row < batch, other=0)
     # Splits begin at the tile in which the window begins; ordered splits begin at absolute

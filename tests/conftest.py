@@ -1,4 +1,4 @@
-"""What holds for every test: no talk with the network, and in CI no test that quietly did not run.
+"""Rules for every test: no network, and in CI no test that is silently skipped.
 
 With `CI=true` a skip outside tests/gpu is a failure: CI has everything that those tests need, so a
 skip there means that something was not installed or not built.

@@ -1,8 +1,7 @@
 """The figures of a load: every figure of a report, and the definition that is printed with it.
 
 A failed request has no latency that counts, but it stays in every denominator. The intended arrival
-of a request decides its window, at whatever time it ended. Nothing here may mend, drop or reorder
-records.
+of a request decides its window, and not its end. Nothing here may mend, drop or reorder records.
 """
 
 from collections import Counter

@@ -38,7 +38,7 @@ class HttpMetrics:
     """The metrics of one router, without globals, because two routers can share a process."""
 
     def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
-        """A router that shares its port passes its name, which becomes a label of every value."""
+        """Label every value with `name`, which a router that shares its port passes."""
         self.num_requests = 0  # requests that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0

@@ -37,7 +37,7 @@ class EventStream:
         headers: Mapping[str, str],
         silence_s: float = SILENCE_S,
     ) -> None:
-        """The ids of events begin with `name` and a colon."""
+        """Give events ids that begin with `name` and a colon."""
         self._request = request
         self._name = name.encode()
         self._silence_s = silence_s

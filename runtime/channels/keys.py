@@ -144,7 +144,7 @@ def _read(path: str) -> tuple[KeyPair, ...]:
     if mode & OTHERS:
         raise ConfigError(
             f"the key {path} (keys.file) can be read by other users: run `chmod 600 {path}`, or "
-            "make a new key with `baton keygen` if somebody may have read this one"
+            "make a new key with `baton keygen` if another user may have read this one"
         )
     pairs = tuple(_parsed(line, path) for line in content.splitlines() if line.strip())
     if not pairs:

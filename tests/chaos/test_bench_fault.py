@@ -76,8 +76,8 @@ def run_with(
     """Run the load with a fault in the midst of it. The nodes have served before.
 
     `fault` gets the seconds that the node is to be away for: longer than the load has run, so
-    longer than any wait before the fault, whatever else this machine does. `then` gets these too,
-    and the start of the load.
+    longer than any wait before the fault, on a busy machine too. `then` gets these too, and the
+    start of the load.
     """
     target = target_of(cluster)
     run_load(Load(target, planned(SEED + 1, 4, 10), concurrency=2))

@@ -1,4 +1,4 @@
-"""A request that breaks the node that computes it: it is stopped, and nobody else is."""
+"""A request that breaks the node that computes it is stopped, and no other request is."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Streams whose router dies: their clients take them up again, and nothing is lost or doubled."""
+"""Clients resume streams whose router died, and no token is lost or doubled."""
 
 import copy
 import http.client

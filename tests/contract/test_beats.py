@@ -1,4 +1,4 @@
-"""Beats: sent every second whatever the loop does, with how long it has been doing it."""
+"""Beats are sent every second, even while the loop hangs, and show for how long."""
 
 from pathlib import Path
 

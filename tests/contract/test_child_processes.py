@@ -72,7 +72,7 @@ def wait_until_gone(pid: int) -> None:
 
 
 def is_zombie(process: psutil.Process) -> bool:
-    """Gone but for its exit code, which waits for whoever adopted it."""
+    """Return whether only its exit code is left, for the process that adopted it."""
     try:
         return bool(process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:

@@ -1,4 +1,4 @@
-"""What a node's loop relies on, the same for every executor."""
+"""Every executor keeps the contract on which a node's loop relies."""
 
 import os
 import select

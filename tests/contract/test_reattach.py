@@ -158,7 +158,8 @@ async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(
     entries = [TokenEntry(Key(ID), start + index, [7]) for index in range(num_many)]
     for index in range(0, num_many, 1_000):
         decode.say(Tokens(entries[index : index + 1_000]))
-    # What nobody asked for is given back, so its cancel shows that the router has read the rest.
+    # A sequence that no router asked for is given back; its cancel shows that the router read the
+    # rest.
     other = HeldChoice(Key(RequestId("other")), [], is_running=True)
     decode.say(msgspec.structs.replace(attached(other), request_id=RequestId("other")))
     assert (await decode.hear(Cancel)).keys == (other.key,)

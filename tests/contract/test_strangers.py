@@ -1,4 +1,4 @@
-"""Connections to a listener that are no channels, and a process that has no descriptor left."""
+"""Connections that are not channels do no harm, nor does a process without free descriptors."""
 
 import os
 import resource

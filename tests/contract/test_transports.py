@@ -1,4 +1,4 @@
-"""What every transport must do, with a process at either end.
+"""Every transport keeps its contract, with a process at either end.
 
 nixl with CMA, over TCP alone, and polled, as it runs on GPUs; cuda_ipc on memfds.
 """

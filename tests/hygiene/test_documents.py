@@ -1,4 +1,4 @@
-"""What the pages say exists: commands and flags, settings, variables, messages, alerts."""
+"""Everything that the pages name exists: commands, flags, settings, variables, messages, alerts."""
 
 import ast
 import functools

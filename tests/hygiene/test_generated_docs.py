@@ -1,4 +1,4 @@
-"""Generated pages are what the code says today, and every setting is used by somebody."""
+"""Generated pages match the code, and every setting is read somewhere."""
 
 import ast
 import re
@@ -59,7 +59,7 @@ def test_every_setting_is_read_somewhere() -> None:
         for field in fields_of(ClusterConfig)
         if not any((holder, field.key) in read for holder in {*ALIASES, field.section} - {""})
     ]
-    assert not unread, "settings that nobody reads"
+    assert not unread, "settings that no code reads"
 
 
 def test_every_setting_says_what_it_means() -> None:

@@ -1,4 +1,4 @@
-"""A type's name exists once, every closed match says so, and broad excepts stand at boundaries."""
+"""Names of types are unique, closed matches are complete, and broad excepts are at boundaries."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""`baton up`, `status`, `down` and `render` on this machine: what runs, what is said and left."""
+"""`baton up`, `status`, `down` and `render` work on this machine, and leave nothing behind."""
 
 import contextlib
 import os

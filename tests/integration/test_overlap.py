@@ -25,7 +25,7 @@ DEADLINE_S = 60.0
 
 
 class Meeting:
-    """Holds each side until the other has come as far as it must, whatever the machine does.
+    """Holds each side until the other has come as far as it must, on any machine.
 
     A chunk is not done before the blocks of the chunk before it are being read, and a read does not
     end before the chunk that follows is computed. Without overlap one of them waits in vain.

@@ -183,7 +183,7 @@ def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> No
 def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     with serving(tmp_path) as serve:
         for child in serve.children.values():
-            child.suspend()  # so that the first signal has somebody to wait for
+            child.suspend()  # so that the first signal has a process to wait for
         serve.process.send_signal(signal.SIGINT)
         # Two of a kind that are pending at once would count as one.
         serve.process.send_signal(signal.SIGTERM)

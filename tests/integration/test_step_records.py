@@ -1,4 +1,4 @@
-"""What the step records prove: batching, chunking, joining and leaving."""
+"""Step records prove batching, chunking, joining and leaving."""
 
 import itertools
 from collections.abc import AsyncGenerator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What a child process of a test does: `python -m tests.support.child_roles ROLE`."""
+"""The child processes of tests: `python -m tests.support.child_roles ROLE`."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def main(role: str, *rest: str) -> int:
             print(f"pid {os.getpid()}")
             time.sleep(FOREVER_S)
         case "leave-one":
-            # In our process group, so it must go with us although nobody waits for it.
+            # It is in our process group, so it must end with us although no process waits for it.
             left = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
             print(f"pid {left.pid}")
         case "parent":

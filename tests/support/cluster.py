@@ -252,6 +252,6 @@ def metric(page: str, name: str) -> int:
 
 
 def free_port() -> int:
-    """One that nobody listens at now, for a process that is to be named before it starts."""
+    """Return a port that is free now, for a process that must be named before it starts."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         return int(taken.getsockname()[1])

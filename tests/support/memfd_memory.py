@@ -1,8 +1,8 @@
 """A GPU's memory for tests of `cuda_ipc`: pools are memfds, and a launched copy ends only later.
 
-A handle names a descriptor of the owner's process, so it is worth nothing once that has ended.
-Half of a copy's blocks are there at once and the rest lands when its end is asked for again and
-again: whoever reuses or unmaps blocks too early sees it.
+A handle names a descriptor of the owner's process, so it is worth nothing once that has ended. Half
+of a copy's blocks are there at once and the rest lands when its end is asked for again and again:
+code that reuses or unmaps blocks too early sees it.
 """
 
 import mmap
@@ -24,7 +24,7 @@ GPU = "GPU-0"
 
 
 class MemfdMemory:
-    """The `PeerMemory` over `pool`, whose generations nobody reads."""
+    """The `PeerMemory` over `pool`, whose generations are not read."""
 
     def __init__(
         self, pool: HostPool, visible: tuple[str, ...] = (GPU,), lacking: str = ""

@@ -16,7 +16,7 @@ from tests.support.deployed import TIMEOUT_S
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 SPARE = "127.0.0.4"  # of a host that may join later
-# Prints what Ray still holds for anybody: named actors, and CPUs that are not free.
+# Prints everything that Ray still holds: named actors, and CPUs that are not free.
 HELD = """
 import sys, ray
 from ray.util import list_named_actors

@@ -111,7 +111,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.listen()
         if is_refused:
             assert self.asked[message.key].is_over, "a router that was away is told"
-            assert not any(self.asked[of].is_over for of in before), "and nobody else is hurt"
+            assert not any(self.asked[of].is_over for of in before), "and no other request is hurt"
         else:
             others = [of for of in before if self.asked[of].origin != origin]
             assert all(self.asked[of].is_over for of in others), "a router that loses it is told"
@@ -207,11 +207,11 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert all(self.pool.references(block) for block in part.block_table)
 
     def end_readings(self) -> None:
-        """Let the connector end whatever can end."""
+        """Let the connector end everything that can end."""
         raise NotImplementedError
 
     def teardown(self) -> None:
-        """Whoever was not cancelled comes to an end, and then nothing is held."""
+        """Every request that was not cancelled ends, and then nothing is held."""
         for _ in range(400):
             self.connect()
             self.end_readings()

@@ -34,7 +34,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports, anywhere in it and for whatever reason."""
+    """Return every module that a file imports, anywhere in it."""
     found: set[str] = set()
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):

@@ -71,7 +71,7 @@ class Nemesis:
             action()
 
     def settle(self) -> None:
-        """No more malice: everything must end by itself, whatever is still broken."""
+        """Stop all malice: everything must end by itself, even what is still broken."""
         for _ in range(MAX_SETTLING_STEPS):
             if not any(process.prompts for process in self._all()):
                 return
@@ -170,7 +170,7 @@ class Nemesis:
         return True
 
     def _tick(self) -> None:
-        """To the next deadline of anybody, who then notices in time or late."""
+        """Move to the next deadline of any process, which then notices it in time or late."""
         world = self.world
         wakes = [p.wake_s - p.offset_s for p in self._all() if p.wake_s is not None]
         world.now_s = max(world.now_s, min(wakes, default=world.now_s)) + 1e-6

@@ -2,7 +2,7 @@
 
 Messages pass through the real codecs. Channels are FIFO, and break without telling both ends at
 once; reads copy block by block, whenever the test says so, and may fail, freeze, or write after
-their end. The contract is checked while it runs: every report comes once, nobody writes into a
+their end. The contract is checked while it runs: every report comes once, no node writes into a
 block of another, and what has landed is what was computed.
 """
 

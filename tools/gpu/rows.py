@@ -1,7 +1,7 @@
 """Turn the measurements of the GPU sections into rows with a floor and a target for each figure.
 
 A section runs in a process of its own and reports `Event`s; the command that started it makes rows
-and tables of the events here. Pure: no torch, no clock.
+and tables of the events here. This file is pure: it has no torch and no clock.
 """
 
 from collections.abc import Sequence

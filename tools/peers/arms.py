@@ -3,7 +3,8 @@
 An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
 `vllm+compiled`, `vllm-pair`. Colocated arms have both cores. vLLM's pair computes prompts on core 0
 and decodes on core 1, or takes both for either with `+shared`; baton's nodes have one core each and
-lend it while they idle, as under `baton serve`. Pure: commands are made here and run elsewhere.
+lend it while they idle, as under `baton serve`. This file is pure: it makes commands, which run
+elsewhere.
 """
 
 import glob

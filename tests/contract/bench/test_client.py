@@ -1,4 +1,4 @@
-"""What a client makes of every way in which a server can answer, over real connections."""
+"""The client judges every kind of answer of a server, over real connections."""
 
 import asyncio
 import contextlib

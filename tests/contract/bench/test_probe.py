@@ -1,4 +1,4 @@
-"""What can be known of a server before a load, and one clear line for what stands in the way."""
+"""Probing finds what a server can do before a load, and names an obstacle in one clear line."""
 
 import contextlib
 import os

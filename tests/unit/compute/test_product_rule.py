@@ -11,7 +11,7 @@ WEIGHT = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
 
 
 def in_order(rows: Tensor, weight: Tensor) -> Tensor:
-    """Every sum in the order of the inner dimension, whatever the number of rows."""
+    """Compute every sum in the order of the inner dimension, for any number of rows."""
     out = rows.new_zeros(len(rows), len(weight))
     for k in range(weight.shape[1]):
         out += rows[:, k, None] * weight[None, :, k]

@@ -1,4 +1,4 @@
-"""Ranks that share memory get the same bits, whatever else is in the tensor."""
+"""Ranks that share memory get the same bits, independently of the rest of the tensor."""
 
 import json
 import os

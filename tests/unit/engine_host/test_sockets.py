@@ -117,7 +117,7 @@ class Bytes(Codec[bytes]):
 
 
 class RouterEnd:
-    """The router's end of a node's channel; says whatever it is told to."""
+    """The router's end of a node's channel, which sends what the test tells it to."""
 
     def __init__(self, folder: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -295,7 +295,7 @@ def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
     decode.to_peer(ToPeer(*peer, hello("d0")))
     assert hear(prefill, 1) == [FromPeer(*DECODE, hello("d0"))]
     decode.to_peer(DropPeer(*peer))
-    decode.to_peer(ToPeer(*peer, Renew((key("b"),))))  # nobody is there to be told
+    decode.to_peer(ToPeer(*peer, Renew((key("b"),))))  # no peer is there to be told
     tell(prefill, OFFERED)
     assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", OFFERED)]
     # To the peer a second greeting would mean that this node began anew.

@@ -40,7 +40,7 @@ def test_every_request_ends_once_in_order_and_leaves_nothing_behind(
             if choice not in world.stopped:
                 assert world.output[choice] == expected_answer(world.request, choice)
                 assert world.finished[choice] is not None
-    # Charges return to zero, nobody waits for nodes, and no node works for nobody.
+    # Charges return to zero, no request waits for nodes, and no node works without a request.
     assert not any(world.charges.values())
     assert not world.places
     assert [node.node_id for node in world.nodes if node.works] == []

@@ -74,7 +74,7 @@ def test_a_request_leaves_room_for_as_many_tokens_as_answers_have_had() -> None:
 
 
 def test_a_leg_that_waits_for_one_node_holds_up_nobody_who_goes_to_another() -> None:
-    """After a second nobody passes it on its own node either, however small."""
+    """After a second, no request passes it on its own node either, however small."""
     registry, policy, line = (
         cluster("d0", "d1"),
         CheapestPair("always", 0),

@@ -46,13 +46,13 @@ def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
     registry = cluster(*PAIRS)
     failed = frozenset(process(name) for name in ("p0", "d0", "d1"))
     assert choose(registry, place("a", avoid=failed)) == ("p1", "d0")
-    # A process that took the place of one that failed has failed nobody.
+    # A process that replaced one that failed has failed no request.
     restarted = frozenset({process("p0", "before"), process("d0", "before"), process("d1")})
     assert choose(cluster(*PAIRS), place("b", avoid=restarted)) == ("p0", "d0")
 
 
 def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_time() -> None:
-    """A prefill node that nobody can read has no load: that must not draw every request."""
+    """A prefill node whose blocks cannot be read has no load, but must not get every request."""
     registry = cluster(*PAIRS)
     for name in ("d0", "d1"):
         assert registry.pairs.failed(0.0, process("p0"), process(name), UNREADABLE)

@@ -1,4 +1,4 @@
-"""The stages of a request follow one another and add up to the whole, whatever happened to it."""
+"""The stages of a request follow one another and always add up to the whole."""
 
 import pytest
 

@@ -204,7 +204,7 @@ async def test_connections_above_the_limit_get_probes_only(
 async def test_a_client_that_does_not_read_its_answer_is_cut_off(
     num_bytes: int, bench: HttpBench, engine: ScriptedEngine
 ) -> None:
-    """Nor may it read a byte now and then, as slowly as nobody does who wants the answer."""
+    """Nor may it read a byte now and then, more slowly than any client that wants the answer."""
     host, port = bench.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         client.sendall(post({"prompt": [5], "stream": True}))

@@ -1,4 +1,4 @@
-"""Large bodies: another process reads them, so they hold nobody up and cost the router little."""
+"""Another process reads large bodies, so they delay no other request and cost the router little."""
 
 import asyncio
 import json

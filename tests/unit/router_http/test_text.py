@@ -1,4 +1,4 @@
-"""Text: encoding, and detokenizing whatever way the tokens arrive."""
+"""Text is encoded, and detokenized for any grouping of the tokens."""
 
 import asyncio
 from pathlib import Path

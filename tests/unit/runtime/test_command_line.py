@@ -19,7 +19,7 @@ class Impatient:
         if name == sys.argv[1]:
             signal.raise_signal(signal.SIGINT)
 
-# Whoever started the tests may have told them to ignore it.
+# The process that started the tests may have told them to ignore it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.meta_path.insert(0, Impatient())
 from baton.__main__ import main

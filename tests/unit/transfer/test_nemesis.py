@@ -1,4 +1,4 @@
-"""Schedules nobody would think of: blocks stay safe, and every handoff ends exactly once."""
+"""Random schedules of faults keep blocks safe, and every handoff ends exactly once."""
 
 import os
 from enum import Enum
