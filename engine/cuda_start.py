@@ -4,6 +4,7 @@ Only the rank's loader calls it, on the thread that will launch steps. If the GP
 raises an error of one line that says what to do.
 """
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -41,6 +42,17 @@ def why_no_gpu() -> str:
             return f"{meaning} ({reason})"
         return f"the GPU cannot be used; check it and its driver with nvidia-smi: {reason}"
     return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
+
+
+def keep_sums_whole() -> None:
+    """Give cuBLAS no workspace, without which it cannot split the sums of a product in parts.
+
+    Called before the first product of this process. Where a sum's order still depends on the number
+    of rows, `keeps_bits` finds it.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # type: ignore[no-untyped-call]
 
 
 @contextmanager

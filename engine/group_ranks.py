@@ -39,6 +39,13 @@ class GroupRanks:
     def all_gather(self, tensor: Tensor) -> Tensor:
         return torch.cat(self._gathered(tensor).unbind(), dim=-1)
 
+    def leave(self) -> None:
+        """End the group, as every other rank does; call it only when no captured step is left.
+
+        NCCL waits for the graphs that contain its collectives, and for ranks that are late.
+        """
+        dist.destroy_process_group()
+
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors, in rank order: `[size, *tensor.shape]`."""
         parts = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])

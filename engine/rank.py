@@ -19,6 +19,7 @@ from baton.engine.cuda_faults import line_without_pool
 from baton.engine.cuda_queue import CudaQueue
 from baton.engine.cuda_start import (
     free_for_pool,
+    keep_sums_whole,
     memory_of,
     one_line_errors,
     prepare,
@@ -93,8 +94,9 @@ class LoadedRank:
     info: ExecutorInfo
 
     def close(self) -> None:
-        """End the port, then release the pool."""
+        """End the port, then release the captured steps and the pool."""
         self.port.close()
+        self.runner.drop_graphs()
         self.pool.close()
 
 
@@ -107,6 +109,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     _keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
     if plan.device.type == "cuda":
+        if config.engine.deterministic:
+            keep_sums_whole()
         with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
         with one_line_errors(plan.device, "while it captures its steps"):

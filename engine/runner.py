@@ -70,6 +70,10 @@ class Runner:
         self._packer.buckets = buckets
         progress("graphs", len(buckets), len(buckets))
 
+    def drop_graphs(self) -> None:
+        """Let go of the captured steps; nothing may be launched from then on."""
+        self._graphs = None
+
     def launch(self, plan: StepPlan) -> None:
         """Queue a step after those already launched. At most two may be uncollected."""
         launched_s = self._clock()

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-from baton.engine.group_ranks import join
+from baton.engine.group_ranks import GroupRanks, join
 from baton.engine.plan import StepResult
 from baton.engine.rank import load_rank, plan_rank
 from baton.engine.step_cpus import StepCpus
@@ -71,7 +71,8 @@ class Worker:
 
     def _serve(self, load: LoadRank) -> None:
         threads = StepThreads(StepCpus(load.config.engine), self._hear)
-        start = partial(load_rank, load.config, load.epoch, _join(load))
+        ranks = _join(load)
+        start = partial(load_rank, load.config, load.epoch, ranks)
         rank = threads.start(start, self._progress)
         pump = PortPump(rank.port, self._port, self._tell)
         pump.start()
@@ -82,9 +83,12 @@ class Worker:
                     raise InvariantBroken("a worker is loaded once")
                 threads.submit(message.plan)
         finally:
-            threads.close(CLOSE_S)
+            has_ended = threads.close(CLOSE_S)
             pump.stop()
             rank.close()
+        # A rank that fails leaves nothing in order: the others may wait for it in a collective.
+        if isinstance(ranks, GroupRanks) and has_ended and self._error is None:
+            ranks.leave()
 
     def _hear(self, outcome: StepResult | NodeError) -> None:
         if isinstance(outcome, StepResult):

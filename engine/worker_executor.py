@@ -42,6 +42,10 @@ from baton.runtime.process import Child, Command
 PROGRESS_EVERY_S = 0.5
 EXIT_S = 0.5  # from the end of a worker's stream until its exit code is known
 GRACE_S = 3.0  # out of the five seconds that a close may take
+# The time to end after an error: a rank that waits for a dead one, as in a collective of NCCL,
+# never ends by itself, and the routers should hear of the loss within half a second.
+LOSS_GRACE_S = 0.3
+WORKER = "baton.engine.worker"
 
 
 class WorkerExecutor:
@@ -104,7 +108,7 @@ class WorkerExecutor:
         for worker in self._workers:
             worker.steps.close()
             worker.port.close()
-        deadline_s = monotonic() + GRACE_S
+        deadline_s = monotonic() + (GRACE_S if self._error is None else LOSS_GRACE_S)
         for worker in self._workers:
             if not worker.child.wait(deadline_s):
                 worker.child.kill()
@@ -175,7 +179,7 @@ class _RankProcess:
                 Command(
                     name=f"rank-{rank}",
                     args=(str(theirs.fileno()), str(their_port.fileno())),
-                    module="baton.engine.worker",
+                    module=WORKER,
                     env=env,
                     pass_fds=(theirs.fileno(), their_port.fileno(), *meeting),
                 )

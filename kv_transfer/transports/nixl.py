@@ -42,6 +42,10 @@ log = logger("transfer")
 MAX_PARKED = 8
 WARM_UP_S = 600.0  # after this time, a warm-up that has not ended is given up with its connection
 PROGRESS_S = 0.001  # a peer's read ends only while the UCX of the pool's owner makes progress
+WITHOUT_CUDA = (
+    "; its UCX cannot use this GPU: install the wheel for this driver's CUDA (nixl-cu13 or "
+    "nixl-cu12), or set transfer.transport to cuda_ipc, which serves the GPUs of one host"
+)
 CLOSE_WAIT_S = 1.0
 CLOSE_POLL_S = 0.001
 
@@ -83,7 +87,8 @@ class NixlTransport:
         try:
             self._sink = self._register()
         except self._errors.at_start as error:
-            raise ConfigError(f"nixl cannot register the pool: {error}") from error
+            hint = WITHOUT_CUDA if is_on_gpu else ""
+            raise ConfigError(f"nixl cannot register the pool: {error}{hint}") from error
         # The local side of reads: the prepared pieces of all our blocks, by offset and length.
         self._targets: dict[tuple[int, int], Releasable] = {}
         self._peers: dict[PeerRank, _PreparedPeer] = {}

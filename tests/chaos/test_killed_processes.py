@@ -10,6 +10,7 @@ from http.client import HTTPException
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from baton.protocol.config import (
@@ -162,15 +163,22 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
         assert reader.tokens == expected(len(reader.tokens))
 
 
-def test_a_stream_of_a_killed_node_goes_on_where_the_ranks_are_others(tmp_path: Path) -> None:
-    ranks = {"prefill-0": 2, "decode-0": 1, "decode-1": 4}
+def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path: Path) -> None:
+    """Another rank waits for the dead one for ever, as a collective of NCCL does."""
+    ranks = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
     config = msgspec.structs.replace(settings(decode=2), transfer=TransferConfig(verify_kv=True))
     with Cluster(tmp_path, config, ranks=ranks) as cluster:
         reader = Reader(cluster)
         reader.wait_for_more(20)
         first = serving(cluster, "decode")
-        cluster.kill(first)
+        node = cluster.children[first]
+        waiting, victim, *_ = psutil.Process(node.pid).children()
+        waiting.suspend()
+        victim.kill()
         reader.wait_for_more(20)
+        assert node.wait(time.monotonic() + DEADLINE_S)
+        assert node.exit_code == 1
+        assert not waiting.is_running()
         other = "decode-1" if first == "decode-0" else "decode-0"
         reads = [read.failure for read in cluster.reads(other)]
     reader.join()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from baton.engine import worker_executor
 from baton.engine.executor import RANK_KILLED, Executor, ExecutorInfo
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.plan import Slice, StepPlan, StepResult
@@ -36,6 +37,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
+from tests.support import gloo_worker
 from tests.support.checkpoints import model_folder
 from tests.support.node_threads import block_bytes
 from tests.support.oracle import Expected, Oracle, count_ties
@@ -277,7 +279,11 @@ def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int
         assert raised.value.code == RANK_KILLED
 
 
-def test_a_rank_that_dies_inside_a_step_ends_the_others_wait() -> None:
+@pytest.mark.parametrize("module", [worker_executor.WORKER, gloo_worker.__name__])
+def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_executor, "WORKER", module)
     with started("two ranks") as (executor, _):
         assert isinstance(executor, WorkerExecutor)
         steps = Steps(executor)
@@ -286,6 +292,40 @@ def test_a_rank_that_dies_inside_a_step_ends_the_others_wait() -> None:
         os.kill(executor.pids[1], signal.SIGKILL)
         with pytest.raises(NodeError):
             steps.result()
+
+
+def test_a_rank_that_waits_for_a_dead_one_for_ever_is_ended_without_the_grace_of_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a collective of NCCL does; a rank that is stopped does not end by itself either."""
+    monkeypatch.setattr(worker_executor, "GRACE_S", 3600.0)
+    with started("two ranks") as (executor, _):
+        assert isinstance(executor, WorkerExecutor)
+        steps, (waiting, victim) = Steps(executor), executor.pids
+        os.kill(waiting, signal.SIGSTOP)
+        steps.submit(prompt_slice(new_key(), (1, 2, 3)))
+        os.kill(victim, signal.SIGKILL)
+        with pytest.raises(NodeError) as raised:
+            steps.result()
+        assert raised.value.code == RANK_KILLED
+    with pytest.raises(ProcessLookupError):
+        os.kill(waiting, 0)
+
+
+def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(
+    expected: Expected, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over gloo; a group that is not left keeps NCCL waiting at the exit."""
+    monkeypatch.setattr(worker_executor, "WORKER", gloo_worker.__name__)
+    with started("two ranks") as (executor, info):
+        assert isinstance(executor, WorkerExecutor)
+        steps, key, blocks = Steps(executor), new_key(), (5, 3, 9)
+        got = steps.tokens(prompt_slice(key, blocks))
+        got += steps.tokens(decode_slice(key, blocks, len(PROMPT)))
+        children = [worker.child for worker in executor._workers]
+    assert got == expected.token_ids[:2]
+    assert info.batch_invariant
+    assert [child.exit_code for child in children] == [0, 0]
 
 
 def test_a_rank_that_never_loads_is_given_up() -> None:

@@ -35,6 +35,7 @@ REFUSED = (
     aten.item, aten._local_scalar_dense, aten.is_nonzero, aten.nonzero, aten.masked_select,
     aten.lift_fresh, aten._unique2,
 )  # fmt: skip
+VIEWS = ("slice", "view", "select", "unbind", "alias", "detach")
 SHAPE = Shape("tiny", 32, 48, 2, 4, 2, 8, 96, is_tied=False, has_qk_norm=False)
 BLOCK_SIZE = 4
 MAX_LEN = 64
@@ -46,6 +47,28 @@ def refuse_waits(func: Any, args: Any) -> None:
     if func.overloadpacket in (aten.index, aten.index_put_):
         indices = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
         assert not any(index.dtype == torch.bool for index in indices), "an index by a mask"
+
+
+class Watch(TorchDispatchMode):
+    """Notes the operations of steps on `meta`; none may mix devices or ask for a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.num_copies_to_device = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        refuse_waits(func, args)
+        out = func(*args, **(kwargs or {}))
+        found: list[Any] = list(tree_leaves((args, kwargs, out)))
+        devices = {leaf.device.type for leaf in found if isinstance(leaf, torch.Tensor)}
+        name = func.overloadpacket.__name__
+        if devices == {"meta", "cpu"}:
+            assert name in {"copy_", "_to_copy", "to"}, f"{func} takes tensors of two devices"
+            self.num_copies_to_device += 1
+        elif devices == {"meta"} and name not in VIEWS:
+            self.names.append(name)
+        return out
 
 
 class Recorder(TorchDispatchMode):

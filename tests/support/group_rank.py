@@ -83,6 +83,7 @@ def main(rank: int, size: int, memory: int) -> None:
     shown: dict[str, object] = {"any": sums(ranks), "ordered": sums(ordered)}
     with Collectives() as collectives:
         shown["said"], shown["num_replays"] = said(ranks)
+    ranks.leave()
     print(json.dumps(shown | {"calls": collectives.calls}))
 
 

@@ -1,5 +1,7 @@
 """A process that runs every interpreter case and writes the outcome of each as JSON.
 
+With the outcomes it names the kernels that were run.
+
 Triton decides at import whether it interprets, and a test process may have imported it already: so
 `tests/unit/kernels/test_interpreted.py` starts this one, with `TRITON_INTERPRET=1`.
 """
@@ -10,7 +12,7 @@ import warnings
 
 import numpy as np
 import torch
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from tests.support.kernel_cases import interpreter_cases
 
@@ -51,13 +53,21 @@ def main() -> None:
     np.seterr(invalid="ignore")
     warnings.filterwarnings("ignore", message="All-NaN")
     outcomes: dict[str, str | None] = {}
+    ran: set[str] = set()
+    run = GridExecutor.__call__
+
+    def noting(self: GridExecutor, *arguments: object, **named: object) -> object:
+        ran.add(self.fn.__name__)
+        return run(self, *arguments, **named)
+
+    GridExecutor.__call__ = noting
     for name, check in interpreter_cases().items():
         try:
             check()
             outcomes[name] = None
         except Exception:  # noqa: BLE001  (whatever it is, it is that case's outcome)
             outcomes[name] = traceback.format_exc()
-    print(json.dumps(outcomes))
+    print(json.dumps({"outcomes": outcomes, "ran": sorted(ran)}))
 
 
 if __name__ == "__main__":

@@ -1,34 +1,39 @@
-"""A process that lists which variants of its kernels a rank on a GPU compiles, without a GPU.
+"""A process that launches the steps of a rank on a GPU, as its backend makes them, without a GPU.
 
 Triton's own binder decides for each call, by types, alignment and the values of its arguments,
-which variant it takes. Here a driver without a device stands under it, and a hook notes the variant
-where Triton would compile. `tests/unit/compute/test_cuda_backend.py` starts this one. It prints
-the variants after the warm-up, and those that 200 random batches add, as JSON.
+which variant of a kernel it takes. Here a driver without a device stands under it, and a hook notes
+the variant where Triton would compile. Everything lies on `meta`, where nothing can be read.
+`tests/unit/compute/test_cuda_backend.py` starts this one. It prints as JSON the variants after the
+warm-up, those that 200 random batches add, and what the launches of these batches did.
 """
 
 import json
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import torch
 import triton
-from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from baton.engine.attention.cuda import CudaBackend
 from baton.engine.cuda_start import prepare
 from baton.engine.kv_cache import KVCache
+from baton.engine.layers.linear import Linear
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
+from baton.engine.models.decoder import Decoder
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
 from baton.kernels.device_sampling import sample_tokens
+from baton.kernels.fixed_product import fixed_product
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
-from tools.gpu.engine import RepeatingQueue, random_decoder
+from tests.support.graph_stand_in import RecordingQueue, Watch
+from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
 
 # The heads of Qwen3-8B; what only linear layers see is small.
@@ -61,19 +66,33 @@ class Variants:
         return True
 
 
-def draw(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
-    """Call the sampler, and return tokens that exist: nothing has computed its own."""
-    return sample_tokens(logits, ints, reals, held_back).zero_()
-
-
-def runner(*, is_ordered: bool) -> Runner:
-    dtype, device = torch.bfloat16, torch.device("cpu")
+def runner(queue: RecordingQueue, *, is_ordered: bool) -> Runner:
+    dtype, device = torch.bfloat16, queue.device
     sizes = (NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
-    cache = KVCache(torch.zeros(sizes, dtype=dtype), np.zeros(NUM_BLOCKS, np.uint32))
+    pool = torch.empty(sizes, dtype=dtype, device=device)
+    cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32))
     table = rope_table(Rope(1e6), SHAPE.head_dim, MAX_LEN)
     backend = CudaBackend(cache.pool, SHAPE.num_heads, table, 1e-6, is_ordered=is_ordered)
     decoder = random_decoder(SHAPE, dtype, device)
-    return Runner(decoder, backend, cache, Sampler((2,), draw), RepeatingQueue(), monotonic)
+    if is_ordered:
+        decoder = with_ordered_products(decoder)
+    return Runner(decoder, backend, cache, Sampler((2,), sample_tokens), queue, monotonic)
+
+
+def with_ordered_products(decoder: Decoder) -> Decoder:
+    """As if the library kept the bits of no weight."""
+
+    def ordered(linear: Linear) -> Linear:
+        return replace(linear, ordered=fixed_product)
+
+    layers = tuple(
+        replace(
+            layer, qkv=ordered(layer.qkv), output=ordered(layer.output),
+            gate_up=ordered(layer.gate_up), down=ordered(layer.down),
+        )
+        for layer in decoder.layers
+    )  # fmt: skip
+    return replace(decoder, layers=layers, head=ordered(decoder.head))
 
 
 def batch(luck: random.Random, step: int) -> StepPlan:
@@ -102,24 +121,42 @@ def batch(luck: random.Random, step: int) -> StepPlan:
     return StepPlan(step, tuple(slices))
 
 
+def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
+    """Warm a rank up, launch random batches, and return what was seen."""
+    variants = Variants()
+    triton.knobs.runtime.jit_cache_hook = variants.note
+    queue = RecordingQueue("meta")
+    rank = runner(queue, is_ordered=is_ordered)
+    prepare(rank, MAX_SEQS, lambda *_: None, with_graphs=with_graphs)
+    after_warm_up = set(variants.found)
+    luck = random.Random(0)
+    copies, replayed = set(), set()
+    for step in range(NUM_BATCHES):
+        before = queue.num_replays
+        with Watch() as watch:
+            rank.launch(batch(luck, step))
+        rank.collect()
+        copies.add(watch.num_copies_to_device)
+        if queue.num_replays > before:
+            replayed.update(watch.names)
+    return {
+        "warm_up": Counter(name for name, _ in after_warm_up),
+        "added": sorted(set(variants.found) - after_warm_up),
+        "copies": sorted(copies),
+        "num_replays": queue.num_replays,
+        "replayed": sorted(replayed),
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     triton.runtime.driver.set_active(NoDriver())
-    said = {}
-    for is_ordered in (False, True):
-        variants = Variants()
-        triton.knobs.runtime.jit_cache_hook = variants.note
-        rank = runner(is_ordered=is_ordered)
-        # Without graphs: their capture compiles what it takes.
-        prepare(rank, MAX_SEQS, lambda *_: None, with_graphs=False)
-        after_warm_up = set(variants.found)
-        luck = random.Random(0)
-        for step in range(NUM_BATCHES):
-            rank.execute(batch(luck, step))
-        said["ordered" if is_ordered else "default"] = {
-            "warm_up": Counter(name for name, _ in after_warm_up),
-            "added": sorted(set(variants.found) - after_warm_up),
-        }
+    said = {
+        # A capture would compile what it takes, so only without graphs has the warm-up to be whole.
+        "eager": steps_of(is_ordered=False, with_graphs=False),
+        "ordered": steps_of(is_ordered=True, with_graphs=False),
+        "graphs": steps_of(is_ordered=False, with_graphs=True),
+    }
     print(json.dumps(said))
 
 

@@ -29,6 +29,16 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+def written_kernels() -> set[str]:
+    """The names of the Triton kernels that are launched; their device functions are inlined."""
+    return {
+        line.removeprefix("def ").rstrip("(\n")
+        for path in (REPOSITORY / "kernels").glob("*.py")
+        for line in path.read_text().splitlines()
+        if line.startswith("def _") and line.endswith("_kernel(")
+    }
+
+
 def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 

@@ -6,16 +6,20 @@ held to the rounding of bf16, with the rounding of the kernels' own tests.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from baton.engine.cuda_start import keep_sums_whole
+from baton.engine.layers.product_rule import Product, keeps_bits
 from baton.engine.sampler import Sampler, SampleRow
 from baton.kernels import reference
 from baton.kernels.block_copy import gather_blocks, scatter_blocks
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
+from baton.kernels.fixed_product import fixed_product
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rms_norm import add_rms_norm
 from baton.kernels.rope_store import rope_and_store
@@ -29,6 +33,7 @@ LAYER = 1
 RELATIVE, ABSOLUTE = 2e-2, 1.6e-2  # four units in the last place of bf16, and what cancels
 EPS = 1e-6
 BLOCK_SIZES = (16, 64)
+KEEPS_BITS = "rows keep their bits"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,9 +62,16 @@ def run(
     desk: Desk,
     models: tuple[Model, ...] = MODELS,
     block_sizes: tuple[int, ...] = BLOCK_SIZES,
+    weights: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Run the section."""
+    """Run the section.
+
+    `weights` are the shapes whose products are asked whether they keep the bits of a row, with the
+    library as `engine.deterministic` sets it up.
+    """
     torch.manual_seed(0)
+    if desk.device.type == "cuda":
+        keep_sums_whole()
     for block_size in block_sizes:
         layout = Layout(desk.device, block_size=block_size)
         for model in models:
@@ -69,6 +81,24 @@ def run(
             if block_size == block_sizes[0]:
                 for key, work in OTHERS.items():
                     desk.check(f"{key}, {model.name}", partial(work, model, layout))
+    for name, sizes in (weights or {}).items():
+        for product in products(desk.device):
+            key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
+            desk.check(key, partial(keeps, desk.device, key, product, sizes))
+
+
+def products(device: torch.device) -> dict[str, Product]:
+    """Return the products that linear layers can take; the interpreter is too slow for ours."""
+    library: dict[str, Product] = {"library": torch.nn.functional.linear}
+    return library | {"fixed order": fixed_product} if device.type == "cuda" else library
+
+
+def keeps(device: torch.device, key: str, product: str, sizes: tuple[int, int]) -> Check:
+    """Return whether a row has the same bits among any number of rows: ours must, cuBLAS may."""
+    weight = torch.randn(sizes, dtype=torch.bfloat16, device=device)
+    holds = keeps_bits(products(device)[product], weight)
+    return Check(key, holds, "in every batch" if holds else "not in every batch",
+                 is_target=product == "library")  # fmt: skip
 
 
 def _decode(model: Model, layout: Layout, contexts: tuple[int, ...] = ()) -> Check:

@@ -7,7 +7,7 @@ is served, by the real scheduler with the next step launched before this one is 
 sampling and the wait for the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from itertools import groupby
 
@@ -19,7 +19,6 @@ from baton.engine.attention.plain import PlainBackend
 from baton.engine.cuda_queue import CudaQueue
 from baton.engine.kv_cache import KVCache, device_cache
 from baton.engine.layers.linear import Linear
-from baton.engine.layers.product_rule import Product, keeps_bits
 from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
 from baton.engine.models.decoder import Decoder, DecoderLayer
@@ -49,7 +48,6 @@ SHARED_BLOCKS = 8320  # 128 sequences of 1k tokens
 MAX_POSITIONS = 40_960  # of Qwen3; block tables on the device are as wide
 SPARE_BYTES = 6 << 30  # memory for activations and logits beside weights and pool
 AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
-KEEPS_BITS = "rows keep their bits"
 AGREES = "a decoder on the kernels agrees with the CPU's"
 LARGEST_ERROR = 1e-3  # fp32, sums in another order
 
@@ -58,19 +56,11 @@ def run(
     desk: Desk,
     steps: Sequence[StepCase] = STEPS,
     rounds: int = ROUNDS,
-    weights: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Run the section: models one after the other, each built once per size of pool.
-
-    `weights` are the shapes whose products are asked whether they keep the bits of a row.
-    """
+    """Run the section: models one after the other, each built once per size of pool."""
     torch.manual_seed(0)
     shape = AGREEMENT if desk.device.type == "cuda" else steps[0].shape
     desk.check(AGREES, partial(agreement, desk.device, shape))
-    for name, sizes in (weights or {}).items():
-        for product in products(desk.device):
-            key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
-            desk.check(key, partial(keeps, desk.device, key, product, sizes))
     for model in _models(steps):
         shape, num_blocks = model[0].shape, max(map(blocks_of, model))
         if lacking := _lacking(desk, shape, num_blocks):
@@ -89,22 +79,6 @@ def run(
             continue
         _measure(desk, runner, model, rounds)
         del runner  # free its memory before the next runner is built
-
-
-def products(device: torch.device) -> dict[str, Product]:
-    """Return the products that linear layers can take; the interpreter is too slow for ours."""
-    from baton.kernels.fixed_product import fixed_product
-
-    library: dict[str, Product] = {"library": torch.nn.functional.linear}
-    return library | {"fixed order": fixed_product} if device.type == "cuda" else library
-
-
-def keeps(device: torch.device, key: str, product: str, sizes: tuple[int, int]) -> Check:
-    """Return whether a row has the same bits among any number of rows: ours must, cuBLAS may."""
-    weight = torch.randn(sizes, dtype=torch.bfloat16, device=device)
-    holds = keeps_bits(products(device)[product], weight)
-    return Check(key, holds, "in every batch" if holds else "not in every batch",
-                 is_target=product == "library")  # fmt: skip
 
 
 def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:

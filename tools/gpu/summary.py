@@ -42,7 +42,7 @@ CLAIMS = (
     Claim("idle share", rows=r"idle share.*"),
     Claim("lane", r"lane .*"),
     Claim("KV reads", rows=r"KV reads .*"),
-    Claim("hand-over p50 / longest", rows=r"hand-over .*"),
+    Claim("hand-over p50 / p99", rows=r"hand-over .*"),
     Claim("split tokens = colocated", r"greedy tokens, split against colocated"),
 )  # fmt: skip
 

@@ -50,7 +50,7 @@ def _run(section: str, desk: Desk, sizes: Sizes, out: Path) -> None:
         case "correctness":
             from tools.gpu import correctness
 
-            correctness.run(desk, sizes.models, sizes.block_sizes)
+            correctness.run(desk, sizes.models, sizes.block_sizes, sizes.weights)
         case "split":
             from tools.gpu import split
 
@@ -66,7 +66,7 @@ def _run(section: str, desk: Desk, sizes: Sizes, out: Path) -> None:
         case "engine":
             from tools.gpu import engine
 
-            engine.run(desk, sizes.steps, sizes.rounds, sizes.weights)
+            engine.run(desk, sizes.steps, sizes.rounds)
         case _:
             raise ConfigError(f"there is no section {section!r}")
 

@@ -1,5 +1,6 @@
 """Where a rank computes, and what it says when that is not the GPU."""
 
+import os
 import re
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from baton.runtime.gpus import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config
+from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
 
 
 def config_for(device: str, **model: int) -> ClusterConfig:
@@ -57,7 +59,11 @@ def test_one_rank_takes_the_gpu_that_torch_finds_where_dev_shows_none(
 @pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
     ("num_ranks", "model", "reason"),
-    [(2, {}, "2 ranks .* this node sees 1"), (1, {"head_dim": 48, "num_heads": 2}, "heads of 48")],
+    [
+        (2, {}, "2 ranks .* this node sees 1"),
+        (1, {"head_dim": 48, "num_heads": 2}, "heads of 48"),
+        (1, {"num_heads": 33, "num_kv_heads": 1, "head_dim": 32}, "33 query heads share a KV head"),
+    ],
 )
 def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
     num_ranks: int, model: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
@@ -100,6 +106,58 @@ def test_a_gpu_that_cannot_be_used_is_one_line(
     with pytest.raises(ConfigError, match=r"update the driver, .* too old") as raised:
         plan_rank(config_for("cuda"), 1)
     assert "\n" not in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("cuda", "in_dev", "error", "line"),
+    [
+        (None, 1, "", "this torch is built without CUDA: install one with"),
+        ("13.0", 0, "Found no NVIDIA driver on your system.", "install the driver, or take"),
+        ("13.0", 1, "CUDA driver initialization failed", "check it and its driver with nvidia-smi"),
+        ("13.0", 1, "", "CUDA_VISIBLE_DEVICES leaves no GPU"),
+    ],
+)
+def test_a_host_without_a_gpu_that_works_is_one_line(
+    cuda: str | None, in_dev: int, error: str, line: str, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    def init() -> None:
+        if error:
+            raise RuntimeError(f"{error}\nMore")
+
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.cuda, "init", init)
+    for module in (rank, cuda_start):
+        monkeypatch.setattr(module, "num_gpus", lambda: in_dev)
+    with pytest.raises(ConfigError, match=rf"engine\.device: .*{line}") as raised:
+        plan_rank(config_for("cuda"), 1)
+    assert "\n" not in raised.value.message
+    assert plan_rank(config_for("auto"), 1).device.type == "cpu"
+    assert [line in record.fields["reason"] for record in caplog.records] == [True] * in_dev  # type: ignore[attr-defined]
+
+
+def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They need their memory twice: captured steps keep some of their own."""
+    gib, ran = 1 << 30, []
+    for name, answer in {
+        "empty_cache": None,
+        "memory_allocated": 16 * gib,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 18 * gib,
+        "mem_get_info": (60 * gib, 80 * gib),
+        "memory_reserved": 16 * gib,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+    probe = stand_in(1, RecordingQueue())
+    monkeypatch.setattr(probe, "execute", lambda plan, execute=probe.execute: ran.append(
+        (sum(part.length for part in plan.slices), len(execute(plan).tokens))
+    ))  # fmt: skip
+    assert cuda_start.free_for_pool(probe, 24, 6, MAX_LEN, 1) == int(0.9 * (60 - 2 * 2) * gib)
+    assert ran == [(24, 1), (6, 6)], "a whole chunk, then as many sequences as a step takes"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
+    assert cuda_start.free_for_pool(probe, 24, 6, MAX_LEN, 1) == 0
 
 
 MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
@@ -153,16 +211,19 @@ def test_a_gpu_without_room_for_a_pool_says_who_has_its_memory() -> None:
 
 
 def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two nodes with a GPU each that both compute on the CPU must not take its memory twice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    caplog.set_level("INFO")
     config = ClusterConfig(prefill=1, decode=2)
     caches = []
     for command in LocalCluster(config, "ipc://unused")._commands(tmp_path):
         cache = yaml.safe_load((tmp_path / f"{command.name}.yaml").read_text())["cache"]
         caches.append((cache["shared_by"], cache.get("gpu_shared_by", 1)))
     assert caches == [(3, 2), (3, 1), (3, 2)]
+    said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]  # type: ignore[attr-defined]
+    assert said == [{"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")]
 
 
 def test_a_node_that_can_hand_nothing_over_has_no_way_in_common_with_any_other(
@@ -189,6 +250,18 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
     assert blocks(1 << 50) == 64 * 8192 // 16
     with pytest.raises(ConfigError, match=r"raise cache\.memory_mib or free memory"):
         blocks(2 * block_bytes)
+
+
+def test_the_library_of_a_deterministic_rank_gets_no_workspace_but_what_the_user_gives_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    chosen: list[str] = []
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "64")
+    cuda_start.keep_sums_whole()
+    found = (os.environ.pop("CUBLAS_WORKSPACE_CONFIG"), os.environ["CUBLASLT_WORKSPACE_SIZE"])
+    assert (found, chosen) == ((":16:8", "64"), ["cublaslt"])
 
 
 def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None:

@@ -1,15 +1,13 @@
 """Steps that overlap and steps that are replayed give what one eager step after the other gives."""
 
 import random
+import weakref
 from collections import deque
 from contextlib import nullcontext
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
@@ -19,13 +17,13 @@ from baton.engine.graphs import buckets_up_to
 from baton.engine.plan import Slice, StepPlan
 from baton.engine.runner import Runner
 from baton.engine.scheduler import NodeLimits
-from baton.engine.step_queue import GraphQueue, HostQueue
+from baton.engine.step_queue import GraphQueue, HostQueue, StepWork
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Sampling
 from tests.support.compute import no_progress
 from tests.support.drive import key
-from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, refuse_waits, stand_in
+from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, Watch, stand_in
 
 NUM_BLOCKS = 48
 NUM_SCHEDULES = 200  # about 1,000 sequences
@@ -180,6 +178,24 @@ def blocks_of(number: int) -> tuple[int, ...]:
     return tuple(range(number * 6, number * 6 + 6))
 
 
+def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them() -> None:
+    """NCCL would wait for a graph that something still holds before it ends a group."""
+    kept: list[weakref.ref[StepWork]] = []
+
+    class Noting(RecordingQueue):
+        def capture(self, work: StepWork) -> StepWork:
+            replay = super().capture(work)
+            kept.append(weakref.ref(replay))
+            return replay
+
+    runner = captured(Noting())
+    runner.execute(StepPlan(1, (prompt_of(4),)))
+    runner.execute(StepPlan(2, (next_of(4, 0),)))
+    assert all(replay() is not None for replay in kept)
+    runner.drop_graphs()
+    assert [replay for replay in kept if replay() is not None] == []
+
+
 def test_a_table_is_extended_and_sent_whole_only_when_it_is_another() -> None:
     tables, width = DeviceTables(2, 8, torch.device("cpu")), 8
 
@@ -239,30 +255,6 @@ def test_a_capture_waits_for_what_other_streams_have_written(
 
 
 # --- on no device -------------------------------------------------------------------------------
-
-VIEWS = ("slice", "view", "select", "unbind", "alias", "detach")
-
-
-class Watch(TorchDispatchMode):
-    """Notes the operations of steps, and lets none of them mix devices or ask for a value."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.num_copies_to_device = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        refuse_waits(func, args)
-        out = func(*args, **(kwargs or {}))
-        found: list[Any] = list(tree_leaves((args, kwargs, out)))
-        devices = {leaf.device.type for leaf in found if isinstance(leaf, torch.Tensor)}
-        name = func.overloadpacket.__name__
-        if devices == {"meta", "cpu"}:
-            assert name in {"copy_", "_to_copy", "to"}, f"{func} takes tensors of two devices"
-            self.num_copies_to_device += 1
-        elif devices == {"meta"} and name not in VIEWS:
-            self.names.append(name)
-        return out
 
 
 def test_a_step_is_one_copy_and_a_replay_allocates_nothing() -> None:

@@ -7,7 +7,7 @@ import torch
 
 from baton.kernels.tilings import decode_tiling, prefill_tiling
 from tests.support.module_process import said_by
-from tests.support.sources import REPOSITORY
+from tests.support.sources import written_kernels
 
 pytest.importorskip("triton")
 
@@ -26,15 +26,8 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 
 def test_every_kernel_of_the_room_is_compiled(reports: Reports) -> None:
-    # A kernel has constants or pointers as its parameters; the device functions are inlined.
-    written = {
-        line.removeprefix("def ").rstrip("(\n")
-        for path in (REPOSITORY / "kernels").glob("*.py")
-        for line in path.read_text().splitlines()
-        if line.startswith("def _") and line.endswith("_kernel(")
-    }
-    assert len(written) == 11
-    assert {report["kernel"] for report in reports} == written
+    assert len(written_kernels()) == 11
+    assert {report["kernel"] for report in reports} == written_kernels()
 
 
 def test_no_kernel_spills_a_register(reports: Reports) -> None:
