@@ -81,6 +81,8 @@ class LocalServer:
         self._router = Supervisor(tuple(commands), monotonic, self._progress.relay)
         first, *others = [one.control for one in self._routers if one.control is not None]
         self._nodes = LocalCluster(config, first, self._progress.relay, tuple(others))
+        self._names = frozenset(self._nodes.names)
+        self._lost: set[str] = set()  # nodes that ended before the rest was ready
         self._ready_routers: set[str] = set()
 
     @property
@@ -97,16 +99,17 @@ class LocalServer:
         self._nodes.start()
 
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
-        """Return True when all are ready, False when a stop was requested.
+        """Return True when all are ready that can start, False when a stop was requested.
 
-        Raises `NodeError` if a process ended or the start takes too long.
+        Raises `NodeError` if a router or the last node of a role ended, or the start takes too
+        long.
         """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
         deadline_s = monotonic() + limit_s
         try:
             while not interrupts.wait(WATCH_S):
                 for ended in self._poll():
-                    raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
+                    self._go_on_without(ended)
                 # The system chooses which router gets a connection.
                 for _ in self._routers:
                     self._progress.show(self._ask_health())
@@ -142,6 +145,14 @@ class LocalServer:
         self._nodes.kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def _go_on_without(self, ended: Exit) -> None:
+        """Start without this node, which is tried again, unless no other node has its role."""
+        self._lost.add(ended.name)
+        role = ended.name.rpartition("-")[0]
+        if not any(name.startswith(f"{role}-") for name in self._names - self._lost):
+            raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
+        log_exit(log, ended)
+
     def _poll(self) -> list[Exit]:
         """Restart the processes that are due and return the exits since the last call."""
         return [*self._router.poll(), *self._nodes.poll()]
@@ -152,8 +163,7 @@ class LocalServer:
     def _ask_health(self) -> dict[str, str]:
         """Return the phase of each node from a router, and note a router that is ready."""
         health = ask_health(self.url) or HealthReply()
-        wanted = self._config.prefill + self._config.decode
-        if health.can_serve and len(health.ready_ids) >= wanted:
+        if health.can_serve and health.ready_ids >= self._names - self._lost:
             self._ready_routers.add(health.router)
         return {node.node_id: node.doing for node in health.nodes}
 

@@ -16,7 +16,6 @@ import msgspec
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.protocol.messages import Role
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
 from baton.runtime.cpus import threads_per_rank
@@ -55,6 +54,12 @@ class LocalCluster:
         self._folder: Path | None = None
         self._supervisor: Supervisor | None = None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the ids of the nodes, prefill first."""
+        counts = (("prefill", self._config.prefill), ("decode", self._config.decode))
+        return tuple(f"{role}-{index}" for role, count in counts for index in range(count))
+
     def start(self) -> None:
         """Spawn all nodes and return. Raises `NodeError` if the system cannot start one."""
         assert self._supervisor is None, "a LocalCluster starts once"
@@ -90,16 +95,9 @@ class LocalCluster:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _commands(self, folder: Path) -> list[Command]:
-        counts: tuple[tuple[Role, int], ...] = (
-            ("prefill", self._config.prefill),
-            ("decode", self._config.decode),
-        )
-        names = [(role, f"{role}-{index}") for role, count in counts for index in range(count)]
-        return [
-            self._command(folder, role, name, number) for number, (role, name) in enumerate(names)
-        ]
+        return [self._command(folder, name, number) for number, name in enumerate(self.names)]
 
-    def _command(self, folder: Path, role: Role, name: str, number: int) -> Command:
+    def _command(self, folder: Path, name: str, number: int) -> Command:
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
@@ -130,6 +128,7 @@ class LocalCluster:
                 "this node shares its GPU with other nodes", node=name, gpu=gpus[0], nodes=on_gpu
             )
         env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
+        role = name.rpartition("-")[0]
         return Command(name, (role, "--config", str(settings)), env=env)
 
 

@@ -9,6 +9,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -207,6 +208,19 @@ def test_what_dies_is_started_again_and_what_does_not_answer_is_ended_by_force(
         serve.process.send_signal(signal.SIGTERM)
         assert serve.wait_for_exit() == 0
         assert serve.all_gone()
+
+
+def test_a_node_that_cannot_start_is_tried_again_while_the_others_serve(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # by what decode-1 would serve on
+        first = taken.getsockname()[1] - 2
+        words = ("--decode", "2", "--node-http", f"127.0.0.1:{first}")
+        with serving(tmp_path, *words) as serve:
+            assert "process=decode-1 code=1" in serve.text
+            assert complete_when_served(serve.wait_for(r"http://\S+(?=/v1)")) == 2
+            taken.close()
+            serve.wait_for(r"decode-1.* ready ")
+            serve.process.send_signal(signal.SIGINT)
+            assert serve.wait_for_exit() == 0, serve.text
 
 
 def test_router_processes_share_one_port_and_die_alone(tmp_path: Path) -> None:

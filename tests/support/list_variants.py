@@ -25,6 +25,7 @@ from baton.engine.layers.rope import rope_table
 from baton.engine.model_config import Rope
 from baton.engine.models.decoder import Decoder
 from baton.engine.plan import Slice, StepPlan
+from baton.engine.rank import is_batch_invariant
 from baton.engine.runner import Runner
 from baton.engine.sampler import Sampler
 from baton.kernels.device_sampling import sample_tokens
@@ -145,6 +146,7 @@ def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
         "copies": sorted(copies),
         "num_replays": queue.num_replays,
         "replayed": sorted(replayed),
+        "is_batch_invariant": is_batch_invariant(rank),
     }
 
 

@@ -60,6 +60,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[
         ("ordered", STEP_KERNELS | {"_fixed_product_kernel"}),
     ):
         found = launched[name]
+        assert found["is_batch_invariant"] == (name == "ordered")
         assert found["added"] == [], name
         # The first norm of a step has no residual to add.
         assert found["warm_up"] == dict.fromkeys(kernels, 1) | {"_add_rms_norm_kernel": 2}, name
