@@ -52,7 +52,7 @@ def keep_sums_whole() -> None:
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     os.environ.setdefault("CUBLASLT_WORKSPACE_SIZE", "1")
-    torch.backends.cuda.preferred_blas_library("cublaslt")  # type: ignore[no-untyped-call]
+    torch.backends.cuda.preferred_blas_library("cublaslt")
 
 
 @contextmanager

@@ -213,7 +213,7 @@ def test_what_dies_is_started_again_and_what_does_not_answer_is_ended_by_force(
 def test_a_node_that_cannot_start_is_tried_again_while_the_others_serve(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:  # by what decode-1 would serve on
         first = taken.getsockname()[1] - 2
-        words = ("--decode", "2", "--node-http", f"127.0.0.1:{first}")
+        words = ("--decode", "2", "--set", f"node.http=127.0.0.1:{first}")
         with serving(tmp_path, *words) as serve:
             assert "process=decode-1 code=1" in serve.text
             assert complete_when_served(serve.wait_for(r"http://\S+(?=/v1)")) == 2
