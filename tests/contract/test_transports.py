@@ -7,13 +7,12 @@ import itertools
 import os
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 import msgspec
 import pytest
 
 from baton.kv_transfer.agent_turns import AgentLimits
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import (
     BlockPiece,
     CancelRead,
@@ -25,14 +24,11 @@ from baton.kv_transfer.interfaces import (
     ReadQuiet,
     RemovePeer,
 )
-from baton.kv_transfer.transports.choice import make_transports
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.protocol.config import TransferConfig, TransportChoice
-from baton.protocol.errors import ConfigError
+from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.faulty_transport import Faults
-from tests.support.memfd_memory import device_pool
 from tests.support.transfer_peer import PeerOptions, TransferPeer, wrong_addresses
 
 # Late, twice and in fits, but never wrong: such a transport must keep the whole contract.
@@ -400,22 +396,3 @@ def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
         assert run(reader, now)[0].failure is None
     finally:
         peers.close()
-
-
-@needs_nixl
-def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """UCX finds the memory of a GPU to be the host's, as one does that is built without CUDA."""
-    for name, value in (("UCX_NET_DEVICES", "lo"), ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")):
-        monkeypatch.setenv(name, value)  # the binding sets them for the whole process
-    epoch = Epoch("without-cuda")
-    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
-        with pytest.raises(ConfigError, match="cannot use this GPU: install the wheel") as raised:
-            make_transports(pool, epoch, TransferConfig(transport="nixl"))
-        (only,) = make_transports(pool, epoch, TransferConfig())
-        assert only.name == "cuda_ipc"
-        only.close()
-    assert "\n" not in raised.value.message
-    (said,) = caplog.records
-    assert said.fields == {"reason": raised.value.message}  # type: ignore[attr-defined]

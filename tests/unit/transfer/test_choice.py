@@ -186,6 +186,24 @@ def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
     assert "pip install -e '.[nixl]'" in second.getMessage()
 
 
+@pytest.mark.skipif(not nixl_binding.is_installed(), reason="the NIXL wheel is not installed")
+def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """UCX finds the memory of a GPU to be the host's, as it does when it is built without CUDA."""
+    for name, value in (("UCX_NET_DEVICES", "lo"), ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")):
+        monkeypatch.setenv(name, value)  # the binding sets them for the whole process
+    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+        with pytest.raises(ConfigError, match="cannot use this GPU: install the wheel") as raised:
+            make_transports(pool, EPOCH, TransferConfig(transport="nixl"))
+        (only,) = make_transports(pool, EPOCH, TransferConfig())
+        assert only.name == "cuda_ipc"
+        only.close()
+    assert "\n" not in raised.value.message
+    (said,) = caplog.records
+    assert said.fields == {"reason": raised.value.message}  # type: ignore[attr-defined]
+
+
 def test_what_the_device_cannot_have_is_refused() -> None:
     with closing(HostPool(2, 4096)) as memory, closing(device_pool(memory)) as pool:
         with pytest.raises(ConfigError, match="shm cannot read a GPU's memory"):
