@@ -154,7 +154,7 @@ class Experiment:
         return run
 
     def measure(self, case: Case, on_start: OnStart) -> Run:
-        """Run a load and judge it; raises `ConfigError` for outputs that cannot be verified."""
+        """Run a load and judge it. Raises `ConfigError` for outputs that cannot be verified."""
         if self._verify:
             check_greedy(case.target)
         watch, load = _Watch(self, case), self.settings.load

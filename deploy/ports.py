@@ -59,7 +59,7 @@ class ReservedPort:
     """
 
     def __init__(self, host: str, port: int, *, is_shared: bool) -> None:
-        """Bind `port`, or a free one if it is 0; raises `ConfigError`."""
+        """Bind `port`, or a free one if it is 0. Raises `ConfigError`."""
         check_port(host, port)
         self._sockets: list[socket.socket] = []
         self._option = socket.SO_REUSEPORT if is_shared else socket.SO_REUSEADDR

@@ -63,7 +63,7 @@ def _greet(url: str, config: ClusterConfig) -> None:
 
 
 class LocalServer:
-    """The processes behind `serve`. Only `kill` is thread-safe."""
+    """The processes of `serve`. Only `kill` is thread-safe."""
 
     def __init__(self, config: ClusterConfig) -> None:
         """Raises `ConfigError` if the port is taken."""

@@ -35,7 +35,7 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> "PoolHandle":
-        """Raises `TransferError` on anything but a handle."""
+        """Return the decoded handle. Raises `TransferError` if `data` is not one."""
         try:
             found = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:

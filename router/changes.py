@@ -9,7 +9,7 @@ from baton.router.membership import Replaced
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """The node was turned away and must be told why."""
+    """The node was refused and must be told why."""
 
     node: NodeId
     failure: Failure

@@ -60,7 +60,7 @@ class Membership:
         self._waiting.pop(node_id, None)
 
     def wait(self, info: NodeInfo) -> None:
-        """Remember a node that was turned away and is still connected."""
+        """Remember a node that was refused and is still connected."""
         self._waiting[info.node_id] = info
 
     def refusal_of(self, info: NodeInfo) -> Failure:

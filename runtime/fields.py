@@ -130,7 +130,7 @@ class Field(msgspec.Struct, frozen=True):
         return text.replace("%", "%%")
 
     def from_text(self, text: str | list[str], shown: str = "") -> object:
-        """Return the value that a flag or `--set` gives; raises `ConfigError`, naming `shown`.
+        """Return the value that a flag or `--set` gives. Raises `ConfigError`, naming `shown`.
 
         `text` is a list for a flag that was repeated.
         """
@@ -140,7 +140,7 @@ class Field(msgspec.Struct, frozen=True):
         return self._convert(given, text, shown, strict=False)
 
     def from_yaml(self, value: object) -> object:
-        """Return the value that a file gives; raises `ConfigError`."""
+        """Return the value that a file gives. Raises `ConfigError`."""
         return self._convert(value, value, "", strict=True)
 
     def _convert(self, given: object, written: object, shown: str, *, strict: bool) -> object:

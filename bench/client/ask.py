@@ -32,7 +32,7 @@ class Session:
     """The connections to one server. An async context manager, for one event loop."""
 
     def __init__(self, target: Target) -> None:
-        """Open no connection yet; raises `ConfigError` for an unusable target."""
+        """Open no connection yet. Raises `ConfigError` for an unusable target."""
         place = place_of(target.url)
         self.stopped = False
         self.base_path = place.base_path

@@ -107,7 +107,7 @@ def run_load(
 
 
 def deal(load: Load) -> list[Load]:
-    """Return the share of each process, dealt in turn; raises `ConfigError`."""
+    """Return the share of each process, dealt in turn. Raises `ConfigError`."""
     if not load.requests:
         raise ConfigError("the load has no request")
     check(load.target, load.requests)

@@ -63,7 +63,7 @@ class Target(msgspec.Struct, frozen=True):
 
     @property
     def extra(self) -> dict[str, object]:
-        """Return `extra_body` as a dict; raises `ConfigError`."""
+        """Return `extra_body` as a dict. Raises `ConfigError`."""
         if not self.extra_body:
             return {}
         try:
@@ -84,7 +84,7 @@ def settled(target: Target, requests: Sequence[Planned]) -> Target:
 
 
 def tls_of(target: Target) -> ssl.SSLContext:
-    """Return the TLS settings; raises `ConfigError` for an unusable `ca_file`."""
+    """Return the TLS settings. Raises `ConfigError` for an unusable `ca_file`."""
     context = client_context(target.ca_file)
     return trusting(context) if target.insecure else context
 
@@ -105,7 +105,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def place_of(url: str) -> Place:
-    """Return the place of a URL, whose path may end in /v1 or not; raises `ConfigError`."""
+    """Return the place of a URL, whose path may end in /v1 or not. Raises `ConfigError`."""
     shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
     try:
         parts = urlsplit(url)

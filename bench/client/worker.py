@@ -188,7 +188,7 @@ class Worker:
 
 
 def pause_s(answer: Record) -> float:
-    """Return how long a client waits after this answer: 0 unless the server turned it away."""
+    """Return how long a client waits after this answer: 0 unless the server refused it."""
     if answer.outcome not in TURNED_AWAY or answer.arrivals:
         return 0.0
     if answer.retry_after_s is None:

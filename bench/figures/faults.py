@@ -105,7 +105,7 @@ class Impact(msgspec.Struct, frozen=True):
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Read a fault as it is written on the command line; raises `ConfigError`."""
+    """Read a fault as it is written on the command line. Raises `ConfigError`."""
     found = _FORM.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"fault {text!r}: write {FORMS}")

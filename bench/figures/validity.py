@@ -28,7 +28,7 @@ MANY_GAPS, EMPTY_SHARE = 10, 0.05
 # A queue grows if both TTFT and requests in flight do, over this many bins of arrivals.
 NUM_BINS = 10
 MIN_REQUESTS = 50
-MIN_T = 3.0  # about one run in a hundred without growth has a slope of so many errors
+MIN_T = 3.0  # about one run in a hundred without growth has a slope of this many errors
 MIN_FACTOR = 1.5  # last third of the arrivals over the first
 
 

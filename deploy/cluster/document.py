@@ -23,7 +23,7 @@ Settings = dict[str, object]
 
 
 def read_document(path: Path) -> object:
-    """Return the content of a YAML file; raises `ConfigError`."""
+    """Return the content of a YAML file. Raises `ConfigError`."""
     try:
         return yaml.load(path.read_text(), _UniqueKeys)
     except OSError as error:

@@ -259,7 +259,7 @@ def _applied(folder: Path) -> Applied | None:
 
 
 def _kubectl(*words: str) -> str:
-    """Run kubectl and return what it prints; raises `NodeError` if it fails."""
+    """Run kubectl and return what it prints. Raises `NodeError` if it fails."""
     run = question if words[0] == "get" else order
     try:
         return run(("kubectl", *words), MISSING)

@@ -42,7 +42,7 @@ SHARED = ("cache.block_size", "transfer.verify_kv")
 
 
 def read_description(path: Path) -> Description:
-    """Return the checked description of a cluster.yaml; raises `ConfigError`."""
+    """Return the checked description of a cluster.yaml. Raises `ConfigError`."""
     description = struct_of(read_document(path), Description, str(path))
     description = msgspec.structs.replace(
         description,

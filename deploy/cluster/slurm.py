@@ -221,7 +221,7 @@ def _job(folder: Path) -> str:
 
 
 def _run(*words: str, may_fail: bool = False) -> str:
-    """Run a command of Slurm and return what it prints; raises `NodeError` if it fails.
+    """Run a command of Slurm and return what it prints. Raises `NodeError` if it fails.
 
     With `may_fail`, an ended job is not a failure.
     """

@@ -163,7 +163,7 @@ def _write(path: Path, text: str) -> Path:
 
 
 def _systemctl(scope: SystemdScope, *words: str) -> str:
-    """Run systemctl and return what it prints; raises `NodeError` if it fails."""
+    """Run systemctl and return what it prints. Raises `NodeError` if it fails."""
     run = question if words[0] == "show" else order
     flags = ("--user",) if scope == "user" else ()
     try:

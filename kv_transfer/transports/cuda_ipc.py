@@ -195,7 +195,7 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> "CudaIpcAddress":
-        """Raises `TransferError` on anything but an address."""
+        """Return the decoded address. Raises `TransferError` if `data` is not one."""
         return decode_address(data, cls, "cuda_ipc")
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:

@@ -42,7 +42,7 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> "NixlAddress":
-        """Raises `TransferError` on anything but an address."""
+        """Return the decoded address. Raises `TransferError` if `data` is not one."""
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
             raise TransferError("not a nixl address, or a damaged one")

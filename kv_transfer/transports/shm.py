@@ -127,7 +127,7 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def decode(cls, data: bytes) -> "ShmAddress":
-        """Raises `TransferError` on anything but an address."""
+        """Return the decoded address. Raises `TransferError` if `data` is not one."""
         return decode_address(data, cls, "shm")
 
     def check(self, peer: Epoch) -> None:

@@ -58,7 +58,7 @@ class Work:
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the answer's
-    kept: Kept | None = None  # for a stream that the client can take up again
+    kept: Kept | None = None  # for a stream that the client can resume
 
 
 class Handlers:

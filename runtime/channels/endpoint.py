@@ -56,7 +56,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"tcp://{_bracketed(self.host)}:{self.port}"
 
     def bind(self, socket: "zmq.Socket[bytes]") -> str:
-        """Bind `socket` and return the address that it got; raises `ConfigError`."""
+        """Bind `socket` and return the address that it got. Raises `ConfigError`."""
         if self.path:
             wanted = f"ipc://{self.path}"
         else:

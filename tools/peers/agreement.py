@@ -157,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> list[Line]:
-    """Run both tools on one server; raises `BatonError` when either fails."""
+    """Run both tools on one server. Raises `BatonError` when either fails."""
     check_installed(parse_arm("vllm"))  # the comparison needs vLLM's benchmark
     if not (model / "tokenizer.json").is_file():
         raise ConfigError(f"{model} has no tokenizer.json")

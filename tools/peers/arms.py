@@ -60,7 +60,7 @@ class Place(msgspec.Struct, frozen=True):
 
 
 def parse_arm(text: str) -> Arm:
-    """Return the arm that `text` names; raises `ConfigError`."""
+    """Return the arm that `text` names. Raises `ConfigError`."""
     kind, *options = text.split("+")
     if kind not in KINDS:
         raise ConfigError(f"unknown arm {kind!r}: choose one of {', '.join(KINDS)}")

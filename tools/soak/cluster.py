@@ -128,7 +128,7 @@ class SoakCluster:
         return child.exit_code
 
     async def until(self, what: str, is_so: Callable[[HealthReply], bool]) -> None:
-        """Wait until the router's health shows it; raises `NodeError` if that takes too long."""
+        """Wait until the router's health shows it. Raises `NodeError` if that takes too long."""
         deadline_s = monotonic() + READY_TIMEOUT_S
         while not is_so(await self.health()):
             if monotonic() > deadline_s:

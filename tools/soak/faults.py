@@ -78,7 +78,7 @@ class Faults:
         )
 
     async def run(self, may_strike: Callable[[int], bool], num_lanes: int) -> None:
-        """Carry all faults out; raises `NodeError` if a process does not come back.
+        """Carry all faults out. Raises `NodeError` if a process does not come back.
 
         `may_strike(number)` says whether it is time for the fault of that number. `num_lanes` of
         them may overlap.

@@ -106,7 +106,7 @@ class Streams:
         self._decoder = msgspec.json.Decoder(Event)
 
     async def learn(self) -> None:
-        """Ask every request alone and keep its output; raises `BatonError` if one fails."""
+        """Ask every request alone and keep its output. Raises `BatonError` if one fails."""
         async with self._session() as session:
             for ask in self._asks:
                 got: list[list[int]] = [[] for _ in range(ask.num_choices)]
