@@ -96,11 +96,11 @@ class FlagParser(argparse.ArgumentParser):
         raise ConfigError(f"unknown flag {word}{hint}")
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     """Return the end of a message about an unknown `word`; empty if no known name is similar."""
-    # Compare without the dashes, because they make any two flags look alike.
-    bare = {name.lstrip("-"): name for name in known}
-    near = difflib.get_close_matches(word.lstrip("-"), bare, n=1)
+    # Compare without dashes and the names' common prefix: they make any two names look alike.
+    bare = {name.lstrip("-").removeprefix(prefix): name for name in known}
+    near = difflib.get_close_matches(word.lstrip("-").removeprefix(prefix), bare, n=1)
     return f"; did you mean {bare[near[0]]}?" if near else ""
 
 

@@ -95,6 +95,14 @@ def tell_failure(message: str, code: str) -> None:
         print(f"baton: {message}", file=sys.stderr)
 
 
+def tell_warning(message: str) -> None:
+    """Write one line about what a command was given and does not use."""
+    if is_json():
+        Log("command").warning(message)
+    else:
+        print(f"baton: warning: {message}", file=sys.stderr)
+
+
 def relayed(name: str, line: str) -> str:
     """Return a line of the child `name` in the form in which this process prints it."""
     if line.startswith("{"):

@@ -6,7 +6,8 @@ launcher use it. Every mistake is a `ConfigError` that names the setting and say
 """
 
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -102,8 +103,13 @@ INSTEAD = {
     "--enable-prompt-tokens-details": "usage always tells the cached tokens",
 }
 VARIABLE_PREFIX = "BATON_"
+# The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
+OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY")
 # Kubernetes sets the variable of this setting to an address if a service is called baton-router.
 _LINKED = ("router.port",)
+# It sets these, too, for each service whose name begins with baton.
+_OF_SERVICES = re.compile(r"\w*(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
+_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 class Subcommand(msgspec.Struct, frozen=True):
@@ -199,6 +205,16 @@ def flags_of(field: Field) -> tuple[str, ...]:
 def variable_of(field: Field) -> str:
     """Return the environment variable of a setting, such as BATON_ROUTER_PORT."""
     return VARIABLE_PREFIX + field.name.replace(".", "_").upper()
+
+
+def ignored_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """Yield a warning for each variable that begins as those of baton do and is none of them."""
+    known = [*map(variable_of, fields_of(ClusterConfig)), *OTHER_VARIABLES]
+    for name, text in sorted(environment.items()):
+        is_ours = name.startswith(VARIABLE_PREFIX) and name not in known
+        if is_ours and not (_OF_SERVICES.fullmatch(name) or _ADDRESS.match(text)):
+            hint = did_you_mean(name, known, VARIABLE_PREFIX) or "; docs/config.md lists them"
+            yield f"the variable {name} is ignored, because no setting has this name{hint}"
 
 
 def _of_file(path: Path) -> dict[str, object]:

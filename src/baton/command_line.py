@@ -20,9 +20,9 @@ from baton.protocol.ids import NodeId
 from baton.runtime.cpus import spin_briefly
 from baton.runtime.flag_parser import did_you_mean
 from baton.runtime.interrupts import end_by_signal
-from baton.runtime.log import own_process, tell_failure
+from baton.runtime.log import own_process, tell_failure, tell_warning
 from baton.runtime.process import die_with_parent
-from baton.runtime.settings import Subcommand, load
+from baton.runtime.settings import Subcommand, ignored_variables, load
 
 if TYPE_CHECKING:
     from baton.runtime.flag_parser import FlagParser
@@ -120,6 +120,7 @@ def _run(words: list[str]) -> int:
         print(f"baton {__version__}")
         return 0
     if (other := OTHERS.get(name)) is not None:
+        _warn_of_variables()
         return other.run(name, other.help, rest)
     if name not in COMMANDS:
         hint = did_you_mean(name, _summaries()) or "; see baton --help"
@@ -134,6 +135,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.runtime.tls import certificate_of
 
     own_process(config.log, config.node.id or name)
+    _warn_of_variables()
     config = with_model(config, needs_weights=name != "router")
     if name in ("serve", "router"):
         certificate_of(config.router)  # an unusable file ends the command here
@@ -157,6 +159,11 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.decode_node.main import run as run_decode
 
     return run_decode(config)
+
+
+def _warn_of_variables() -> None:
+    for warning in ignored_variables():
+        tell_warning(warning)
 
 
 def _cluster(name: str, summary: str, rest: list[str]) -> int:

@@ -69,6 +69,19 @@ def test_a_mistake_is_one_line(
     assert hint in line
 
 
+@pytest.mark.parametrize(
+    "words", [["decode", "--model", "/gone"], ["completion", "cmd"], ["status", "/gone"]]
+)
+def test_a_misspelt_variable_is_one_line_before_anything_else(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BATON_ENGINE_THREAD", "2")
+    assert main(words) == 2
+    warning, _ = said(capsys)
+    assert warning.startswith("baton: warning: the variable BATON_ENGINE_THREAD is ignored")
+    assert warning.endswith("did you mean BATON_ENGINE_THREADS?")
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_model_that_is_none_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

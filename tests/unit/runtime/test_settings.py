@@ -10,7 +10,7 @@ from baton.command_line import COMMANDS
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import fields_of
-from baton.runtime.settings import INSTEAD, load, parser, to_yaml
+from baton.runtime.settings import INSTEAD, ignored_variables, load, parser, to_yaml
 from tests.support.sources import REPOSITORY
 
 SERVE = COMMANDS["serve"]
@@ -43,6 +43,34 @@ def test_variables_win_over_the_file_and_flags_over_variables(tmp_path: Path) ->
     with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'http'"):
         load(SERVE, [], {"BATON_ROUTER_PORT": "http"})
     assert load(SERVE, [], {"BATON_ROUTER_PORT": "tcp://10.0.0.1:80"}) == ClusterConfig()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "hint"),
+    [
+        ("BATON_ROUTR_PORT", "1", "did you mean BATON_ROUTER_PORT?"),
+        ("BATON_APIKEY", "secret", "did you mean BATON_API_KEY?"),
+        ("BATON_XYZ", "", "docs/config.md lists them"),
+        ("BATON_ROUTER_PORT", "1", None),
+        ("BATON_BENCH_API_KEY", "secret", None),
+        ("NOT_BATON_ROUTR_PORT", "1", None),
+        # Kubernetes sets these for services called baton and baton-routr.
+        ("BATON_SERVICE_HOST", "10.0.0.1", None),
+        ("BATON_ROUTR_SERVICE_PORT_HTTP", "80", None),
+        ("BATON_ROUTR_PORT", "tcp://10.0.0.1:80", None),
+        ("BATON_ROUTR_PORT_80_TCP_ADDR", "10.0.0.1", None),
+    ],
+)
+def test_a_variable_that_is_none_of_ours_is_warned_of(
+    name: str, text: str, hint: str | None
+) -> None:
+    warnings = list(ignored_variables({name: text, "HOME": "/"}))
+    assert len(warnings) == (hint is not None)
+    for warning in warnings:
+        assert name in warning
+        assert hint is not None
+        assert warning.endswith(hint)
+        assert "secret" not in warning
 
 
 def test_each_api_key_has_a_flag_of_its_own_and_may_hold_a_comma() -> None:
