@@ -45,7 +45,7 @@ def why_no_gpu() -> str:
 
 
 def keep_sums_whole() -> None:
-    """Give cuBLAS no workspace, without which it cannot split the sums of a product in parts.
+    """Take cuBLAS's workspace away, without which it cannot split the sums of a product.
 
     Called before the first product of this process. Where a sum's order still depends on the number
     of rows, `keeps_bits` finds it.

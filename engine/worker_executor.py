@@ -42,8 +42,8 @@ from baton.runtime.process import Child, Command
 PROGRESS_EVERY_S = 0.5
 EXIT_S = 0.5  # from the end of a worker's stream until its exit code is known
 GRACE_S = 3.0  # out of the five seconds that a close may take
-# The time to end after an error: a rank that waits for a dead one, as in a collective of NCCL,
-# never ends by itself, and the routers should hear of the loss within half a second.
+# The time to end after an error. A rank that waits for a dead one, as in a collective of NCCL,
+# never ends by itself, and the routers should learn of the loss within half a second.
 LOSS_GRACE_S = 0.3
 WORKER = "baton.engine.worker"
 
