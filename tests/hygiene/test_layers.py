@@ -11,6 +11,7 @@ from tests.support.sources import (
     ROOMS,
     imports,
     is_stdlib,
+    module_of,
     name_of,
     sources,
 )
@@ -79,12 +80,6 @@ WIRING = {
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
 RAY_BINDING = "deploy/cluster/ray_binding.py"
-# Training and examining the demo model, which nothing that serves imports.
-WORKSHOP = "tools/demo_model/"
-
-
-def room_of(path: Path) -> str:
-    return path.relative_to(REPOSITORY).parts[0]
 
 
 @pytest.mark.parametrize("room", ROOMS)
@@ -102,9 +97,8 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
 def test_no_files_import_one_another_in_a_circle() -> None:
     """Imports inside functions and for type checkers count, since a reader follows them too."""
     graph: dict[str, set[str]] = {}
-    for path in sources():
-        module = "baton." + name_of(path).removeprefix("src/baton/").removesuffix(".py")
-        graph[module.replace("/", ".").removesuffix(".__init__")] = imports(path)
+    for path in (*sources(), *sources("tools")):
+        graph[module_of(path)] = imports(path)
     order = TopologicalSorter(graph)
     order.prepare()  # raises CycleError, which names the circle
 

@@ -43,6 +43,17 @@ def name_of(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
+def module_of(path: Path) -> str:
+    """Return the name by which a file of this repository is imported."""
+    name = name_of(path).removeprefix(f"{FRONT_DOOR}/").removesuffix(".py").replace("/", ".")
+    return (name if name.startswith("tools.") else f"baton.{name}").removesuffix(".__init__")
+
+
+@functools.cache
+def our_modules() -> frozenset[str]:
+    return frozenset(map(module_of, (*sources(), *sources("tools"))))
+
+
 def imports(path: Path) -> set[str]:
     """Return every module that a file imports, anywhere in it."""
     found: set[str] = set()
@@ -53,8 +64,8 @@ def imports(path: Path) -> set[str]:
             assert node.level == 0, f"{name_of(path)}: imports are absolute"
             assert node.module is not None
             found.add(node.module)
-            if node.module == "baton":
-                found |= {f"baton.{alias.name}" for alias in node.names}
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= names if node.module == "baton" else names & our_modules()
     return found
 
 

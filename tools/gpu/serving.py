@@ -27,8 +27,8 @@ from baton.engine.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode
 from baton.protocol.sampling import Sampling
-from tools.gpu import engine
 from tools.gpu.cases import StepCase
+from tools.gpu.eager_steps import BLOCK_SIZE, WARM_UPS, decode, decoding
 from tools.gpu.floors import decode_work
 from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
@@ -52,7 +52,7 @@ def run(desk: Desk, runner: Runner, cases: Sequence[StepCase], rounds: int) -> N
         desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
         desk.check(f"{WAITS}, {case.key}", partial(waits, desk, runner, case))
         key = f"{case.key}, graph"
-        desk.measure(Measured(key, "ms"), partial(engine.decode, runner, case, key, rounds))
+        desk.measure(Measured(key, "ms"), partial(decode, runner, case, key, rounds))
         desk.measure(Measured(case.key, "ms"), partial(served, desk, runner, case, rounds), 12.0)
 
 
@@ -72,7 +72,7 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
 
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
     """Compare tokens, and the keys and values of every layer, of a replay and of the eager step."""
-    plan = StepPlan(0, engine.decoding(case))
+    plan = StepPlan(0, decoding(case))
     last = torch.tensor([part.block_table[-1] for part in plan.slices])
     found = []
     for is_replayed in (True, False):
@@ -92,7 +92,7 @@ def graph_is_eager(runner: Runner, case: StepCase) -> Check:
 
 def waits(desk: Desk, runner: Runner, case: StepCase) -> Check:
     """Check that the launch of a replayed step neither waits nor copies to the device twice."""
-    plan = StepPlan(0, engine.decoding(case))
+    plan = StepPlan(0, decoding(case))
     is_cuda = runner.device.type == "cuda"
     if is_cuda:
         torch.cuda.set_sync_debug_mode("error")
@@ -129,9 +129,9 @@ class CopiesToDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def served(desk: Desk, runner: Runner, case: StepCase, rounds: int) -> Measured:
     """Measure steps of a full batch under the real scheduler; report the device's idle share."""
-    stamps = stamps_of(runner, case, engine.WARM_UPS + rounds + 1)
+    stamps = stamps_of(runner, case, WARM_UPS + rounds + 1)
     took = [after - before for before, after in pairwise(stamps)]
-    timing = timing_of(took[engine.WARM_UPS :])
+    timing = timing_of(took[WARM_UPS:])
     busy_s = _busy_s(runner, case)
     idle = max(0.0, 1.0 - busy_s / timing.median_s)
     desk.emit(Measured(f"{IDLE}, {case.key}", "%", value=100 * idle))
@@ -171,7 +171,7 @@ def _scheduler(runner: Runner, case: StepCase, num_steps: int) -> DecodeSchedule
     num_output = num_steps + MAX_LAUNCHED + 1 + case.batch // MAX_PASSING + 1
     length = max(1, case.context - num_output)
     scheduler = DecodeScheduler(
-        BlockPool(len(runner.cache.pool), engine.BLOCK_SIZE, cache_prefixes=False),
+        BlockPool(len(runner.cache.pool), BLOCK_SIZE, cache_prefixes=False),
         NodeLimits(case.batch * case.context, max(case.batch, 2), length + num_output + 1),
     )
     sampling = Sampling(seed=0, max_tokens=num_output, temperature=0.0)
@@ -184,7 +184,7 @@ def _scheduler(runner: Runner, case: StepCase, num_steps: int) -> DecodeSchedule
 
 def _busy_s(runner: Runner, case: StepCase) -> float:
     """Return the time of a step on the device: of many that are launched one behind the other."""
-    plan = StepPlan(0, engine.decoding(case))
+    plan = StepPlan(0, decoding(case))
     took = []
     for _ in range(3):
         runner.execute(plan)
