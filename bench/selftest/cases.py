@@ -1,7 +1,7 @@
 """The cases of the self-test: what servers do that a harness can get wrong, with the right outcome.
 
 Each fault comes a different number of times, which distinguishes it from others. Everything is
-drawn from a seed. This file is pure.
+drawn from a seed, and nothing here does I/O.
 """
 
 import random

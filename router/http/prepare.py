@@ -1,7 +1,7 @@
 """Turn the body of a request into token ids in one call, off the event loop.
 
 `body_process` calls `prepare` for large bodies; `handlers` does the same step by step for small
-ones, with `checked_model` and `rendered`. Nothing here does I/O.
+ones, with `parsed`, `check_name` and `rendered`. Nothing here does I/O.
 """
 
 from array import array

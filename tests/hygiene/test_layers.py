@@ -42,6 +42,7 @@ PACKAGES = {
     "decode_node": {"msgspec"},
     "console": {"msgspec", "aiohttp", "rich"},
     "router": {"msgspec", "zmq", "aiohttp", "jinja2", "opentelemetry", "tokenizers"},
+    "bench": {"httptools", "jinja2", "msgspec", "numpy", "psutil", "rich"},
     "deploy": {"msgspec", "huggingface_hub", "psutil", "ray", "rich", "yaml", "zmq"},
     FRONT_DOOR: {"msgspec", "rich"},
 }
