@@ -17,32 +17,20 @@ import aiohttp
 import msgspec
 import pytest
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    KeysConfig,
-    ModelConfig,
-    NodeConfig,
-    RouterConfig,
-    TransferConfig,
-)
+from baton.protocol.config import NodeConfig
 from baton.runtime.settings import to_yaml
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.hosts import Hosts, hosts
 from tools.soak.cluster import HealthReply
 from tools.soak.streams import Record, Streams, draw
 
 ROUTER, PREFILL, DECODES = 1, 2, (3, 4)
 CONTROL, PEERS, HTTP = 5570, 7000, 8000
-CONFIG = ClusterConfig(
-    model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-    cache=CacheConfig(num_blocks=400),
-    engine=EngineConfig(chunk_tokens=64, threads=1),
-    router=RouterConfig(control=f"tcp://10.0.0.{ROUTER}:{CONTROL}", port=HTTP, max_attempts=8),
-    transfer=TransferConfig(transport="nixl", device="eth0"),
-    keys=KeysConfig(insecure=True),
-)
+CONFIG = tiny_cluster(
+    cache={"num_blocks": 400}, engine={"chunk_tokens": 64, "threads": 1},
+    router={"control": f"tcp://10.0.0.{ROUTER}:{CONTROL}", "port": HTTP, "max_attempts": 8},
+    transfer={"transport": "nixl", "device": "eth0"}, keys={"insecure": True},
+)  # fmt: skip
 NUM_CLIENTS, NUM_BEFORE = 6, 12
 HOLD_S = 6.0  # longer than it takes a router to give a silent node up
 START_TIMEOUT_S = 180.0

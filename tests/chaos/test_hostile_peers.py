@@ -13,17 +13,9 @@ from pathlib import Path
 
 import psutil
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    RouterConfig,
-)
-from baton.runtime.clock import monotonic
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 BODY = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
@@ -169,13 +161,10 @@ def files_of(cluster: Cluster) -> dict[str, int]:
 
 def test_ten_thousand_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) -> None:
     """First with descriptors enough, then with fewer than the strangers take."""
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=600),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never"),
-        node=NodeConfig(http="127.0.0.1:0"),
-    )
+    config = tiny_cluster(
+        cache={"num_blocks": 600}, engine={"chunk_tokens": 64},
+        router={"local_prefill": "never"}, node={"http": "127.0.0.1:0"},
+    )  # fmt: skip
     with Cluster(tmp_path, config, over="tcp") as cluster:
         (alone,) = cluster.complete(**BODY)["choices"]  # type: ignore[misc]
         before = files_of(cluster)
@@ -196,10 +185,7 @@ def test_ten_thousand_strangers_at_every_port_end_no_process_and_no_stream(tmp_p
         cluster.wait_until_healthy()
         assert {name: child.pid for name, child in cluster.children.items()} == pids
         assert all(child.poll() is None for child in cluster.children.values())
-        deadline_s = monotonic() + DEADLINE_S
-        while any(now > before[name] + 8 for name, now in files_of(cluster).items()):
-            assert monotonic() < deadline_s, (before, files_of(cluster))
-            threading.Event().wait(0.1)
+        until(lambda: all(now <= before[name] + 8 for name, now in files_of(cluster).items()))
         alarms = [line for line in cluster.lines if any(alarm in line for alarm in ALARMS)]
         assert not alarms, alarms
         assert strangers.num_made == NUM_STRANGERS

@@ -9,20 +9,11 @@ from functools import cache
 from http.client import HTTPException
 from pathlib import Path
 
-import msgspec
 import psutil
 import pytest
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    RouterConfig,
-    TransferConfig,
-)
-from tests.support.checkpoints import model_folder
+from baton.protocol.config import ClusterConfig, RouterConfig
+from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
 
@@ -37,14 +28,11 @@ def expected(num_tokens: int) -> list[int]:
     return Oracle(model_folder("qwen3")).greedy(PROMPT, num_tokens).token_ids
 
 
-def settings(**nodes: int) -> ClusterConfig:
-    return ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=600),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never"),
-        **nodes,
-    )
+def settings(**nodes: object) -> ClusterConfig:
+    return tiny_cluster(
+        cache={"num_blocks": 600}, engine={"chunk_tokens": 64},
+        router={"local_prefill": "never"}, **nodes,
+    )  # fmt: skip
 
 
 def body(token_ids: list[int], num_tokens: int) -> dict[str, object]:
@@ -70,7 +58,7 @@ def serving(cluster: Cluster, role: str) -> str:
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     drain_s: float, by_command: bool, tmp_path: Path
 ) -> None:
-    config = msgspec.structs.replace(settings(decode=2), node=NodeConfig(drain_s=drain_s))
+    config = settings(decode=2, node={"drain_s": drain_s})
     with Cluster(tmp_path, config) as cluster:
         stream = cluster.stream(**body(PROMPT, NUM_TOKENS))
         tokens: list[int] = []
@@ -166,7 +154,7 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
 def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path: Path) -> None:
     """Another rank waits for the dead one for ever, as a collective of NCCL does."""
     ranks = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
-    config = msgspec.structs.replace(settings(decode=2), transfer=TransferConfig(verify_kv=True))
+    config = settings(decode=2, transfer={"verify_kv": True})
     with Cluster(tmp_path, config, ranks=ranks) as cluster:
         reader = Reader(cluster)
         reader.wait_for_more(20)

@@ -4,14 +4,7 @@ import asyncio
 import json
 from pathlib import Path
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    RouterConfig,
-)
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 NUM_CLIENTS = 1_000
@@ -46,12 +39,8 @@ async def leave_together(cluster: Cluster) -> None:
 
 
 def test_a_thousand_clients_that_leave_at_once_give_everything_back(tmp_path: Path) -> None:
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=600),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(max_queued=NUM_CLIENTS, max_queued_s=NEVER_S),
-    )
+    router = {"max_queued": NUM_CLIENTS, "max_queued_s": NEVER_S}
+    config = tiny_cluster(cache={"num_blocks": 600}, engine={"chunk_tokens": 64}, router=router)
     with Cluster(tmp_path, config) as cluster:
         ask = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         alone = cluster.complete(**ask)["choices"]

@@ -4,17 +4,15 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.engine.local_executor import InProcessExecutor
 from baton.engine.plan import StepPlan
 from baton.engine.runner import Runner
-from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, NodeConfig, RouterConfig
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.node_threads import NodeThread
 
 POISON = 9
@@ -50,30 +48,17 @@ def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_fragile(monkeypatch)
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=64),
-        router=RouterConfig(local_prefill="always", control=f"ipc://{tmp_path}/control"),
-    )
-    nodes = [
-        NodeThread(
-            msgspec.structs.replace(
-                config,
-                node=NodeConfig(
-                    id=f"d{index}",
-                    routers=(f"ipc://{tmp_path}/control",),
-                    bind=f"ipc://{tmp_path}/d{index}",
-                ),
-            ),
-            "decode",
-            InProcessExecutor,
-        )
-        for index in range(NUM_NODES)
-    ]
+    control = f"ipc://{tmp_path}/control"
+    sections = {
+        "cache": {"num_blocks": 64}, "router": {"local_prefill": "always", "control": control},
+    }  # fmt: skip
+    nodes = []
+    for index in range(NUM_NODES):
+        own = {"id": f"d{index}", "routers": (control,), "bind": f"ipc://{tmp_path}/d{index}"}
+        nodes.append(NodeThread(tiny_cluster(**sections, node=own), "decode", InProcessExecutor))
 
     async def use() -> None:
-        settings = msgspec.structs.replace(config, decode=NUM_NODES)
-        llm = AsyncLLM(config=settings, start_nodes=False)
+        llm = AsyncLLM(config=tiny_cluster(**sections, decode=NUM_NODES), start_nodes=False)
         try:
             await llm.start()
             await llm.ready(60.0)

@@ -16,16 +16,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    RouterConfig,
-)
-from tests.support.checkpoints import model_folder
+from baton.protocol.config import ClusterConfig, NodeConfig
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 NUM_TOKENS = 1_000
@@ -44,14 +38,10 @@ ASKS: dict[str, dict[str, object]] = {
 
 
 def settings(**nodes: int) -> ClusterConfig:
-    return ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=800),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never", api_keys=KEYS),
-        node=NodeConfig(detached_s=DEADLINE_S),
-        **nodes,
-    )
+    return tiny_cluster(
+        cache={"num_blocks": 800}, engine={"chunk_tokens": 64}, node={"detached_s": DEADLINE_S},
+        router={"local_prefill": "never", "api_keys": KEYS}, **nodes,
+    )  # fmt: skip
 
 
 class Client:
@@ -238,10 +228,7 @@ class Load:
         self._pool.shutdown()
 
     def wait_for_answers(self, num_answers: int) -> None:
-        deadline_s = time.monotonic() + DEADLINE_S
-        while self.num_answers < num_answers and not any(one.done() for one in self._workers):
-            assert time.monotonic() < deadline_s
-            time.sleep(0.05)
+        until(lambda: self.num_answers >= num_answers or any(one.done() for one in self._workers))
 
     def _work(self, name: str) -> None:
         while not self._is_over:

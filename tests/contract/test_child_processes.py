@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +17,7 @@ from baton.runtime.interrupts import Interrupts
 from baton.runtime.process import NOT_STARTED, Child, Command, Exit, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
+from tests.support.waiting import until
 
 MODULE = "tests.support.child_roles"
 DEADLINE_S = 30.0
@@ -87,9 +87,7 @@ def test_a_child_that_cannot_be_started_again_is_tried_again(
     supervisor.start()
     python = sys.executable
     try:
-        deadline_s = monotonic() + DEADLINE_S
-        while not (exits := supervisor.poll()):
-            assert monotonic() < deadline_s
+        exits = until(supervisor.poll)
         monkeypatch.setattr(sys, "executable", "/nowhere/python")
         for before in exits:
             assert before.restart_in_s is not None
@@ -176,7 +174,7 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
     try:
         lines.first("b")
         steady = supervisor.pid_of("b")
-        (first,) = next_exits(supervisor)
+        (first,) = until(supervisor.poll)
         assert first == Exit("a", 3, ("first line", "last line"), 1, 0.5)
         assert supervisor.pid_of("a") is None
         assert supervisor.poll() == []
@@ -184,7 +182,7 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
         clock.advance(0.5)
         assert supervisor.poll() == []
         assert supervisor.pid_of("a") is not None
-        (second,) = next_exits(supervisor)
+        (second,) = until(supervisor.poll)
         assert (second.num_exits, second.restart_in_s) == (2, 1.0)
         assert supervisor.pid_of("b") == steady
     finally:
@@ -195,7 +193,7 @@ def test_a_child_that_was_told_to_end_may_stay_away() -> None:
     clock, lines = VirtualClock(), Lines()
     supervisor = Supervisor((command("a", "exit", "0"),), clock, lines, may_leave=True)
     supervisor.start()
-    (left,) = next_exits(supervisor)
+    (left,) = until(supervisor.poll)
     assert (left.code, left.restart_in_s) == (0, None)
     clock.advance(1e6)
     assert supervisor.poll() == []
@@ -246,11 +244,3 @@ def test_the_second_signal_is_an_order() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert (done.stdout, done.returncode) == ("killed\n", 130)
-
-
-def next_exits(supervisor: Supervisor) -> list[Exit]:
-    deadline_s = monotonic() + DEADLINE_S
-    while not (exits := supervisor.poll()):
-        assert monotonic() < deadline_s
-        time.sleep(0.01)
-    return exits

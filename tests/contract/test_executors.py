@@ -26,19 +26,13 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     TransferPort,
 )
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    TransferConfig,
-)
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support import gloo_worker
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import model_folder, tiny_cluster
+from tests.support.compute import no_progress
 from tests.support.node_threads import block_bytes
 from tests.support.oracle import Expected, Oracle, count_ties
 
@@ -53,25 +47,18 @@ SOURCE, READER = Epoch("source"), Epoch("reader")
 names = count()
 
 
-def config_of(kind: str, folder: Path | None = None, **engine: int) -> ClusterConfig:
+def config_of(kind: str, folder: Path | None = None, **more: object) -> ClusterConfig:
     ranks = 2 if kind == "two ranks" else 1
-    settings: dict[str, int] = {"tensor_parallel": ranks, **engine}
-    return ClusterConfig(
-        model=ModelConfig(path=str(folder or model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=NUM_BLOCKS, block_size=BLOCK),
-        engine=EngineConfig(device="cpu", **settings),
-        transfer=TransferConfig(transport="shm"),
-    )
+    return tiny_cluster(
+        folder or "qwen3", cache={"num_blocks": NUM_BLOCKS, "block_size": BLOCK},
+        engine={"device": "cpu", "tensor_parallel": ranks}, transfer={"transport": "shm"}, **more,
+    )  # fmt: skip
 
 
 def executor_of(kind: str, config: ClusterConfig | None = None, epoch: Epoch = SOURCE) -> Executor:
     make: Callable[[ClusterConfig, Epoch], Executor]
     make = InProcessExecutor if kind == "in process" else WorkerExecutor
     return make(config or config_of(kind), epoch)
-
-
-def no_progress(phase: str, done: int, total: int) -> None:
-    pass
 
 
 @contextmanager
@@ -329,10 +316,7 @@ def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(
 
 
 def test_a_rank_that_never_loads_is_given_up() -> None:
-    config = config_of("one worker")
-    slow = ClusterConfig(
-        model=config.model, cache=config.cache, node=NodeConfig(start_timeout_s=0.001)
-    )
+    slow = config_of("one worker", node={"start_timeout_s": 0.001})
     executor = executor_of("one worker", slow)
     with closing(executor), pytest.raises(NodeError, match="start_timeout_s"):
         executor.start(no_progress)

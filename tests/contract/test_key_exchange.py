@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.protocol.config import CacheConfig, ClusterConfig, KeysConfig, ModelConfig, RouterConfig
+from baton.protocol.config import ClusterConfig, KeysConfig
 from baton.runtime.channels.dialer import Disconnected
 from baton.runtime.channels.keys import Keys, load_keys, write_key
 from baton.runtime.channels.listener import Received
@@ -21,7 +21,7 @@ from tests.support.channel_ends import (
     note,
     until_refused,
 )  # fmt: skip
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 
@@ -112,11 +112,7 @@ def test_a_cluster_keeps_strangers_out_and_exchanges_its_keys_while_it_serves(
     names = ("router", "prefill-0", "decode-0")
     for name in (*names, "stranger"):
         rewrite(tmp_path / f"{name}.key", old)
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3")), name="tiny"),
-        cache=CacheConfig(num_blocks=400),
-        router=RouterConfig(local_prefill="never"),
-    )
+    config = tiny_cluster(cache={"num_blocks": 400}, router={"local_prefill": "never"})
     body = {"model": "tiny", "prompt": [11, 12, 13], "temperature": 0}
     body |= {"max_tokens": 400, "ignore_eos": True}
     with KeptApart(tmp_path, config, over="tcp") as cluster, ThreadPoolExecutor(1) as thread:

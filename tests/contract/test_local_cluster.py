@@ -4,54 +4,35 @@ import os
 import signal
 import socket
 import stat
-import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 
 from baton.deploy.ports import check_port, check_router_ports
-from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig, NodeConfig, RouterConfig
+from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
-from baton.runtime.clock import monotonic
 from baton.runtime.local_cluster import LocalCluster, private_folder
-from baton.runtime.process import Exit
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.own_children import node_pid
+from tests.support.waiting import until
 
-DEADLINE_S = 60.0
 HTTP_PORT = 18_000
 # An address of this process alone on this host, so that its ports are free.
 ADDRESS = "127." + ".".join(str(byte) for byte in os.getpid().to_bytes(3, "big"))
 NODES = ("prefill-0", "decode-0", "decode-1")
 
 
-def cluster(folder: Path, lines: list[str], model: str = "") -> LocalCluster:
-    config = ClusterConfig(
-        decode=2,
-        model=ModelConfig(path=model or str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=16),
-        node=NodeConfig(http=f"{ADDRESS}:{HTTP_PORT}"),
-    )
+def cluster(folder: Path, lines: list[str], model: str | Path = "qwen3") -> LocalCluster:
+    node = {"http": f"{ADDRESS}:{HTTP_PORT}"}
+    config = tiny_cluster(model, decode=2, cache={"num_blocks": 16}, node=node)
     control = f"ipc://{folder}/control"
     return LocalCluster(config, control, lambda name, line: lines.append(f"{name} | {line}"))
 
 
 def wait_for_ready(lines: list[str], count: int) -> None:
-    deadline_s = monotonic() + DEADLINE_S
-    while sum(": ready " in line for line in lines) < count:
-        assert monotonic() < deadline_s, "\n".join(lines)
-        time.sleep(0.02)
-
-
-def next_exits(nodes: LocalCluster) -> Sequence[Exit]:
-    deadline_s = monotonic() + DEADLINE_S
-    while not (exits := nodes.poll()):
-        assert monotonic() < deadline_s
-        time.sleep(0.02)
-    return exits
+    until(lambda: sum(": ready " in line for line in lines) >= count, lambda: "\n".join(lines))
 
 
 def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
@@ -71,13 +52,9 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
         killed = pids["decode-1"]
         assert killed is not None
         os.kill(killed, signal.SIGKILL)
-        (ended,) = next_exits(nodes)
+        (ended,) = until(nodes.poll)
         assert (ended.name, ended.code) == ("decode-1", -signal.SIGKILL)
-        deadline_s = monotonic() + DEADLINE_S
-        while node_pid("decode-1") is None:
-            assert monotonic() < deadline_s
-            nodes.poll()
-            time.sleep(0.02)
+        until(lambda: list(nodes.poll()) == [] and node_pid("decode-1"))
         wait_for_ready(lines, 4)
         assert node_pid("decode-0") == pids["decode-0"]
         last = [node_pid(name) for name in NODES]
@@ -90,10 +67,10 @@ def test_nodes_live_as_long_as_their_cluster(tmp_path: Path) -> None:
 def test_a_node_that_cannot_start_says_why_in_its_last_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard-of"}')
     lines: list[str] = []
-    nodes = cluster(tmp_path, lines, str(tmp_path))
+    nodes = cluster(tmp_path, lines, tmp_path)
     nodes.start()
     try:
-        ended = next_exits(nodes)[0]
+        ended = until(nodes.poll)[0]
         assert ended.code == 2
         assert "unheard-of" in ended.tail[-1]
         assert not any("Traceback" in line for line in ended.tail)

@@ -19,14 +19,7 @@ from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
 from baton.bench.settings import LoadSettings
 from baton.bench.terminal import shown
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    RouterConfig,
-)
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
@@ -40,12 +33,10 @@ ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
-        cache=CacheConfig(num_blocks=700, prefix=False),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never"),
-    )
+    config = tiny_cluster(
+        "llama", cache={"num_blocks": 700, "prefix": False}, engine={"chunk_tokens": 64},
+        router={"local_prefill": "never"},
+    )  # fmt: skip
     with Cluster(tmp_path_factory.mktemp("bench"), config) as running:
         yield running
 

@@ -30,7 +30,9 @@ from baton.deploy.health import url_of
 from baton.runtime.channels.keys import write_key
 from baton.runtime.interrupts import EXIT_TERMINATED
 from tests.support.cluster import free_port
-from tests.support.deployed import TIMEOUT_S, TOLD, until
+from tests.support.completions import ask
+from tests.support.deployed import TOLD
+from tests.support.waiting import TIMEOUT_S, until
 
 Object = dict[str, Any]
 ADDRESSES = ("127.0.0.1", "::1")  # of pods
@@ -171,13 +173,9 @@ def test_the_containers_of_the_manifests_serve_answer_their_probes_and_drain(
             one for one in found if one["kind"] == "Service" and one["metadata"]["name"] == "baton"
         ]
         assert clients["spec"]["ports"][0]["targetPort"] == "http"
-        body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
-        request = urllib.request.Request(
-            f"{url_of(address, content['routers'][0]['port'])}/v1/completions",
-            body,
-            {"Content-Type": "application/json", "Authorization": "Bearer s3cret"},
-        )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        url = url_of(address, content["routers"][0]["port"])
+        body = {"prompt": TOLD, "max_tokens": 8, "temperature": 0}
+        with ask(url, body, Authorization="Bearer s3cret") as reply:
             assert json.load(reply)["choices"][0]["text"] == " 4071."
         for process in processes.values():
             process.send_signal(signal.SIGTERM)

@@ -2,7 +2,6 @@
 
 import json
 import tempfile
-import urllib.request
 from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
@@ -12,8 +11,9 @@ import pytest
 
 from baton.runtime.channels.keys import write_key
 from tests.support.cluster import free_port
-from tests.support.deployed import TIMEOUT_S, TOLD, Deployed, until
+from tests.support.deployed import Deployed
 from tests.support.ray_hosts import HEAD, OTHER, SPARE, RayHosts, ray_hosts
+from tests.support.waiting import TIMEOUT_S, until
 
 NAMES = {"router-0", "prefill-0", "decode-0"}
 NUM_TOKENS = 600
@@ -22,11 +22,7 @@ POOLS = {
     "prefill": {"role": "prefill", "resources": {"node:__internal_head__": "0.1"}},
     "decode": {"role": "decode"},
 }
-SETTINGS = {
-    "cache": {"memory_mib": 64},
-    "engine": {"threads": 1},
-    "router": {"drain_s": TIMEOUT_S},
-}
+SETTINGS = {"cache": {"memory_mib": 64}, "engine": {"threads": 1}, "router": {"drain_s": TIMEOUT_S}}
 
 
 @pytest.fixture(scope="module")
@@ -62,18 +58,7 @@ def at(address: str) -> tuple[str, ...]:
 
 
 def stream(deployed: Deployed) -> HTTPResponse:
-    body = {
-        "prompt": TOLD, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True,
-        "stream": True,
-    }  # fmt: skip
-    request = urllib.request.Request(
-        f"http://{deployed.address}:{deployed.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    reply = urllib.request.urlopen(request, timeout=TIMEOUT_S)
-    assert isinstance(reply, HTTPResponse)
-    return reply
+    return deployed.ask(max_tokens=NUM_TOKENS, ignore_eos=True, stream=True)
 
 
 def text_of(lines: list[bytes]) -> str:
@@ -123,7 +108,7 @@ def test_a_stream_goes_on_when_ray_starts_a_killed_actor_again(placed: Deployed)
         first = reply.readline()
         actor_of(before["decode-0"]).kill()
         assert text_of([first, *reply]) == expected
-    until(lambda: placed.processes().get("decode-0") not in (None, before["decode-0"]), str)
+    until(lambda: placed.processes().get("decode-0") not in (None, before["decode-0"]))
     code, said, _ = placed.run("status")
     assert (code, "its actor ended, and Ray started it again" in said) == (0, True)
     assert not psutil.wait_procs([before["decode-0"]], timeout=TIMEOUT_S)[1]

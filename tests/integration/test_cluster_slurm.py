@@ -1,18 +1,16 @@
 """`--on slurm`: one heterogeneous job of a real Slurm cluster on this machine."""
 
-import json
 import os
 import subprocess
-import urllib.request
 from collections.abc import Iterator, Mapping
-from http.client import HTTPResponse
 from pathlib import Path
 
 import pytest
 
 from baton.runtime.channels.keys import write_key
-from tests.support.deployed import TIMEOUT_S, TOLD, Deployed, until
+from tests.support.deployed import Deployed
 from tests.support.slurm import slurm
+from tests.support.waiting import TIMEOUT_S, until
 
 MAX_TOKENS = 300
 
@@ -39,26 +37,7 @@ def queued(tmp_path: Path) -> Iterator[Deployed]:
 
 
 def active(env: Mapping[str, str]) -> str:
-    done = subprocess.run(
-        ["squeue", "--noheader"],
-        env={**os.environ, **env},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return done.stdout
-
-
-def stream(deployed: Deployed) -> HTTPResponse:
-    body = {"prompt": TOLD, "max_tokens": MAX_TOKENS, "ignore_eos": True, "stream": True}
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{deployed.port}/v1/completions",
-        json.dumps(body).encode(),
-        {"Content-Type": "application/json"},
-    )
-    reply = urllib.request.urlopen(request, timeout=TIMEOUT_S)
-    assert isinstance(reply, HTTPResponse)
-    return reply
+    return subprocess.check_output(["squeue", "--noheader"], env={**os.environ, **env}, text=True)
 
 
 def test_a_cluster_is_a_job_that_drains_before_it_ends(queued: Deployed) -> None:
@@ -80,8 +59,8 @@ def test_a_cluster_is_a_job_that_drains_before_it_ends(queued: Deployed) -> None
     before = queued.processes()
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     before["prefill-0"].kill()
-    until(lambda: queued.processes().get("prefill-0") not in (None, before["prefill-0"]), str)
-    with stream(queued) as reply:
+    until(lambda: queued.processes().get("prefill-0") not in (None, before["prefill-0"]))
+    with queued.ask(max_tokens=MAX_TOKENS, ignore_eos=True, stream=True) as reply:
         first = reply.readline()
         code, said, complained = queued.run("down")
         lines = [line for line in [first, *reply] if line.startswith(b"data: ")]

@@ -13,7 +13,8 @@ import yaml
 
 from baton.deploy.cluster.platform import PlatformOptions
 from baton.deploy.cluster.systemd import INSTALLED, SystemdPlatform
-from tests.support.deployed import TIMEOUT_S, Deployed, until
+from tests.support.deployed import Deployed
+from tests.support.waiting import TIMEOUT_S, until
 
 MANAGER = "/lib/systemd/systemd"
 # systemd starts only where the system seems to run it, so the manager sees a /run of its own.
@@ -67,7 +68,7 @@ def test_a_cluster_runs_under_systemd(managed: Deployed) -> None:
     before = managed.processes()
     assert set(before) == {"router-0", "prefill-0", "decode-0"}
     before["decode-0"].kill()
-    until(lambda: managed.processes().get("decode-0") not in (None, before["decode-0"]), str)
+    until(lambda: managed.processes().get("decode-0") not in (None, before["decode-0"]))
     code, said, complained = managed.run("down")
     assert (code, said) == (0, "small is down\n"), complained
     assert managed.all_gone()

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from baton.runtime.channels.keys import write_key
-from tests.support.deployed import TIMEOUT_S, Deployed, until
+from tests.support.deployed import Deployed
+from tests.support.waiting import TIMEOUT_S, until
 
 HASTY = {"node": {"start_timeout_s": 0.01}}
 
@@ -83,7 +84,7 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     assert (code, "is up already" in complained) == (2, True)
     # The keeper starts a process again, and the cluster serves as before.
     before["decode-0"].kill()
-    until(lambda: small.processes().get("decode-0") not in (None, before["decode-0"]), str)
+    until(lambda: small.processes().get("decode-0") not in (None, before["decode-0"]))
     until(lambda: {one["health"] for one in small.rows().values()} == {"ready"}, small.rows)
     code, said, _ = small.run("status")
     assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (0, ["ready"] * 3)
@@ -255,7 +256,7 @@ def test_keep_leaves_what_has_started(small: Deployed) -> None:
     }
     code, _, complained = small.run("up", "--keep")
     assert (code, "--keep leaves the cluster" in complained) == (1, True), complained
-    until(lambda: "prefill-0" in small.processes(), str)
+    until(lambda: "prefill-0" in small.processes())
 
 
 def test_rendered_scripts_serve(small: Deployed) -> None:
@@ -273,7 +274,7 @@ def test_rendered_scripts_serve(small: Deployed) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     router = subprocess.Popen([str(scripts[0])], env=env)
     try:
-        until(lambda: _answers(f"http://127.0.0.1:{small.port}/live"), str)
+        until(lambda: _answers(f"http://127.0.0.1:{small.port}/live"))
     finally:
         router.terminate()
         router.wait(TIMEOUT_S)

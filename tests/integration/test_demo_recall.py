@@ -14,15 +14,9 @@ from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import BlockPiece, Transport
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    RouterConfig,
-    TransferConfig,
-)
+from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, wrap_transports
@@ -54,18 +48,15 @@ def score(answers: list[str], num_tokens: int = NUM_TOKENS) -> int:
 
 
 def settings() -> ClusterConfig:
-    return ClusterConfig(
-        model=ModelConfig(path=str(CHECKPOINT), name="demo"),
-        cache=CacheConfig(num_blocks=1200),
-        engine=EngineConfig(chunk_tokens=512),
-        router=RouterConfig(local_prefill="never"),
-        transfer=TransferConfig(transport="shm"),
-    )
+    return tiny_cluster(
+        CHECKPOINT, cache={"num_blocks": 1200}, engine={"chunk_tokens": 512},
+        router={"local_prefill": "never"}, transfer={"transport": "shm"},
+    )  # fmt: skip
 
 
 def completion(cluster: Cluster, question: exam.Question) -> str:
     prompt = memory().told + question.prompt
-    answer = cluster.complete(model="demo", prompt=prompt, max_tokens=8, temperature=0)
+    answer = cluster.complete(model="tiny", prompt=prompt, max_tokens=8, temperature=0)
     return answer["choices"][0]["text"]  # type: ignore[index,no-any-return]
 
 

@@ -14,18 +14,11 @@ import psutil
 import pytest
 
 from baton import LLM, AsyncLLM, SamplingParams
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    LogConfig,
-    ModelConfig,
-    RouterConfig,
-)
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import Cancelled, NodeError
 from baton.router.outputs import RequestOutput
 from tests.support.async_tests import on_a_loop
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
 
@@ -64,19 +57,15 @@ if __name__ == "__main__":
 
 
 def settings(num_blocks: int = 200, **counts: int) -> ClusterConfig:
-    return ClusterConfig(
-        **counts,
-        model=ModelConfig(path=str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=num_blocks),
-        engine=EngineConfig(max_num_seqs=16),
-        router=RouterConfig(local_prefill="never"),
-        log=LogConfig(level="warning"),
-    )
+    return tiny_cluster(
+        **counts, cache={"num_blocks": num_blocks}, engine={"max_num_seqs": 16},
+        router={"local_prefill": "never"}, log={"level": "warning"},
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    router = RouterConfig(local_prefill="never")
+    router = {"local_prefill": "never"}
     with LLM(str(model_folder("qwen3")), router=router, cache={"num_blocks": 200}) as started:
         yield started
 

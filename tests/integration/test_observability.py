@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -21,20 +21,14 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    NodeConfig,
-    RouterConfig,
-)
 from baton.router.http.metric_families import ROUTER_FAMILIES
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.completions import ask
 from tests.support.oracle import prompt
 from tests.support.promql import named
 from tests.support.sources import REPOSITORY
+from tests.support.waiting import until
 
 GRAFANA = REPOSITORY / "deploy" / "grafana"
 OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
@@ -90,13 +84,11 @@ def collector() -> Iterator[Collector]:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
-        cache=CacheConfig(num_blocks=NUM_BLOCKS),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never", otlp_traces=collector.url),
-        node=NodeConfig(http="127.0.0.1:0"),
-    )
+    config = tiny_cluster(
+        "llama", cache={"num_blocks": NUM_BLOCKS}, engine={"chunk_tokens": 64},
+        router={"local_prefill": "never", "otlp_traces": collector.url},
+        node={"http": "127.0.0.1:0"},
+    )  # fmt: skip
     with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:
         for _ in range(2):  # the second finds the first one's blocks in the prefix caches
             cluster.complete(**BODY)
@@ -149,7 +141,7 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
             own = values(reply.read().decode(), node=f"{role}-0")
         assert expected[role].items() <= own.items()
         node = f"{role}-0"  # whose beats come once a second
-        wait_until(lambda own=own, node=node: values(page(cluster), node=node) == own)
+        until(lambda own=own, node=node: values(page(cluster), node=node) == own)
 
 
 def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
@@ -161,13 +153,11 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
         (signal.SIGKILL, "is lost: "),
     ):
         cluster.start_node("decode", 1)
-        wait_until(lambda: values(page(cluster), "gauge", **up).get("baton_node_up") == 1)
-        wait_until(
-            lambda: '"decode-1","role":"decode","state":"ready"' in cluster.get("/health")[1]
-        )
+        until(lambda: values(page(cluster), "gauge", **up).get("baton_node_up") == 1)
+        until(lambda: '"decode-1","role":"decode","state":"ready"' in cluster.get("/health")[1])
         os.kill(cluster.children["decode-1"].pid, signal_number)
         assert cluster.children["decode-1"].wait(time.monotonic() + WAIT_S)
-        wait_until(lambda text=text: any(text in line for line in told_of("decode-1", cluster)))
+        until(lambda text=text: any(text in line for line in told_of("decode-1", cluster)))
         shown = values(page(cluster), "gauge", **up)
         assert shown.get("baton_node_up") == (0 if signal_number == signal.SIGKILL else None)
     lines = told_of("decode-1", cluster)
@@ -179,12 +169,8 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
 ) -> None:
     """The answer's timeline has the same stages, and the client's trace goes on."""
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    request = urllib.request.Request(
-        cluster.url("/v1/completions"),
-        json.dumps({**BODY, "prompt": prompt(70, 7), "timeline": True}).encode(),
-        {"Content-Type": "application/json", "traceparent": f"00-{trace}-{parent}-01"},
-    )
-    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
+    body = {**BODY, "prompt": prompt(70, 7), "timeline": True}
+    with ask(cluster.url(""), body, traceparent=f"00-{trace}-{parent}-01") as reply:
         (timeline,) = json.loads(reply.read())["timeline"]
     stages = timeline["waterfall"]
     assert sum(stage["duration_s"] for stage in stages) == pytest.approx(
@@ -193,7 +179,7 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
     computed = [stage["stage"] for stage in stages if stage["node"]]
     assert computed[0] in ("queue", "prefill")
     assert {"prefill", "first_step", "decode"} <= set(computed)
-    wait_until(lambda: any(span.name == "llm_request" for span in collector.of(trace)))
+    until(lambda: any(span.name == "llm_request" for span in collector.of(trace)))
     spans = {span.name: span for span in collector.of(trace)}
     (root,) = [span for span in spans.values() if span.parent_span_id.hex() == parent]
     assert root.name == "POST /v1/completions"
@@ -268,13 +254,6 @@ def queries() -> list[str]:
     values = [f'{found[1]}{{{found[2]}="x"}}' for found in asked if found]
     assert len(values) == len(variables)
     return [*shown, *values, *(rule["expr"] for rule in rules())]
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
 
 
 def page(cluster: Cluster) -> str:

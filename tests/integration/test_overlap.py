@@ -11,10 +11,9 @@ from baton.engine.plan import StepPlan, StepResult
 from baton.engine.records import ReadRecord, StepRecord
 from baton.engine.runner import Runner
 from baton.kv_transfer.interfaces import Transport
-from baton.protocol.config import ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 from tests.support.oracle import prompt
@@ -91,13 +90,10 @@ async def serve(llm: AsyncLLM) -> None:
 def test_blocks_are_read_while_the_next_chunk_computes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3"))), engine=EngineConfig(chunk_tokens=CHUNK)
-    )
     meeting = Meeting()
     meeting.compute(monkeypatch)
     wrap_transports(monkeypatch, lambda inner, _: meeting.transport(inner))
-    nodes = NodeThreads(tmp_path, never_local(config))
+    nodes = NodeThreads(tmp_path, never_local(tiny_cluster(engine={"chunk_tokens": CHUNK})))
     nodes.run(serve)
     chunks = [record for record in nodes.records("prefill-0") if isinstance(record, StepRecord)]
     reads = [record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)]

@@ -1,6 +1,5 @@
 """Clusters of real processes: both transports, several nodes, clients that leave."""
 
-import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -8,19 +7,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    RouterConfig,
-    TransferConfig,
-    TransportChoice,
-)
-from tests.support.checkpoints import model_folder
+from baton.protocol.config import ClusterConfig, TransportChoice
+from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster, metric
 from tests.support.node_threads import block_bytes
 from tests.support.oracle import Oracle, count_ties, prompt
+from tests.support.waiting import until
 
 NUM_TOKENS = 40
 MANY_TOKENS = 8_000
@@ -31,15 +23,12 @@ def oracle(family: str) -> Oracle:
     return Oracle(model_folder(family))
 
 
-def settings(family: str, transport: TransportChoice = "shm", **nodes: int) -> ClusterConfig:
-    return ClusterConfig(
-        model=ModelConfig(path=str(model_folder(family)), name="tiny"),
-        cache=CacheConfig(num_blocks=700, prefix=False),
-        engine=EngineConfig(chunk_tokens=64),
-        router=RouterConfig(local_prefill="never"),
-        transfer=TransferConfig(transport=transport),
-        **nodes,
-    )
+def settings(family: str, transport: TransportChoice = "shm", **more: object) -> ClusterConfig:
+    sections = {
+        "cache": {"num_blocks": 700, "prefix": False}, "engine": {"chunk_tokens": 64},
+        "router": {"local_prefill": "never"}, "transfer": {"transport": transport},
+    }  # fmt: skip
+    return tiny_cluster(family, **sections | more)
 
 
 def body(length: int, salt: int = 0, num_tokens: int = NUM_TOKENS) -> dict[str, object]:
@@ -106,11 +95,7 @@ def test_four_nodes_share_the_load(tmp_path: Path) -> None:
 
 
 def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(
-        settings("qwen3", prefill=2, decode=2),
-        cache=CacheConfig(num_blocks=700),
-        router=RouterConfig(),
-    )
+    config = settings("qwen3", prefill=2, decode=2, cache={"num_blocks": 700}, router={})
     begun, longer = prompt(80), [*prompt(80), *prompt(10, salt=1)]
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
     with Cluster(tmp_path, config) as cluster:
@@ -139,10 +124,7 @@ def test_a_client_that_leaves_costs_nothing_more(tmp_path: Path) -> None:
         for _ in range(5):
             next(stream)
         stream.close()  # closes the connection
-        deadline_s = time.monotonic() + 60.0
-        while cluster.num_used_blocks():
-            assert time.monotonic() < deadline_s, "blocks did not come back"
-            time.sleep(0.1)
+        until(lambda: not cluster.num_used_blocks(), lambda: "blocks did not come back")
         assert len(answered(cluster, 30)) == NUM_TOKENS
     tokens = sum(len(step.slices) for step in cluster.steps("decode-0"))
     assert tokens < MANY_TOKENS, "it was generated to the end"
@@ -152,15 +134,12 @@ def test_a_node_of_another_model_is_told_so_and_waits(tmp_path: Path) -> None:
     with Cluster(tmp_path, settings("qwen3")) as cluster:
         other = msgspec.structs.replace(
             cluster.config,
-            model=ModelConfig(path=str(model_folder("llama")), name="tiny"),
+            model=tiny_cluster("llama").model,
             node=msgspec.structs.replace(cluster.config.node, id="stranger"),
         )
         cluster.start("stranger", other, "decode")
         stranger = cluster.children["stranger"]
-        deadline_s = time.monotonic() + 90.0
-        while not (told := [line for line in stranger.tail if "refused this node" in line]):
-            assert time.monotonic() < deadline_s, "\n".join(stranger.tail)
-            time.sleep(0.05)
+        told = until(lambda: [line for line in stranger.tail if "refused this node" in line])
         assert len(answered(cluster, 30)) == NUM_TOKENS
         assert stranger.poll() is None
         assert len(told) == 1

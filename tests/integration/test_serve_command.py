@@ -27,7 +27,9 @@ import pytest
 from baton.__main__ import main
 from tests.support.certificates import make_certificate
 from tests.support.cluster import free_port
+from tests.support.completions import ask
 from tests.support.deployed import Deployed
+from tests.support.waiting import until
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
@@ -49,12 +51,11 @@ class Serve:
         return self._output.read_text()
 
     def wait_for(self, pattern: str) -> str:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while (found := re.search(pattern, self.text)) is None:
+        def found() -> re.Match[str] | None:
             assert self.process.poll() is None, self.text
-            assert time.monotonic() < deadline_s, self.text
-            time.sleep(0.05)
-        return found.group()
+            return re.search(pattern, self.text)
+
+        return until(found, lambda: self.text).group()
 
     def wait_for_exit(self) -> int:
         return self.process.wait(STOP_TIMEOUT_S)
@@ -308,14 +309,11 @@ def num_finished(connection: http.client.HTTPConnection) -> int:
 
 def complete_when_served(url: str) -> int:
     """Return the number of tokens that a completion brings, asking until the server answers."""
-    body = json.dumps({"prompt": "a", "max_tokens": 2, "ignore_eos": True}).encode()
-    request = urllib.request.Request(
-        f"{url}/v1/completions", body, {"Content-Type": "application/json"}
-    )
+    body = {"prompt": "a", "max_tokens": 2, "ignore_eos": True}
     deadline_s = time.monotonic() + START_TIMEOUT_S
     while True:
         try:
-            with urllib.request.urlopen(request, timeout=30.0) as reply:
+            with ask(url, body) as reply:
                 return int(json.load(reply)["usage"]["completion_tokens"])
         except urllib.error.URLError:
             assert time.monotonic() < deadline_s

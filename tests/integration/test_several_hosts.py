@@ -7,7 +7,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from baton.deploy.demo_model import write_demo_model
 from baton.runtime.channels.keys import write_key
 from tests.support.hosts import Hosts, hosts
 from tests.support.sources import REPOSITORY
+from tests.support.waiting import until
 
 START_TIMEOUT_S = 120.0
 HOST_OF = {"router": 1, "prefill": 2, "decode": 3}
@@ -67,10 +67,7 @@ def typed(on: Hosts, folder: Path) -> Iterator[dict[str, subprocess.Popen[bytes]
                 assert process.wait(60.0) == 0
             else:
                 processes[words[1]] = process
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while ask(on, "/health")["status"] != "ready":
-            assert time.monotonic() < deadline_s, said(folder)
-            time.sleep(0.2)
+        until(lambda: ask(on, "/health")["status"] == "ready", lambda: said(folder))
         yield processes
     finally:
         for process in processes.values():
@@ -162,10 +159,7 @@ class Five:
         self.wait(is_said)
 
     def wait(self, condition: Callable[[], bool]) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while not condition():
-            assert time.monotonic() < deadline_s, said(self.folder)
-            time.sleep(0.2)
+        until(condition, lambda: said(self.folder))
 
     def wait_for_state(self, router: int, node: str, *, is_ready: bool) -> None:
         self.wait(lambda: (self.states(router).get(node) == "ready") is is_ready)

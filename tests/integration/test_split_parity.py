@@ -12,17 +12,11 @@ import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    TransferConfig,
-)
+from baton.protocol.config import ClusterConfig
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
-from tests.support.checkpoints import FAMILIES, model_folder
+from tests.support.checkpoints import FAMILIES, model_folder, tiny_cluster
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
 
@@ -47,12 +41,11 @@ def expected(family: str, length: int) -> Expected:
     return expected_of(model_folder(family), length)
 
 
-def settings(family: str, **cache: bool) -> ClusterConfig:
-    return ClusterConfig(
-        model=ModelConfig(path=str(model_folder(family))),
-        cache=CacheConfig(block_size=BLOCK, num_blocks=700, **cache),
-        engine=EngineConfig(chunk_tokens=CHUNK, max_num_seqs=16),
-    )
+def settings(checkpoint: str | Path, *, verify: bool = False, **cache: bool) -> ClusterConfig:
+    return tiny_cluster(
+        checkpoint, cache={"block_size": BLOCK, "num_blocks": 700, **cache},
+        engine={"chunk_tokens": CHUNK, "max_num_seqs": 16}, transfer={"verify_kv": verify},
+    )  # fmt: skip
 
 
 async def greedy(
@@ -161,11 +154,7 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     family: str, prefill: int, decode: int, kv_heads: int, verify: bool, tmp_path: Path
 ) -> None:
     folder = model_folder(family, num_kv_heads=kv_heads)
-    config = msgspec.structs.replace(
-        settings(family, prefix=False),
-        model=ModelConfig(path=str(folder)),
-        transfer=TransferConfig(verify_kv=verify),
-    )
+    config = settings(folder, verify=verify, prefix=False)
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
     lengths = LENGTHS if prefill == decode else LENGTHS[2:]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from baton.async_llm import AsyncLLM
 from baton.engine.records import StepRecord
-from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import tiny_cluster
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import prompt
 
@@ -25,11 +25,8 @@ def steps_of(
     place: Callable[[ClusterConfig], ClusterConfig],
 ) -> list[StepRecord]:
     """Return what the decode node computed."""
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=256),
-        engine=EngineConfig(chunk_tokens=CHUNK, max_num_seqs=16),
-    )
+    engine = {"chunk_tokens": CHUNK, "max_num_seqs": 16}
+    config = tiny_cluster(cache={"num_blocks": 256}, engine=engine)
     cluster = NodeThreads(tmp_path, place(config))
     cluster.run(use)
     return [record for record in cluster.records("decode-0") if isinstance(record, StepRecord)]

@@ -11,16 +11,9 @@ from baton.async_llm import AsyncLLM
 from baton.engine.records import ReadRecord
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import BlockPiece, Transport
-from baton.protocol.config import (
-    CacheConfig,
-    ClusterConfig,
-    EngineConfig,
-    ModelConfig,
-    TransferConfig,
-)
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
-from tests.support.checkpoints import FAMILIES, model_folder
+from tests.support.checkpoints import FAMILIES, tiny_cluster
 from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 
@@ -98,11 +91,7 @@ async def answer(llm: AsyncLLM) -> list[int]:
 
 
 def answer_with(hurt: Hurt, family: str, folder: Path) -> list[int]:
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder(family))),
-        cache=CacheConfig(num_blocks=64),
-        engine=EngineConfig(chunk_tokens=512),
-    )
+    config = tiny_cluster(family, cache={"num_blocks": 64}, engine={"chunk_tokens": 512})
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         wrap_transports(patch, damaging(hurt))
@@ -134,12 +123,8 @@ def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrap_transports(monkeypatch, blank_one_piece())
-    config = ClusterConfig(
-        model=ModelConfig(path=str(model_folder("qwen3"))),
-        cache=CacheConfig(num_blocks=64, prefix=False),
-        engine=EngineConfig(chunk_tokens=16),
-        transfer=TransferConfig(verify_kv=verify),
-    )
+    cache = {"num_blocks": 64, "prefix": False}
+    config = tiny_cluster(cache=cache, engine={"chunk_tokens": 16}, transfer={"verify_kv": verify})
     ranks: dict[Role, int] = {"prefill": num_ranks}
     nodes = NodeThreads(tmp_path, never_local(config), ranks=ranks)
     answered = nodes.run(answer)

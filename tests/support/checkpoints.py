@@ -17,10 +17,13 @@ from functools import cache
 from pathlib import Path
 from typing import TypedDict, Unpack
 
+import msgspec
 import torch
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
+
+from baton.protocol.config import ClusterConfig
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -113,6 +116,16 @@ def model_folder(family: str, **shape: Unpack[Shape]) -> Path:
     if key not in _written:
         _written[key] = write_checkpoint(_scratch() / f"{family}-{len(_written)}", family, **shape)
     return _written[key]
+
+
+def tiny_cluster(checkpoint: str | Path = "qwen3", **sections: object) -> ClusterConfig:
+    """Return the settings of a cluster that serves a checkpoint, which may be named by its family.
+
+    The other sections are written as in a file of settings.
+    """
+    folder = checkpoint if isinstance(checkpoint, Path) else model_folder(checkpoint)
+    model = {"path": str(folder), "name": "tiny"}
+    return msgspec.convert({"model": model, **sections}, ClusterConfig)
 
 
 def _config(model: _Model) -> dict[str, object]:

@@ -11,7 +11,6 @@ import socket
 import time
 import urllib.error
 import urllib.request
-import urllib.response
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +23,8 @@ from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.messages import Role
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import to_yaml
+from tests.support.completions import ask
+from tests.support.waiting import until
 
 START_TIMEOUT_S = 90.0
 
@@ -111,10 +112,11 @@ class Cluster:
 
     def wait_for_lines(self, start: str, text: str, count: int) -> None:
         """Wait until so many lines that begin with `start` have said `text`."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while sum(line.startswith(start) and text in line for line in self.lines) < count:
-            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
-            time.sleep(0.05)
+
+        def is_said() -> bool:
+            return sum(line.startswith(start) and text in line for line in self.lines) >= count
+
+        until(is_said, self._last_lines)
 
     def start_router(self, name: str = "router") -> None:
         """Start a router, again on the port that it had."""
@@ -149,13 +151,13 @@ class Cluster:
 
     def complete(self, **body: object) -> dict[str, object]:
         """The answer to one completion that is not streamed."""
-        with self._post(body) as reply:
+        with ask(self.url(""), body) as reply:
             answer: dict[str, object] = json.loads(reply.read())
         return answer
 
     def stream(self, **body: object) -> Iterator[dict[str, object]]:
         """The events of a streamed completion, as they come."""
-        with self._post({**body, "stream": True}) as reply:
+        with ask(self.url(""), {**body, "stream": True}) as reply:
             for line in reply:
                 if line.startswith(b"data: ") and not line.startswith(b"data: [DONE]"):
                     yield json.loads(line[6:])
@@ -167,10 +169,7 @@ class Cluster:
 
     def wait_for_metric(self, name: str, value: int) -> None:
         """Until a family of the router's metrics adds up to `value`."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while (found := metric(self.get("/metrics")[1], name)) != value:
-            assert time.monotonic() < deadline_s, f"{name} is {found}"
-            time.sleep(0.05)
+        until(lambda: metric(self.get("/metrics")[1], name) == value, lambda: f"{name} differs")
 
     @property
     def port(self) -> int:
@@ -179,24 +178,24 @@ class Cluster:
     def url(self, path: str, router: str = "router") -> str:
         return f"http://127.0.0.1:{self.ports[router]}{path}"
 
-    def wait_until_healthy(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def wait_until_healthy(self) -> None:
         """Until every node is in service."""
-        deadline_s = time.monotonic() + timeout_s
-        while self._num_ready() < self.config.prefill + self.config.decode:
-            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
+
+        def is_healthy() -> bool:
             self._check_alive()
-            time.sleep(0.05)
+            return self._num_ready() >= self.config.prefill + self.config.decode
+
+        until(is_healthy, self._last_lines)
 
     def wait_until_unused(self) -> None:
         """Until every node has told the router that all of its blocks are free."""
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while True:
-            nodes = json.loads(self.get("/health")[1])["nodes"]
-            blocks = [(n["load"]["free_blocks"], n["load"]["total_blocks"]) for n in nodes]
-            if blocks and all(0 < total == free for free, total in blocks):
-                return
-            assert time.monotonic() < deadline_s, "\n".join(self.lines[-40:])
-            time.sleep(0.05)
+
+        def is_unused() -> bool:
+            loads = [node["load"] for node in json.loads(self.get("/health")[1])["nodes"]]
+            free = [0 < load["total_blocks"] == load["free_blocks"] for load in loads]
+            return bool(free) and all(free)
+
+        until(is_unused, self._last_lines)
 
     # --- what it did ---------------------------------------------------------------------------
 
@@ -211,14 +210,6 @@ class Cluster:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _post(self, body: dict[str, object]) -> "urllib.response.addinfourl":
-        request = urllib.request.Request(
-            self.url("/v1/completions"),
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        return urllib.request.urlopen(request, timeout=60.0)  # type: ignore[no-any-return]
-
     def _num_ready(self) -> int:
         try:
             nodes = json.loads(self.get("/health")[1])["nodes"]
@@ -227,19 +218,22 @@ class Cluster:
         return sum(node["state"] == "ready" for node in nodes)
 
     def _wait_for_ports(self) -> None:
-        deadline_s = time.monotonic() + START_TIMEOUT_S
-        while self.ports.keys() != self._controls.keys():
-            assert time.monotonic() < deadline_s, "\n".join(self.lines)
+        def are_known() -> bool:
             self._check_alive()
-            for line in self.lines:
+            for line in list(self.lines):
                 if "listening on http://" in line:
                     address = line.partition("listening on http://")[2].split()[0]
                     self.ports[line.partition(" | ")[0]] = int(address.split(":")[1])
-            time.sleep(0.05)
+            return self.ports.keys() == self._controls.keys()
+
+        until(are_known, self._last_lines)
 
     def _check_alive(self) -> None:
         for name, child in self.children.items():
             assert child.poll() is None, f"{name} ended:\n" + "\n".join(child.tail)
+
+    def _last_lines(self) -> str:
+        return "\n".join(self.lines[-40:])
 
     def _relay(self, name: str, line: str) -> None:
         self.lines.append(f"{name} | {line}")

@@ -5,17 +5,17 @@ import json
 import os
 import subprocess
 import sys
-import time
-import urllib.request
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from http.client import HTTPResponse
 from pathlib import Path
 
 import psutil
 import yaml
 
 from tests.support.cluster import free_port
+from tests.support.completions import ask
+from tests.support.waiting import TIMEOUT_S
 
-TIMEOUT_S = 120.0
 TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
 
 
@@ -79,19 +79,11 @@ class Deployed:
     def all_gone(self) -> bool:
         return not psutil.wait_procs(list(self.seen.values()), timeout=TIMEOUT_S)[1]
 
+    def ask(self, **body: object) -> HTTPResponse:
+        """Return the answer to a question about what was told."""
+        url = f"http://{self.address}:{self.port}"
+        return ask(url, {"prompt": TOLD, "temperature": 0, **body})
+
     def complete(self) -> str:
-        body = json.dumps({"prompt": TOLD, "max_tokens": 8, "temperature": 0}).encode()
-        request = urllib.request.Request(
-            f"http://{self.address}:{self.port}/v1/completions",
-            body,
-            {"Content-Type": "application/json"},
-        )
-        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as reply:
+        with self.ask(max_tokens=8) as reply:
             return str(json.load(reply)["choices"][0]["text"])
-
-
-def until(condition: Callable[[], bool], said: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + TIMEOUT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, said()
-        time.sleep(0.05)

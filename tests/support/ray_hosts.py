@@ -12,7 +12,7 @@ import msgspec
 import psutil
 
 from baton.deploy.cluster.ray_local import OWN_VARIABLES, LocalRay, access_of
-from tests.support.deployed import TIMEOUT_S
+from tests.support.waiting import TIMEOUT_S
 
 HEAD, OTHER = "127.0.0.2", "127.0.0.3"
 SPARE = "127.0.0.4"  # of a host that may join later

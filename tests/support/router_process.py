@@ -13,6 +13,7 @@ from typing import TypeVar
 import msgspec
 
 from baton.protocol.config import ClusterConfig
+from tests.support import completions
 from tests.support.scripted_nodes import ToyNode, node_info
 
 T = TypeVar("T")
@@ -108,17 +109,8 @@ async def with_toy_nodes(
 
 def ask(url: str, body: dict[str, object]) -> bytes:
     wait_until_ready(url)
-    request = post(url, body)
-    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-        data: bytes = reply.read()
-    return data
-
-
-def post(
-    url: str, body: dict[str, object], path: str = "/v1/completions"
-) -> urllib.request.Request:
-    headers = {"Content-Type": "application/json"}
-    return urllib.request.Request(f"{url}{path}", msgspec.json.encode(body), headers)
+    with completions.ask(url, body) as reply:
+        return reply.read()
 
 
 def wait_until_ready(url: str) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.cluster import free_port
-from tests.support.deployed import TIMEOUT_S, until
+from tests.support.waiting import TIMEOUT_S, until
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scancel", "scontrol")
 NODES = ("n1", "n2", "n3")

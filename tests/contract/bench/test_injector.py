@@ -4,7 +4,6 @@ import contextlib
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from baton.bench.selftest.scripted_server import ScriptedServer
 from baton.bench.settings import FaultSettings
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
+from tests.support.waiting import until
 
 DEADLINE_S = 20.0
 
@@ -42,10 +42,7 @@ def state(pid: int) -> str:
 
 
 def wait_for(pid: int, states: str) -> None:
-    deadline_s = monotonic() + DEADLINE_S
-    while (state(pid) or "-") not in states:
-        assert monotonic() < deadline_s, f"{pid} is {state(pid)!r}, not {states!r}"
-        time.sleep(0.01)
+    until(lambda: (state(pid) or "-") in states, lambda: f"{pid} is {state(pid)!r}")
 
 
 @contextlib.contextmanager

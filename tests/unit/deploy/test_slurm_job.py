@@ -18,8 +18,8 @@ from baton.deploy.cluster.slurm_task import placed, read_plan
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
 from baton.runtime.interrupts import EXIT_INTERRUPTED
-from tests.support.deployed import TIMEOUT_S, until
 from tests.support.sources import REPOSITORY
+from tests.support.waiting import TIMEOUT_S, until
 
 PLATFORM = SlurmPlatform(PlatformOptions())
 TASK = {"ROUTERS_ADDRESS": "10.0.0.1", "HOST_ADDRESSES": "n1=10.0.0.1\nn2=10.0.0.2"}

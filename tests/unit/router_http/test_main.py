@@ -12,14 +12,8 @@ import msgspec
 import pytest
 
 from baton.protocol.config import ClusterConfig, LogConfig
-from tests.support.router_process import (
-    WAIT_S,
-    StartRouter,
-    ask,
-    post,
-    wait_until_ready,
-    with_toy_nodes,
-)
+from tests.support.completions import post
+from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
 
 

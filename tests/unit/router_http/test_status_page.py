@@ -17,12 +17,12 @@ from baton.protocol.ids import Key, RequestId
 from baton.router.http.recent import MAX_REQUESTS
 from baton.router.http.status import PAGE, StatusDocument
 from baton.router.stream import RequestStream
+from tests.support.completions import ask
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
 from tests.support.router_process import (
     NUM_BLOCKS,
     WAIT_S,
     StartRouter,
-    post,
     wait_until_ready,
     with_toy_nodes,
 )
@@ -51,10 +51,7 @@ async def document_of(bench: HttpBench) -> StatusDocument:
 
 
 def ask_as(url: str, request_id: str) -> None:
-    request = post(url, {"prompt": [5, 6, 7], "max_tokens": 4})
-    request.add_header("X-Request-Id", request_id)
-    with urllib.request.urlopen(request, timeout=WAIT_S) as reply:
-        reply.read()
+    ask(url, {"prompt": [5, 6, 7], "max_tokens": 4}, **{"X-Request-Id": request_id}).read()
 
 
 def test_the_document_tells_of_nodes_pairs_and_requests(

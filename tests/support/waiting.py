@@ -1,0 +1,17 @@
+"""Waits for what other processes do. How long that takes says only how busy the machine is."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+TIMEOUT_S = 120.0
+T = TypeVar("T")
+
+
+def until(condition: Callable[[], T], said: Callable[[], object] = str) -> T:
+    """Return the first result of `condition` that is true; `said` explains that none came."""
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, said()
+        time.sleep(0.05)
+    return found
