@@ -302,7 +302,6 @@ def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
             stranger.event_id = event_id
             stranger.come_back(by_get=False)
             stranger.join()
-            assert stranger.error is not None
             return stranger.error["code"]
 
         client = Client(cluster, {**ASKS["sampled"], "max_tokens": MANY_TOKENS})
@@ -329,5 +328,4 @@ def test_a_stream_that_no_client_comes_for_ends_and_gives_its_blocks_back(tmp_pa
         cluster.wait_until_unused()
         client.come_back(by_get=True)
         client.join()
-        assert client.error is not None
         assert client.error["code"] == "stream_gone"

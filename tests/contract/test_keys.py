@@ -105,7 +105,6 @@ def test_who_knows_only_the_public_half_is_kept_out(claims_it: bool, tmp_path: P
     """It can encrypt to the listener, but not prove that it has the secret half."""
     keys = new_key(tmp_path)
     key = keys.first
-    assert key is not None
     with ends(tmp_path, "tcp", keys) as pair:
         stranger = pair.context.socket(zmq.DEALER)
         public, secret = zmq.curve_keypair()
@@ -272,7 +271,6 @@ def test_a_new_key_is_for_its_owner_alone(
     assert path.stat().st_mode & 0o777 == 0o600
     keys = load_keys(KeysConfig(str(path)))
     key = keys.first
-    assert key is not None
     out = capsys.readouterr().out
     assert "--keys cluster.key" in out
     assert key.secret.decode() not in out

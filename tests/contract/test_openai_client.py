@@ -7,32 +7,29 @@ from pathlib import Path
 import openai
 import pytest
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import AsyncTest, Test, with_bench
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench
-from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
+from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
 
 TEMPLATE = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", {})
 
 
-def serving(
-    router: RouterConfig = REMOTE, *, with_nodes: bool = True
-) -> Callable[[AsyncTest], Test]:
-    """Run an async test with a served router as `http` and its `bench`, and two toy nodes."""
+def serving() -> Callable[[AsyncTest], Test]:
+    """Run an async test with a served router as `http`, and two toy nodes."""
 
     def run(use: AsyncTest, folder: Path) -> None:
         async def go(bench: RouterBench) -> None:
-            if with_nodes:
-                await bench.toy_pair()
-            async with HttpBench(bench.router, ClusterConfig(router=router), TEMPLATE) as http:
-                await use(http, bench)
+            await bench.toy_pair()
+            async with HttpBench(bench.router, ClusterConfig(router=REMOTE), TEMPLATE) as http:
+                await use(http)
             await bench.settled()
 
-        RouterBench(folder, router).run(go)
+        RouterBench(folder).run(go)
 
-    return with_bench("http", "bench", run=run)
+    return with_bench("http", run=run)
 
 
 def async_client(http: HttpBench) -> openai.AsyncOpenAI:
@@ -53,7 +50,6 @@ def use_sync_client(url: str) -> None:
         expected = text_of(toy_answer(PROMPT, 20))
         assert whole.choices[0].text == expected
         assert whole.choices[0].finish_reason == "length"
-        assert whole.usage is not None
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (6, 20)
         assert whole._request_id.startswith("req-")
         stream = client.completions.create(
@@ -121,53 +117,13 @@ async def test_errors_are_typed_and_name_the_field(
             assert caught.value.param == param
 
 
-@serving(with_nodes=False)
-async def test_no_nodes_is_an_error_to_come_back_after(http: HttpBench) -> None:
-    async with async_client(http) as client:
-        with pytest.raises(openai.InternalServerError) as caught:
-            await client.completions.create(model="", prompt=PROMPT)
-        assert caught.value.status_code == 503
-        assert caught.value.code == "not_ready"
-        assert caught.value.response.headers["retry-after-ms"] == "1000"
-        with pytest.raises(openai.InternalServerError):
-            await client.models.list()
-
-
-@serving(with_nodes=False)
-async def test_closing_a_stream_cancels_both_legs(http: HttpBench, bench: RouterBench) -> None:
-    prefill = await bench.toy(node_info("p0", "prefill"))
-    decode = await bench.toy(node_info("d0", "decode"), max_steps=3)
-    async with async_client(http) as client:
-        stream = await client.completions.create(
-            model="", prompt=PROMPT, max_tokens=50, stream=True
-        )
-        chunks = aiter(stream)
-        for _ in range(3):
-            await anext(chunks)
-        await stream.close()
-    await bench.until(lambda: bool(decode.cancelled))
-    assert decode.cancelled[0].request_id == prefill.orders[0].key.request_id
-
-
-@serving(RouterConfig(local_prefill="never", max_attempts=1), with_nodes=False)
-async def test_a_stream_whose_nodes_are_lost_for_good_ends_in_an_api_error(
-    http: HttpBench, bench: RouterBench
-) -> None:
-    await bench.toy(node_info("p0", "prefill"))
-    decode = await bench.toy(node_info("d0", "decode"), max_steps=3)
-    async with async_client(http) as client:
-        stream = await client.completions.create(
-            model="", prompt=PROMPT, max_tokens=50, stream=True
-        )
-        chunks = aiter(stream)
-        for _ in range(3):
-            await anext(chunks)
-        decode.die()
-        await bench.until(lambda: bench.core.health().num_queued == 1)
-        bench.clock.advance(300.0)  # as long as a stream that began waits for a node
+@served(script=lost)
+async def test_a_stream_that_is_lost_ends_in_an_api_error(bench: HttpBench) -> None:
+    async with async_client(bench) as client:
+        stream = await client.completions.create(model="", prompt=PROMPT, stream=True)
         with pytest.raises(openai.APIError) as caught:
-            await anext(chunks)
-        assert caught.value.code == "no_nodes"
+            assert [chunk.choices[0].text async for chunk in stream] == [" hello"]
+        assert caught.value.code == "node_lost"
 
 
 @served(silence_s=0.02)

@@ -6,15 +6,13 @@ import pytest
 
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import NodeError, Overloaded, RequestError, TransferError
+from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     CacheChanges,
     Cancel,
-    Crashed,
     Decode,
     Failed,
-    NodeInfo,
     Peers,
     Prefill,
     Refused,
@@ -100,25 +98,6 @@ async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench: Router
     prefill, decode = await bench.toy_pair()
     assert (await whole(bench.router)).finished
     assert not any(isinstance(message, WatchCache) for message in prefill.heard + decode.heard)
-
-
-@pytest.mark.parametrize(
-    ("info", "code"),
-    [
-        (node_info("d0", "decode", model="another"), "model_mismatch"),
-        (node_info("d0", "decode", layout="another"), "layout_mismatch"),
-    ],
-)
-@routed()
-async def test_a_node_that_does_not_fit_is_refused(
-    bench: RouterBench, info: NodeInfo, code: str
-) -> None:
-    await bench.scripted(node_info("p0", "prefill"))
-    stranger = ScriptedNode(bench.endpoint, info)
-    bench.nodes.append(stranger)
-    stranger.join()
-    assert (await stranger.hear(Refused)).failure.code == code
-    assert bench.core.registry.in_service("decode") == []
 
 
 @routed(RouterConfig(local_prefill="always"))
@@ -285,28 +264,6 @@ async def test_the_longest_sequence_follows_the_nodes_that_join_and_leave(
     assert (await collected(stream)).outputs[0].token_ids == toy_answer([1] * 32, 8)
     large.die()
     await bench.until(lambda: advertised() == 32)
-
-
-@routed()
-async def test_a_request_that_kills_two_nodes_spares_the_third(bench: RouterBench) -> None:
-    await bench.scripted(node_info("p0", "prefill"))
-    decodes = [await bench.scripted(node_info(f"d{index}", "decode")) for index in range(3)]
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    for attempt, node in enumerate(decodes[:2]):
-        key = (await node.hear(Decode)).key
-        assert key.attempt == attempt
-        node.say(Tokens([TokenEntry(key, 6 + 2 * attempt, [1, 2])]))
-        node.say(Crashed((key,), NodeError("no such kernel").to_failure()))
-        # The process ends when it has been heard.
-        while (await node.hear(Cancel)).keys != (key,):
-            pass
-        node.die()
-    with pytest.raises(RequestError) as error:
-        await stream.ended()
-    assert (error.value.code, error.value.http_status) == ("request_kills_nodes", 422)
-    assert [node.node_id for node in bench.core.registry.in_service("decode")] == ["d2"]
-    assert not any(isinstance(message, Decode) for message in decodes[2].heard)
-    await bench.settled()
 
 
 @routed()

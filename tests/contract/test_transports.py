@@ -41,6 +41,7 @@ NIXL = ("nixl", "nixl-tcp", "nixl-polled-tcp")  # polled: as it runs on GPUs
 PLAIN_MODES = ["shm", "cuda_ipc", *(pytest.param(mode, marks=needs_nixl) for mode in NIXL)]
 MODES = ["faulty", "faulty cuda_ipc", *PLAIN_MODES]
 one_of_each = pytest.mark.parametrize("peers", PLAIN_MODES[:3], indirect=True)
+over_tcp = pytest.mark.parametrize("peers", PLAIN_MODES[3:4], indirect=True)
 _epochs = itertools.count()
 _tickets = itertools.count()
 
@@ -343,56 +344,43 @@ def test_a_read_of_a_stopped_peer_has_a_deadline_and_says_if_it_is_quiet(peers: 
     assert reader.digests((40,)) == (expected[7],)
 
 
-@needs_nixl
-def test_a_read_that_was_given_up_is_quiet_once_its_peer_is_gone() -> None:
-    peers = Peers("nixl-tcp")
-    try:
-        limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
-        reader, owner = peers.pair(limits, block_bytes=1 << 20)
-        owner.stop()
-        (end,) = run(reader, read(owner, range(32), range(32)))
-        assert not end.quiet
-        owner.kill()
-        events = reader.wait(1)
-        while ReadQuiet(end.ticket) not in events:  # that the peer is down is said too
-            events += reader.wait(1)
-    finally:
-        peers.close()
+@over_tcp
+def test_a_read_that_was_given_up_is_quiet_once_its_peer_is_gone(peers: Peers) -> None:
+    limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    reader, owner = peers.pair(limits, block_bytes=1 << 20)
+    owner.stop()
+    (end,) = run(reader, read(owner, range(32), range(32)))
+    assert not end.quiet
+    owner.kill()
+    events = reader.wait(1)
+    while ReadQuiet(end.ticket) not in events:  # that the peer is down is said too
+        events += reader.wait(1)
 
 
-@needs_nixl
-def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended() -> None:
-    peers = Peers("nixl-tcp")
-    try:
-        reader, owner = peers.pair(block_bytes=1 << 20)
-        owner.stop()
-        whole = read(owner, range(8), range(8))
-        reader.send(whole)
-        first = read(owner, [9], [9])
-        reader.send(first, CancelRead(whole.ticket))
-        owner.resume()
-        ends = {}
-        for event in reader.wait(2):
-            assert isinstance(event, ReadEnded)
-            ends[event.ticket] = event
-        assert all(end.quiet for end in ends.values())
-        assert ends[first.ticket].failure is None
-    finally:
-        peers.close()
+@over_tcp
+def test_a_cancelled_read_in_flight_is_not_quiet_until_it_has_ended(peers: Peers) -> None:
+    reader, owner = peers.pair(block_bytes=1 << 20)
+    owner.stop()
+    whole = read(owner, range(8), range(8))
+    reader.send(whole)
+    first = read(owner, [9], [9])
+    reader.send(first, CancelRead(whole.ticket))
+    owner.resume()
+    ends = {}
+    for event in reader.wait(2):
+        assert isinstance(event, ReadEnded)
+        ends[event.ticket] = event
+    assert all(end.quiet for end in ends.values())
+    assert ends[first.ticket].failure is None
 
 
-@pytest.mark.parametrize("mode", ["shm", "faulty", "cuda_ipc", "faulty cuda_ipc"])
-def test_a_block_with_a_new_owner_is_a_failed_read(mode: str) -> None:
-    peers = Peers(mode)
-    try:
-        reader, owner = peers.pair()
-        owner.ask(bump=(5,))
-        stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
-        assert stale.failure is not None
-        assert stale.failure.code == "stale_block"
-        assert stale.quiet
-        assert fresh.failure is None
-        now = Read(next(_tickets), owner.name, (5,), (1,), (1,))
-        assert run(reader, now)[0].failure is None
-    finally:
-        peers.close()
+@pytest.mark.parametrize("peers", ["shm", "faulty", "cuda_ipc", "faulty cuda_ipc"], indirect=True)
+def test_a_block_with_a_new_owner_is_a_failed_read(peers: Peers) -> None:
+    reader, owner = peers.pair()
+    owner.ask(bump=(5,))
+    stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
+    assert stale.failure.code == "stale_block"
+    assert stale.quiet
+    assert fresh.failure is None
+    now = Read(next(_tickets), owner.name, (5,), (1,), (1,))
+    assert run(reader, now)[0].failure is None

@@ -9,8 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -30,7 +28,7 @@ from baton.deploy.health import url_of
 from baton.runtime.channels.keys import write_key
 from baton.runtime.interrupts import EXIT_TERMINATED
 from tests.support.cluster import free_port
-from tests.support.completions import ask
+from tests.support.completions import answers, ask
 from tests.support.deployed import TOLD
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -131,14 +129,6 @@ def running(
         for process in processes.values():
             process.kill()
             process.wait(TIMEOUT_S)
-
-
-def answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=10) as reply:
-            return bool(reply.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 @pytest.mark.parametrize("address", ADDRESSES)

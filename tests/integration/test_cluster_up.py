@@ -6,13 +6,13 @@ import pty
 import signal
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from baton.runtime.channels.keys import write_key
+from tests.support.completions import answers
 from tests.support.deployed import Deployed
 from tests.support.waiting import TIMEOUT_S, until
 
@@ -107,7 +107,6 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small: Deployed) -> None:
     process = small.baton("up")
-    assert process.stdout is not None
     for line in process.stdout:
         if "Ctrl-C ends it" in line:
             break
@@ -274,14 +273,7 @@ def test_rendered_scripts_serve(small: Deployed) -> None:
     env = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     router = subprocess.Popen([str(scripts[0])], env=env)
     try:
-        until(lambda: _answers(f"http://127.0.0.1:{small.port}/live"))
+        until(lambda: answers(f"http://127.0.0.1:{small.port}/live"))
     finally:
         router.terminate()
         router.wait(TIMEOUT_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return bool(urllib.request.urlopen(url, timeout=5.0).status == 200)
-    except OSError:
-        return False

@@ -39,7 +39,6 @@ def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
         [*DOCTOR, "--listen", "127.0.0.1", "--json", *words], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            assert process.stdout is not None
             yield process, json.loads(process.stdout.readline())["address"]
         finally:
             process.terminate()
@@ -70,7 +69,6 @@ def psutil_listener() -> Iterator[tuple[int, int]]:
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
         yield int(process.stdout.readline()), process.pid
         process.kill()
 

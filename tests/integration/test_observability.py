@@ -230,7 +230,6 @@ def test_with_log_json_serve_prints_nothing_else(tmp_path: Path) -> None:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=env, cwd=tmp_path, text=True
     ) as process:
         lines = []
-        assert process.stdout is not None
         for line in process.stdout:
             lines.append(json.loads(line))
             if lines[-1]["process"] == "serve" and lines[-1]["message"] == "ready":

@@ -13,7 +13,6 @@ from tools.transfer.__main__ import Row, TransferReport, main, transfer
 from tools.transfer.block_owner import marks, wrong_blocks
 from tools.transfer.settings import MIB, TransferSettings, parse
 
-needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
 SMALL = TransferSettings(block_kib=(16, 64), blocks=(1, 8), reads=5, pool_mib=2, max_read_mib=1)
 
 

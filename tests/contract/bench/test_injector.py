@@ -67,7 +67,6 @@ def test_a_killed_process_is_gone_and_both_moments_are_known(
         done = finished(injector)
     assert done.problem == ""
     assert done.at_s >= 0.2
-    assert done.gone_s is not None
     assert done.gone_s >= done.at_s
 
 
@@ -76,7 +75,6 @@ def test_a_stopped_process_goes_on(victim: subprocess.Popen[bytes]) -> None:
         wait_for(victim.pid, "T")
         wait_for(victim.pid, "SR")
         done = finished(injector)
-    assert done.resumed_s is not None
     assert done.resumed_s - done.at_s >= 0.3
 
 

@@ -68,10 +68,7 @@ def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(
     assert not out.exists()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [(*OPEN, "--window", "4-5"), (*CLOSED, "--window", "9-10")],
-)
+@pytest.mark.parametrize("words", [(*OPEN, "--window", "4-5"), (*CLOSED, "--window", "9-10")])
 def test_a_window_in_which_something_may_arrive_is_accepted(words: Sequence[str]) -> None:
     assert planned(*words).requests
 
@@ -124,7 +121,6 @@ def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
     assert cli.main(words) == 1
     report = read_json(tmp_path / "report.json")
     assert [one.rate for one in report.runs] == [2.0, 4.0]
-    assert report.search is not None
     assert report.search.rate == 4.0
     (note,) = [
         one for one in report.notes if one.startswith("the search ended at 8/s: 40 requests")

@@ -159,7 +159,6 @@ def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
 
     found = run(curve, SearchOptions(max_probes=100))
     assert found.confirmed
-    assert found.rate is not None
     assert 3.8 <= found.rate <= 4
 
 
@@ -180,8 +179,6 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
         assert curve(0.001) <= GOAL + noise
         return
     assert (found.ending, found.confirmed) == (Ending.FOUND, True)
-    assert found.rate is not None
-    assert found.failing_rate is not None
     assert found.failing_rate <= found.rate * (1 + tolerance)
     # What was confirmed holds up to the noise, and the next rate does not.
     assert curve(found.rate) >= GOAL - noise

@@ -4,12 +4,9 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed
-from baton.protocol.errors import Failure
 from baton.protocol.messages import NOT_CACHED, Accepted, Failed, FirstToken
 from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation, next_token
-
-LOST = Failure("node_lost", "gone", retryable=True)
 
 
 def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> None:

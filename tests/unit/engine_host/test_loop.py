@@ -304,7 +304,6 @@ def test_steps_that_settle_out_of_order_break_an_invariant() -> None:
     bench.executor.finished.rotate()
     with pytest.raises(InvariantBroken, match="settled before"):
         bench.loop.turn()
-    assert bench.loop.crashed_in is not None
     assert [part.key for part in bench.loop.crashed_in.slices] == [key("r")]
 
 

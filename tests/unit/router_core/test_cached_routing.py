@@ -24,7 +24,6 @@ def holding(registry: Registry, **num_tokens: int) -> Registry:
 def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -> None:
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
     decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
-    assert decision is not None
     assert (decision.placed.prefill_node, decision.placed.decode_node) == ("p1", "d1")
     assert (decision.num_cached_tokens, decision.charges[0][1].num_tokens) == (36, 4)
     registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(36, 1))
@@ -39,7 +38,6 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -
 def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
     registry = holding(cluster(*PAIRS), d1=60)
     decision = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
-    assert decision is not None
     assert decision.path == "local_prefill"
     assert decision.placed.decode_node == "d1"
     assert decision.placed.max_uncached_tokens == 16
@@ -62,7 +60,6 @@ def test_a_node_with_room_comes_before_one_that_has_the_prompt() -> None:
         registry.charge(NodeId("p1"), Key(RequestId(f"p{number}")), Charge(13, 1))
         registry.charge(NodeId("d1"), Key(RequestId(f"d{number}")), Charge(1, 1))
     decision = CheapestPair("auto", 32).choose(0.0, registry, place("a", 200))
-    assert decision is not None
     assert decision.placed.decode_node == "d0"
     assert decision.placed.prefill_node == "p0"
     assert decision.full == ()
@@ -84,7 +81,6 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
     for number in range(num_legs):
         before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
         pair = choose(registry, place(f"r{number}", 160), "never")
-        assert pair is not None
         chosen, saved = NodeId(pair[0] or ""), max(cached) - min(cached)
         assert before[chosen] <= min(before.values()) + saved
 

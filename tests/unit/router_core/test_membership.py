@@ -7,7 +7,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.messages import NodeFacts, NodeInfo, Ready
 from baton.router.membership import SETTLED_S, Membership, Replaced
 from baton.router.registry import Change, Entered, Left, Refuse, Registry
-from tests.support.scripted_nodes import hello_of, node_info
+from tests.support.scripted_nodes import hello_of, node_info, toy_layout
 
 P0, P1 = node_info("p0", "prefill"), node_info("p1", "prefill")
 D0, D1 = node_info("d0", "decode"), node_info("d1", "decode")
@@ -69,6 +69,7 @@ def test_nodes_that_left_count_for_nothing() -> None:
             "model_mismatch",
             "it serves qwen in float32, and they serve tiny in bfloat16",
         ),
+        ({"layout": toy_layout("another")}, "layout_mismatch", "have another layout"),
         ({"max_model_len": 100}, "limits_mismatch", "its max_model_len is 100, theirs 200"),
         ({"vocab_size": 7}, "limits_mismatch", "its vocab_size is 7, theirs 250"),
         ({"eos_token_ids": (3,)}, "limits_mismatch", r"its eos_token_ids is (3,), theirs ()"),

@@ -58,15 +58,12 @@ def test_templates_are_found_where_model_folders_keep_them(tmp_path: Path) -> No
     token = {"content": "<s>", "lstrip": False}
     path = folder_with(tmp_path, {"chat_template": "{{ bos_token }}A", "bos_token": token})
     found = ChatTemplate.load(path)
-    assert found is not None
     assert found.render(TURNS) == "<s>A"
     named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
     found = ChatTemplate.load(folder_with(tmp_path, {"chat_template": named}))
-    assert found is not None
     assert found.render(TURNS) == "D"
     (tmp_path / "chat_template.jinja").write_text("J")
     found = ChatTemplate.load(path)
-    assert found is not None
     assert found.render(TURNS) == "J"
 
 
@@ -74,7 +71,6 @@ def test_a_chosen_file_takes_the_place_of_the_folders_template(tmp_path: Path) -
     path = folder_with(tmp_path, {"chat_template": "T", "bos_token": "<s>"})
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}M")
     found = ChatTemplate.load(path, str(tmp_path / "mine.jinja"))
-    assert found is not None
     assert found.render(TURNS) == "<s>M"
     with pytest.raises(ConfigError, match=r"no chat template .*none\.jinja"):
         ChatTemplate.load(path, str(tmp_path / "none.jinja"))

@@ -16,15 +16,8 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.runtime.clock import monotonic
-from tests.support.http_bench import HttpBench, ScriptedEngine, served
-from tests.support.router_process import (
-    WAIT_S,
-    Router,
-    StartRouter,
-    ask,
-    wait_until_ready,
-    with_toy_nodes,
-)
+from tests.support.http_bench import HttpBench, ScriptedEngine, posted, served
+from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -34,27 +27,9 @@ def few(num: int) -> ClusterConfig:
     return ClusterConfig(router=RouterConfig(max_connections=num))
 
 
-async def dial(bench: HttpBench) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    host, port = bench.url.removeprefix("http://").split(":")
-    return await asyncio.open_connection(host, int(port))
-
-
-def post(body: dict[str, object]) -> bytes:
-    data = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
-
-
 def is_live(url: str) -> bool:
     with urllib.request.urlopen(f"{url}/live", timeout=WAIT_S) as reply:
         return bool(reply.status == 200)
-
-
-def end(router: Router) -> None:
-    os.kill(router.process.pid, signal.SIGTERM)
-    router.end()
-    assert router.process.returncode == 0, router.lines
-    assert "Traceback" not in "".join(router.lines)
 
 
 def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(
@@ -77,7 +52,7 @@ def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(
     finally:
         for connection in flood:
             connection.close()
-    end(router)
+    router.end_well()
     assert len(router.lines) < 10, router.lines
 
 
@@ -94,7 +69,7 @@ def test_running_out_of_descriptors_is_one_line_and_not_the_end(
         assert "ulimit -n" in router.wait_for("cannot be accepted")
         resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
         assert is_live(url)
-    end(router)
+    router.end_well()
     assert sum("cannot be accepted" in line for line in router.lines) == 1
 
 
@@ -102,11 +77,11 @@ def test_running_out_of_descriptors_is_one_line_and_not_the_end(
 async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:
-    reader, writer = await dial(bench)
-    writer.write(post({"prompt": [5], "stream": True}))
+    reader, writer = await bench.dial()
+    writer.write(posted({"prompt": [5], "stream": True}))
     stream = await engine.stream()
     for sent in (b"", HALF, b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"):
-        other, to_other = await dial(bench)
+        other, to_other = await bench.dial()
         to_other.write(sent)
         received = await other.read()
         assert received.startswith(b"HTTP/1.1 200") == sent.startswith(b"GET /live")
@@ -136,7 +111,7 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
             slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
             slow.settimeout(WAIT_S)
             slow.connect((host, int(port)))
-            slow.sendall(post({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True}))
+            slow.sendall(posted({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True}))
             assert slow.recv(12) == b"HTTP/1.1 200"  # its answer has begun
             began_s = next_s = monotonic()
             num_whole = 0
@@ -163,7 +138,7 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
 
 @served(config=few(2))
 async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench: HttpBench) -> None:
-    (first, to_first), (second, to_second) = await dial(bench), await dial(bench)
+    (first, to_first), (second, to_second) = await bench.dial(), await bench.dial()
     to_second.write(HALF)
     assert (await bench.get("/live")).status == 200
     assert await first.read() == b""
@@ -177,11 +152,11 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench: HttpB
 async def test_connections_above_the_limit_get_probes_only(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:
-    busy = [await dial(bench) for _ in range(2)]
+    busy = [await bench.dial() for _ in range(2)]
     for number, (_, writer) in enumerate(busy):
-        writer.write(post({"prompt": [5], "stream": True}))
+        writer.write(posted({"prompt": [5], "stream": True}))
         await engine.stream(number)
-    busy.append(await dial(bench))  # makes no room for others, as it is above the limit itself
+    busy.append(await bench.dial())  # makes no room for others, as it is above the limit itself
     for path in ("/live", "/health", "/metrics"):
         assert (await bench.get(path)).status == 200
     refused = await bench.post({"prompt": [5]})
@@ -207,7 +182,7 @@ async def test_a_client_that_does_not_read_its_answer_is_cut_off(
     """Nor may it read a byte now and then, more slowly than any client that wants the answer."""
     host, port = bench.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
-        client.sendall(post({"prompt": [5], "stream": True}))
+        client.sendall(posted({"prompt": [5], "stream": True}))
         stream = await engine.stream()
         num_turns = 0
         while not engine.closed:

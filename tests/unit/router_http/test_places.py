@@ -58,7 +58,6 @@ def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None
     answer = Answer(NAME, "tiny", 7, True, True, False, False)
     form = Form(answer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request")
     kept = kept_of(form, b"owner", 2)
-    assert kept is not None
     assert form_of(kept.form) == form
     assert form.params.stop == ["a", "é"]
     for data in (b"", b"\x93\x01\x02\x03", kept.form[:-3]):
