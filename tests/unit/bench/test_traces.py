@@ -14,7 +14,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import make_plan
 from baton.bench.plan.traces import (
     FOLDER,
@@ -271,17 +270,6 @@ def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
     played = replay(rows, options)
     assert stamps(played.rows) == pytest.approx(moved)
     assert ("7 of 7 rows share a stamp" in notes(played, options)) == (spread_s == 0)
-
-
-def test_spreading_makes_the_quantised_trace_smooth() -> None:
-    rows = read_trace("mooncake-conversation")
-    raw, spread = (
-        realised(stamps(replay(rows, Workload(spread_s=width_s)).rows)) for width_s in (0, 3)
-    )
-    assert raw.rate == pytest.approx(3.4, abs=0.01)
-    assert spread.rate == pytest.approx(raw.rate, rel=0.001)
-    assert raw.cv > 2.9
-    assert spread.cv < 0.5
 
 
 def test_a_start_skips_rows_and_counts_from_the_first_that_is_left() -> None:

@@ -1,15 +1,19 @@
-"""Tensors are found in any number of files, read in part, and told apart."""
+"""Tensors are found in any number of files and told apart; random checkpoints are worth using."""
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from baton.engine.weights import Checkpoint, fingerprint
 from baton.protocol.errors import ConfigError
-from tests.support.checkpoints import model_folder, write_checkpoint
+from tests.support.checkpoints import FAMILIES, model_folder, write_checkpoint
+from tests.support.oracle import Oracle
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -103,3 +107,24 @@ def test_models_of_equal_shape_have_other_fingerprints(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     seen.add(fingerprint(folder, "float32"))
     assert len(seen) == 5
+
+
+PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(17)]
+
+
+@pytest.mark.parametrize("tie", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_text_of_a_checkpoint_is_varied_and_decided(family: str, tie: bool) -> None:
+    expected = Oracle(model_folder(family, tie=tie)).greedy(PROMPT, 40)
+    assert len(set(expected.token_ids)) >= 20
+    assert median(expected.gaps) > 0.3
+    assert min(expected.gaps) > 1e-3
+
+
+def test_the_tokenizer_has_a_text_for_every_id() -> None:
+    folder = model_folder("llama")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == 1024
+    text = "a baton, handed over: 你好"
+    assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    assert AutoTokenizer.from_pretrained(folder).decode(tokenizer.encode(text).ids) == text

@@ -1,9 +1,14 @@
-"""The demo model is complete, readable by everybody, and what `baton demo-model` copies out."""
+"""The demo model: its text, its training for a few steps, and the folder that is shipped."""
 
+import csv
 import json
+import random
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
@@ -12,9 +17,130 @@ from baton.engine.model_config import read_decoder_config
 from baton.engine.weights import Checkpoint
 from baton.protocol.errors import ConfigError
 from baton.router.text.text import Text
+from tools.demo_model import exam, folder, names, text, train
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.evaluate import Examiner
 from tools.demo_model.exam import Question
+from tools.demo_model.lessons import LessonMaker
+from tools.demo_model.text import ANSWER, Document
+from tools.demo_model.train import CURRICULUM, Stage, Trainer
+
+KINDS = ("recall", "echo", "exercise")
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return demo_tokenizer.train(0)
+
+
+def whole(document: Document) -> str:
+    return "".join(piece.text for piece in document)
+
+
+def documents(count: int) -> Iterator[Document]:
+    rng = random.Random(3)
+    for index in range(count):
+        yield text.exercise(rng)
+        (fact,) = text.facts(rng, 1)
+        yield text.statement(fact) + text.asked(rng, fact, chat=index % 2 == 0)
+
+
+def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(
+    tokenizer: Tokenizer,
+) -> None:
+    lessons = LessonMaker(tokenizer, random.Random(1))
+    seen = " ".join(
+        tokenizer.decode(lessons.draw(1024, {kind: 1.0})[0], skip_special_tokens=False)
+        for kind in KINDS
+        for _ in range(40)
+    )
+    # The last words of a lesson are cut anywhere.
+    facts = re.findall(r"The \w+ of (\w+) is (\d{4})\.", seen)
+    sums = re.findall(r"What is (\d+) \+ (\d+)\?", seen)
+    assert len(facts) > 1000
+    assert len(sums) > 500
+    assert not [fact for fact in facts if any(names.is_held_out(word) for word in fact)]
+    assert not [pair for pair in sums if text.is_held_out_sum(int(pair[0]), int(pair[1]))]
+
+
+def test_the_exam_asks_only_for_what_is_held_out(tokenizer: Tokenizer) -> None:
+    memory = exam.recall(tokenizer, num_tokens=2048, seed=0)
+    told = re.findall(r"The \w+ of (\w+) is (\d{4})\.", memory.told)
+    assert len(told) == exam.NUM_FACTS == len(memory.questions)
+    assert all(names.is_held_out(name) and names.is_held_out(number) for name, number in told)
+    assert len({name for name, _ in told}) == exam.NUM_FACTS
+    assert 1000 < len(exam.sums(held_out=True)) < 1500
+    assert len(exam.sums(held_out=False)) == 10_000
+
+
+@pytest.mark.parametrize("num_tokens", [2048, 4096])
+def test_an_exam_fills_its_length_and_spreads_its_facts(
+    tokenizer: Tokenizer, num_tokens: int
+) -> None:
+    memory = exam.recall(tokenizer, num_tokens=num_tokens, seed=1)
+    lengths = [len(tokenizer.encode(memory.told + asked.prompt).ids) for asked in memory.questions]
+    assert num_tokens - 48 < max(lengths) <= num_tokens
+    starts = [match.start() / len(memory.told) for match in re.finditer(r" of \w+ is", memory.told)]
+    assert min(starts) < 0.1
+    assert max(starts) > 0.9
+
+
+def test_pieces_are_encoded_as_the_whole_is(tokenizer: Tokenizer) -> None:
+    for document in documents(100):
+        pieces = [one for piece in document for one in tokenizer.encode(piece.text).ids]
+        assert pieces == tokenizer.encode(whole(document)).ids
+
+
+@pytest.mark.parametrize("length", [128, 512, 2048])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_lesson_has_its_length_and_something_to_learn(
+    tokenizer: Tokenizer, kind: str, length: int
+) -> None:
+    lessons = LessonMaker(tokenizer, random.Random(2))
+    for _ in range(10):
+        ids, weights = lessons.draw(length, {kind: 1.0})
+        assert len(ids) == len(weights) == length
+        assert sum(weight == ANSWER for weight in weights) > 10
+
+
+LESSONS = Stage(64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, short_share=0.1)
+
+
+@pytest.fixture(autouse=True)
+def _note_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train, "REPORT_STEPS", 4)
+    monkeypatch.setattr(train, "WARM_UP_STEPS", 4)
+
+
+def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None:
+    trainer = Trainer(0, [LESSONS])
+    trainer.run(LESSONS)
+    losses = [noted["loss"] for noted in trainer.curves]
+    assert losses[-1] < losses[0] - 0.5
+    folder.write(tmp_path, trainer.model, trainer.tokenizer)
+    assert read_decoder_config(tmp_path).family == "qwen3"
+    # It knows nothing yet, but it answers.
+    assert len(Examiner(tmp_path).answers([Question("What is 1 + 1?", " 2.")])) == 1
+    train.write_curves(tmp_path / "curves.csv", trainer.curves)
+    with (tmp_path / "curves.csv").open() as opened:
+        assert [float(row["loss"]) for row in csv.DictReader(opened)] == losses
+
+
+def test_a_seed_draws_the_same_lessons_and_weights() -> None:
+    few = Stage(64, 2, 3, LESSONS.shares)
+    states = []
+    for seed in (1, 1, 2):
+        trainer = Trainer(seed, [few])
+        trainer.run(few)
+        states.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+    assert torch.equal(states[0], states[1])
+    assert not torch.equal(states[0], states[2])
+
+
+def test_the_curriculum_ends_at_the_length_that_is_promised() -> None:
+    assert [stage.length for stage in CURRICULUM] == sorted(stage.length for stage in CURRICULUM)
+    assert CURRICULUM[-1].length == 4096
+
 
 MAX_WEIGHT_BYTES = 5_000_000
 
@@ -45,8 +171,8 @@ def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
 
 def test_any_text_survives_the_tokenizer() -> None:
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    for text in ("A runner.", "naïve 你好 🙂", "\x00\t\r\n", "4071 + 12"):
-        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+    for said in ("A runner.", "naïve 你好 🙂", "\x00\t\r\n", "4071 + 12"):
+        assert tokenizer.decode(tokenizer.encode(said).ids) == said
     assert len(tokenizer.encode(" The code of Lima is 4071.").ids) < 14
 
 
