@@ -59,21 +59,19 @@ def test_every_thread_of_a_server_is_pinned(tmp_path: Path) -> None:
         server.stop()
 
 
-def test_a_server_that_dies_says_why(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    dying = command(port, "raise SystemExit('no such model')")
+@pytest.mark.parametrize(
+    ("code", "timeout_s", "said"),
+    [
+        ("raise SystemExit('no such model')", 30, "ended while starting: no such model"),
+        ("import time; time.sleep(600)", 0.5, "not ready in time"),
+    ],
+)
+def test_a_server_that_does_not_serve_is_an_error(
+    code: str, timeout_s: float, said: str, tmp_path: Path
+) -> None:
+    failing = command(*free_ports(1), code)
     with (
-        pytest.raises(NodeError, match=r"ended while starting: no such model"),
-        running([dying], tmp_path, timeout_s=30),
-    ):
-        pytest.fail("it never served")
-
-
-def test_a_server_that_never_answers_is_given_up(tmp_path: Path) -> None:
-    (port,) = free_ports(1)
-    silent = command(port, "import time; time.sleep(600)")
-    with (
-        pytest.raises(NodeError, match="not ready in time"),
-        running([silent], tmp_path, timeout_s=0.5),
+        pytest.raises(NodeError, match=said),
+        running([failing], tmp_path, timeout_s=timeout_s),
     ):
         pytest.fail("it never served")

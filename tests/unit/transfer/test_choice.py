@@ -1,6 +1,7 @@
 """How one rank reads another, and what of it a process can have."""
 
 import os
+from collections.abc import Collection
 from contextlib import closing
 
 import msgspec
@@ -13,7 +14,7 @@ from baton.kv_transfer.transports.choice import choose_transport, make_transport
 from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress, process_space
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.kv_transfer.transports.shm import ShmAddress, this_place
-from baton.protocol.config import TransferConfig
+from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
@@ -22,22 +23,41 @@ from tests.support.connectors import node, rank_address
 from tests.support.memfd_memory import GPU, device_pool
 
 EPOCH = Epoch("e")
-NIXL = RankAddress({"nixl": b"agent"})
+SHM, NIXL = rank_address("e", "a"), RankAddress({"nixl": b"agent"})
 
 
 def both(host: str) -> RankAddress:
     return RankAddress({**rank_address("e", host).metadata, **NIXL.metadata})
 
 
-def test_shm_on_one_host_and_nixl_between_hosts() -> None:
-    assert choose_transport(both("a"), both("a"), "auto") == "shm"
-    assert choose_transport(both("a"), both("b"), "auto") == "nixl"
-
-
-def test_the_next_transport_is_taken_when_one_did_not_connect() -> None:
-    assert choose_transport(both("a"), both("a"), "auto", {"shm"}) == "nixl"
-    with pytest.raises(TransferError, match="no transport serves both"):
-        choose_transport(rank_address("e", "a"), both("a"), "auto", {"shm"})
+@pytest.mark.parametrize(
+    ("prefill", "decode", "setting", "failed", "found"),
+    [
+        (both("a"), both("a"), "auto", (), "shm"),
+        (both("a"), both("b"), "auto", (), "nixl"),
+        (both("a"), NIXL, "auto", (), "nixl"),
+        (SHM, both("a"), "auto", (), "shm"),
+        (both("a"), both("a"), "nixl", (), "nixl"),
+        (both("a"), both("a"), "auto", {"shm"}, "nixl"),
+        (SHM, both("a"), "auto", {"shm"}, "no transport serves both"),
+        (SHM, rank_address("f", "b"), "auto", (), "no transport serves both"),
+        (NIXL, SHM, "auto", (), "prefill offers nixl, decode can use shm"),
+        (both("a"), both("b"), "shm", (), "different hosts"),
+        (both("a"), SHM, "nixl", (), "is nixl, but prefill offers"),
+    ],
+)
+def test_two_ranks_take_the_first_transport_that_both_have(
+    prefill: RankAddress,
+    decode: RankAddress,
+    setting: TransportChoice,
+    failed: Collection[str],
+    found: str,
+) -> None:
+    if found in ("shm", "nixl"):
+        assert choose_transport(prefill, decode, setting, failed) == found
+    else:
+        with pytest.raises(TransferError, match=found):
+            choose_transport(prefill, decode, setting, failed)
 
 
 def test_one_kernel_with_two_network_namespaces_is_two_hosts() -> None:
@@ -73,29 +93,6 @@ def test_two_nodes_know_beforehand_whether_blocks_can_travel(
 ) -> None:
     found = pair_problem(node("p", "prefill", reaches=prefill), node("d", "decode", reaches=decode))
     assert (found is None) if problem is None else (found is not None and problem in found)
-
-
-def test_what_only_one_side_has_is_not_chosen() -> None:
-    assert choose_transport(both("a"), NIXL, "auto") == "nixl"
-    assert choose_transport(rank_address("e", "a"), both("a"), "auto") == "shm"
-
-
-def test_a_setting_forces_the_transport() -> None:
-    assert choose_transport(both("a"), both("a"), "nixl") == "nixl"
-
-
-def test_nothing_in_common_is_an_error_that_names_both_sides() -> None:
-    with pytest.raises(TransferError, match="prefill offers nixl, decode can use shm"):
-        choose_transport(NIXL, rank_address("e", "a"), "auto")
-    with pytest.raises(TransferError, match="no transport serves both"):
-        choose_transport(rank_address("e", "a"), rank_address("f", "b"), "auto")
-
-
-def test_a_forced_transport_that_cannot_work_is_an_error() -> None:
-    with pytest.raises(TransferError, match="different hosts"):
-        choose_transport(both("a"), both("b"), "shm")
-    with pytest.raises(TransferError, match="is nixl, but prefill offers"):
-        choose_transport(both("a"), rank_address("e", "a"), "nixl")
 
 
 def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
