@@ -219,7 +219,7 @@ def test_one_description_serves_on_five_hosts_through_the_loss_of_some(five: Fiv
     line = five.fails(DECODE[1], "other/cluster.yaml")
     assert "router-0 on 10.0.0.1 refuses the key of this host" in line
     line = five.fails(DECODE[1], "swapped.yaml")
-    assert "decode-0 on 10.0.0.5: router-0 has a node of this id already" in line
+    assert "decode-0 on 10.0.0.5: router-0 already has a node with this id" in line
     assert set(five.states(ROUTERS[0])) == {"prefill-0", "decode-0", "decode-1"}
 
     five.on.plug(DECODE[0], is_in=False)
