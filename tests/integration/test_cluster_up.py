@@ -161,7 +161,7 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
         ),
         (
             {"pools": {"decode": {"role": "decode", "hosts": [LATE]}}}, (),
-            f"decode-0 on {LATE}: router-0 has a node of this id already",
+            f"decode-0 on {LATE}: router-0 already has a node with this id",
         ),
         (
             {"env": {"PYTHONPATH": "PATH"}}, (),
