@@ -112,7 +112,7 @@ def test_a_gpu_that_cannot_be_used_is_one_line(
     ("cuda", "in_dev", "error", "line"),
     [
         (None, 1, "", "this torch is built without CUDA: install one with"),
-        ("13.0", 0, "Found no NVIDIA driver on your system.", "install the driver, or take"),
+        ("13.0", 0, "Found no NVIDIA driver on your system.", "install the driver, or use"),
         ("13.0", 1, "CUDA driver initialization failed", "check it and its driver with nvidia-smi"),
         ("13.0", 1, "", "CUDA_VISIBLE_DEVICES leaves no GPU"),
     ],
