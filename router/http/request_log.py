@@ -18,6 +18,8 @@ from baton.runtime.log import clip, logger
 
 # Under overload many requests are refused; this many lines per second are enough.
 MAX_REFUSALS_PER_S = 10
+# Probes, scrapes and the page ask for these every second or more often, without end.
+FREQUENT_PATHS = ("/live", "/health", "/metrics", "/status.json")
 _STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
 
 log = logger("router")
@@ -54,7 +56,8 @@ class RequestLog:
         request_id = request_id or (running.request_id if running is not None else "")
         if self._is_access:
             fields = {} if running is None else _sums([one.metrics for one in running.streams])
-            log.info(
+            tell = log.debug if request.path in FREQUENT_PATHS else log.info
+            tell(
                 "access", request=request_id, method=request.method, path=clip(request.path),
                 status=status, client=request.remote, s=round(took_s, 6), **fields,
             )  # fmt: skip

@@ -84,6 +84,17 @@ def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(
     }.items()  # fmt: skip
 
 
+@pytest.mark.parametrize("level", ["INFO", "DEBUG"])
+def test_probes_do_not_flood_the_access_log(level: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(level)
+    requests = RequestLog(LogConfig(access=True))
+    for path in ("/health", "/v1/models", "/status.json"):
+        requests.answered(make_mocked_request("GET", path), 200, "id", 0.001)
+    paths = [fields_of(record)["path"] for record in caplog.records]
+    every = ["/health", "/v1/models", "/status.json"]
+    assert paths == (every if level == "DEBUG" else ["/v1/models"])
+
+
 def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     clock = VirtualClock(100.0)
