@@ -18,6 +18,7 @@ import msgspec
 
 from baton.deploy.demo_model import CHECKPOINT
 from baton.engine.model_config import DecoderConfig, read_decoder_config
+from baton.engine.weight_file import tensors_of
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.fields import with_values
@@ -116,12 +117,24 @@ def _check_weights(folder: Path) -> None:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{index} does not list the files of the weights") from error
-    for file in sorted(folder / name for name in names):
+    files = sorted(folder / name for name in names)
+    for file in files:
         if not file.is_file():
             raise ConfigError(
                 f"model {folder} has no {file.name}: baton reads weights from safetensors files"
             )
+    for file in files:
         _check_fetched(file)
+        tensors_of(file)
+
+
+def check_tokenizer(folder: Path) -> None:
+    """Raise `ConfigError` if a folder has no tokenizer.json, which routers need."""
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(
+            f"model {folder} has no tokenizer.json, which baton needs: fetch it, or have "
+            "transformers write one with save_pretrained"
+        )
 
 
 def _check_fetched(file: Path) -> None:

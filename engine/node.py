@@ -331,7 +331,9 @@ class EngineNode:
             return True
         if now_s < self._drain_by_s:
             return False
-        log.warning("not drained in time: the remaining sequences go on at other nodes")
+        left = loop.scheduler.load()
+        if left.num_running or left.num_waiting:  # else only the last step has not ended
+            log.warning("not drained in time: the remaining sequences go on at other nodes")
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:

@@ -14,6 +14,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine.weight_file import TensorEntry, tensors_of
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -23,7 +24,6 @@ INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_d
 WHOLE_BYTES = 65536  # a tensor up to this size is hashed in full
 SAMPLES = 16
 SAMPLE_BYTES = 512
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 class Checkpoint:
@@ -74,9 +74,9 @@ def fingerprint(folder: Path, dtype: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(dtype.encode())
     digest.update(_significant_config(folder / "config.json"))
-    places: dict[str, tuple[Path, _Entry]] = {}
+    places: dict[str, tuple[Path, TensorEntry]] = {}
     for shard in sorted(set(_shards_by_name(folder).values())):
-        places |= {name: (shard, entry) for name, entry in _header(shard).items()}
+        places |= {name: (shard, entry) for name, entry in tensors_of(shard).items()}
     for name, (shard, entry) in sorted(places.items()):
         digest.update(f"\0{name} {entry.dtype} {entry.shape}".encode())
         for sample in _samples(shard, entry.data_offsets):
@@ -100,14 +100,6 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Entry(msgspec.Struct):
-    """One tensor in a file's header. Offsets are bytes from the file's start."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
 def _shards_by_name(folder: Path) -> dict[str, Path]:
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
@@ -120,31 +112,8 @@ def _shards_by_name(folder: Path) -> dict[str, Path]:
             raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")
         return {name: folder / file for name, file in names.items()}
     if single.is_file():
-        return dict.fromkeys(_header(single), single)
+        return dict.fromkeys(tensors_of(single), single)
     raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
-
-
-def _header(file: Path) -> dict[str, _Entry]:
-    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON."""
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= MAX_HEADER_BYTES:
-                raise ConfigError(f"{file} is not a safetensors file")
-            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        entries = {name: msgspec.json.decode(entry, type=_Entry) for name, entry in raw.items()}
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    size = file.stat().st_size
-    for name, entry in entries.items():
-        first, last = (8 + length + offset for offset in entry.data_offsets)
-        if not 0 <= first <= last <= size:
-            raise ConfigError(f"{file} ends before tensor {name} does")
-        entry.data_offsets = (first, last)
-    return entries
 
 
 def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:

@@ -130,7 +130,7 @@ def _run(words: list[str]) -> int:
 
 def _start(name: str, config: ClusterConfig) -> int:
     """Import the one room that this process needs and run it."""
-    from baton.deploy.model_folder import with_model
+    from baton.deploy.model_folder import check_tokenizer, with_model
     from baton.deploy.ports import check_reach, check_router_ports
     from baton.runtime.tls import certificate_of
 
@@ -138,6 +138,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     _warn_of_variables()
     config = with_model(config, needs_weights=name != "router")
     if name in ("serve", "router"):
+        check_tokenizer(Path(config.model.path))
         certificate_of(config.router)  # an unusable file ends the command here
     if name == "serve":
         from baton.deploy.serve import serve

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import shlex
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from huggingface_hub import constants
 
 from baton.deploy.demo_model import CHECKPOINT
-from baton.deploy.model_folder import with_model
+from baton.deploy.model_folder import check_tokenizer, with_model
 from baton.deploy.serve import greeting
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError
@@ -93,7 +94,9 @@ def test_float16_weights_are_said_to_be_widened(
     assert found.model.dtype == ("float32" if dtype == "auto" else dtype)
 
 
-def test_weights_that_are_not_there_are_refused_and_a_router_needs_none(folder: Path) -> None:
+def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
+    folder: Path, tmp_path: Path
+) -> None:
     weights = folder / "model.safetensors"
     for file in (folder / "tokenizer.json", weights):
         whole = file.read_bytes() if file.is_file() else b""
@@ -101,6 +104,10 @@ def test_weights_that_are_not_there_are_refused_and_a_router_needs_none(folder: 
         with pytest.raises(ConfigError, match=rf"{file.name} is a Git LFS pointer.*git lfs pull"):
             model_of(str(folder))
         file.write_bytes(whole)
+    shutil.copyfile(CHECKPOINT / weights.name, weights)
+    os.truncate(weights, weights.stat().st_size - 1)
+    with pytest.raises(ConfigError, match=r"ends before tensor .* does: fetch the file again"):
+        model_of(str(folder))
     weights.unlink()
     with pytest.raises(ConfigError, match=r"has no model\.safetensors"):
         model_of(str(folder))
@@ -114,6 +121,9 @@ def test_weights_that_are_not_there_are_refused_and_a_router_needs_none(folder: 
         model_of(str(folder))
     config = ClusterConfig(model=ModelConfig(path=str(folder)))
     assert with_model(config, needs_weights=False).model.name == "tiny-model"
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
+        check_tokenizer(tmp_path)
+    check_tokenizer(CHECKPOINT)
 
 
 def test_a_model_of_the_hub_is_taken_from_its_cache(
