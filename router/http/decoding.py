@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from baton.protocol.errors import RequestError
+from baton.runtime.flag_parser import did_you_mean
 from baton.runtime.log import clip
 
 # A larger body is not decoded a second time because of null fields.
@@ -35,7 +36,7 @@ def decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
                 raise
             return decoder.decode(_without_nulls(data))
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from None
+        raise _invalid(str(error), decoder.type) from None
     except RecursionError:
         text = "the body is nested too deeply"
         raise RequestError(text, code="invalid_json") from None
@@ -77,14 +78,14 @@ def _malformed(error: str, data: bytes) -> RequestError:
     return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
 
 
-def _invalid(text: str) -> RequestError:
+def _invalid(text: str, kind: type[msgspec.Struct]) -> RequestError:
     found = _PLACE.fullmatch(text)
     assert found is not None, "the pattern matches every text"
     what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
     if named := _NAMED.search(text):
         name = clip(named[1])
-        path = f"{path}.{name}" if path else name
-        return RequestError(what, param=path)
+        hint = did_you_mean(name, kind.__struct_fields__) if "unknown" in what and not path else ""
+        return RequestError(what + hint, param=f"{path}.{name}" if path else name)
     if not path:
         return RequestError(f"the body is wrong: {what}")
     # The message names the place inside a list; `param` names it only for the turns of a chat.

@@ -77,6 +77,11 @@ def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None
     assert param.rsplit(".", maxsplit=1)[-1] in caught.value.message
 
 
+def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
+    with pytest.raises(RequestError, match=r"max_tokns; did you mean max_tokens\?$"):
+        parse_completion(body_of(max_tokns=3))
+
+
 @pytest.mark.parametrize(
     ("data", "param"),
     [
