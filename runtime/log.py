@@ -27,6 +27,9 @@ class Log:
     def __init__(self, name: str) -> None:
         self._logger = logging.getLogger(f"{ROOT}.{name}")
 
+    def debug(self, message: str, **fields: object) -> None:
+        self._log(logging.DEBUG, message, fields)
+
     def info(self, message: str, **fields: object) -> None:
         self._log(logging.INFO, message, fields)
 
