@@ -22,12 +22,16 @@ def adopted(
         received = claim.received[index] if claim.received is not None else ReceivedPart()
         one = found.choices.get(index)
         if one is None:  # the caller has the whole choice, and its node has forgotten it
-            stream.metrics.num_output_tokens += received.num_tokens
+            stream.metrics.received(received.num_tokens)
             choices.append(AdoptedChoice(Key(claim.request_id, index), [], has_ended=True))
             continue
         node = registry.node(one.node) if one.held.is_running else None
         is_stopped = stream.replay(index, one.held.token_ids[: received.num_tokens])
-        stream.expect_again(index, max(0, received.num_tokens - len(one.held.token_ids)))
+        num_again = max(0, received.num_tokens - len(one.held.token_ids))
+        if received.has_ended:  # nothing more comes of it
+            stream.metrics.received(num_again)
+        else:
+            stream.expect_again(index, num_again)
         choices.append(
             AdoptedChoice(
                 one.held.key,

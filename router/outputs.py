@@ -102,6 +102,7 @@ class RequestMetrics:
     e2e_s: float | None = None
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0  # of all choices together
+    num_received_tokens: int = 0  # those of them that another router had handed out
     num_cached_tokens: int = 0
     # Tokens that the router expected to be cached, at the last attempt.
     num_predicted_tokens: int = 0
@@ -117,6 +118,16 @@ class RequestMetrics:
     # Reasons of the choices that ended.
     finish_reasons: list[FinishReason] = field(default_factory=list)
     attempts: list[Attempt] = field(default_factory=list)
+
+    @property
+    def num_new_tokens(self) -> int:
+        """Return the number of output tokens that this router has handed out."""
+        return self.num_output_tokens - self.num_received_tokens
+
+    def received(self, num_tokens: int) -> None:
+        """Count tokens that the caller has from another router."""
+        self.num_output_tokens += num_tokens
+        self.num_received_tokens += num_tokens
 
     def try_again(self, failure: Failure, *, is_resume: bool) -> None:
         """Count another attempt after a loss."""

@@ -139,7 +139,7 @@ class RequestStream:
     def replay(self, choice: int, token_ids: list[int]) -> bool:
         """Take tokens that the caller has already. Return True if a stop string ended it."""
         delta = self._detokenizers[choice].push(token_ids) if token_ids else None
-        self.metrics.num_output_tokens += len(token_ids)
+        self.metrics.received(len(token_ids))
         return delta is not None and delta.finish_reason is not None
 
     def expect_again(self, choice: int, num_tokens: int) -> None:

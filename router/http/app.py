@@ -201,6 +201,8 @@ class App:
                 response = self._error(error)
             except web.HTTPException as error:
                 response = self._error(_named(request, error), error.headers.get("Allow"))
+            except ConnectionError:  # the client left in the moment in which its answer began
+                response = web.Response(status=CLIENT_GONE)
             except Exception:
                 log.exception("a request broke", route=_route(request))
                 response = self._error(BatonError("the router failed to handle this request"))

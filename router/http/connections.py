@@ -28,7 +28,7 @@ _MIN_CONNECTIONS = 8
 # How long a client may take to agree on TLS.
 HANDSHAKE_S = 10
 # A client that has unread output must read this much of it per second on average.
-_MIN_BYTES_PER_S = 256
+MIN_BYTES_PER_S = 256
 # The offset of `tcpi_bytes_acked` in Linux's struct tcp_info (include/uapi/linux/tcp.h).
 _BYTES_ACKED = slice(120, 128)
 
@@ -44,12 +44,30 @@ def affordable(max_connections: int) -> int:
     return min(max_connections, max(limit - others - SPARE, _MIN_CONNECTIONS))
 
 
+class ReadingPace:
+    """Judges how quickly a client takes the output that waits for it."""
+
+    __slots__ = ("_checked_s", "_num_acked", "_unread_s")
+
+    def __init__(self, unread_s: float, now_s: float, num_acked: int) -> None:
+        """Begin at `now_s`, when the client's host has taken `num_acked` bytes."""
+        self._unread_s = unread_s
+        self._checked_s, self._num_acked = now_s, num_acked
+
+    def is_too_slow(self, now_s: float, num_acked: int) -> bool:
+        """Return whether the client has taken too little, which is judged once in `unread_s`."""
+        passed_s = now_s - self._checked_s
+        if passed_s < self._unread_s:
+            return False
+        num_new, self._checked_s, self._num_acked = num_acked - self._num_acked, now_s, num_acked
+        return num_new < passed_s * MIN_BYTES_PER_S
+
+
 class Connection(web.RequestHandler):
     """One connection of a client. `is_spare` means that it came above the limit."""
 
     __slots__ = (
-        "_acked", "_checked_s", "_connections", "_socket", "handshake", "is_spare",
-        "open_transport",
+        "_connections", "_pace", "_socket", "handshake", "is_spare", "open_transport",
     )  # fmt: skip
 
     def __init__(
@@ -72,8 +90,7 @@ class Connection(web.RequestHandler):
         self.is_spare = False
         self.open_transport: asyncio.Transport | None = None
         self._socket: socket.socket | None = None
-        self._checked_s = 0.0
-        self._acked: int | None = None  # bytes that the client had taken at the last check
+        self._pace: ReadingPace | None = None  # while there is output to read
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -106,19 +123,12 @@ class Connection(web.RequestHandler):
         """Close the connection if its client has output to read and does not read it."""
         assert self.open_transport is not None
         if not self.open_transport.get_write_buffer_size():
-            self._acked = None
-            return
-        if self._acked is None:
-            self._acked, self._checked_s = self._num_acked(), now_s
-            return
-        passed_s = now_s - self._checked_s
-        if passed_s < self._connections.unread_s:
-            return
-        acked = self._num_acked()
-        if acked - self._acked < passed_s * _MIN_BYTES_PER_S:
+            self._pace = None
+        elif self._pace is None:
+            self._pace = ReadingPace(self._connections.unread_s, now_s, self._num_acked())
+        elif self._pace.is_too_slow(now_s, self._num_acked()):
             log.info("a client was cut off because it did not read its answer")
             self.abort()
-        self._acked, self._checked_s = acked, now_s
 
     def _num_acked(self) -> int:
         """Return how many bytes the client's host has taken so far."""
@@ -128,7 +138,12 @@ class Connection(web.RequestHandler):
 
 
 class Handshake(SSLProtocol):
-    """A client that has yet to agree on TLS. After that, a `Connection` replaces it."""
+    """A client that has yet to agree on TLS. After that, a `Connection` replaces it.
+
+    asyncio's public ways do less. `create_server(ssl=...)` makes the `Connection` before the
+    handshake, never tells it of one that fails, and gives no way to end one that makes room.
+    `start_tls` hands a client's first bytes to a protocol that has no transport yet.
+    """
 
     def __init__(
         self,

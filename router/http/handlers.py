@@ -134,7 +134,9 @@ class Handlers:
             return forms[-1].params
 
         stream = await self._engine.reattach(claim, params_of)
+        stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
+        running.request_id = forms[-1].request_id
         answer, headers = forms[-1].answer, {"X-Request-Id": forms[-1].request_id}
         events = EventStream(request, answer.id, headers, self._silence_s)
         relay = Relay(events, answer, stream.params.n, (), self._metrics)
@@ -315,7 +317,7 @@ class _Counted:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         running = self._running
-        if isinstance(error, asyncio.CancelledError):
+        if isinstance(error, asyncio.CancelledError | ConnectionError):
             running.outcome = "client_gone"
         elif isinstance(error, BatonError):
             running.failed(error)

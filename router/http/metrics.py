@@ -97,7 +97,7 @@ class HttpMetrics:
     def _time(
         self, metrics: RequestMetrics, first_s: float, all_s: float, num_choices: int
     ) -> None:
-        self._outputs.observe(metrics.num_output_tokens)
+        self._outputs.observe(metrics.num_new_tokens)
         queue_s = metrics.router_queue_s + metrics.queue_s
         self._first.observe(first_s)
         self._e2e.observe(all_s)
@@ -105,8 +105,8 @@ class HttpMetrics:
         self._prefill.observe(metrics.prefill_s)
         self._decode.observe(all_s - first_s)
         self._inference.observe(max(0.0, all_s - queue_s))
-        if num_choices == 1 and metrics.num_output_tokens > 1:
-            self._per_token.observe((all_s - first_s) / (metrics.num_output_tokens - 1))
+        if num_choices == 1 and metrics.num_new_tokens > 1:
+            self._per_token.observe((all_s - first_s) / (metrics.num_new_tokens - 1))
         for name, stage in self._stages:
             stage.observe(getattr(metrics, name))
 

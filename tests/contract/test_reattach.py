@@ -193,6 +193,26 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
 
 
 @routed()
+async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_has_landed(
+    bench: RouterBench,
+) -> None:
+    """The client has the first token of both choices from prefill; it ended one of them."""
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    received = (ReceivedPart(1, True, True), ReceivedPart(1, True))
+    task = taking(bench, claim(*received), SamplingParams(n=2, max_tokens=8))
+    await asked(decode)
+    held = [HeldChoice(Key(ID, choice), [], is_running=True) for choice in range(2)]
+    decode.say(msgspec.structs.replace(attached(*held, num_choices=2), landing=(0, 1)))
+    assert (await decode.hear(Cancel)).keys == (Key(ID, 0),)
+    decode.say(Tokens([TokenEntry(Key(ID, 1), len(PROMPT), ANSWER, "length")]))
+    stream, deltas = await task
+    await stream.ended()
+    assert token_ids(deltas, 1) == ANSWER[1:]
+    assert stream.metrics.num_output_tokens == 1 + len(ANSWER)
+
+
+@routed()
 async def test_a_router_that_ends_tells_the_clients_that_it_searches_for(
     bench: RouterBench,
 ) -> None:

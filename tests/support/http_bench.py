@@ -80,6 +80,7 @@ class ScriptedEngine:
         self.errored = False
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
+        self.kept: Kept | None = None  # what nodes would keep of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
 
@@ -93,9 +94,20 @@ class ScriptedEngine:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
-        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
-        name = request_id or "request"
+        self.kept = kept
         text = prompt if isinstance(prompt, str) else None
+        return self._begin(request_id or "request", text, ids, params)
+
+    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
+        """Begin the last request anew, if it was kept."""
+        if self.kept is None:
+            raise RequestError("no node holds it", code="stream_gone", http_status=404)
+        return self._begin(claim.request_id, None, [5], params_of(self.kept.form))
+
+    def _begin(
+        self, name: str, text: str | None, ids: list[int], params: SamplingParams
+    ) -> RequestStream:
+        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
         stream = RequestStream(name, text, ids, params, detokenizers)
         stream.on_close(lambda: self._close(stream))
         self.streams.append(stream)
@@ -103,9 +115,6 @@ class ScriptedEngine:
         if self.script is not None:
             asyncio.get_running_loop().call_soon(self.script, stream)
         return stream
-
-    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
-        raise RequestError("no node holds it", code="stream_gone", http_status=404)
 
     def health(self) -> Health:
         if self.is_ready:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -15,16 +16,24 @@ import msgspec
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.router.http.connections import MIN_BYTES_PER_S, Connection, ReadingPace
 from baton.runtime.clock import monotonic
 from tests.support.http_bench import HttpBench, ScriptedEngine, posted, served
 from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
+from tests.support.virtual_clock import VirtualClock
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
 
 
 def few(num: int) -> ClusterConfig:
     return ClusterConfig(router=RouterConfig(max_connections=num))
+
+
+def with_small_windows(client: socket.socket) -> None:
+    """Use short segments, or the kernel takes megabytes of output for a reader on loopback."""
+    client.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
 
 
 def is_live(url: str) -> bool:
@@ -92,6 +101,73 @@ async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
     writer.close()
 
 
+@pytest.mark.parametrize(
+    ("bytes_per_s", "cut_after_s"),
+    [(0, 30), (255, 30), (256, None), (100_000, None)],
+)
+def test_a_reader_of_less_than_256_bytes_per_second_is_too_slow(
+    bytes_per_s: int, cut_after_s: int | None
+) -> None:
+    assert MIN_BYTES_PER_S == 256
+    clock = VirtualClock(100.0)
+    pace = ReadingPace(30.0, clock(), num_acked=5_000)
+    cut = []
+    for second in range(1, 121):
+        clock.advance(1.0)
+        if pace.is_too_slow(clock(), 5_000 + second * bytes_per_s):
+            cut.append(second)
+    assert cut[:1] == ([] if cut_after_s is None else [cut_after_s])
+
+
+def test_a_reader_that_stops_is_too_slow_however_much_it_took_before() -> None:
+    clock = VirtualClock(100.0)
+    pace = ReadingPace(30.0, clock(), num_acked=0)
+    verdicts = []
+    for _ in range(60):
+        clock.advance(1.0)
+        verdicts.append(pace.is_too_slow(clock(), 1 << 20))
+    assert verdicts.index(True) == 59
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock a test moves on."""
+
+    skipped_s = 0.0
+
+    def time(self) -> float:
+        return super().time() + self.skipped_s
+
+
+def test_a_reader_of_a_kilobyte_per_second_gets_its_whole_answer() -> None:
+    async def read(loop: SkippingLoop) -> bytes:
+        engine = ScriptedEngine()
+        async with HttpBench(engine) as bench:
+            host, port = bench.url.removeprefix("http://").split(":")
+            with socket.socket() as slow:
+                with_small_windows(slow)
+                slow.setblocking(False)
+                await loop.sock_connect(slow, (host, int(port)))
+                await loop.sock_sendall(slow, posted({"prompt": [5], "stream": True}))
+                stream = await engine.stream()
+                for _ in range(1_000):
+                    stream.push(0, [5] * 1_000, None)
+                    await asyncio.sleep(0)
+                stream.finish()
+                received = bytearray()
+                began_s = loop.time()
+                while not received.endswith(b"0\r\n\r\n"):
+                    received += (chunk := await loop.sock_recv(slow, 4096))
+                    assert chunk
+                    loop.skipped_s += len(chunk) / 1024
+                assert loop.time() - began_s > 200.0
+        engine.close()
+        return bytes(received)
+
+    loop = SkippingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        assert b"[DONE]" in runner.run(read(loop))
+
+
 def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
     config: ClusterConfig, start: StartRouter
 ) -> None:
@@ -106,9 +182,7 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
     def ask_beside_it() -> int:
         wait_until_ready(url)
         with socket.socket() as slow:
-            # Short segments, or the kernel takes megabytes of output for a reader on loopback.
-            slow.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, 536)
-            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            with_small_windows(slow)
             slow.settimeout(WAIT_S)
             slow.connect((host, int(port)))
             slow.sendall(posted({"prompt": prompt, "n": 32, "max_tokens": 190, "stream": True}))
@@ -134,6 +208,24 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
             os.kill(router.process.pid, signal.SIGTERM)
     router.end()
     assert router.process.returncode == 0, router.lines
+
+
+@served()
+async def test_a_client_that_leaves_when_its_answer_begins_is_no_fault_of_ours(
+    bench: HttpBench, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, writer = await bench.dial()
+    writer.write(posted({"prompt": [5], "stream": True}))
+    stream = await engine.stream()
+    made = [one for one in gc.get_objects() if type(one) is Connection]
+    (connection,) = [one for one in made if one.open_transport is not None]
+    engine.say(stream, " hello")
+    connection.abort()  # before the handler has its turn
+    await engine.is_closed()
+    writer.close()
+    await asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    assert 'outcome="client_gone",path="none"} 1.0' in (await bench.get("/metrics")).text
+    assert "Traceback" not in caplog.text
 
 
 @served(config=few(2))

@@ -118,6 +118,20 @@ def test_a_request_is_seen_in_every_family_of_times_and_lengths() -> None:
     assert value(metrics, health, "baton_request_success_total", finished_reason="stop") == 1
 
 
+def test_tokens_of_another_router_count_neither_as_ours_nor_in_our_pace() -> None:
+    metrics = HttpMetrics("tiny")
+    request = RequestMetrics(time_to_first_token_s=1.0, e2e_s=3.0, num_output_tokens=11)
+    request.received(990)
+    metrics.ended(request, "finished", 1)
+    health = Health("ready", (), 0, 0)
+    for name, expected in (
+        ("time_per_output_token_seconds", 0.2),
+        ("generation_tokens", 11),
+    ):
+        assert value(metrics, health, f"baton_request_{name}_sum") == expected
+    assert request.num_output_tokens == 1001, "usage counts the whole answer"
+
+
 def test_codes_that_others_invent_do_not_add_up() -> None:
     metrics = HttpMetrics("tiny")
     for number in range(2 * MAX_CODES):

@@ -1,6 +1,7 @@
 """What the log says about requests, over real HTTP."""
 
 import asyncio
+import re
 from collections.abc import Callable
 
 import pytest
@@ -10,10 +11,22 @@ from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RUNNING, RequestLog, Running
 from baton.router.stream import RequestStream
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, well
+from tests.support.http_bench import (
+    TEXT,
+    HttpBench,
+    ScriptedEngine,
+    lost,
+    placed,
+    served,
+    well,
+)
 from tests.support.virtual_clock import VirtualClock
 
 LOST = NodeError("d0 is lost").to_failure()
+
+
+def begun(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(" hello"), None)
 
 
 def resumed(stream: RequestStream) -> None:
@@ -93,6 +106,26 @@ def test_probes_do_not_flood_the_access_log(level: str, caplog: pytest.LogCaptur
     paths = [fields_of(record)["path"] for record in caplog.records]
     every = ["/health", "/v1/models", "/status.json"]
     assert paths == (every if level == "DEBUG" else ["/v1/models"])
+
+
+@served(script=begun, config=ClusterConfig(log=LogConfig(access=True)))
+async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
+    bench: HttpBench, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client leaves each time, and has a name for the request."""
+    caplog.set_level("INFO")
+    body, headers = {"prompt": [5], "stream": True}, {"X-Request-Id": "mine"}
+    async with bench.session.post("/v1/completions", json=body, headers=headers) as reply:
+        event = await reply.content.readuntil(b"\n\n")
+    (name,) = re.findall(rb"id: (cmpl-\w+):", event)
+    async with bench.session.get(f"/v1/streams/{name.decode()}") as reply:
+        assert reply.headers["X-Request-Id"] == "mine"
+        await reply.content.readuntil(b"\n\n")
+    await engine.is_closed(2)
+    assert engine.streams[1].token_gaps is engine.streams[0].token_gaps is not None
+    await bench.get("/metrics")
+    lines = [fields_of(record) for record in caplog.records if record.message == "access"]
+    assert [(one["request"], one["status"]) for one in lines[:2]] == [("mine", 499)] * 2
 
 
 def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
