@@ -237,7 +237,7 @@ def _demo_model(name: str, summary: str, rest: list[str]) -> int:
 def _completion(name: str, summary: str, rest: list[str]) -> int:
     if (words := _operands(name, rest)) is None:
         return 0
-    from baton.runtime.completion import SHELLS, script
+    from baton.completion import SHELLS, script
 
     if words[0] not in SHELLS:
         raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
@@ -303,7 +303,7 @@ def parsers() -> "dict[str, FlagParser]":
     from baton.console.chat import parser as chat_parser
     from baton.deploy.cluster.arguments import parser_of
     from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
-    from baton.runtime.completion import SHELLS
+    from baton.completion import SHELLS
     from baton.runtime.flag_parser import FlagParser
     from baton.runtime.settings import parser
 

@@ -55,6 +55,7 @@ DOORS = {
         "protocol", "runtime", "prefill_node", "decode_node", "router", "deploy", "bench",
         "console",
     ),
+    "completion.py": ("runtime",),
     "llm.py": ("protocol", "router"),
     "async_llm.py": ("protocol", "runtime", "router"),
     "llm_settings.py": ("protocol", "runtime", "deploy"),

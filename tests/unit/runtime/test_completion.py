@@ -12,7 +12,7 @@ import pytest
 
 from baton.__main__ import main
 from baton.command_line import parsers
-from baton.runtime.completion import SHELLS, script
+from baton.completion import SHELLS, script
 
 # What is typed is run by this function in place of baton, which shows the words that it got.
 SHOWN = 'baton() { local IFS=,; echo "<$*>"; }\n'
