@@ -10,7 +10,7 @@ from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.errors import ConfigError
 from tools.transfer.__main__ import Row, TransferReport, main, transfer
-from tools.transfer.block_owner import marks, wrong_blocks
+from tools.transfer.marked_blocks import marks, wrong_blocks
 from tools.transfer.settings import MIB, TransferSettings, parse
 
 SMALL = TransferSettings(block_kib=(16, 64), blocks=(1, 8), reads=5, pool_mib=2, max_read_mib=1)

@@ -1,14 +1,12 @@
-"""The process whose blocks the transfer section reads, and the class that starts it.
+"""The process whose blocks the transfer section reads; `BlockOwner` starts it.
 
 The process owns a pool on the device, or in host memory where the section runs on a CPU, writes a
 mark into every block, publishes its address in one line, and waits for its parent to end it.
 """
 
-import queue
 import select
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 import msgspec
 import torch
@@ -19,15 +17,11 @@ from baton.kv_transfer.device_pool import DevicePool
 from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.protocol.config import TransferConfig, TransportChoice
-from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import RankAddress
-from baton.runtime.clock import monotonic
-from baton.runtime.process import Child, Command, die_with_parent
+from baton.runtime.process import die_with_parent
+from tools.block_owner import publish
 
 OWNER = Epoch("owner")
-START_TIMEOUT_S = 60.0
-PREFIX = "owner "
 MODULE = "tools.gpu.lender"
 
 
@@ -60,48 +54,6 @@ def marks(block_ids: Sequence[int]) -> Tensor:
     return torch.tensor([block * 37 % 251 + 1 for block in block_ids], dtype=torch.int32)
 
 
-class Lender:
-    """The process, as a context manager. Raises `NodeError` if it does not start."""
-
-    def __init__(self, lent: Lent) -> None:
-        self._lent = lent
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._child: Child | None = None
-        self.address = RankAddress({})
-
-    def __enter__(self) -> "Lender":
-        argument = msgspec.json.encode(self._lent).decode()
-        command = Command("lender", (argument,), MODULE)
-        self._child = Child(command, lambda _, line: self._lines.put(line))
-        try:
-            self.address = self._wait(self._child)
-        except BaseException:
-            self._child.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._child is not None
-        self._child.stop()
-
-    def _wait(self, child: Child) -> RankAddress:
-        deadline_s = monotonic() + START_TIMEOUT_S
-        while child.poll() is None and monotonic() < deadline_s:
-            try:
-                line = self._lines.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if line.startswith(PREFIX):
-                return msgspec.json.decode(line[len(PREFIX) :], type=RankAddress)
-        why = child.tail[-1] if child.tail else f"no word within {START_TIMEOUT_S:g} s"
-        raise NodeError(f"the process that owns the blocks did not start: {why}")
-
-
 def main(arguments: Sequence[str]) -> int:
     """Run the child process."""
     die_with_parent()
@@ -111,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
     if blocks.is_cuda:
         torch.cuda.synchronize()  # the parent reads at once
     port = make_port(pool, OWNER, TransferConfig(transport=lent.transport))
-    print(PREFIX + msgspec.json.encode(port.address()).decode(), flush=True)
+    publish(port.address())
     while True:
         select.select([port.fileno()], [], [], 60.0)
         port.poll()

@@ -29,9 +29,10 @@ from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
+from tools.block_owner import BlockOwner
 from tools.gpu.cases import KV_READS, KvRead
 from tools.gpu.floors import Work
-from tools.gpu.lender import OWNER, Lender, Lent, make_pool, marks
+from tools.gpu.lender import MODULE, OWNER, Lent, make_pool, marks
 from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
@@ -71,7 +72,7 @@ def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Chec
     port = make_port(pool, READER, TransferConfig(transport=transport))
     try:
         lent = Lent(plan.device, num_blocks, plan.block_bytes, transport)
-        with Lender(lent) as owner:
+        with BlockOwner(MODULE, lent) as owner:
             whole = BlockPiece(0, 0, plan.block_bytes)
             port.send(AddPeer(RANK, transport, owner.address, num_blocks, plan.block_bytes, whole))
             up = _next(port)

@@ -22,8 +22,8 @@ from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
+from tools.block_owner import BlockOwner
 from tools.json_file import json_file, save
-from tools.transfer.block_owner import Owned, Owner, wrong_blocks
 from tools.transfer.block_readers import (
     BRINGS_NOTHING,
     MEMCPY,
@@ -32,6 +32,7 @@ from tools.transfer.block_readers import (
     Reader,
     readers,
 )
+from tools.transfer.marked_blocks import MODULE, Owned, wrong_blocks
 from tools.transfer.settings import MIB, Pattern, TransferSettings, command_line, parse
 
 SCHEMA = "baton.tools.transfer/1"
@@ -149,8 +150,8 @@ def _measure_size(
     pool = HostPool(shape.num_blocks, shape.block_bytes)
     try:
         with (
-            Owner(Owned(shape, transports)) as owner,
-            readers(pool, owner.addresses, transports, settings.verify) as ways,
+            BlockOwner(MODULE, Owned(shape, transports)) as owner,
+            readers(pool, owner.address.metadata, transports, settings.verify) as ways,
         ):
             _touch(shape, ways)
             for kind in kinds:

@@ -1,14 +1,12 @@
-"""The process whose blocks `tools.transfer` reads, and the class that starts it.
+"""The process whose blocks `tools.transfer` reads, and the check of what was read.
 
 The process owns a pool whose blocks hold marks of their ids, publishes its addresses in one line,
-and waits for its parent to end it. Only `Owner` starts it.
+and waits for its parent to end it. `BlockOwner` starts it.
 """
 
-import queue
 import select
 import sys
 from collections.abc import Sequence
-from types import TracebackType
 
 import msgspec
 import numpy as np
@@ -17,13 +15,12 @@ from numpy.typing import NDArray
 from baton.kv_transfer.agent import make_port
 from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.protocol.config import TransferConfig, TransportChoice
-from baton.protocol.errors import NodeError
-from baton.runtime.clock import monotonic
-from baton.runtime.process import Child, Command, die_with_parent
+from baton.protocol.messages import RankAddress
+from baton.runtime.process import die_with_parent
+from tools.block_owner import publish
 from tools.transfer.block_readers import OWNER, Ids
 
-START_TIMEOUT_S = 60.0
-PREFIX = "owner "
+MODULE = "tools.transfer.marked_blocks"
 STRIDE_BYTES = 64  # the check of a read looks at one byte in this many
 
 
@@ -32,48 +29,6 @@ class Owned(msgspec.Struct, frozen=True):
 
     shape: PoolShape
     transports: tuple[TransportChoice, ...]
-
-
-class Owner:
-    """The process, as a context manager. Raises `NodeError` if it does not start."""
-
-    def __init__(self, owned: Owned) -> None:
-        self._owned = owned
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._child: Child | None = None
-        self.addresses: dict[str, bytes] = {}
-
-    def __enter__(self) -> "Owner":
-        argument = msgspec.json.encode(self._owned).decode()
-        command = Command("owner", (argument,), "tools.transfer.block_owner")
-        self._child = Child(command, lambda _, line: self._lines.put(line))
-        try:
-            self.addresses = self._wait(self._child)
-        except BaseException:
-            self._child.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._child is not None
-        self._child.stop()
-
-    def _wait(self, child: Child) -> dict[str, bytes]:
-        deadline_s = monotonic() + START_TIMEOUT_S
-        while child.poll() is None and monotonic() < deadline_s:
-            try:
-                line = self._lines.get(timeout=0.2)
-            except queue.Empty:
-                continue
-            if line.startswith(PREFIX):
-                return msgspec.json.decode(line[len(PREFIX) :], type=dict[str, bytes])
-        why = child.tail[-1] if child.tail else f"no word within {START_TIMEOUT_S:g} s"
-        raise NodeError(f"the process that owns the blocks did not start: {why}")
 
 
 def marks(ids: Ids) -> NDArray[np.uint8]:
@@ -99,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     metadata: dict[str, bytes] = {}
     for port in ports:
         metadata |= port.address().metadata
-    print(PREFIX + msgspec.json.encode(metadata).decode(), flush=True)
+    publish(RankAddress(metadata))
     while True:
         select.select([port.fileno() for port in ports], [], [], 60.0)
 
