@@ -5,7 +5,7 @@ gone; `policy` reads it. It holds only announced blocks. Its answer may be out o
 prompt arrives at the node, so it is a guess, and the node's own cache decides. This file is pure.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,6 +16,8 @@ from baton.protocol.messages import CacheChanges
 # Blocks per node, each of which takes about 200 bytes here. Of a larger cache, the first blocks
 # count.
 MAX_BLOCKS_PER_NODE = 1 << 17
+# Masks whose nodes are kept: the prompts of one time mostly begin with the same few blocks.
+MAX_KEPT_MASKS = 16
 
 
 @dataclass(slots=True)
@@ -37,6 +39,7 @@ class CacheIndex:
         self._nodes: dict[NodeId, _KnownCache] = {}
         self._names: dict[int, NodeId] = {}  # by place
         self._holders: dict[BlockKey, int] = {}
+        self._kept_masks: dict[int, tuple[NodeId, ...]] = {}
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
@@ -62,15 +65,19 @@ class CacheIndex:
         if known is not None:
             self._clear(known.place, known.keys)
             del self._names[known.place]
+            self._kept_masks.clear()
 
     def num_blocks(self, node: NodeId) -> int:
         """Return how many announced blocks a node holds."""
         known = self._nodes.get(node)
         return 0 if known is None else len(known.keys)
 
-    def held(self, keys: Sequence[BlockKey]) -> dict[NodeId, int]:
-        """Return how many blocks at the front of a prompt each node holds, if it holds any."""
-        found: dict[NodeId, int] = {}
+    def held(self, keys: Sequence[BlockKey]) -> dict[int, tuple[NodeId, ...]]:
+        """Return the nodes that hold so many blocks at the front of a prompt, for each number > 0.
+
+        A node is named once, with all that it holds.
+        """
+        found: dict[int, tuple[NodeId, ...]] = {}
         if not keys:
             return found
         having, num_blocks = self._holders.get(keys[0], 0), 0
@@ -79,8 +86,7 @@ class CacheIndex:
             is_last = num_blocks == len(keys)
             further = 0 if is_last else having & self._holders.get(keys[num_blocks], 0)
             if further != having:
-                for node in self._nodes_in(having ^ further):
-                    found[node] = num_blocks
+                found[num_blocks] = self._nodes_in(having ^ further)
             having = further
         return found
 
@@ -103,11 +109,19 @@ class CacheIndex:
             else:
                 del holders[key]
 
-    def _nodes_in(self, mask: int) -> list[NodeId]:
-        nodes: list[NodeId] = []
-        bits = bin(mask)[:1:-1]  # from place 0 on
-        place = bits.find("1")
-        while place >= 0:
-            nodes.append(self._names[place])
-            place = bits.find("1", place + 1)
+    def _nodes_in(self, mask: int) -> tuple[NodeId, ...]:
+        nodes = self._kept_masks.get(mask)
+        if nodes is None:
+            nodes = tuple(self._names[place] for place in _places_in(mask))
+            if len(self._kept_masks) == MAX_KEPT_MASKS:
+                self._kept_masks.clear()
+            self._kept_masks[mask] = nodes
         return nodes
+
+
+def _places_in(mask: int) -> Iterator[int]:
+    bits = bin(mask)[:1:-1]  # from place 0 on
+    place = bits.find("1")
+    while place >= 0:
+        yield place
+        place = bits.find("1", place + 1)

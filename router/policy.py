@@ -124,11 +124,13 @@ class _PairSearch:
         model = registry.model
         size = self._block_size = 1 if model is None else model.layout.block_size
         self._likely_blocks = self._blocks(self._likely_tokens, place.num_choices)
-        found = registry.caches.held(place.block_keys)
-        self._held = {node: num_blocks * size for node, num_blocks in found.items()}
+        self._held: dict[NodeId, int] = {}
+        self._cached: dict[NodeId, int] = {}
         # The last token is always computed, for its logits.
         most = (place.num_tokens - 1) // size * size
-        self._cached = {node: num if num < most else most for node, num in self._held.items()}
+        for num_blocks, nodes in registry.caches.held(place.block_keys).items():
+            self._held.update(dict.fromkeys(nodes, num_blocks * size))
+            self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
 
     # --- offers ---------------------------------------------------------------------------------
 
@@ -207,7 +209,9 @@ class _PairSearch:
         if not prefills:
             return None
         # First ignore which nodes are full: if the best pair has room, it is the best of all.
-        likely = min(self._best_pairs(prefills, min), key=_pair_order, default=None)
+        likely = min(
+            self._best_pairs(prefills, min, only_least=True), key=_pair_order, default=None
+        )
         if likely is None:
             return None
         if all(map(self._has_room, (likely.prefill, likely.decode))) and self._works(now_s, likely):
@@ -219,26 +223,43 @@ class _PairSearch:
         return next((pair for pair in some if self._works(now_s, pair)), None)
 
     def _best_pairs(
-        self, prefills: list[Offer], best: Callable[[list[Offer]], Offer]
+        self,
+        prefills: list[Offer],
+        best: Callable[[list[Offer]], Offer],
+        *,
+        only_least: bool = False,
     ) -> Iterator[_Pair]:
-        """Yield pairs of which one is the cheapest of all, if all pairs work.
+        """Yield the best pair of all nodes and that of each host; one of them is the cheapest.
 
         `best` takes one of several offers. The costs of two nodes are independent, except for the
-        path between them.
+        path between them. With `only_least`, hosts that cannot have the cheapest pair may be left
+        out.
         """
         hosts = self._registry.hosts()
         decodes = self._reading_offers(NEAR_READ if hosts.is_one else FAR_READ)
-        if decodes:
-            yield _paired(best(prefills), best(decodes))
+        if not decodes:
+            return
+        first = best(prefills)
+        pair = _paired(first, best(decodes))
+        least_order = _pair_order(pair)
+        yield pair
         if hosts.is_one or not hosts.shared:
             return
         firsts = {offer[5]: offer for offer in prefills}
         seconds = {offer[5]: offer for offer in self._reading_offers(NEAR_READ)}
-        for nodes in hosts.shared:
-            first = [firsts[node] for node in nodes & firsts.keys()]
-            second = [seconds[node] for node in nodes & seconds.keys()]
-            if first and second:
-                yield _paired(best(first), best(second))
+        for host in hosts.shared:
+            near = [seconds[node] for node in host.decodes if node in seconds]
+            if not near:
+                continue
+            second = best(near)
+            # No pair of this host costs less than one with the best prefill node of all would.
+            bound = (_flags(first, second), second[4], second[5])
+            if only_least and least_order < bound:
+                continue
+            if own := [firsts[node] for node in host.prefills if node in firsts]:
+                pair = _paired(best(own), second)
+                least_order = min(least_order, _pair_order(pair))
+                yield pair
 
     def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
@@ -299,14 +320,16 @@ class _PairSearch:
 
 
 def _paired(prefill: Offer, decode: Offer) -> _Pair:
-    first, second = prefill, decode
-    flags = (
-        first[0] + second[0],
-        first[1] + second[1],
-        first[2] + second[2],
-        first[3] + second[3] + HANDOFF_TOKENS,
+    return _Pair(_flags(prefill, decode), prefill[-1], decode[-1])
+
+
+def _flags(prefill: Offer, decode: Offer) -> Flags:
+    return (
+        prefill[0] + decode[0],
+        prefill[1] + decode[1],
+        prefill[2] + decode[2],
+        prefill[3] + decode[3] + HANDOFF_TOKENS,
     )
-    return _Pair(flags, first[-1], second[-1])
 
 
 def _pair_order(pair: _Pair) -> tuple[Flags, int, NodeId, NodeId]:

@@ -101,11 +101,18 @@ class Node:
         return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
 
 
-class Hosts(msgspec.Struct, frozen=True):
-    """Sets of nodes of both roles that can read each other within a host."""
+class Host(msgspec.Struct, frozen=True):
+    """Nodes in service that can read each other within a host."""
 
-    shared: tuple[frozenset[NodeId], ...] = ()
-    is_one: bool = False  # all nodes in service are in one of them
+    prefills: tuple[NodeId, ...]
+    decodes: tuple[NodeId, ...]
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """The hosts with nodes of both roles."""
+
+    shared: tuple[Host, ...] = ()
+    is_one: bool = False  # all nodes in service are on one of them
 
 
 class Registry:
@@ -252,14 +259,11 @@ class Registry:
     def hosts(self) -> Hosts:
         """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
-            nodes = [*self.in_service("prefill"), *self.in_service("decode")]
-            found: dict[str, set[NodeId]] = {}
-            for node in nodes:
-                for way in node.info.reaches if node.info is not None else ():
-                    if "@" in way:  # the other ways may lead to other hosts
-                        found.setdefault(way, set()).add(node.node_id)
-            shared = tuple(frozenset(ids) for ids in found.values() if len(ids) > 1)
-            self._hosts = Hosts(shared, any(len(ids) == len(nodes) for ids in shared))
+            prefills, decodes = (self._by_way(self.in_service(r)) for r in ("prefill", "decode"))
+            shared = [Host(tuple(prefills[w]), tuple(decodes[w])) for w in prefills if w in decodes]
+            num_nodes = len(self.in_service("prefill")) + len(self.in_service("decode"))
+            is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)
+            self._hosts = Hosts(tuple(shared), is_one)
         return self._hosts
 
     def node(self, node_id: NodeId) -> Node | None:
@@ -354,6 +358,16 @@ class Registry:
         self._largest_pool.clear()
         self._hosts = None
         self.version += 1
+
+    @staticmethod
+    def _by_way(nodes: list[Node]) -> dict[str, list[NodeId]]:
+        """Return the nodes that can be read in each way that stays within a host."""
+        found: dict[str, list[NodeId]] = {}
+        for node in nodes:
+            for way in dict.fromkeys(node.info.reaches if node.info is not None else ()):
+                if "@" in way:  # the other ways may lead to other hosts
+                    found.setdefault(way, []).append(node.node_id)
+        return found
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:
         """Note the nodes of the other role with which this one can never work."""

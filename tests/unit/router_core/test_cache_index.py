@@ -4,6 +4,8 @@ Real caches, journals and the registry's index; only the channel between them is
 lose messages, and nodes that begin again as other processes.
 """
 
+from collections.abc import Sequence
+
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -93,7 +95,14 @@ class Announcements(RuleBasedStateMachine):
     def known(self, name: NodeId) -> set[BlockKey]:
         """All blocks that the router would find at this node; each key is asked for alone."""
         keys = (key_of(one) for one in (*BLOCKS, *NEWS))
-        return {key for key in keys if name in self.registry.caches.held([key])}
+        return {key for key in keys if name in self.held([key])}
+
+    def held(self, keys: Sequence[BlockKey]) -> dict[NodeId, int]:
+        """How many blocks at the front of `keys` each node holds; no node is named twice."""
+        found = self.registry.caches.held(keys)
+        named = [(name, num_blocks) for num_blocks, names in found.items() for name in names]
+        assert len(dict(named)) == len(named)
+        return dict(named)
 
     @rule(name=st.sampled_from(NODES), block_hash=st.sampled_from(BLOCKS))
     def a_block_enters(self, name: NodeId, block_hash: BlockHash) -> None:
@@ -149,7 +158,7 @@ class Announcements(RuleBasedStateMachine):
     @invariant()
     def a_prompt_is_found_as_far_as_its_front_is_known(self) -> None:
         for prompt, hashes in zip(PROMPTS, HASHES, strict=True):
-            found = self.registry.caches.held(prompt_keys(prompt, BLOCK_SIZE))
+            found = self.held(prompt_keys(prompt, BLOCK_SIZE))
             for name in NODES:
                 known, front = self.known(name), 0
                 while front < len(hashes) and key_of(hashes[front]) in known:

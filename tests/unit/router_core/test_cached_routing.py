@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
-from baton.router.policy import CheapestPair
+from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.registry import Charge, Registry
 from tests.support.choosing import PAIRS, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
@@ -85,14 +85,41 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
         assert before[chosen] <= min(before.values()) + saved
 
 
-def test_blocks_that_need_not_leave_a_host_are_worth_a_little_queue() -> None:
-    def on_host(name: str, host: str) -> NodeInfo:
-        info = node_info(name, "prefill" if name[0] == "p" else "decode", num_blocks=1024)
-        return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
+def on_host(name: str, host: str) -> NodeInfo:
+    info = node_info(name, "prefill" if name[0] == "p" else "decode", num_blocks=1024)
+    return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
 
+
+def test_blocks_that_need_not_leave_a_host_are_worth_a_little_queue() -> None:
     registry = cluster(on_host("p0", "a"), on_host("p1", "b"), on_host("d0", "b"))
     registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(70, 1))
     assert choose(registry, place("a", 800), "never") == ("p1", "d0")
     registry.forget(RequestId("a"))
     registry.charge(NodeId("p1"), Key(RequestId("more")), Charge(10, 1))
     assert choose(registry, place("b", 800), "never") == ("p0", "d0")
+
+
+@given(st.lists(st.tuples(st.sampled_from("pd"), st.sampled_from("abc"), st.integers(0, 3)),
+                min_size=2, max_size=12))  # fmt: skip
+def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(
+    nodes: list[tuple[str, str, int]],
+) -> None:
+    names = [f"{role}{number:02}" for number, (role, _, _) in enumerate(nodes)]
+    hosts = {name: host for name, (_, host, _) in zip(names, nodes, strict=True)}
+    registry = cluster(*(on_host(name, host) for name, host in hosts.items()))
+    for name, (role, _, busy) in zip(names, nodes, strict=True):
+        for number in range(busy):
+            charged = Charge(7, 1) if role == "p" else Charge(90, 1)
+            registry.charge(NodeId(name), Key(RequestId(f"busy-{number}")), charged)
+
+    def order(prefill: str, decode: str) -> tuple[float, int, str, str]:
+        first, second = registry.node(NodeId(prefill)), registry.node(NodeId(decode))
+        assert first is not None
+        assert second is not None
+        read = NEAR_READ if hosts[prefill] == hosts[decode] else FAR_READ
+        cost = first.num_tokens + 10 * second.num_sequences + read * 160
+        return cost, second.num_tokens, decode, prefill
+
+    pairs = [(one, two) for one in names for two in names if one[0] == "p" and two[0] == "d"]
+    cheapest = min(pairs, key=lambda pair: order(*pair), default=None)
+    assert choose(registry, place("a", 160), "never") == cheapest
