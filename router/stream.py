@@ -22,14 +22,15 @@ Sink = Callable[[CompletionOutput], None]
 class RequestStream:
     """The caller's end of one request: read `outputs`, or give a sink and wait for the end.
 
-    With a sink, call `send_to` once, then wait with `changed` or `ended`. All of them raise the
-    `BatonError` with which the request failed, once all deltas were handed out.
+    With a sink, call `send_to` once, then wait with `changed` or `ended`, which raise the
+    `BatonError` with which the request failed, once all deltas were handed out. Who must not wait
+    uses `call_at_end`, then `raise_error`.
     """
 
     __slots__ = (
-        "_arrival_s", "_change", "_detokenizers", "_early", "_end", "_error", "_has_changed",
-        "_num_again", "_on_close", "_pushed_s", "_sink", "finished", "metrics", "params", "prompt",
-        "prompt_token_ids", "request_id", "token_gaps",
+        "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
+        "_has_changed", "_num_again", "_on_close", "_pushed_s", "_sink", "finished", "metrics",
+        "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +62,7 @@ class RequestStream:
         self._error: BatonError | None = None
         self._change: asyncio.Future[None] | None = None
         self._end: asyncio.Future[None] | None = None
+        self._at_end: Callable[[RequestStream], None] | None = None
 
     # --- the caller's side ------------------------------------------------------------------
 
@@ -92,8 +94,7 @@ class RequestStream:
     async def changed(self) -> bool:
         """Wait for a delta since the last call. Return False at the end of the request."""
         while not self._has_changed:
-            if self._error is not None:
-                raise copy(self._error)
+            self.raise_error()
             if self.finished:
                 return False
             self._change = asyncio.get_running_loop().create_future()
@@ -111,6 +112,21 @@ class RequestStream:
             self._end = asyncio.get_running_loop().create_future()
             await self._end
         self._has_changed = False
+        self.raise_error()
+
+    def call_at_end(self, callback: "Callable[[RequestStream], None]") -> None:
+        """Let the event loop call `callback` once the request has ended, or soon if it has."""
+        if self.finished:
+            asyncio.get_running_loop().call_soon(callback, self)
+        else:
+            self._at_end = callback
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def raise_error(self) -> None:
+        """Raise the error with which the request failed, if it did."""
         if self._error is not None:
             raise copy(self._error)
 
@@ -189,6 +205,9 @@ class RequestStream:
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
         _wake(self._change)
         _wake(self._end)
+        if (callback := self._at_end) is not None:
+            self._at_end = None
+            asyncio.get_running_loop().call_soon(callback, self)
 
 
 def _dropped(delta: CompletionOutput) -> None:

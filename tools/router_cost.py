@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
-from baton.router.http.app import App, Server
+from baton.router.http.app import App
+from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.main import spare_collector
 from baton.router.text_router import TextRouter

@@ -1,51 +1,51 @@
-"""The HTTP side of the router: routes, errors as JSON, health, metrics, status, and the socket.
+"""The HTTP side of the router: endpoints, errors as JSON, health, metrics and status.
 
 `main` makes an `App` and serves it with a `Server`; tests do the same on a free port. Every error
-is turned into OpenAI's form here, except in a stream that has begun: its handler sends the error.
+is turned into OpenAI's form here, except in a stream that has begun: that sends the error itself.
 """
 
 import asyncio
 import contextlib
-import errno
-import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
-from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import hdrs, web
+from aiohttp.http import HttpVersion11
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.version import VERSION
 from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
-from baton.router.http.connections import Connection, Connections, connection_of
+from baton.router.http.connections import Connection, connection_of
 from baton.router.http.cors import Cors
 from baton.router.http.engine import Engine
 from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.request_log import RUNNING, RequestLog
-from baton.router.http.sse import SILENCE_S
+from baton.router.http.open_stream import HandedOver
+from baton.router.http.request_log import (
+    GONE,
+    RUNNING,
+    Asked,
+    Facts,
+    RequestLog,
+    Running,
+    facts_of,
+)
+from baton.router.http.routes import PATH_END, UNKNOWN, Route, Routes, handler_of
+from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tracing import Tracer
 from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.exposition import CONTENT_TYPE
-from baton.runtime.log import ROOT, clip, logger
-from baton.runtime.tls import LOOK_S, ServerCertificate
+from baton.runtime.log import clip, logger
 
-BACKLOG = 4096
-# How many connections the event loop accepts before it does anything else.
-ACCEPTS = 16
 # The paths that are answered on connections above the limit.
 PROBES = ("/live", "/health", "/metrics")
-# How long the server waits at its end for answers that were told to end.
-CLOSE_S = 0.3
 CLIENT_GONE = 499
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 log = logger("router")
 
@@ -81,27 +81,25 @@ class App:
         self._num_open = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self.web = web.Application(middlewares=[self._answer_errors])
         origins = config.router.allowed_origins
         self._cors = Cors(origins) if origins else None
-        if self._cors is not None:
-            self.web.on_response_prepare.append(self._cors.on_prepare)
-        self.web.add_routes(
-            [
-                web.post("/v1/completions", self._handlers.completions),
-                web.post("/v1/chat/completions", self._handlers.chat),
-                web.get("/v1/streams/{id}", self._handlers.stream_again, allow_head=False),
-                web.get("/v1/models", self._models),
-                web.get("/v1/models/{name:.+}", self._model),
-                web.get("/health", self._health),
-                web.get("/live", self._live),
-                web.get("/metrics", self._metrics),
-                web.get("/version", self._version),
-            ]
-        )
+        self._routes = Routes()
+        self._add_routes()
+
+    def _add_routes(self) -> None:
+        add, handlers = self._routes.add, self._handlers
+        add("/v1/completions", POST=handlers.completions)
+        add("/v1/chat/completions", POST=handlers.chat)
+        add("/v1/streams/{id}", GET=handlers.stream_again)
+        add("/v1/models", GET=self._models, HEAD=self._models)
+        add("/v1/models/{name}", GET=self._model, HEAD=self._model)
+        add("/health", GET=self._health, HEAD=self._health)
+        add("/live", GET=self._live, HEAD=self._live)
+        add("/metrics", GET=self._metrics, HEAD=self._metrics)
+        add("/version", GET=self._version, HEAD=self._version)
         if self._status is not None:
-            page = web.get("/", self._status.page)
-            self.web.add_routes([page, web.get("/status.json", self._status_document)])
+            add("/", GET=self._status.page, HEAD=self._status.page)
+            add("/status.json", GET=self._status_document, HEAD=self._status_document)
 
     async def drain(self, grace_s: float) -> None:
         """Refuse new requests, and wait up to `grace_s` for those under way."""
@@ -120,7 +118,7 @@ class App:
         return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
 
     async def _model(self, request: web.Request) -> web.Response:
-        card, name = self._card(), request.match_info["name"]
+        card, name = self._card(), request[PATH_END]
         if name != card["id"]:
             text = f"the model {clip(name)!r} does not exist"
             raise RequestError(text, code="model_not_found", param="model", http_status=404)
@@ -185,40 +183,87 @@ class App:
 
     # --- around every request -------------------------------------------------------------------
 
-    @web.middleware
-    async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def answer(self, request: web.Request) -> web.StreamResponse:
+        """Answer one request to any path."""
         self._num_open += 1
         self._idle.clear()
         status, began_s, name = CLIENT_GONE, time.monotonic(), request_id_of(request)
-        connection = connection_of(request)
+        connection, endpoint = connection_of(request), self._routes.find(request)
+        is_open = False
         if request.content.is_eof():
             connection.began()
+        if self._cors is not None:
+            request[EXTRA_HEADERS] = self._cors.headers_for(request)
         try:
-            try:
-                at_once = self._answer_at_once(request, connection)
-                response = await handler(request) if at_once is None else at_once
-            except BatonError as error:
-                response = self._error(error)
-            except web.HTTPException as error:
-                response = self._error(_named(request, error), error.headers.get("Allow"))
-            except ConnectionError:  # the client left in the moment in which its answer began
-                response = web.Response(status=CLIENT_GONE)
-            except Exception:
-                log.exception("a request broke", route=_route(request))
-                response = self._error(BatonError("the router failed to handle this request"))
+            response = await self._response_to(request, endpoint, connection)
             status = response.status
             if connection.is_spare or self._handlers.is_draining:
                 response.force_close()
-            if not response.prepared and "X-Request-Id" not in response.headers:
-                response.headers["X-Request-Id"] = name or f"req-{secrets.token_hex(12)}"
+            if not response.prepared:
+                if "X-Request-Id" not in response.headers:
+                    response.headers["X-Request-Id"] = name or f"req-{secrets.token_hex(12)}"
+                response.headers.extend(request.get(EXTRA_HEADERS, ()))
             name = response.headers["X-Request-Id"]
+            if isinstance(response, HandedOver):
+                # Nothing that aiohttp made may be kept as long as the stream is open.
+                is_open, facts, route = True, facts_of(request), _route(endpoint)
+                over = partial(self._stream_over, facts, route, name, began_s)
+                request[RUNNING].at_end = over
             return response
         finally:
-            connection.ended()
-            self._num_open -= 1
-            if not self._num_open:
-                self._idle.set()
-            self._ended(request, status, name, time.monotonic() - began_s)
+            if not is_open:
+                connection.ended()
+                running = request.get(RUNNING)
+                self._over(request, running, _route(endpoint), status, name, began_s)
+
+    async def _response_to(
+        self, request: web.Request, endpoint: Route | None, connection: Connection
+    ) -> web.StreamResponse:
+        """Return the answer to a request, which may be an error."""
+        try:
+            if hdrs.EXPECT in request.headers:
+                await _let_continue(request)
+            at_once = self._answer_at_once(request, connection)
+            if at_once is not None:
+                return at_once
+            return await handler_of(endpoint, request)(request)
+        except BatonError as error:
+            return self._error(error, endpoint)
+        except ConnectionError:  # the client left in the moment in which its answer began
+            return web.Response(status=CLIENT_GONE)
+        except Exception:
+            log.exception("a request broke", route=_route(endpoint))
+            return self._error(BatonError("the router failed to handle this request"), endpoint)
+
+    def _stream_over(
+        self, facts: Facts, route: str, name: str, began_s: float, running: Running
+    ) -> None:
+        status = CLIENT_GONE if running.outcome == GONE else 200
+        self._over(facts, running, route, status, name, began_s)
+
+    def _over(
+        self,
+        asked: Asked,
+        running: Running | None,
+        route: str,
+        status: int,
+        name: str,
+        began_s: float,
+    ) -> None:
+        """Count a request that is over, and report it to the logs, traces and records."""
+        took_s = time.monotonic() - began_s
+        self._num_open -= 1
+        if not self._num_open:
+            self._idle.set()
+        self.metrics.answered(route, status)
+        self._request_log.answered(asked, running, status, name, took_s)
+        if running is None:
+            return
+        if self._status is not None:
+            self._status.recent.answered(running, status, name, took_s)
+        if self._tracer is not None:
+            running.request_id = running.request_id or name
+            self._tracer.record(asked.headers, route, status, took_s, running)
 
     def _answer_at_once(self, request: web.Request, connection: Connection) -> web.Response | None:
         """Return the answer that needs no handler, if there is one. Raises `BatonError`."""
@@ -230,145 +275,29 @@ class App:
         self._access.check(request)
         return None
 
-    def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
-        """Count an answered request, and report it to the logs, traces and records."""
-        route = _route(request)
-        self.metrics.answered(route, status)
-        self._request_log.answered(request, status, name, took_s)
-        if self._status is not None:
-            self._status.recent.answered(request, status, name, took_s)
-        if self._tracer is not None and (running := request.get(RUNNING)) is not None:
-            running.request_id = running.request_id or name
-            self._tracer.record(request.headers, route, status, took_s, running)
-
-    def _error(self, error: BatonError, allow: str | None = None) -> web.Response:
+    def _error(self, error: BatonError, endpoint: Route | None) -> web.Response:
         self.metrics.failed(error)
         headers = retry_headers(error)
-        if allow is not None:
-            headers["Allow"] = allow
+        if error.http_status == 405 and endpoint is not None:
+            headers["Allow"] = ",".join(sorted(endpoint.handlers))
         if error.http_status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return _json(error_of(error), error.http_status, headers)
 
 
-class Server:
-    """An `App` on a listening socket."""
-
-    def __init__(
-        self, app: App, config: RouterConfig, certificate: ServerCertificate | None = None
-    ) -> None:
-        """With a certificate, the server speaks https only."""
-        self._app = app
-        self._config = config
-        self._certificate = certificate
-        self._looking: asyncio.TimerHandle | None = None
-        self._http_log = logging.getLogger(f"{ROOT}.http")
-        self._http_log.addFilter(_is_ours)
-        self._runner = web.AppRunner(
-            app.web,
-            # If a client leaves, its handler ends and with it the request.
-            handler_cancellation=True,
-            shutdown_timeout=CLOSE_S,
-        )
-        self._connections: Connections | None = None
-        self._listener: asyncio.Server | None = None
-        self._own_listener: asyncio.Server | None = None
-
-    async def start(self) -> str:
-        """Start to listen, and return the URL. Raises a `NodeError` that says what to do."""
-        await self._runner.setup()
-        manager, config = self._runner.server, self._config
-        assert manager is not None
-        tls = self._certificate.context if self._certificate is not None else None
-        self._connections = Connections(manager, self._http_log, config, tls)
-        self._listener = await self._listen(config.port, is_shared=config.shares_port)
-        if config.own_port:
-            self._own_listener = await self._listen(config.own_port, is_shared=False)
-        self._look_at_certificate()
-        port = self._listener.sockets[0].getsockname()[1]
-        scheme = "http" if self._certificate is None else "https"
-        return f"{scheme}://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-
-    def _look_at_certificate(self) -> None:
-        if self._certificate is not None:
-            self._certificate.look()
-            loop = asyncio.get_running_loop()
-            self._looking = loop.call_later(LOOK_S, self._look_at_certificate)
-
-    async def _listen(self, port: int, *, is_shared: bool) -> asyncio.Server:
-        assert self._connections is not None
-        host = self._config.host
-        try:
-            listener = await asyncio.get_running_loop().create_server(
-                self._connections,
-                None if host in ("", "*") else host,
-                port,
-                backlog=ACCEPTS,
-                reuse_port=is_shared,
-            )
-        except OSError as error:
-            await self.stop()
-            raise NodeError(_why_not(host, port, error), code="no_port") from error
-        for listening in listener.sockets:
-            # asyncio uses one number for both: connections to accept at once and connections that
-            # may wait.
-            with listening.dup() as same:
-                same.listen(BACKLOG)
-        return listener
-
-    async def drain(self, grace_s: float) -> None:
-        """Refuse new requests, and wait up to `grace_s` for answers under way.
-
-        Meanwhile, probes and refusals are still answered. If other processes listen on the same
-        port, they get new connections.
-        """
-        if self._listener is not None and self._config.shares_port:
-            self._listener.close()
-        await self._app.drain(grace_s)
-
-    async def stop(self) -> None:
-        """Close all connections. It may be called again."""
-        if self._looking is not None:
-            self._looking.cancel()
-        for listener in (self._listener, self._own_listener):
-            if listener is not None:
-                listener.close()
-        if self._connections is not None:
-            self._connections.close()
-        self._app.close()
-        await self._runner.cleanup()
+async def _let_continue(request: web.Request) -> None:
+    """Tell a client that waits for it to send its body. Raises `RequestError`."""
+    if request.version < HttpVersion11:
+        return
+    if request.headers[hdrs.EXPECT].lower() != "100-continue":
+        text = "the header Expect can only be 100-continue"
+        raise RequestError(text, code="invalid_request", http_status=417)
+    await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    request.writer.output_size = 0  # the answer has not begun
 
 
-def _is_ours(record: logging.LogRecord) -> bool:
-    """Return whether a log record is about the router. Malformed HTTP only gets status 400."""
-    error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, HttpProcessingError | web.RequestPayloadError)
-
-
-def _why_not(host: str, port: int, error: OSError) -> str:
-    if error.errno == errno.EADDRINUSE:
-        return f"port {port} on {host} is in use: choose another with --port N"
-    if error.errno == errno.EACCES:
-        return f"port {port} needs privileges: choose a port above 1023 with --port N"
-    return f"cannot listen on {host}:{port}: {error.strerror or error}"
-
-
-def _named(request: web.Request, error: web.HTTPException) -> BatonError:
-    """Return a refusal by aiohttp as a `BatonError`."""
-    match error.status:
-        case 404:
-            text, code = f"there is no {request.method} {clip(request.path)}", "unknown_url"
-        case 405:
-            text = f"{clip(request.path)} does not take {clip(request.method)}"
-            code = "method_not_allowed"
-        case _:
-            text, code = error.text or error.reason, "invalid_request"
-    return RequestError(text, code=code, http_status=error.status)
-
-
-def _route(request: web.Request) -> str:
-    resource = request.match_info.route.resource
-    return resource.canonical if resource is not None else "unknown"
+def _route(endpoint: Route | None) -> str:
+    return UNKNOWN if endpoint is None else endpoint.name
 
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:

@@ -10,13 +10,15 @@ has yet to agree on TLS counts like a client that has sent no request.
 import asyncio
 import logging
 import resource
-import socket
 import ssl
 from asyncio.sslproto import SSLProtocol
+from collections.abc import Callable
 
 from aiohttp import web
 
 from baton.protocol.config import RouterConfig
+from baton.router.http.stream_connection import StreamConnection
+from baton.router.http.unread import UnreadOutput
 from baton.runtime.descriptors import RareWarning
 from baton.runtime.log import logger
 
@@ -27,10 +29,7 @@ SPARE = 16
 _MIN_CONNECTIONS = 8
 # How long a client may take to agree on TLS.
 HANDSHAKE_S = 10
-# A client that has unread output must read this much of it per second on average.
-MIN_BYTES_PER_S = 256
-# The offset of `tcpi_bytes_acked` in Linux's struct tcp_info (include/uapi/linux/tcp.h).
-_BYTES_ACKED = slice(120, 128)
+_HEAD_END = b"\r\n\r\n"
 
 log = logger("router")
 
@@ -44,30 +43,12 @@ def affordable(max_connections: int) -> int:
     return min(max_connections, max(limit - others - SPARE, _MIN_CONNECTIONS))
 
 
-class ReadingPace:
-    """Judges how quickly a client takes the output that waits for it."""
-
-    __slots__ = ("_checked_s", "_num_acked", "_unread_s")
-
-    def __init__(self, unread_s: float, now_s: float, num_acked: int) -> None:
-        """Begin at `now_s`, when the client's host has taken `num_acked` bytes."""
-        self._unread_s = unread_s
-        self._checked_s, self._num_acked = now_s, num_acked
-
-    def is_too_slow(self, now_s: float, num_acked: int) -> bool:
-        """Return whether the client has taken too little, which is judged once in `unread_s`."""
-        passed_s = now_s - self._checked_s
-        if passed_s < self._unread_s:
-            return False
-        num_new, self._checked_s, self._num_acked = num_acked - self._num_acked, now_s, num_acked
-        return num_new < passed_s * MIN_BYTES_PER_S
-
-
 class Connection(web.RequestHandler):
     """One connection of a client. `is_spare` means that it came above the limit."""
 
     __slots__ = (
-        "_connections", "_pace", "_socket", "handshake", "is_spare", "open_transport",
+        "_connections", "_num_head_bytes", "_num_received_bytes", "handshake", "is_spare",
+        "open_transport", "unread",
     )  # fmt: skip
 
     def __init__(
@@ -89,18 +70,25 @@ class Connection(web.RequestHandler):
         self.handshake: Handshake | None = None
         self.is_spare = False
         self.open_transport: asyncio.Transport | None = None
-        self._socket: socket.socket | None = None
-        self._pace: ReadingPace | None = None  # while there is output to read
+        self.unread: UnreadOutput | None = None
+        # What has come since the last answer ended, and the head at its front if it came whole.
+        self._num_received_bytes = self._num_head_bytes = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self.open_transport = transport
-        self._socket = transport.get_extra_info("socket")
+        self.unread = UnreadOutput(transport)
         if self.handshake is not None:
             self._connections.closed(self.handshake)
             self.handshake = None
         self.is_spare = self._connections.opened(self)
         super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        if not self._num_received_bytes:
+            self._num_head_bytes = data.find(_HEAD_END) + len(_HEAD_END)
+        self._num_received_bytes += len(data)
+        super().data_received(data)
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self.open_transport = None
@@ -113,28 +101,31 @@ class Connection(web.RequestHandler):
 
     def ended(self) -> None:
         """Note that the request was answered."""
+        self._num_received_bytes = 0
         self._connections.ended(self)
+
+    def can_go_on_after(self, request: web.Request) -> bool:
+        """Return whether nothing is lost if a new `Connection` takes over after this request.
+
+        That is so if it is known that no part of another request has come behind it.
+        """
+        num_bytes = self._num_head_bytes + request.content.total_bytes
+        return request.keep_alive and self._num_received_bytes == num_bytes
+
+    def hand_over(self, on_gone: Callable[[], None]) -> StreamConnection:
+        """Give the client to a stream; this object ends when the handler has returned."""
+        assert self.open_transport is not None
+        transport, self.open_transport, self.transport = self.open_transport, None, None
+        successor = StreamConnection(
+            self._connections, transport, on_gone, is_full=self.writing_paused
+        )
+        self._connections.handed_over(self, successor)
+        asyncio.get_running_loop().call_soon(super().connection_lost, None)
+        return successor
 
     def abort(self) -> None:
         if self.open_transport is not None:
             self.open_transport.abort()
-
-    def cut_if_unread(self, now_s: float) -> None:
-        """Close the connection if its client has output to read and does not read it."""
-        assert self.open_transport is not None
-        if not self.open_transport.get_write_buffer_size():
-            self._pace = None
-        elif self._pace is None:
-            self._pace = ReadingPace(self._connections.unread_s, now_s, self._num_acked())
-        elif self._pace.is_too_slow(now_s, self._num_acked()):
-            log.info("a client was cut off because it did not read its answer")
-            self.abort()
-
-    def _num_acked(self) -> int:
-        """Return how many bytes the client's host has taken so far."""
-        assert self._socket is not None
-        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return int.from_bytes(info[_BYTES_ACKED], "little")
 
 
 class Handshake(SSLProtocol):
@@ -203,20 +194,26 @@ class Connections:
         self._idle_s = config.idle_s
         self.unread_s = config.unread_s
         self._loop = asyncio.get_running_loop()
-        self._open: set[Connection | Handshake] = set()
+        self._open: set[_Client] = set()
         # Connections without a whole request; the one that has waited longest is first.
-        self._waiting: dict[Connection | Handshake, None] = {}
+        self._waiting: dict[_Client, None] = {}
+        self._takes_no_more = False
         self._warn = RareWarning(self._loop.time)
         self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
 
     def __call__(self) -> Connection | Handshake:
-        connection = Connection(self, self._manager, self._loop, self._http_log, self._idle_s)
+        connection = self._connection()
         if self._tls is None:
             return connection
         return Handshake(self, connection, self._tls, self._loop)
 
+    def _connection(self) -> Connection:
+        return Connection(self, self._manager, self._loop, self._http_log, self._idle_s)
+
     def opened(self, connection: Connection | Handshake) -> bool:
         """Add a connection. Return True if it is above the limit and none could make room."""
+        if connection in self._open:
+            return False  # it took the place of a stream
         if len(self._open) >= self._max_open:
             # Spare connections make room only when all are used, so that they get their answers.
             all_taken = len(self._open) >= self._max_open + SPARE
@@ -235,7 +232,28 @@ class Connections:
             self._loop.call_soon(connection.abort)
         return is_spare
 
-    def closed(self, connection: Connection | Handshake) -> None:
+    def handed_over(self, connection: Connection, successor: StreamConnection) -> None:
+        self.closed(connection)
+        self._open.add(successor)
+
+    def take_back(self, connection: StreamConnection, early: bytes) -> None:
+        """Let the client of a stream that has ended send its next request, or close."""
+        transport = connection.open_transport
+        if self._takes_no_more:
+            transport.close()
+            return
+        self.closed(connection)
+        successor = self._connection()
+        self._open.add(successor)
+        self._waiting[successor] = None
+        transport.set_protocol(successor)
+        successor.connection_made(transport)
+        if early:
+            successor.data_received(early)
+        if not transport.is_reading():
+            transport.resume_reading()
+
+    def closed(self, connection: "_Client") -> None:
         self._open.discard(connection)
         self._waiting.pop(connection, None)
 
@@ -246,12 +264,27 @@ class Connections:
         if connection in self._open:
             self._waiting[connection] = None
 
+    def drain(self) -> None:
+        """Take no further requests from clients whose streams end."""
+        self._takes_no_more = True
+
     def close(self) -> None:
+        """Look at connections no more, and cut those off whose streams have not ended."""
+        self._takes_no_more = True
         self._timer.cancel()
+        for connection in self._open:
+            if isinstance(connection, StreamConnection):
+                connection.abort()
 
     def _sweep(self) -> None:
         self._timer = self._loop.call_later(self.unread_s / 4, self._sweep)
         now_s = self._loop.time()
-        for connection in tuple(self._open):
-            if isinstance(connection, Connection):
-                connection.cut_if_unread(now_s)
+        for connection in self._open:
+            if isinstance(connection, Handshake) or connection.unread is None:
+                continue
+            if connection.unread.has_stalled(now_s, self.unread_s):
+                log.info("a client was cut off because it did not read its answer")
+                connection.abort()
+
+
+_Client = Connection | Handshake | StreamConnection

@@ -26,10 +26,11 @@ class Cors:
         )
         return web.Response(status=204, headers=_PREFLIGHT) if asks else None
 
-    async def on_prepare(self, request: web.Request, response: web.StreamResponse) -> None:
-        """Add the page's origin to an answer that is about to be sent, if it is allowed."""
+    def headers_for(self, request: web.Request) -> dict[str, str]:
+        """Return the headers of any answer, which name the page's origin if it is allowed."""
+        headers: dict[str, str] = {hdrs.VARY: hdrs.ORIGIN}
         origin = request.headers.get(hdrs.ORIGIN, "")
         if origin.lower() in self._origins or (origin and ALL in self._origins):
-            response.headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
-            response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _READABLE
-        response.headers.add(hdrs.VARY, hdrs.ORIGIN)
+            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _READABLE
+        return headers

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
+from aiohttp.http import HttpVersion11
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
@@ -28,10 +29,12 @@ from baton.router.http.engine import Engine
 from baton.router.http.kept import Form, form_of, kept_of, owner_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.open_stream import OpenStream
 from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
 from baton.router.http.prepare import Job, check_ids, check_name, parsed, rendered, unpacked
 from baton.router.http.relay import Relay
-from baton.router.http.request_log import RUNNING, Running
+from baton.router.http.request_log import GONE, RUNNING, Running
+from baton.router.http.routes import PATH_END
 from baton.router.http.schema import Ask, BodyPrompt, Chat
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
@@ -107,12 +110,12 @@ class Handlers:
             if not work.ask.is_streamed:
                 return await self._whole(work, running)
             relay = await self._begin_stream(request, work, running.streams)
-            del work  # a stream may be open for a long time
-            return await _relayed(relay, running)
+            headers = _headers(work, [stream.metrics for stream in running.streams])
+            return await self._relayed(request, running, relay, headers)
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
-        place = start_of(request.match_info["id"], request.headers.get(HEADER))
+        place = start_of(request[PATH_END], request.headers.get(HEADER))
         if HEADER in request.headers:
             place = place_of(request.headers[HEADER])
         with _Counted(request, self._metrics) as running:
@@ -136,12 +139,12 @@ class Handlers:
         stream = await self._engine.reattach(claim, params_of)
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
-        running.request_id = forms[-1].request_id
-        answer, headers = forms[-1].answer, {"X-Request-Id": forms[-1].request_id}
-        events = EventStream(request, answer.id, headers, self._silence_s)
+        answer, running.request_id = forms[-1].answer, forms[-1].request_id
+        events = EventStream(answer.id, self._silence_s)
         relay = Relay(events, answer, stream.params.n, (), self._metrics)
         relay.goes_on(place)
-        return await _relayed(relay, running)
+        headers = {"X-Request-Id": running.request_id}
+        return await self._relayed(request, running, relay, headers)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -266,13 +269,15 @@ class Handlers:
         if not work.ask.is_streamed:
             body = work.answer.whole(outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
-        events = EventStream(request, work.answer.id, headers, self._silence_s)
+        events = EventStream(work.answer.id, self._silence_s)
         relay = Relay(events, work.answer, num_choices, (), self._metrics)
-        await events.open()
+        response = await events.open(request, headers)
         for output in outputs:
             relay.sink(0)(output)
         relay.finish(metrics)
-        return await events.close()
+        events.stop()
+        await response.write_eof()
+        return response
 
     def _counted(self, sink: Sink) -> Sink:
         def take(delta: CompletionOutput) -> None:
@@ -295,16 +300,28 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        headers = _headers(work, [stream.metrics for stream in streams])
-        events = EventStream(request, work.answer.id, headers, self._silence_s)
+        events = EventStream(work.answer.id, self._silence_s)
         relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
         if work.kept is not None:
             relay.goes_on(ReaderPlace(work.answer.id, None))
         return relay
 
+    async def _relayed(
+        self, request: web.Request, running: Running, relay: Relay, headers: dict[str, str]
+    ) -> web.StreamResponse:
+        """Send the headers, and let an `OpenStream` send what the streams bring."""
+        connection = connection_of(request)
+        goes_on = request.version >= HttpVersion11 and connection.can_go_on_after(request)
+        await relay.events.open(request, headers, goes_on=goes_on)
+        stream = OpenStream(relay, running, partial(_count, running, self._metrics))
+        return stream.begin(connection, goes_on=goes_on)
+
 
 class _Counted:
-    """A context around an answer, at whose end all submitted requests are closed and counted."""
+    """A context around an answer, at whose end all submitted requests are closed and counted.
+
+    An `OpenStream` does that for its own requests.
+    """
 
     __slots__ = ("_metrics", "_running")
 
@@ -318,36 +335,18 @@ class _Counted:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         running = self._running
         if isinstance(error, asyncio.CancelledError | ConnectionError):
-            running.outcome = "client_gone"
+            running.outcome = GONE
         elif isinstance(error, BatonError):
             running.failed(error)
-        for stream in running.streams:
-            stream.close()
-            self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
+        if not running.is_open:
+            _count(running, self._metrics)
 
 
-async def _relayed(relay: Relay, running: Running) -> web.StreamResponse:
-    """Send the streams' deltas until all streams end."""
-    streams, events = running.streams, relay.events
-    await events.open()
-    try:
-        for index, stream in enumerate(streams):
-            stream.send_to(relay.sink(index))
-        await _all_ended(streams)
-        relay.finish([stream.metrics for stream in streams])
-        running.outcome = "finished"
-    except BatonError as error:
-        running.failed(error)
-        relay.fail(error)
-    except Exception:
-        log.exception("a streamed answer broke", request=running.request_id)
-        relay.fail(BatonError("the router failed to make this answer"))
-    finally:
-        relay.stop()
-        events.stop()
-        for stream in streams:
-            stream.close()
-    return await events.close()
+def _count(running: Running, metrics: HttpMetrics) -> None:
+    """Close and count the requests that an HTTP request has submitted."""
+    for stream in running.streams:
+        stream.close()
+        metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
 
 def _all_ended(streams: Sequence[RequestStream]) -> Awaitable[None]:

@@ -10,10 +10,9 @@ from collections import deque
 from collections.abc import Callable
 
 import msgspec
-from aiohttp import web
 
 from baton.protocol.errors import Failure
-from baton.router.http.request_log import RUNNING, Running
+from baton.router.http.request_log import Running
 from baton.router.outputs import Path, RequestMetrics
 from baton.router.waterfall import StageSpan, waterfall
 
@@ -75,11 +74,8 @@ class RecentRequests:
         self._ended: deque[_KeptRequest] = deque(maxlen=MAX_REQUESTS)
         self._faults: deque[FaultRecord] = deque(maxlen=MAX_FAULTS)
 
-    def answered(self, request: web.Request, status: int, request_id: str, took_s: float) -> None:
+    def answered(self, running: Running, status: int, request_id: str, took_s: float) -> None:
         """Keep an ended request for text. Other HTTP requests are not kept."""
-        running = request.get(RUNNING)
-        if running is None:
-            return
         metrics = [stream.metrics for stream in running.streams[:MAX_PROMPTS]]
         now, name = self._wall_clock(), request_id or running.request_id
         if metrics:

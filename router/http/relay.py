@@ -6,6 +6,7 @@ client reads too slowly, deltas are merged per choice instead of piling up as ev
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from baton.protocol.errors import BatonError
 from baton.router.http.answers import Answer, ChunkTemplate, error_of
@@ -59,18 +60,7 @@ class Relay:
 
     def sink(self, prompt_index: int) -> Sink:
         """Return the sink for the deltas of one prompt."""
-        offset = prompt_index * self._num_choices
-        events, metrics = self.events, self._metrics
-
-        def take(delta: CompletionOutput) -> None:
-            metrics.num_output_tokens += len(delta.token_ids)
-            delta.index += offset
-            if self._held is None and not events.is_full:
-                self._send(delta)
-            else:
-                self._hold(delta)
-
-        return take
+        return partial(self._take, prompt_index * self._num_choices)
 
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
         """Send the last events of a complete answer."""
@@ -89,6 +79,14 @@ class Relay:
     def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+
+    def _take(self, offset: int, delta: CompletionOutput) -> None:
+        self._metrics.num_output_tokens += len(delta.token_ids)
+        delta.index += offset
+        if self._held is None and not self.events.is_full:
+            self._send(delta)
+        else:
+            self._hold(delta)
 
     def _send(self, delta: CompletionOutput) -> None:
         template = self._templates.get(delta.index)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from baton.protocol.errors import ConfigError
-from baton.router.http.request_log import Running
+from baton.router.http.request_log import CARRIED, Running
 from baton.router.stream import RequestStream
 from baton.router.waterfall import waterfall
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SERVICE = "baton"
 CLOSE_S = 1.0
-CARRIED = ("traceparent", "tracestate")
 
 
 def exporter_to(endpoint: str) -> "SpanExporter":

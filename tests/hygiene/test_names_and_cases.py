@@ -17,7 +17,6 @@ OPEN_MATCHES = {
     "engine:_rope",  # a name in a checkpoint's configuration; unknown ones are refused
     "engine:_dtype",  # the same
     "engine:_scaled",  # the names that `_rope` lets through, or none
-    "router:_named",  # HTTP status codes
     "router:decoding_of",  # the shape of a tokenizer.json; other shapes are refused
     "src:given_prompt",  # what a caller of the library may pass
 }
@@ -36,8 +35,9 @@ BOUNDARIES = {
     # The thread that called for the work raises it.
     "kernels:_work",
     # One request's error hurts no other request.
-    "router:App._answer_errors",
-    "router:_relayed",
+    "router:App._response_to",
+    "router:OpenStream._one_ended",
+    "router:OpenStream.begin",
     "router:ActiveRequests._step",
     "router:Reattaching._end",
     "router:ChatTemplate.render",  # a template can raise whatever Python can

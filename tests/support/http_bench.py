@@ -18,14 +18,16 @@ from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
-from baton.router.http.app import App, Server
+from baton.router.http.app import App
 from baton.router.http.engine import Engine
+from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer
 from baton.router.reattaching import Claim
 from baton.router.stream import RequestStream
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.text import Text
 from baton.router.text_router import ParamsOf
+from baton.runtime.tls import certificate_of
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
@@ -175,7 +177,8 @@ class HttpBench:
     ) -> None:
         config = config or ClusterConfig()
         self.app = App(engine, config, chat_template, silence_s, tracer)
-        self.server = Server(self.app, msgspec.structs.replace(config.router, port=0))
+        router = msgspec.structs.replace(config.router, port=0)
+        self.server = Server(self.app, router, certificate_of(router))
         self.url = ""
 
     async def __aenter__(self) -> "HttpBench":

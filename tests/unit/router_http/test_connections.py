@@ -14,9 +14,11 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.router.http.connections import MIN_BYTES_PER_S, Connection, ReadingPace
+from baton.router.http.connections import Connection
+from baton.router.http.unread import MIN_BYTES_PER_S, ReadingPace
 from baton.runtime.clock import monotonic
 from tests.support.http_bench import HttpBench, ScriptedEngine, posted, served
 from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
@@ -226,6 +228,51 @@ async def test_a_client_that_leaves_when_its_answer_begins_is_no_fault_of_ours(
     await asyncio.gather(writer.wait_closed(), return_exceptions=True)
     assert 'outcome="client_gone",path="none"} 1.0' in (await bench.get("/metrics")).text
     assert "Traceback" not in caplog.text
+
+
+LIVE = b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize("early", [b"", LIVE, LIVE[:9]])
+@served()
+async def test_a_stream_needs_no_task_and_its_connection_goes_on_afterwards(
+    early: bytes, bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    """What the client sends before the end of the stream, a part of a request too, is answered."""
+    num_tasks = len(asyncio.all_tasks())
+    reader, writer = await bench.dial()
+    for number in range(2):
+        writer.write(posted({"prompt": [5], "stream": True}))
+        stream = await engine.stream(number)
+        engine.say(stream, " hello")
+        await reader.readuntil(b" hello")
+        while len(asyncio.all_tasks()) > num_tasks:  # noqa: ASYNC110 - no event tells it
+            await asyncio.sleep(0)
+        assert not any(type(one) is web.Request for one in gc.get_objects())
+        writer.write(early)
+        await writer.drain()
+        engine.say(stream, " world", "stop")
+        stream.finish()
+        await reader.readuntil(b"[DONE]\n\n\r\n0\r\n\r\n")
+        writer.write(LIVE[len(early) :])
+        assert b" 200 OK" in await reader.readuntil(b'{"status":"live"}')
+    writer.close()
+
+
+@pytest.mark.parametrize("behind", [LIVE, HALF])
+@served()
+async def test_a_connection_ends_with_a_stream_if_more_came_before_its_answer(
+    behind: bytes, bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    reader, writer = await bench.dial()
+    writer.write(posted({"prompt": [5], "stream": True}) + behind)
+    stream = await engine.stream()
+    engine.say(stream, " hello", "stop")
+    stream.finish()
+    received = await reader.read()
+    assert b"connection: close\r\n" in received.lower()
+    assert received.endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+    writer.close()
 
 
 @served(config=few(2))

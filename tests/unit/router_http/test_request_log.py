@@ -9,7 +9,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
-from baton.router.http.request_log import MAX_REFUSALS_PER_S, RUNNING, RequestLog, Running
+from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running
 from baton.router.stream import RequestStream
 from tests.support.http_bench import (
     TEXT,
@@ -102,7 +102,7 @@ def test_probes_do_not_flood_the_access_log(level: str, caplog: pytest.LogCaptur
     caplog.set_level(level)
     requests = RequestLog(LogConfig(access=True))
     for path in ("/health", "/v1/models", "/status.json"):
-        requests.answered(make_mocked_request("GET", path), 200, "id", 0.001)
+        requests.answered(make_mocked_request("GET", path), None, 200, "id", 0.001)
     paths = [fields_of(record)["path"] for record in caplog.records]
     every = ["/health", "/v1/models", "/status.json"]
     assert paths == (every if level == "DEBUG" else ["/v1/models"])
@@ -132,12 +132,11 @@ def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None
     caplog.set_level("INFO")
     clock = VirtualClock(100.0)
     requests = RequestLog(LogConfig(), clock)
-    refused = make_mocked_request("POST", "/v1/completions")
-    refused[RUNNING] = running = Running()
+    refused, running = make_mocked_request("POST", "/v1/completions"), Running()
     running.failed(Overloaded("full", code="queue_full", http_status=429))
     for second in range(2):
         for number in range(3 * MAX_REFUSALS_PER_S):
-            requests.answered(refused, 429, f"{second}-{number}", 0.001)
+            requests.answered(refused, running, 429, f"{second}-{number}", 0.001)
         clock.advance(1.0)
     lines = [(record.message, fields_of(record)) for record in caplog.records]
     refusals = [fields["request"] for text, fields in lines if text == "request failed"]

@@ -1,5 +1,6 @@
 """TLS by files: what is served with them, how they are replaced, which of them stop a start."""
 
+import asyncio
 import http.client
 import os
 import shutil
@@ -17,7 +18,9 @@ import pytest
 from baton.__main__ import main
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.runtime.tls import certificate_of, client_context
+from tests.support.async_tests import on_a_loop
 from tests.support.certificates import Certificate, make_certificate
+from tests.support.http_bench import JSON, HttpBench, ScriptedEngine, well
 from tests.support.router_process import WAIT_S, StartRouter
 
 
@@ -77,6 +80,25 @@ def test_a_certificate_is_replaced_without_dropping_a_connection(
     for one in (before, after, again):
         one.close()
     router.end_well()
+
+
+@on_a_loop
+async def test_a_connection_goes_on_after_a_stream(made: Certificate) -> None:
+    engine, config = ScriptedEngine(well), with_tls(ClusterConfig(), made)
+    async with HttpBench(engine, config) as bench:
+        connection = dial(bench.url, made)
+        await asyncio.to_thread(connection.connect)
+        socket = connection.sock
+        for _ in range(2):
+            assert "[DONE]" in await asyncio.to_thread(streamed, connection)
+        assert connection.sock is socket  # it was never closed
+        connection.close()
+    engine.close()
+
+
+def streamed(connection: http.client.HTTPSConnection) -> str:
+    connection.request("POST", "/v1/completions", b'{"prompt":[5],"stream":true}', JSON)
+    return connection.getresponse().read().decode()
 
 
 def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
