@@ -24,13 +24,15 @@ MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
 
 
 class CpuLinears:
-    """One rank's products, with their memory and threads. Only one thread may call them."""
+    """One rank's products, and the threads that they work with.
+
+    Calls with torch set to one thread may run side by side; of other calls, one at a time.
+    """
 
     def __init__(self, library: CpuLibrary) -> None:
         assert library.in_pairs
         self._library = library  # keeps the code in memory
         self._threads = CpuThreads()
-        self._sums = torch.empty(0)
 
     def layer(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
         """Return a layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
@@ -45,13 +47,12 @@ class CpuLinears:
         num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
         slices = self._slices(num_rows, panels)
         size = SHEET * PANEL * 4
-        if self._sums.nbytes < size * len(slices):
-            self._sums = torch.empty(size // 4 * len(slices))
+        memory = torch.empty(size // 4 * len(slices))
         arguments = (
             x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
             bias is not None, panels.shape[1], layer.outputs, out.data_ptr(),
         )  # fmt: skip
-        sums = range(self._sums.data_ptr(), 1 << 64, size)
+        sums = range(memory.data_ptr(), 1 << 64, size)
         calls = [(*part, sums[i], *arguments) for i, part in enumerate(slices)]
         self._threads.run(self._library.kernels["multiply"], calls)
         return out

@@ -57,10 +57,12 @@ class CpuThreads:
 
 def _work(inbox: SimpleQueue[ThreadWork | None], done: SimpleQueue[BaseException | None]) -> None:
     while (work := inbox.get()) is not None:
-        function, arguments = work
+        failure: BaseException | None = None
         try:
-            function(*arguments)
+            work[0](*work[1])
         except BaseException as error:  # noqa: BLE001  (the caller raises it)
-            done.put(error)
-        else:
-            done.put(None)
+            failure = error
+        # An idle thread keeps nothing: to free tensors while Python ends would abort the process.
+        work = None
+        done.put(failure)
+        del failure

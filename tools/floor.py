@@ -106,8 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.steps:
         cases = [Case(0, length) for length in given.prompts]
         cases += [Case(batch, context) for batch in given.batches for context in given.contexts]
-        print("| step | ms | floor ms | multiple | linears | attention | sampling | rest |")
-        print("|---|---|---|---|---|---|---|---|")
+        print("| step | ms | floor ms | multiple | linears | attention | sampling | rest | host |")
+        print("|---|---|---|---|---|---|---|---|---|")
         for row in measure_steps(given.model, given.threads, cases, given.rounds):
             print(table_line(row), flush=True)
     return 0
@@ -115,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table_line(row: StepRow) -> str:
     parts = list(row.parts_ms.values())
-    shown = (row.step_ms, row.floor_ms, row.multiple, *parts, row.step_ms - sum(parts))
+    rest = row.step_ms - sum(parts)
+    shown = (row.step_ms, row.floor_ms, row.multiple, *parts, rest, row.host_ms)
     return f"| {row.case.name} | " + " | ".join(f"{value:.2f}" for value in shown) + " |"
 
 

@@ -73,8 +73,10 @@ class HollowBackend:
     def begin(self, batch: Batch) -> None:
         """Prepare nothing."""
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
-        return qkv.new_empty((len(qkv), self._num_values))
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        return qkv.new_empty((len(qkv if rows is None else rows), self._num_values))
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -5,11 +5,13 @@ computes it; a decode step adds one token to each of `batch` sequences. The floo
 matrix products alone: those of the linear layers as the rank itself computes them, and for a prompt
 those of attention at the rate of torch's bf16 products. A decode step also has to read its keys and
 values, at the rate at which this machine reads memory. Step and floor are measured in turn, since
-other work on the machine slows both.
+other work on the machine slows both. The host's part is the time of a step whose kernels and
+products compute nothing.
 """
 
 import dataclasses
 import statistics
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +23,16 @@ import torch
 from torch import Tensor
 
 from baton.engine.attention.backend import Backend
+from baton.engine.attention.cpu import CpuBackend
 from baton.engine.layers.linear import Linear
 from baton.engine.model_config import DecoderConfig
+from baton.engine.models.decoder import Decoder
 from baton.engine.plan import Slice, StepPlan
-from baton.engine.rank import load_runner, plan_rank
+from baton.engine.rank import keep_freed_memory, load_runner, plan_rank
 from baton.engine.runner import Runner
 from baton.engine.sampler import Draws, Sampler
 from baton.engine.tensor_parallel import SingleRank
+from baton.kernels.cpu_library import CpuLibrary
 from baton.kv_transfer.host_pool import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId
@@ -80,21 +85,27 @@ class StepRow(msgspec.Struct, frozen=True):
     step_ms: float
     floor_ms: float
     multiple: float
+    host_ms: float
     parts_ms: dict[str, float]
 
 
 class Stopwatch:
-    """Adds up seconds by name: of this process's CPU for one thread, else of the clock."""
+    """Adds up seconds by name: of this process's CPU for one thread, else of the clock.
+
+    Of threads that compute rows side by side it counts the one that made it.
+    """
 
     def __init__(self, threads: int) -> None:
         self.now = time.process_time if threads == 1 else time.perf_counter
         self.spent_s: defaultdict[str, float] = defaultdict(float)
+        self._thread = threading.get_ident()
 
     @contextmanager
     def running(self, name: str) -> Iterator[None]:
         began_s = self.now()
         yield
-        self.spent_s[name] += self.now() - began_s
+        if threading.get_ident() == self._thread:
+            self.spent_s[name] += self.now() - began_s
 
     def seconds(self, work: Callable[[], object]) -> float:
         began_s = self.now()
@@ -106,6 +117,7 @@ def measure_steps(
     model: Path, threads: int, cases: Sequence[Case], rounds: int
 ) -> Iterator[StepRow]:
     """Yield the row of each case as soon as it is measured."""
+    keep_freed_memory()
     torch.set_num_threads(threads)
     watch = Stopwatch(threads)
     num_blocks = max(max(1, case.batch) * case.blocks_each for case in cases)
@@ -118,10 +130,15 @@ def measure_steps(
     runner, pool = load_runner(plan, config, SingleRank(), lambda *_: None)
     try:
         _fill(runner.cache.pool)
-        floor = Floors(plan.decoder, runner, watch)
+        floor, library = Floors(plan.decoder, runner, watch), None
+        if isinstance(runner.backend, CpuBackend):
+            library = runner.backend.library
         _time_parts(runner, watch)
         for case in cases:
-            yield _measure(runner, watch, floor, case, rounds)
+            row = _measure(runner, watch, floor, case, rounds)
+            with hollow(runner, library):
+                host_ms = _host_ms(runner, watch, case, rounds)
+            yield msgspec.structs.replace(row, host_ms=host_ms)
     finally:
         if isinstance(pool, HostPool):
             pool.close()
@@ -144,8 +161,40 @@ def _measure(runner: Runner, watch: Stopwatch, floor: "Floors", case: Case, roun
         1e3 * statistics.median(steps),
         1e3 * statistics.median(floors),
         statistics.median(ratios),
+        0.0,
         {name: 1e3 * statistics.median(part[name] for part in parts) for name in PARTS},
     )
+
+
+def _host_ms(runner: Runner, watch: Stopwatch, case: Case, rounds: int) -> float:
+    plans = case.plans()
+    took = [
+        watch.seconds(lambda: [runner.execute(plan) for plan in plans]) for _ in range(4 * rounds)
+    ]
+    return 1e3 * statistics.median(took)
+
+
+@contextmanager
+def hollow(runner: Runner, library: CpuLibrary | None) -> Iterator[None]:
+    """Let the kernels and the products of torch's library compute nothing."""
+
+    def empty(linear: Linear) -> Linear:
+        if linear.ordered is not None:  # a kernel
+            return linear
+        outputs = linear.weight.shape[0]
+        return Linear(linear.weight, None, ordered=lambda x, _: x.new_empty(len(x), outputs))
+
+    decoder = runner.decoder
+    kernels = dict(library.kernels) if library else {}
+    if library:
+        library.kernels.update(dict.fromkeys(kernels, lambda *_: 0))
+    runner.decoder = _with_linears(decoder, empty)
+    try:
+        yield
+    finally:
+        runner.decoder = decoder
+        if library:
+            library.kernels.update(kernels)
 
 
 class Floors:
@@ -164,25 +213,31 @@ class Floors:
         if case.batch:
             num_bytes = case.batch * case.context * self._token_bytes
             read_s = self._watch.seconds(self._memory.sum) * num_bytes / READ_BYTES
-            return self._products_s(case.batch) + self._head_s(case.batch) + read_s
-        whole, rest = divmod(case.context, CHUNK)
-        products_s = whole * self._products_s(CHUNK)
-        if rest:
-            products_s += self._products_s(rest)
-        # Queries by keys, then weights by values; each query sees half of the keys.
+            return self._products_s(case.batch, case.batch) + self._head_s(case.batch) + read_s
+        chunks = [min(CHUNK, case.context - start) for start in range(0, case.context, CHUNK)]
+        products_s = sum(self._products_s(num_rows, 0) for num_rows in chunks[:-1])
+        products_s += self._products_s(chunks[-1], 1) + self._head_s(1)
+        # Queries by keys, then weights by values; each query sees half of the keys. The last layer
+        # needs one query of the prompt.
         share = case.context * case.context / (CHUNK * 4 * CHUNK)
         one_s = self._watch.seconds(lambda: torch.bmm(self._queries, self._keys))
-        return products_s + self._head_s(1) + share * one_s * self._config.num_layers
+        return products_s + share * one_s * (self._config.num_layers - 1)
 
-    def _products_s(self, num_rows: int) -> float:
+    def _products_s(self, num_rows: int, num_drawn: int) -> float:
+        """Time the layers; what follows the last attention is computed for `num_drawn` rows."""
         config = self._config
         hidden, inner = config.hidden_size, config.intermediate_size
         wide = config.num_heads * config.head_dim
-        inputs = [self._rows(num_rows, width) for width in (hidden, wide, hidden, inner)]
+        widths = (hidden, wide, hidden, inner)
+        inputs = [self._rows(num_rows, width) for width in widths]
+        drawn = [self._rows(num_drawn, width) for width in widths]
 
         def compute() -> None:
-            for number, layer in enumerate(self._layers):
+            for number, layer in enumerate(self._layers[:-3]):
                 layer.product(inputs[number % 4])
+            for layer, x in zip(self._layers[-3:], drawn[1:], strict=True):
+                if num_drawn:
+                    layer.product(x)
 
         return self._watch.seconds(compute)
 
@@ -224,9 +279,11 @@ class TimedBackend:
         self.begin, self.silu_mul = backend.begin, backend.silu_mul
         self.add_rms_norm = backend.add_rms_norm
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         with self._watch.running("attention"):
-            return self._backend.attend(layer, qkv, head_norms)
+            return self._backend.attend(layer, qkv, head_norms, rows)
 
 
 class TimedSampler(Sampler):
@@ -245,18 +302,20 @@ def _time_parts(runner: Runner, watch: Stopwatch) -> None:
             linear.weight, linear.bias, linear.rule, linear.ordered, linear.trial, watch
         )
 
+    runner.decoder = _with_linears(runner.decoder, timed)
+    runner.backend = TimedBackend(runner.backend, watch)
+    runner.sampler = TimedSampler(runner.sampler, watch)
+
+
+def _with_linears(decoder: Decoder, changed: Callable[[Linear], Linear]) -> Decoder:
     layers = tuple(
         dataclasses.replace(
             layer,
-            qkv=timed(layer.qkv),
-            output=timed(layer.output),
-            gate_up=timed(layer.gate_up),
-            down=timed(layer.down),
+            qkv=changed(layer.qkv),
+            output=changed(layer.output),
+            gate_up=changed(layer.gate_up),
+            down=changed(layer.down),
         )
-        for layer in runner.decoder.layers
+        for layer in decoder.layers
     )
-    runner.decoder = dataclasses.replace(
-        runner.decoder, layers=layers, head=timed(runner.decoder.head)
-    )
-    runner.backend = TimedBackend(runner.backend, watch)
-    runner.sampler = TimedSampler(runner.sampler, watch)
+    return dataclasses.replace(decoder, layers=layers, head=changed(decoder.head))

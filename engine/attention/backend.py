@@ -82,8 +82,12 @@ class Backend(Protocol):
         """Prepare what all layers of this step share."""
         ...
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         """Store the batch's keys and values, and return `[num_tokens, num_heads * head_dim]`.
+
+        With `rows`, return those rows of it alone.
 
         `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`.
         `head_norms`, one RMS norm weight for each query and key head

@@ -10,11 +10,12 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
 from baton.engine.attention.plain import PlainBackend
-from baton.kernels.cpu_kernels import CpuKernels
+from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.protocol.config import KernelChoice
 from baton.protocol.errors import ConfigError
@@ -77,6 +78,7 @@ class CpuBackend:
         self.eps = eps
         self.window = window
         self.scale = self.head_dim**-0.5
+        self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
         self._cos_sin = cos_sin.contiguous()
 
@@ -88,17 +90,38 @@ class CpuBackend:
             (chunk.row, chunk.length, chunk.start, start)
             for chunk, start in zip(batch.chunks, starts, strict=False)
         ]
-        self._work = self._kernels.attention_work(
-            np.fromiter(chain.from_iterable(used), np.int32), np.array(chunks, np.int64)
-        )
+        self._tables = np.fromiter(chain.from_iterable(used), np.int32)
+        self._chunks = np.array(chunks, np.int64)
+        self._is_decoding = len(chunks) == batch.num_tokens
+        self._work = self._kernels.attention_work(self._tables, self._chunks)
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         q = self._kernels.rope_and_store(
             qkv, layer, self._positions, self._slots, self._cos_sin, head_norms, self.eps
         )
+        work = self._work
+        if rows is not None and not self._are_all(rows.numpy()):
+            q = q[rows]
+            if not len(q):
+                return q.flatten(1)
+            work = self._work_of(rows.numpy())
         out = torch.empty_like(q)
-        self._kernels.attend(q, layer, self._work, self.window, self.scale, out)
+        self._kernels.attend(q, layer, work, self.window, self.scale, out)
         return out.flatten(1)
+
+    def _are_all(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether these are all rows of a step in which every sequence has one."""
+        return self._is_decoding and np.array_equal(rows, self._chunks[:, 0])
+
+    def _work_of(self, rows: NDArray[np.int64]) -> AttentionWork:
+        """Return the queries of some rows, each as a chunk of one token."""
+        chunks = self._chunks[np.searchsorted(self._chunks[:, 0], rows, side="right") - 1]
+        chunks[:, 2] += rows - chunks[:, 0]
+        chunks[:, 0] = np.arange(len(rows))
+        chunks[:, 1] = 1
+        return self._kernels.attention_work(self._tables, chunks)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

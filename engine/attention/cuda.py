@@ -46,7 +46,9 @@ class CudaBackend:
         assert batch.tables is not None, "the kernels read tables on the device"
         self._positions, self._slots, self._tables = batch.positions, batch.slots, batch.tables
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         heads, kv_heads = self.num_heads, self.kv_heads
         qkv = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
@@ -74,7 +76,7 @@ class CudaBackend:
                 )
             )  # fmt: skip
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return out.flatten(1)
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

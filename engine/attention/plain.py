@@ -48,7 +48,9 @@ class PlainBackend:
         self._tables, self._starts = torch.tensor(tables), torch.tensor(starts)
         self._lengths = torch.tensor(lengths)
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         batch, heads = self._batch, self.num_heads
         own = qkv.view(len(qkv), -1, self.head_dim)
         first_value = heads + self.pool.shape[1]
@@ -62,7 +64,7 @@ class PlainBackend:
             q, self.pool, layer, self._tables, self._starts, self._lengths, self.head_dim**-0.5,
             self.window,
         )  # fmt: skip
-        return out.flatten(1)
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

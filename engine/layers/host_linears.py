@@ -86,6 +86,18 @@ class HostLinears:
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
 
+    def say_rules(self) -> None:
+        """Log which numbers of rows are computed at once, for the kinds that share a rule."""
+        shapes: dict[tuple[int, ...], list[str]] = {}
+        for kind, (_, rule) in self._found.items():
+            if rule is not None:
+                shapes.setdefault(rule.tiles, []).append(f"{kind.outputs}x{kind.inputs}")
+        for tiles, some in shapes.items():
+            log.info(
+                "linear layers keep their bits in these numbers of rows",
+                rows=",".join(map(str, tiles)), shapes=",".join(some),
+            )  # fmt: skip
+
 
 def trial_of(compiled: CpuLinears) -> bytes:
     """Return a digest of how the CPU rounds the products of the compiled kernels."""

@@ -1,18 +1,22 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
 
-The runner calls it with a packed batch. All positions run through the layers at once; logits are
-computed only where a token is drawn. The backend holds what differs between devices, and the KV
-cache holds the pool; this file knows neither blocks nor requests.
+The runner calls it with a packed batch. All positions run through the layers at once; what follows
+the last layer's keys and values is computed only where a token is drawn. The backend holds what
+differs between devices, and the KV cache holds the pool; this file knows neither blocks nor
+requests.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.attention.backend import Backend, Batch
 from baton.engine.layers.linear import Linear
+from baton.engine.layers.row_threads import ByRows, at_once
 from baton.engine.tensor_parallel import Ranks
 
 
@@ -40,6 +44,7 @@ class Decoder:
     head_is_split: bool
     eps: float
     ranks: Ranks
+    by_rows: ByRows = at_once
 
     def linears(self) -> Iterator[Linear]:
         """Yield all linear layers."""
@@ -50,19 +55,42 @@ class Decoder:
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`.
 
-        Logits are `[len(rows), vocab]` in fp32.
+        Logits are `[len(rows), vocab]` in fp32. From the last layer on, only `rows` are computed.
         """
         backend.begin(batch)
-        x, residual = F.embedding(batch.token_ids, self.embedding), None
-        for number, layer in enumerate(self.layers):
-            x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
-            x = layer.output(backend.attend(number, layer.qkv(x), layer.head_norms))
-            x = self.ranks.all_reduce(x)
-            x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-            x = layer.down(backend.silu_mul(layer.gate_up(x)))
-            x = self.ranks.all_reduce(x)
-        if residual is not None:
-            residual = residual[rows]
-        x, _ = backend.add_rms_norm(x[rows], residual, self.final_norm, self.eps)
+        embedded = F.embedding(batch.token_ids, self.embedding)
+        x, residual = self._into_attention(0, backend, embedded, None)
+        last = len(self.layers) - 1
+        for number in range(last):
+            x = backend.attend(number, x, self.layers[number].head_norms)
+            x, residual = self.by_rows(partial(self._to_next, number, backend), x, residual)
+        x = backend.attend(last, x, self.layers[last].head_norms, rows)
+        if not len(rows):
+            return x.new_empty(0, len(self.embedding), dtype=torch.float32)
+        x, residual = self._after_attention(last, backend, x, residual[rows])
+        x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
         logits = self.head(x).float()
         return self.ranks.all_gather(logits) if self.head_is_split else logits
+
+    def _to_next(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute from the attention of a layer to that of the next."""
+        x, residual = self._after_attention(number, backend, x, residual)
+        return self._into_attention(number + 1, backend, x, residual)
+
+    def _into_attention(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[number]
+        x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
+        return layer.qkv(x), residual
+
+    def _after_attention(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[number]
+        x = self.ranks.all_reduce(layer.output(x))
+        x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
+        x = layer.down(backend.silu_mul(layer.gate_up(x)))
+        return self.ranks.all_reduce(x), residual

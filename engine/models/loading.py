@@ -14,6 +14,7 @@ from baton.engine.layers.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.layers.linear import Linear, share
 from baton.engine.layers.ordered_linears import OrderedLinears
 from baton.engine.layers.product_rule import Product
+from baton.engine.layers.row_threads import RowThreads, at_once
 from baton.engine.model_config import DecoderConfig
 from baton.engine.models.decoder import Decoder, DecoderLayer
 from baton.engine.tensor_parallel import Ranks
@@ -57,7 +58,10 @@ def load_decoder(
         linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
     elif place.ordered is not None:
         linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
-    return _Loader(config, checkpoint, ranks, place, linears).load(progress)
+    decoder = _Loader(config, checkpoint, ranks, place, linears).load(progress)
+    if isinstance(linears, HostLinears):
+        linears.say_rules()
+    return decoder
 
 
 def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
@@ -103,9 +107,11 @@ class _Loader:
         head, is_split = self._head(embedding)
         progress("weights", total, total)
         norm = self._read("model.norm.weight")
+        is_alone_on_cpu = self.device.type == "cpu" and self.ranks.size == 1
         return Decoder(
-            embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks
-        )
+            embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
+            RowThreads() if is_alone_on_cpu else at_once,
+        )  # fmt: skip
 
     def _layer(self, name: str) -> DecoderLayer:
         config, attention, mlp = self.config, name + "self_attn.", name + "mlp."

@@ -148,7 +148,9 @@ class TableBackend:
         assert batch.tables is not None
         self._batch, self._tables = batch, batch.tables
 
-    def attend(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
         assert head_norms is None
         heads, tables = self.num_heads, self._tables
         q, k, v = qkv.view(len(qkv), -1, self.head_dim).split(
@@ -164,7 +166,7 @@ class TableBackend:
         out = self._decoded(q[:decoding], layer)
         if decoding < len(tables.blocks):
             out = torch.cat((out, self._prefilled(q[decoding:], layer)))
-        return out.flatten(1)
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def _prefilled(self, q: Tensor, layer: int) -> Tensor:
         if q.is_meta:  # the twin of the kernel reads lengths on the host

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.layers.row_rule import num_threads
+from baton.engine.layers.row_threads import MIN_ROWS
 from baton.engine.runner import Runner
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
@@ -95,6 +96,21 @@ def test_prompts_and_decoding_mix_in_one_batch(runner: Runner) -> None:
         assert_same_bits(ours, theirs)
 
 
+def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner: Runner) -> None:
+    a, b = text("a", 200), text("b", 40, 20)
+    chunked_logits(runner, a, [150, 50])
+    slices = a.chunk(150, 200), b.chunk(0, 40)
+    expected = torch.cat(logits(runner, *slices))
+    batch = runner.pack(slices)
+    for rows in ([49, 89], [0, 48, 50, 89], [7], []):
+        with torch.inference_mode():
+            found = runner.decoder.forward(
+                batch, torch.tensor(rows, dtype=torch.int64), runner.backend
+            )
+        assert found.shape == (len(rows), expected.shape[1])
+        assert_same_bits(found, expected[rows])
+
+
 def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> None:
     one, other = text("one", 200), text("one", 200, 40)
     shared = Text("one", other.tokens, one.blocks[:8] + other.blocks[8:])
@@ -105,13 +121,15 @@ def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> Non
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None:
-    config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=20)
-    one = text("one", 140)
+    config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=40)
+    one = text("one", 4 * MIN_ROWS + 100)
     with loaded(config) as runner:
         needs_rules(runner)
-        expected = chunked_logits(runner, one, [140])
+        expected = chunked_logits(runner, one, [len(one.tokens)])
     with num_threads(threads), loaded(config) as runner:
-        assert_same_bits(chunked_logits(runner, one, [90, 1, 9, 40]), expected)
+        # The threads share many rows, or the work of each operation.
+        sizes = [4 * MIN_ROWS + 3, 1, 9, 87]
+        assert_same_bits(chunked_logits(runner, one, sizes), expected)
 
 
 def test_no_size_of_a_batch_leaves_a_trace(runner: Runner) -> None:
