@@ -111,8 +111,10 @@ def find(kind: WeightKind, thread_counts: Sequence[int] = ()) -> Found:
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
     rows = trial_rows(kind.inputs, kind.dtype)
-    tiles = tiles_for(kind.outputs, kind.inputs, kind.max_rows, len(rows))
     forms = [form for form in (packed(weight), weight) if form is not None]
+    tiles = tiles_for(
+        kind.outputs, kind.inputs, kind.max_rows, len(rows), is_slow=not forms[0].is_mkldnn
+    )
     for form in forms:
         rule = find_rule(Linear(form, bias).product, rows, tiles, thread_counts)
         if rule is not None:

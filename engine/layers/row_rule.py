@@ -20,6 +20,8 @@ RowProduct = Callable[[Tensor], Tensor]  # [num_rows, inputs] -> [num_rows, outp
 
 TILES = (1, 2, 4, 8, 12, 16, 24, 32, 40, 48, 64, 80, 96, 112, 128, 192, 256, 512)
 FEW_TILES = (1, 16, 64, 256)
+# A product that no library packs is slow here, as bf16 ones without AVX-512 are.
+SLOW_TILES = (1, 2, 4, 8, 16, 32, 64, 256)
 # The largest weights are tried with few tiles, so that the search stays short compared with
 # loading.
 MAX_SEARCH_FLOPS = 40e9
@@ -108,9 +110,11 @@ def find_rule(
     return RowRule(equal)
 
 
-def tiles_for(outputs: int, inputs: int, max_rows: int, pool_size: int) -> tuple[int, ...]:
+def tiles_for(
+    outputs: int, inputs: int, max_rows: int, pool_size: int, *, is_slow: bool = False
+) -> tuple[int, ...]:
     """Return the tiles to try for a weight that seldom gets more than `max_rows` at once."""
-    tiles = [tile for tile in TILES if tile <= max_rows]
+    tiles = [tile for tile in (SLOW_TILES if is_slow else TILES) if tile <= max_rows]
     num_rows = sum(_num_products(tile, pool_size, PASSES) * tile for tile in tiles)
     if 2.0 * outputs * inputs * num_rows > MAX_SEARCH_FLOPS:
         tiles = [tile for tile in FEW_TILES if tile <= max_rows]

@@ -11,6 +11,7 @@ from torch import Tensor
 from baton.engine.layers.row_rule import (
     FEW_TILES,
     PASSES,
+    SLOW_TILES,
     SMALL_TILE,
     TILES,
     RowRule,
@@ -177,7 +178,7 @@ def test_pieces_are_those_that_cost_least_together() -> None:
     assert rule.pieces(600) == (256, 256, 64, 32)
 
 
-@pytest.mark.parametrize("some", [TILES, FEW_TILES, (16,), (1, 512), (24, 96)])
+@pytest.mark.parametrize("some", [TILES, FEW_TILES, SLOW_TILES, (16,), (1, 512), (24, 96)])
 def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]) -> None:
     rule = rule_of(*some)
     for num_rows in range(1, 2 * max(some) + 40):
@@ -210,6 +211,7 @@ def test_places_of_a_small_tile_are_all_compared_with_one_another(tile: int) -> 
 
 def test_large_weights_are_tried_with_few_tiles_and_heads_with_small_ones() -> None:
     assert tiles_for(3072, 512, 512, NUM_ROWS) == TILES
+    assert tiles_for(3072, 512, 512, NUM_ROWS, is_slow=True) == SLOW_TILES
     assert tiles_for(28672, 4096, 512, NUM_ROWS) == FEW_TILES
     assert tiles_for(8192, 1024, 64, NUM_ROWS) == tuple(tile for tile in TILES if tile <= 64)
     assert tiles_for(128256, 4096, 64, NUM_ROWS) == (1, 16, 64)
