@@ -33,10 +33,10 @@ NEAR_READ, FAR_READ = 1 / 32, 1 / 8
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
 
-# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. An
-# offer first assumes that its node has room, because checking takes long and the best node mostly
+# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. A
+# bid first assumes that its node has room, because checking takes long and the best node mostly
 # has it.
-Offer = tuple[bool, int, bool, float, int, NodeId, Node]
+Bid = tuple[bool, int, bool, float, int, NodeId, Node]
 Flags = tuple[int, int, int, float]
 
 
@@ -81,28 +81,28 @@ class CheapestPair:
         """
         search = _PairSearch(registry, place, math.ceil(self._output_tokens), kept)
         if self._mode == "always":
-            return search.local(search.local_offers())
-        near = self._short_offers(search, place)
+            return search.local(search.local_bids())
+        near = self._short_bids(search, place)
         # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
         if near and place.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
-        prefills = search.prefill_offers()
+        prefills = search.prefill_bids()
         if not place.wants_decode and prefills:
             return search.decision(search.best(prefills)[-1], None)
         pair = search.cheapest_pair(now_s, prefills)
         if near and (pair is None or search.best(near)[:4] <= pair.flags):
             return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
         if pair is None and self._mode == "auto":
-            return search.local(search.local_offers(), is_fallback=True)
+            return search.local(search.local_bids(), is_fallback=True)
         # Without an alternative, a pair that failed lately is better than none.
         pair = pair or next(search.possible_pairs(prefills), None)
         return None if pair is None else search.decision(pair.prefill, pair.decode)
 
-    def _short_offers(self, search: "_PairSearch", place: Place) -> list[Offer]:
+    def _short_bids(self, search: "_PairSearch", place: Place) -> list[Bid]:
         """Return decode nodes that may compute the prompt, because they lack little of it."""
         if self._mode != "auto" or not place.wants_decode or place.is_remote_only:
             return []
-        return search.local_offers(place.num_tokens - self._local_tokens)
+        return search.local_bids(place.num_tokens - self._local_tokens)
 
 
 class _Pair(msgspec.Struct, frozen=True):
@@ -132,17 +132,17 @@ class _PairSearch:
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
 
-    # --- offers ---------------------------------------------------------------------------------
+    # --- bids -----------------------------------------------------------------------------------
 
-    def prefill_offers(self) -> list[Offer]:
-        """Return offers of the prefill nodes that could hold the prompt if they were empty."""
+    def prefill_bids(self) -> list[Bid]:
+        """Return bids of the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._place.num_tokens, 1))
-        return self._offers(nodes, [node.num_tokens for node in nodes], self._cached)
+        return self._bids(nodes, [node.num_tokens for node in nodes], self._cached)
 
-    def local_offers(self, least_held: int = 0) -> list[Offer]:
-        """Return offers of the decode nodes that could compute the prompt themselves.
+    def local_bids(self, least_held: int = 0) -> list[Bid]:
+        """Return bids of the decode nodes that could compute the prompt themselves.
 
-        Nodes that hold less than `least_held` tokens of the prompt make no offer.
+        Nodes that hold less than `least_held` tokens of the prompt make no bid.
         """
         held = self._held
         if least_held > 0 and not held:
@@ -150,12 +150,12 @@ class _PairSearch:
         nodes = self._decodes()
         if least_held > 0:
             nodes = [node for node in nodes if held.get(node.node_id, 0) >= least_held]
-        return self._offers(nodes, self._seats(nodes), self._cached)
+        return self._bids(nodes, self._seats(nodes), self._cached)
 
-    def _reading_offers(self, read: float) -> list[Offer]:
-        """Return offers of the decode nodes if reading a token's KV costs `read`."""
+    def _reading_bids(self, read: float) -> list[Bid]:
+        """Return bids of the decode nodes if reading a token's KV costs `read`."""
         nodes = self._decodes()
-        return self._offers(nodes, self._seats(nodes), self._held, read)
+        return self._bids(nodes, self._seats(nodes), self._held, read)
 
     def _seats(self, nodes: list[Node]) -> list[int]:
         return [node.num_sequences * self._seat_tokens for node in nodes]
@@ -168,10 +168,10 @@ class _PairSearch:
         """Return the nodes in service whose pools have at least that many blocks."""
         return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
 
-    def _offers(
+    def _bids(
         self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
-    ) -> list[Offer]:
-        """Return the nodes' offers: their waits, plus `read` for each token that they lack.
+    ) -> list[Bid]:
+        """Return the nodes' bids: their waits, plus `read` for each token that they lack.
 
         No leg shares a node with a suspect while there is another node.
         """
@@ -189,14 +189,14 @@ class _PairSearch:
             for node, wait in zip(nodes, waits, strict=True)
         ]
 
-    def best(self, offers: list[Offer]) -> Offer:
-        """Return the best of these offers (at least one), with full nodes last."""
-        first = min(offers)
-        return first if self._has_room(first[-1]) else min(map(self._looked_at, offers))
+    def best(self, bids: list[Bid]) -> Bid:
+        """Return the best of these bids (at least one), with full nodes last."""
+        first = min(bids)
+        return first if self._has_room(first[-1]) else min(map(self._looked_at, bids))
 
-    def _looked_at(self, offer: Offer) -> Offer:
-        """Return an offer that says whether its node is full."""
-        return (*offer[:2], not self._has_room(offer[-1]), *offer[3:])
+    def _looked_at(self, bid: Bid) -> Bid:
+        """Return a bid that says whether its node is full."""
+        return (*bid[:2], not self._has_room(bid[-1]), *bid[3:])
 
     def _has_room(self, node: Node) -> bool:
         num_blocks = min(self._likely_blocks, _pool(node) // 2)
@@ -204,7 +204,7 @@ class _PairSearch:
 
     # --- pairs ----------------------------------------------------------------------------------
 
-    def cheapest_pair(self, now_s: float, prefills: list[Offer]) -> _Pair | None:
+    def cheapest_pair(self, now_s: float, prefills: list[Bid]) -> _Pair | None:
         """Return the cheapest pair that works; None if none does."""
         if not prefills:
             return None
@@ -224,19 +224,19 @@ class _PairSearch:
 
     def _best_pairs(
         self,
-        prefills: list[Offer],
-        best: Callable[[list[Offer]], Offer],
+        prefills: list[Bid],
+        best: Callable[[list[Bid]], Bid],
         *,
         only_least: bool = False,
     ) -> Iterator[_Pair]:
         """Yield the best pair of all nodes and that of each host; one of them is the cheapest.
 
-        `best` takes one of several offers. The costs of two nodes are independent, except for the
+        `best` takes one of several bids. The costs of two nodes are independent, except for the
         path between them. With `only_least`, hosts that cannot have the cheapest pair may be left
         out.
         """
         hosts = self._registry.hosts()
-        decodes = self._reading_offers(NEAR_READ if hosts.is_one else FAR_READ)
+        decodes = self._reading_bids(NEAR_READ if hosts.is_one else FAR_READ)
         if not decodes:
             return
         first = best(prefills)
@@ -245,8 +245,8 @@ class _PairSearch:
         yield pair
         if hosts.is_one or not hosts.shared:
             return
-        firsts = {offer[5]: offer for offer in prefills}
-        seconds = {offer[5]: offer for offer in self._reading_offers(NEAR_READ)}
+        firsts = {bid[5]: bid for bid in prefills}
+        seconds = {bid[5]: bid for bid in self._reading_bids(NEAR_READ)}
         for host in hosts.shared:
             near = [seconds[node] for node in host.decodes if node in seconds]
             if not near:
@@ -261,9 +261,9 @@ class _PairSearch:
                 least_order = min(least_order, _pair_order(pair))
                 yield pair
 
-    def possible_pairs(self, prefills: list[Offer]) -> Iterator[_Pair]:
+    def possible_pairs(self, prefills: list[Bid]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
-        decodes = sorted(map(self._looked_at, self._reading_offers(FAR_READ)))
+        decodes = sorted(map(self._looked_at, self._reading_bids(FAR_READ)))
         prefills = sorted(map(self._looked_at, prefills))
         pairs = (_paired(first, second) for second in decodes for first in prefills)
         return (pair for pair in pairs if self._registry.can_pair(pair.prefill, pair.decode))
@@ -276,12 +276,12 @@ class _PairSearch:
     # --- decisions ------------------------------------------------------------------------------
 
     def local(
-        self, offers: list[Offer], *, is_fallback: bool = False, max_uncached: int | None = None
+        self, bids: list[Bid], *, is_fallback: bool = False, max_uncached: int | None = None
     ) -> Decision | None:
         """Return the decision to let the best of these nodes compute the prompt itself."""
-        if not offers:
+        if not bids:
             return None
-        node = self.best(offers)[-1]
+        node = self.best(bids)[-1]
         return self.decision(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
 
     def decision(
@@ -319,11 +319,11 @@ class _PairSearch:
         return blocks_needed(self._block_size, num_tokens, num_final_tokens, num_choices)
 
 
-def _paired(prefill: Offer, decode: Offer) -> _Pair:
+def _paired(prefill: Bid, decode: Bid) -> _Pair:
     return _Pair(_flags(prefill, decode), prefill[-1], decode[-1])
 
 
-def _flags(prefill: Offer, decode: Offer) -> Flags:
+def _flags(prefill: Bid, decode: Bid) -> Flags:
     return (
         prefill[0] + decode[0],
         prefill[1] + decode[1],
