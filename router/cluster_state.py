@@ -7,7 +7,8 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.router.admission import Admission, Limits
 from baton.router.health import Health, Status
-from baton.router.registry import Node, Registry
+from baton.router.node import Node
+from baton.router.registry import Registry
 from baton.runtime.node_health import NodeHealth
 
 

@@ -18,8 +18,9 @@ from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
+from baton.router.node import Charge, Node
 from baton.router.outputs import Path
-from baton.router.registry import Charge, Node, Registry
+from baton.router.registry import Registry
 from baton.router.request.events import Place, Placed
 
 # The assumed length of an answer before any has ended, and the weight of the newest one.

@@ -1,14 +1,10 @@
-"""The nodes that have dialled in: their state and the work that this router charged to each.
+"""The nodes that have dialled in, and the work that this router charged to each.
 
 This file is pure: `core` passes on the messages of nodes and the time, and acts on the changes that
 it returns. It never chooses a node (`policy` does) and never sends to one. A node that is silent or
 stuck is out of service but stays known: its next good beat brings it back. `pairs` records the
 handoffs between nodes, and `caches` the contents of their prefix caches.
 """
-
-from dataclasses import dataclass, field
-
-import msgspec
 
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
@@ -17,102 +13,30 @@ from baton.protocol.messages import (
     Beat,
     CacheChanges,
     Hello,
-    Load,
     NodeInfo,
     Ready,
     Role,
     Starting,
-    Totals,
 )
 from baton.protocol.pairs import pair_problem
 from baton.router.cache_index import CacheIndex
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
+from baton.router.hosts import Hosts, hosts_of
 from baton.router.membership import Membership, Replaced
+from baton.router.node import Charge, Node
 from baton.router.pairs import Pairs
-from baton.router.request.events import NodeProcess, Placed
+from baton.router.request.events import Placed
 from baton.router.request.leg import DRAINING
-from baton.runtime.node_health import LostNode, NodeState
+from baton.runtime.node_health import LostNode
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
-# A node gets this many times the work for which it has seats and blocks, so that the next prompts
-# are computed and moved while earlier sequences end.
-SURPLUS = 1.25
-# The number of steps of work that a prefill node is given at once.
-BACKLOG_STEPS = 2
 MAX_REFUSED = 256  # nodes whose last refusal the router remembers
 # How long a lost node is shown, and how many lost nodes are shown.
 LOST_KEPT_S = 3600.0
 MAX_LOST = 256
-NO_LOAD = Load()
-NO_TOTALS = Totals()
-
-
-class Charge(msgspec.Struct, frozen=True):
-    num_tokens: int
-    num_sequences: int
-    is_suspect: bool = False
-    num_blocks: int = 0  # the blocks that its sequences will probably take
-
-
-@dataclass(slots=True, eq=False)
-class Node:
-    """One node process. `info` is set once the node has been ready."""
-
-    node_id: NodeId
-    role: Role
-    epoch: Epoch
-    heard_s: float
-    phase: str = "starting"
-    done: int = 0
-    total: int = 0
-    info: NodeInfo | None = None
-    load: Load = NO_LOAD
-    totals: Totals = NO_TOTALS
-    step_age_s: float = 0.0
-    state: NodeState = "starting"
-    charges: dict[Key, Charge] = field(default_factory=dict)
-    num_tokens: int = 0
-    num_sequences: int = 0
-    num_suspects: int = 0
-    num_blocks: int = 0
-    num_foreign: int = 0  # sequences from other routers, as of its last beat
-    # The nodes of the other role with which it certainly cannot work, each with the reason.
-    obstacles: dict[NodeId, str] = field(default_factory=dict)
-
-    @property
-    def process(self) -> NodeProcess:
-        return self.node_id, self.epoch
-
-    def has_room(self, num_blocks: int) -> bool:
-        """Return whether the node could soon begin work that takes that many blocks on decode.
-
-        An idle node takes any work that its pool can hold.
-        """
-        info = self.info
-        if info is None or not info.facts.step.num_seats or not self.charges:
-            return True
-        if self.role == "prefill":
-            return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
-        # A request with many choices needs one seat to begin.
-        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.facts.step.num_seats
-        return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
-
-
-class Host(msgspec.Struct, frozen=True):
-    """Nodes in service that can read each other within a host."""
-
-    prefills: tuple[NodeId, ...]
-    decodes: tuple[NodeId, ...]
-
-
-class Hosts(msgspec.Struct, frozen=True):
-    """The hosts with nodes of both roles."""
-
-    shared: tuple[Host, ...] = ()
-    is_one: bool = False  # all nodes in service are on one of them
 
 
 class Registry:
@@ -259,11 +183,7 @@ class Registry:
     def hosts(self) -> Hosts:
         """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
-            prefills, decodes = (self._by_way(self.in_service(r)) for r in ("prefill", "decode"))
-            shared = [Host(tuple(prefills[w]), tuple(decodes[w])) for w in prefills if w in decodes]
-            num_nodes = len(self.in_service("prefill")) + len(self.in_service("decode"))
-            is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)
-            self._hosts = Hosts(tuple(shared), is_one)
+            self._hosts = hosts_of(self.in_service("prefill"), self.in_service("decode"))
         return self._hosts
 
     def node(self, node_id: NodeId) -> Node | None:
@@ -320,13 +240,7 @@ class Registry:
                 self.release(node.node_id, key)
 
     def charge(self, node_id: NodeId, key: Key, charge: Charge) -> None:
-        node = self._nodes[node_id]
-        assert key not in node.charges, f"{key} is already charged to {node_id}"
-        node.charges[key] = charge
-        node.num_tokens += charge.num_tokens
-        node.num_sequences += charge.num_sequences
-        node.num_suspects += charge.is_suspect
-        node.num_blocks += charge.num_blocks
+        self._nodes[node_id].charge(key, charge)
 
     def note_pair(self, placed: Placed) -> None:
         """Note that a leg was given to a pair, whose handoff will show whether it works."""
@@ -337,12 +251,7 @@ class Registry:
     def release(self, node_id: NodeId, key: Key) -> None:
         """Remove a charge. The charges of a lost node are gone: its successor starts at zero."""
         node = self._nodes.get(node_id)
-        charge = node.charges.pop(key, None) if node is not None else None
-        if node is not None and charge is not None:
-            node.num_tokens -= charge.num_tokens
-            node.num_sequences -= charge.num_sequences
-            node.num_suspects -= charge.is_suspect
-            node.num_blocks -= charge.num_blocks
+        if node is not None and node.release(key):
             self.num_releases += 1
             if node.role == "decode":  # prefill is given back before decode has read the blocks
                 self.pairs.released(key)
@@ -358,16 +267,6 @@ class Registry:
         self._largest_pool.clear()
         self._hosts = None
         self.version += 1
-
-    @staticmethod
-    def _by_way(nodes: list[Node]) -> dict[str, list[NodeId]]:
-        """Return the nodes that can be read in each way that stays within a host."""
-        found: dict[str, list[NodeId]] = {}
-        for node in nodes:
-            for way in dict.fromkeys(node.info.reaches if node.info is not None else ()):
-                if "@" in way:  # the other ways may lead to other hosts
-                    found.setdefault(way, []).append(node.node_id)
-        return found
 
     def _pair_up(self, node: Node, info: NodeInfo) -> list[Change]:
         """Note the nodes of the other role with which this one can never work."""

@@ -14,7 +14,6 @@ MAX_LINES = 400
 LONGER: dict[str, str] = {
     "protocol/messages.py": "the whole vocabulary of the channels, in the order of its page",
     "protocol/config.py": "the one tree of settings, of which flags and pages are made",
-    "router/registry.py": "all that a router knows of its nodes, changed by what they say",
     "router/request/lifecycle.py": "one state machine, whose transitions are read side by side",
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}

@@ -18,9 +18,9 @@ from baton.router.admission import (
     sampling_of,
 )
 from baton.router.cluster_state import limits_of, nodes_health
+from baton.router.node import Charge
 from baton.router.pairs import FIRST_AVOID_S
 from baton.router.policy import CheapestPair
-from baton.router.registry import Charge
 from baton.router.request.events import NodeProcess, Place
 from tests.support.choosing import PAIRS, choose, cluster, place
 from tests.support.scripted_nodes import node_info

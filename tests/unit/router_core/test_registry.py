@@ -18,7 +18,8 @@ from baton.protocol.messages import (
 )
 from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
 from baton.router.cluster_state import nodes_health
-from baton.router.registry import LOST_KEPT_S, SILENCE_S, Charge, Registry
+from baton.router.node import Charge
+from baton.router.registry import LOST_KEPT_S, SILENCE_S, Registry
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)
