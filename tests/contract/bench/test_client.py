@@ -150,6 +150,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (replies(503, error("busy"), Retry_After="2"), "refused", "busy"),
         (replies(404, error("no such model")), "client_error", "no such model"),
         (replies(500, error("a bug")), "server_error", "a bug"),
+        (replies(502, b"oops", "text/plain"), "server_error", "oops"),
         (replies(200, b'{"choices": []}'), "not_streamed", "instead of"),
         (replies(200, error("odd")), "not_streamed", "odd"),
         (replies(200, b"hello", "text/plain"), "malformed", "text/plain"),
