@@ -154,10 +154,11 @@ def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
     monkeypatch.setattr(probe, "execute", lambda plan, execute=probe.execute: ran.append(
         (sum(part.length for part in plan.slices), len(execute(plan).tokens))
     ))  # fmt: skip
-    assert cuda_start.free_for_pool(probe, 24, 6, MAX_LEN, 1) == int(0.9 * (60 - 2 * 2) * gib)
+    steps = (probe, 24, 6, MAX_LEN, CacheConfig())
+    assert cuda_start.free_for_pool(*steps) == int(0.9 * (60 - 2 * 2) * gib)
     assert ran == [(24, 1), (6, 6)], "a whole chunk, then as many sequences as a step takes"
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (3 * gib, 80 * gib))
-    assert cuda_start.free_for_pool(probe, 24, 6, MAX_LEN, 1) == 0
+    assert cuda_start.free_for_pool(*steps) == 0
 
 
 MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
