@@ -16,8 +16,8 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SEED_BITS, SamplingParams
 from baton.router.generation_config import default_params
-from baton.router.outputs import RequestOutput
 from baton.router.health import Health, ServedModel
+from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter
 from baton.runtime.local_cluster import LocalCluster

@@ -6,6 +6,8 @@ code is imported when it is chosen, so that a router or `--help` never loads tor
 prints one line on stderr and exits with code 2; a failure prints one line and exits with code 1.
 """
 
+# ruff: noqa: ARG001  (every command takes the same arguments)
+
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -300,10 +302,10 @@ def parsers() -> "dict[str, FlagParser]":
     """Return the parser of every command, and of each command of `bench`."""
     from baton.bench.cli import COMMANDS as LOADS
     from baton.bench.cli import parser as bench_parser
+    from baton.completion import SHELLS
     from baton.console.chat import parser as chat_parser
     from baton.deploy.cluster.arguments import parser_of
     from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
-    from baton.completion import SHELLS
     from baton.runtime.flag_parser import FlagParser
     from baton.runtime.settings import parser
 

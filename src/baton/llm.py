@@ -20,8 +20,8 @@ from baton.prompts import Prompt, TokensPrompt, as_list
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
-from baton.router.outputs import RequestOutput
 from baton.router.health import ServedModel
+from baton.router.outputs import RequestOutput
 from baton.started_nodes import Launcher
 from baton.tokenizer import Conversation, ModelTokenizer
 

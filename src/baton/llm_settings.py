@@ -99,8 +99,8 @@ def _from_keywords(model: Model, settings: Mapping[str, object]) -> ClusterConfi
     for name, value in moved:
         section, _, key = SAME[name].partition(".")
         if value is not None:
-            value = _dtype(value) if name == "dtype" else value
-            plain[section] = _with(plain.get(section), section, key, value)
+            given = _dtype(value) if name == "dtype" else value
+            plain[section] = _with(plain.get(section), section, key, given)
     try:
         return msgspec.convert(plain, ClusterConfig)
     except msgspec.ValidationError as error:
