@@ -149,6 +149,11 @@ def test_the_index_links_to_every_page() -> None:
     assert set(missing) <= {"docs/README.md"}, "\n".join(missing)
 
 
+def test_decisions_are_numbered_from_one_on() -> None:
+    numbers = [int(page.name[:4]) for page in sorted((DOCS / "decisions").glob("[0-9]*.md"))]
+    assert numbers == list(range(1, len(numbers) + 1))
+
+
 def test_the_changelog_begins_with_what_is_unreleased_or_with_this_version() -> None:
     headings = re.findall(r"(?m)^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text())
     releases = [one.strip("[]") for one in headings if one != "Unreleased"]
