@@ -187,7 +187,7 @@ def test_an_answer_may_stop_early_where_nothing_was_forced() -> None:
         (b'data: {"choices": [{"text": "\xff"}]}\n\n', "malformed", "not JSON"),
         (event([1]), "malformed", "not of this API"),
         (event({"status": "busy"}), "malformed", "neither choices nor usage"),
-        (event({"choices": [{"index": 1, "text": "a"}]}), "malformed", "not asked for"),
+        (event({"choices": [{"index": 1, "text": "a"}]}), "malformed", "not requested"),
         (event({"choices": [{"index": 0}]}), "malformed", "no text"),
         (event({"choices": [{"text": 7}]}), "malformed", "not of this API"),
     ],

@@ -128,7 +128,7 @@ def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
         ('{"schema": "baton.bench/99"}', "has schema 'baton.bench/99'; this baton reads"),
         ('{"rows": []}', "has schema ''; this baton reads 'baton.bench/1'"),
         ("not json", "is not a report of baton bench, or it is damaged"),
-        ('{"schema": "baton.bench/1"}', "or damaged: Object missing required field"),
+        ('{"schema": "baton.bench/1"}', "or it is damaged: Object missing required field"),
         ("[1, 2]", "is not a report of baton bench, or it is damaged"),
         (None, "none.json: No such file"),
     ],

@@ -139,9 +139,12 @@ class Announcements(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NODES))
     def everything_arrives(self, name: NodeId) -> None:
-        """A loss shows in the next word of the node. Then the router knows exactly what is held."""
+        """A loss shows in the next word of the node. Then the router knows exactly what is held.
+
+        The node has a word to say: a block that it has just lost and has again would be no news.
+        """
         node = self.played[name]
-        node.take_in(next(one for one in NEWS if not node.cache.lookup([one])))
+        node.take_in(next(one for one in NEWS if key_of(one) not in node.told))
         for _ in range(3):  # the word, and the answer if it showed a gap
             self.speak(name)
             while node.coming:
