@@ -54,9 +54,9 @@ class OpenStream:
 
         Returns what the handler must return.
         """
-        self._running.is_open = True
         self._goes_on = goes_on
         self._connection = connection.hand_over(self._gone)
+        self._running.is_open = True  # from here on, this object closes and counts the requests
         try:
             for index, stream in enumerate(self._running.streams):
                 stream.send_to(self._relay.sink(index))
