@@ -2,7 +2,7 @@
 
 `registry` holds the index, updates it with announcements and drops the entries of a node that is
 gone; `policy` reads it. It holds only announced blocks. Its answer may be out of date by the time a
-prompt arrives at the node, so it is a guess, and the node's own cache decides. This file is pure.
+prompt arrives at the node, so it is a guess, and the node's own cache decides.
 """
 
 from collections.abc import Iterator, Sequence

@@ -7,7 +7,11 @@ another.
 """
 
 import asyncio
+import math
 import secrets
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
 
@@ -15,7 +19,7 @@ import msgspec
 
 from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import Failure, Overloaded, from_failure
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
@@ -25,12 +29,14 @@ from baton.protocol.messages import (
     Cancel,
     CancelDone,
     Crashed,
+    Decode,
     DrainNode,
     Failed,
     FirstTokens,
     Hello,
     Kept,
     NotAttached,
+    Prefill,
     Ready,
     Starting,
     TokenEntry,
@@ -40,38 +46,242 @@ from baton.protocol.messages import (
     WatchCache,
 )
 from baton.protocol.sampling import SEED_BITS
-from baton.router.active_requests import ActiveRequests
-from baton.router.admission import Admission, Limits, fit, sampling_of
-from baton.router.adoption import adopted, place_of
-from baton.router.announcer import Announcer
-from baton.router.changes import Change, Entered, Left
-from baton.router.cluster_state import can_serve, health_of, limits_of
-from baton.router.health import Health
-from baton.router.membership import Replaced
-from baton.router.node_listener import NodeListener
-from baton.router.placing import Placing
+from baton.router.health import Health, can_serve, health_of, limits_of
+from baton.router.lifecycle import NO_NODE, Lifecycle
+from baton.router.node_link import Announcer, NodeListener
+from baton.router.pairs import Pairs
 from baton.router.policy import CheapestPair, Decision
-from baton.router.reattaching import Accept, Claim, DecodeNodes, Early, Reattaching
-from baton.router.registry import Registry
-from baton.router.request.active import Active
-from baton.router.request.events import (
+from baton.router.queue import Admission, Limits, Placing, fit, sampling_of
+from baton.router.reattach import (
+    Accept,
+    Claim,
+    DecodeNodes,
+    Early,
+    FoundRequest,
+    Reattaching,
+    adopted,
+    in_use,
+    place_of,
+)
+from baton.router.registry import Change, Entered, Left, Registry, Replaced
+from baton.router.request import (
+    DRAINING,
     Adopted,
     AdoptedChoice,
     Begun,
     CallerGone,
+    ChoiceStopped,
+    Closed,
+    Deliver,
+    HandoffEnded,
     NodeLost,
     NodeMessage,
     NotPlaced,
+    Outcome,
     Place,
+    Release,
+    Request,
+    RequestCommand,
+    RequestEvent,
+    Send,
     Tick,
+    Timed,
+    TriedAgain,
+    Unplace,
 )
-from baton.router.request.leg import DRAINING, Request
-from baton.router.request.lifecycle import Lifecycle
-from baton.router.request.search import FoundRequest, in_use
-from baton.router.rounds import TICK_S
 from baton.router.stream import RequestStream
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import logger
+
+
+@dataclass(slots=True, eq=False)
+class Active:
+    """A request from `submit` until no node has work left or a confirmation to send for it."""
+
+    request_id: RequestId
+    lifecycle: Lifecycle
+    stream: RequestStream
+    began_s: float
+    is_broken: bool = False
+
+    def asks(self, now_s: float, place: Place) -> None:
+        """Record that an attempt began to wait for nodes."""
+        self.stream.metrics.begin_attempt(place.key, place.num_choices, now_s - self.began_s)
+
+    def placed(self, now_s: float, key: Key, decision: Decision) -> None:
+        """Record the nodes of an attempt."""
+        metrics, waited_s = self.stream.metrics, now_s - self.began_s
+        if (attempt := metrics.attempt_of(key)) is not None:
+            attempt.placed_at_s = waited_s
+            attempt.prefill_node = decision.placed.prefill_node
+            attempt.decode_node = decision.placed.decode_node
+        if metrics.num_attempts == 0:
+            metrics.router_queue_s = waited_s
+        metrics.num_attempts = max(metrics.num_attempts, key.nth_attempt + 1)
+        metrics.num_predicted_tokens = decision.num_cached_tokens
+        metrics.path = decision.path
+        metrics.local_fallback = decision.is_fallback
+
+    def timed(self, now_s: float, timed: Timed, pairs: Pairs) -> None:
+        """Record what a node measured and, for its pair, what a handoff moved."""
+        times, metrics = timed.times, self.stream.metrics
+        metrics.add_stages(times, of_prompt=timed.of_prompt)
+        if (attempt := metrics.attempt_of(timed.key)) is None:
+            return
+        attempt.timed(now_s - self.began_s, times, of_prompt=timed.of_prompt)
+        if times.transfer_bytes and attempt.prefill_node and attempt.decode_node:
+            pairs.moved(
+                attempt.prefill_node, attempt.decode_node, times.transfer_bytes, times.transfer_s
+            )
+
+    def tries_again(self, now_s: float, again: TriedAgain) -> None:
+        """Record that an attempt was lost and another follows."""
+        metrics = self.stream.metrics
+        metrics.try_again(again.failure, is_resume=again.is_resume)
+        if (attempt := metrics.attempt_of(again.key)) is not None:
+            attempt.lost_at_s, attempt.failure = now_s - self.began_s, again.failure.code
+
+
+log = logger("router")
+
+
+Order = Callable[[NodeId, Prefill | Decode | Cancel], None]
+
+
+TICK_S = 0.25
+
+
+ROUND_S = 10.0
+
+
+LEAST_LOOKS = 64  # requests in a tick
+
+
+class Rounds:
+    def __init__(self) -> None:
+        self._next_round_s = 0.0
+        # Requests whose turns are yet to come in this round.
+        self._waiting: deque[RequestId] = deque()
+        self._unconfirmed: dict[RequestId, Active] = {}
+
+    def cancelled(self, active: Active) -> None:
+        """Note that nodes of this request may have a cancel to confirm."""
+        self._unconfirmed[active.request_id] = active
+
+    def take(self, now_s: float, all_active: dict[RequestId, Active]) -> list[Active]:
+        """Return the active requests to check now."""
+        self._unconfirmed = {
+            request_id: active
+            for request_id, active in self._unconfirmed.items()
+            if request_id in all_active and active.lifecycle.awaits_confirmation
+        }
+        if not self._waiting and now_s >= self._next_round_s:
+            self._next_round_s = now_s + ROUND_S
+            self._waiting = deque(all_active)
+        num = max(LEAST_LOOKS, math.ceil(len(all_active) * TICK_S / ROUND_S))
+        ids = [self._waiting.popleft() for _ in range(min(num, len(self._waiting)))]
+        found = [all_active[request_id] for request_id in ids if request_id in all_active]
+        return [*self._unconfirmed.values(), *found]
+
+
+class ActiveRequests:
+    """`by_id` holds a request from its first event until no node has to confirm anything."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        admission: Admission,
+        policy: CheapestPair,
+        announcer: Announcer,
+        send: Order,
+    ) -> None:
+        self.by_id: dict[RequestId, Active] = {}
+        self.is_feeding = False
+        self._registry, self._admission = registry, admission
+        self._policy, self._announcer = policy, announcer
+        self._send = send
+        self._rounds = Rounds()
+        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
+        self._now_s = 0.0
+
+    def feed(
+        self, now_s: float, active: Active, event: RequestEvent, node: NodeId = NO_NODE
+    ) -> None:
+        """Handle an event, then the events that it causes, such as a caller's leaving."""
+        self._now_s = now_s
+        if self.is_feeding:
+            self._events.append((active, event, node))
+            return
+        self.is_feeding = True
+        try:
+            self._step(active, event, node)
+            while self._events:
+                self._step(*self._events.popleft())
+        finally:
+            self.is_feeding = False
+
+    def to_look_at(self, now_s: float) -> list[Active]:
+        """Return the requests whose time may have run out at this tick."""
+        return self._rounds.take(now_s, self.by_id)
+
+    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
+        if self.by_id.get(active.request_id) is not active:
+            return  # it has ended, so it must not join the line again
+        commands: Iterator[RequestCommand] = iter(())
+        try:
+            commands = iter(active.lifecycle.step(self._now_s, event, node))
+            for command in commands:
+                self._carry_out(active, command)
+        except Exception:
+            log.exception("a request broke", request=active.request_id, at=type(event).__name__)
+            self._contain(active, commands)
+
+    def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
+        """End, with an error, a request that met a bug. The others go on."""
+        active.stream.finish(BatonError("the router failed to handle this request"))
+        if not active.is_broken:
+            active.is_broken = True
+            self._events.append((active, CallerGone("router error"), NO_NODE))
+            for command in commands:
+                self._carry_out(active, command)
+        elif self.by_id.pop(active.request_id, None) is not None:
+            # A node that still works for it will be told to stop when it next sends a message about
+            # it.
+            self._registry.forget(active.request_id)
+            self._admission.forget(active.request_id)
+
+    def _carry_out(self, active: Active, command: RequestCommand) -> None:
+        match command:
+            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
+                if active.stream.push(choice, token_ids, reason):
+                    self.feed(self._now_s, active, ChoiceStopped(choice))
+            case Send(node=node, message=message):
+                self._send(node, message)
+                if isinstance(message, Cancel):
+                    self._rounds.cancelled(active)
+            case Place():
+                self._admission.wait(self._now_s, command)
+                active.asks(self._now_s, command)
+            case Unplace(key=key):
+                self._admission.leave(key)
+            case Release(node=node, key=key):
+                self._registry.release(node, key)
+            case Timed():
+                active.timed(self._now_s, command, self._registry.pairs)
+            case HandoffEnded():
+                self._announcer.judge(self._now_s, command)
+            case TriedAgain():
+                active.tries_again(self._now_s, command)
+            case Outcome(failure=failure):
+                if failure is None:
+                    self._policy.learn(active.stream.tokens_per_choice)
+                active.stream.finish(None if failure is None else from_failure(failure))
+            case Closed():
+                del self.by_id[active.request_id]
+                self._admission.ended(active.request_id)
+            case _:
+                assert_never(command)
 
 
 class RouterCore:

@@ -7,8 +7,12 @@ from typing import Literal
 
 import msgspec
 
+from baton.protocol.config import LocalPrefill
+from baton.protocol.errors import Overloaded
 from baton.protocol.ids import NodeId
 from baton.router.pairs import PairHealth, PairTransfers
+from baton.router.queue import Admission, Limits
+from baton.router.registry import Node, Registry
 from baton.runtime.node_health import LostNode, NodeHealth
 
 # A `draining` router finishes its requests and takes no new ones.
@@ -47,3 +51,98 @@ class Health(msgspec.Struct, frozen=True):
     @property
     def can_serve(self) -> bool:
         return self.status in ("ready", "degraded")
+
+
+def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
+    """Return whether there are nodes for an ordinary request."""
+    has_prefill = bool(registry.in_service("prefill"))
+    return bool(registry.in_service("decode")) and (has_prefill or mode != "never")
+
+
+def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admission) -> Health:
+    nodes, pairs = nodes_health(now_s, registry), registry.pairs
+    status, message = _status(registry, mode, nodes)
+    failing = pairs.health(now_s)
+    if status == "ready" and failing:
+        status, message = "degraded", "handoffs between some pairs of nodes fail"
+    failures = tuple((*pair, count) for pair, count in pairs.num_failures.items())
+    return Health(
+        status,
+        nodes,
+        line.num_inflight,
+        line.num_queued,
+        message,
+        failing,
+        failures,
+        pairs.transfers(),
+        registry.lost_nodes(now_s),
+        registry.caches.num_gaps,
+    )
+
+
+def nodes_health(now_s: float, registry: Registry) -> tuple[NodeHealth, ...]:
+    """Return the state of each node, in order of their ids."""
+    return tuple(_health_of_node(now_s, registry, node) for node in registry.nodes)
+
+
+def limits_of(registry: Registry, mode: LocalPrefill) -> Limits:
+    """Return the limits of a request. Raises `Overloaded` until a node has been ready."""
+    model = registry.model
+    if model is None:
+        raise Overloaded("no node is ready yet", code="not_ready", retry_after_s=1.0)
+    return Limits(
+        model.max_model_len,
+        model.vocab_size,
+        model.layout.block_size,
+        None if mode == "always" else registry.largest_pool("prefill"),
+        registry.largest_pool("decode"),
+    )
+
+
+def _status(
+    registry: Registry, mode: LocalPrefill, nodes: tuple[NodeHealth, ...]
+) -> tuple[Status, str]:
+    if registry.model is None:
+        return "starting", "nodes are starting"
+    if not can_serve(registry, mode):
+        return "failed", "no node is in service"
+    lacks_prefill = mode != "always" and not registry.in_service("prefill")
+    if lacks_prefill or not all(node.state in ("ready", "degraded") for node in nodes):
+        return "degraded", "some nodes are not in service"
+    reasons = [node.reason for node in nodes if node.reason]
+    return ("degraded", reasons[0]) if reasons else ("ready", "")
+
+
+def _health_of_node(now_s: float, registry: Registry, node: Node) -> NodeHealth:
+    lack = _lack_of(now_s, registry, node)
+    return NodeHealth(
+        node.node_id,
+        node.role,
+        "degraded" if lack else node.state,
+        node.phase,
+        node.done,
+        node.total,
+        node.load,
+        max(0.0, now_s - node.heard_s),
+        node.step_age_s,
+        len(node.charges),
+        node.num_tokens,
+        reason=lack,
+        totals=node.totals,
+        num_known_blocks=registry.caches.num_blocks(node.node_id),
+    ).with_info(node.info)
+
+
+def _lack_of(now_s: float, registry: Registry, node: Node) -> str:
+    """Return why a ready node has no partner although there are nodes of the other role."""
+    others = registry.in_service("decode" if node.role == "prefill" else "prefill")
+    if node.state != "ready" or not others:
+        return ""
+    for other in others:
+        prefill, decode = (node, other) if node.role == "prefill" else (other, node)
+        reason = prefill.obstacles.get(decode.node_id) or registry.pairs.reason(
+            now_s, prefill.process, decode.process
+        )
+        if not reason:
+            return ""
+    return f"no {others[0].role} node can work with it: {reason}"

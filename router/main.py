@@ -11,11 +11,11 @@ import signal
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.version import VERSION
+from baton.router.chat_template import ChatTemplate
 from baton.router.http.app import App
 from baton.router.http.metrics import StatsLine
 from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer, exporter_to
-from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.descriptors import AcceptErrors, raise_descriptor_limit
 from baton.runtime.interrupts import Interrupts

@@ -1,18 +1,19 @@
-"""Decide which prefill process can hand its KV blocks to which decode process.
+"""The prefill and decode processes that can hand KV blocks to each other, and those that fail to.
 
-This file is pure; `registry` holds the pairs and `policy` reads them. The published facts of two
-nodes may rule out a pair from the start. A pair whose handoffs fail is avoided for a while, longer
-each time. Then one leg at a time may try it again, so a prefill node whose blocks cannot be read
-does not attract the whole load because it is idle.
+What two nodes publish may rule out a pair from the start. A pair whose handoffs fail is avoided for
+a while, longer each time, and then tried by one request at a time. So a prefill node whose blocks
+cannot be read does not attract the whole load because it is idle.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.router.request.events import NodeProcess
+from baton.protocol.messages import NodeInfo
+from baton.router.request import NodeProcess
 
 FIRST_AVOID_S = 5.0
 MAX_AVOID_S = 60.0
@@ -151,3 +152,36 @@ class Pairs:
             if len(self._counts) > MAX_COUNTED:
                 del self._counts[next(iter(self._counts))]
         return found
+
+
+class Host(msgspec.Struct, frozen=True):
+    """Nodes in service that can read each other within a host."""
+
+    prefills: tuple[NodeId, ...]
+    decodes: tuple[NodeId, ...]
+
+
+class Hosts(msgspec.Struct, frozen=True):
+    """The hosts with nodes of both roles."""
+
+    shared: tuple[Host, ...] = ()
+    is_one: bool = False  # all nodes in service are on one of them
+
+
+def hosts_of(prefills: Sequence[NodeInfo], decodes: Sequence[NodeInfo]) -> Hosts:
+    """Return the hosts of these nodes, which are all nodes in service."""
+    first, second = _by_way(prefills), _by_way(decodes)
+    shared = tuple(Host(tuple(first[way]), tuple(second[way])) for way in first if way in second)
+    num_nodes = len(prefills) + len(decodes)
+    is_one = any(len(one.prefills) + len(one.decodes) == num_nodes for one in shared)
+    return Hosts(shared, is_one)
+
+
+def _by_way(nodes: Sequence[NodeInfo]) -> dict[str, list[NodeId]]:
+    """Return the nodes that can be read in each way that stays within a host."""
+    found: dict[str, list[NodeId]] = {}
+    for node in nodes:
+        for way in dict.fromkeys(node.reaches):
+            if "@" in way:  # the other ways may lead to other hosts
+                found.setdefault(way, []).append(node.node_id)
+    return found

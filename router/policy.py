@@ -1,12 +1,9 @@
-"""Choose the nodes of a leg: the working pair with the least cost, then least load, then id.
+"""Choose the nodes of an attempt: the working pair with the least cost, then least load, then id.
 
-This file is pure: `core` calls it for every leg and charges the chosen nodes at once. The policy
-knows loads, sizes, cached blocks and failing pairs, and nothing else about requests. Every cost is
-counted in prompt tokens to compute (docs/decisions/0012), so that a cached prefix weighs as much as
-the queue that it saves, and no more. A node with room comes before a full one, even if that has
-more cached, and a pair that can never work is never chosen. `choose` finds nothing only if no node
-in service is large enough, or none can pair. If it names a full node, the leg waits, so no prompt
-is computed without a decode node to take it.
+A cost counts prompt tokens to compute (docs/decisions/0012), so a cached prefix weighs as much as
+the queue that it saves. A node with room comes before a full one, even if the full one has more
+cached. `choose` returns None only if no node in service is large enough, or none can pair. If it
+names a full node, the attempt waits, so no prompt is computed without a decode node to take it.
 """
 
 import math
@@ -18,10 +15,9 @@ from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
-from baton.router.node import Charge, Node
 from baton.router.outputs import Path
-from baton.router.registry import Registry
-from baton.router.request.events import Place, Placed
+from baton.router.registry import Charge, Node, Registry
+from baton.router.request import Place, Placed
 
 # The assumed length of an answer before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0

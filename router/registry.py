@@ -1,33 +1,266 @@
-"""The nodes that have dialled in, and the work that this router charged to each.
+"""The nodes that have dialled in, and the load that this router reserved at each.
 
-This file is pure: `core` passes on the messages of nodes and the time, and acts on the changes that
-it returns. It never chooses a node (`policy` does) and never sends to one. A node that is silent or
-stuck is out of service but stays known: its next good beat brings it back. `pairs` records the
-handoffs between nodes, and `caches` the contents of their prefix caches.
+A node that is silent or stuck is out of service but stays known: its next good heartbeat brings it
+back. The registry never chooses a node and never sends to one: it returns the changes to act on.
 """
 
-from baton.protocol.errors import Failure, NodeError
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.protocol.errors import Failure, NodeError, Overloaded
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
     CacheChanges,
     Hello,
+    Load,
     NodeInfo,
     Ready,
     Role,
     Starting,
+    Totals,
 )
 from baton.protocol.pairs import pair_problem
 from baton.router.cache_index import CacheIndex
-from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
-from baton.router.hosts import Hosts, hosts_of
-from baton.router.membership import Membership, Replaced
-from baton.router.node import Charge, Node
-from baton.router.pairs import Pairs
-from baton.router.request.events import Placed
-from baton.router.request.leg import DRAINING
-from baton.runtime.node_health import LostNode
+from baton.router.pairs import Hosts, Pairs, hosts_of
+from baton.router.request import DRAINING, NodeProcess, Placed
+from baton.runtime.node_health import LostNode, NodeState
+
+
+class Replaced(msgspec.Struct, frozen=True):
+    """Another model is served from now on, so requests of the old one cannot be continued."""
+
+    @property
+    def failure(self) -> Failure:
+        text = "the model that began this request is no longer served"
+        return Overloaded(text, code="model_replaced", retry_after_s=1.0).to_failure()
+
+
+class Refuse(msgspec.Struct, frozen=True):
+    """The node was refused and must be told why."""
+
+    node: NodeId
+    failure: Failure
+    is_new: bool = True  # the node was not told the same when it asked last
+
+
+class Entered(msgspec.Struct, frozen=True):
+    """The node is in service from now on."""
+
+    info: NodeInfo
+
+
+class Left(msgspec.Struct, frozen=True):
+    """The node is out of service, and nothing will come of its work."""
+
+    node: NodeId
+    role: Role
+    failure: Failure
+
+
+class Differs(msgspec.Struct, frozen=True):
+    """A node that is just ready computes other bits than a node in service."""
+
+    node: NodeId
+    other: NodeId
+
+    @property
+    def message(self) -> str:
+        return (
+            "two nodes compute different bits: a stream that moves from one to the other is a "
+            "valid continuation, but it may differ from one that was never interrupted"
+        )
+
+
+class Unpaired(msgspec.Struct, frozen=True):
+    """A node that is just ready can never exchange KV blocks with a node in service."""
+
+    node: NodeId
+    other: NodeId
+    reason: str
+
+
+Change = Refuse | Replaced | Entered | Left | Differs | Unpaired
+
+
+# A node gets this many times the work for which it has seats and blocks, so that the next prompts
+# are computed and moved while earlier sequences end.
+SURPLUS = 1.25
+# The number of steps of work that a prefill node is given at once.
+BACKLOG_STEPS = 2
+NO_LOAD = Load()
+NO_TOTALS = Totals()
+
+
+class Charge(msgspec.Struct, frozen=True):
+    num_tokens: int
+    num_sequences: int
+    is_suspect: bool = False
+    num_blocks: int = 0  # the blocks that its sequences will probably take
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One node process. `info` is set once the node has been ready."""
+
+    node_id: NodeId
+    role: Role
+    epoch: Epoch
+    heard_s: float
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    info: NodeInfo | None = None
+    load: Load = NO_LOAD
+    totals: Totals = NO_TOTALS
+    step_age_s: float = 0.0
+    state: NodeState = "starting"
+    charges: dict[Key, Charge] = field(default_factory=dict)
+    num_tokens: int = 0
+    num_sequences: int = 0
+    num_suspects: int = 0
+    num_blocks: int = 0
+    num_foreign: int = 0  # sequences from other routers, as of its last beat
+    # The nodes of the other role with which it certainly cannot work, each with the reason.
+    obstacles: dict[NodeId, str] = field(default_factory=dict)
+
+    @property
+    def process(self) -> NodeProcess:
+        return self.node_id, self.epoch
+
+    def has_room(self, num_blocks: int) -> bool:
+        """Return whether the node could soon begin work that takes that many blocks on decode.
+
+        An idle node takes any work that its pool can hold.
+        """
+        info = self.info
+        if info is None or not info.facts.step.num_seats or not self.charges:
+            return True
+        if self.role == "prefill":
+            return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
+        # A request with many choices needs one seat to begin.
+        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.facts.step.num_seats
+        return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
+
+    def charge(self, key: Key, charge: Charge) -> None:
+        """Add the work of a leg to this node."""
+        assert key not in self.charges, f"{key} is already charged to {self.node_id}"
+        self.charges[key] = charge
+        self._add(charge, 1)
+
+    def release(self, key: Key) -> bool:
+        """Take the work of a leg off this node; False if the leg is not charged to it."""
+        charge = self.charges.pop(key, None)
+        if charge is not None:
+            self._add(charge, -1)
+        return charge is not None
+
+    def _add(self, charge: Charge, sign: int) -> None:
+        self.num_tokens += sign * charge.num_tokens
+        self.num_sequences += sign * charge.num_sequences
+        self.num_suspects += sign * charge.is_suspect
+        self.num_blocks += sign * charge.num_blocks
+
+
+SETTLED_S = 15.0  # nodes find a restarted router within two
+
+
+class Membership:
+    """`model` is the node with which others are compared; None until one has been ready."""
+
+    def __init__(self) -> None:
+        self.model: NodeInfo | None = None
+        self._members: dict[NodeId, NodeInfo] = {}
+        self._waiting: dict[NodeId, NodeInfo] = {}
+        self._is_settled = False
+        self._since_s = 0.0  # since when the model is served
+
+    def join(self, now_s: float, info: NodeInfo) -> Failure | tuple[NodeId, ...]:
+        """Admit a node and return the members that must leave for it, or the reason to wait."""
+        self.leave(info.node_id)
+        self._is_settled |= bool(self._members) and now_s - self._since_s >= SETTLED_S
+        evicted: tuple[NodeId, ...] = ()
+        if self.model is None or (not self._members and self._may_follow(info, self.model)):
+            self._adopt(now_s, info)
+        elif differences(info, self.model):
+            if self._is_settled or not self._outranks(info):
+                self._waiting[info.node_id] = info
+                return self.refusal_of(info)
+            evicted = tuple(self._members)
+            self._waiting |= self._members
+            self._adopt(now_s, info)
+        self._waiting.pop(info.node_id, None)
+        self._members[info.node_id] = info
+        self._is_settled |= is_complete(self._members.values())
+        return evicted
+
+    def leave(self, node_id: NodeId) -> None:
+        self._members.pop(node_id, None)
+        self._waiting.pop(node_id, None)
+
+    def wait(self, info: NodeInfo) -> None:
+        """Remember a node that was refused and is still connected."""
+        self._waiting[info.node_id] = info
+
+    def refusal_of(self, info: NodeInfo) -> Failure:
+        """Return the fields in which a node differs from the served model."""
+        assert self.model is not None
+        found = differences(info, self.model)
+        code = next(iter(found)) if found else "model_mismatch"
+        text = f"{info.node_id} does not fit the nodes in service: " + "; ".join(found.values())
+        return NodeError(text, code=code).to_failure()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _adopt(self, now_s: float, info: NodeInfo) -> None:
+        self.model, self._members, self._since_s = info, {}, now_s
+
+    def _may_follow(self, info: NodeInfo, model: NodeInfo) -> bool:
+        """Return whether a replaced cluster may go on with this node: only limits may differ."""
+        return not self._is_settled or info.model == model.model
+
+    def _outranks(self, info: NodeInfo) -> bool:
+        """Return whether this node and those that wait with it outnumber the members."""
+        allies = [other for other in self._waiting.values() if not differences(other, info)]
+        ours, theirs = [*allies, info], list(self._members.values())
+        return (is_complete(ours), len(ours)) > (is_complete(theirs), len(theirs))
+
+
+def is_complete(nodes: Iterable[NodeInfo]) -> bool:
+    return {node.role for node in nodes} == {"prefill", "decode"}
+
+
+def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
+    """Return the fields in which two nodes differ but must not, each with a code and a phrase."""
+    found: dict[str, str] = {}
+    if info.model != model.model:
+        found["model_mismatch"] = _other_model(info, model)
+    if info.layout.fingerprint != model.layout.fingerprint:
+        found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
+    limits = [
+        f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"
+        for name in ("max_model_len", "vocab_size", "eos_token_ids")
+        if getattr(info, name) != getattr(model, name)
+    ]
+    if limits:
+        found["limits_mismatch"] = ", ".join(limits)
+    return found
+
+
+def _other_model(info: NodeInfo, model: NodeInfo) -> str:
+    ours, theirs = _named(info), _named(model)
+    if ours and theirs and ours != theirs:
+        return f"it serves {ours}, and they serve {theirs}"
+    called = f" that is called {ours} too" if ours else ""
+    return f"it serves another model{called} (config.json, weights or dtype)"
+
+
+def _named(info: NodeInfo) -> str:
+    return " in ".join(word for word in (info.facts.model_name, info.facts.dtype) if word)
+
 
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
@@ -183,7 +416,7 @@ class Registry:
     def hosts(self) -> Hosts:
         """Return the sets of nodes in service that need no network between them."""
         if self._hosts is None:
-            self._hosts = hosts_of(self.in_service("prefill"), self.in_service("decode"))
+            self._hosts = hosts_of(self.peers_of("decode"), self.peers_of("prefill"))
         return self._hosts
 
     def node(self, node_id: NodeId) -> Node | None:

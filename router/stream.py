@@ -1,6 +1,6 @@
 """The caller's view of one request: deltas of every choice, then exactly one end.
 
-`active_requests` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait.
+`core` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait.
 Each delta goes straight to the caller's sink, so a token costs no task switch.
 """
 
@@ -12,8 +12,8 @@ from copy import copy
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
+from baton.router.detokenizer import Detokenizer
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
-from baton.router.text.detokenizer import Detokenizer
 from baton.runtime.exposition import Histogram
 
 Sink = Callable[[CompletionOutput], None]

@@ -7,20 +7,22 @@ never computes a model and never loads torch.
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
 
 from baton.protocol.blocks import BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import ConfigError, Failure, NodeError
+from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import Kept
-from baton.protocol.sampling import SamplingParams
-from baton.router.admission import check_prompt
+from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.core import RouterCore
-from baton.router.generation_config import sampling_of_model
 from baton.router.health import Health, ServedModel
-from baton.router.reattaching import Claim
-from baton.router.request.search import FoundRequest
+from baton.router.queue import check_prompt
+from baton.router.reattach import Claim, FoundRequest
 from baton.router.stream import RequestStream
-from baton.router.text.text import Text, too_long
+from baton.router.text import Text, too_long
+from baton.runtime.log import logger
 
 ParamsOf = Callable[[bytes], SamplingParams]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
@@ -175,3 +177,44 @@ class TextRouter:
             dtype=model.facts.dtype,
             sampling=self._sampling,
         )
+
+
+log = logger("router")
+
+
+class _GenerationConfig(msgspec.Struct):
+    """The fields of the file that concern sampling. Null means the usual default."""
+
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    max_new_tokens: int | None = None
+    repetition_penalty: float | None = None
+
+
+def default_params(model_path: str) -> SamplingParams:
+    """Return the defaults of a folder's model. Raises `ConfigError` as `sampling_of_model` does."""
+    return SamplingParams(**sampling_of_model(model_path))  # type: ignore[arg-type]
+
+
+def sampling_of_model(model_path: str) -> dict[str, object]:
+    """Return the fields of `SamplingParams` that a model folder sets.
+
+    Raises `ConfigError` if they are not numbers. A default that baton does not support is left out,
+    with one warning.
+    """
+    path = Path(model_path) / "generation_config.json"
+    try:
+        data = path.read_bytes() if path.is_file() else b"{}"
+        found = msgspec.structs.asdict(msgspec.json.decode(data, type=_GenerationConfig))
+        found["max_tokens"] = found.pop("max_new_tokens")
+        given = {name: value for name, value in found.items() if value is not None}
+        for name in NEUTRAL.keys() & given.keys():
+            if given[name] not in NEUTRAL[name]:
+                log.warning(f"{path} asks for {name}={given[name]}, which is not supported")
+            del given[name]
+        SamplingParams(**given)  # the constructor raises for values out of range
+        return given
+    except (OSError, msgspec.DecodeError, RequestError) as error:
+        raise ConfigError(f"cannot take sampling defaults from {path}: {error}") from error

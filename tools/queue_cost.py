@@ -18,8 +18,8 @@ from baton.protocol.config import RouterConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Prefill
 from baton.protocol.sampling import Sampling
-from baton.router.admission import Admission
-from baton.router.request.events import Place
+from baton.router.queue import Admission
+from baton.router.request import Place
 
 PROMPT_TOKENS = 512
 BLOCK_SIZE, NUM_BLOCKS = 16, 1024

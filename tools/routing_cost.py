@@ -27,7 +27,7 @@ from baton.protocol.messages import (
 )
 from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
-from baton.router.request.events import Place
+from baton.router.request import Place
 
 LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
 LIMITS = StepLimits(num_seats=64, num_tokens=2048)

@@ -10,8 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from baton.protocol.errors import BatonError
-from baton.router.outputs import CompletionOutput, RequestMetrics
-from baton.router.waterfall import waterfall
+from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
 
 _encode = msgspec.json.Encoder().encode
 

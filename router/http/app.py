@@ -17,6 +17,7 @@ from aiohttp.http import HttpVersion11
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.version import VERSION
+from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
 from baton.router.http.answers import error_of, retry_headers
@@ -39,7 +40,6 @@ from baton.router.http.routes import PATH_END, UNKNOWN, Route, Routes, handler_o
 from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tracing import Tracer
-from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import clip, logger
 

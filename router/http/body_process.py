@@ -13,9 +13,9 @@ import sys
 import msgspec
 
 from baton.protocol.errors import BatonError, ConfigError, Failure
+from baton.router.chat_template import ChatTemplate
 from baton.router.http.prepare import Job, Prepared, prepare
-from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.text import Text
+from baton.router.text import Text
 from baton.runtime.process import die_with_parent
 
 # Running streams matter more than the start of a long prompt.

@@ -5,9 +5,9 @@ from typing import Protocol
 from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import Health, ServedModel
-from baton.router.reattaching import Claim
+from baton.router.reattach import Claim
 from baton.router.stream import RequestStream
-from baton.router.text.text import Text
+from baton.router.text import Text
 from baton.router.text_router import ParamsOf
 
 

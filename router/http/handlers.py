@@ -21,6 +21,7 @@ from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestErro
 from baton.protocol.ids import RequestId
 from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
+from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.answers import Answer, clamped_to
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
@@ -38,9 +39,8 @@ from baton.router.http.routes import PATH_END
 from baton.router.http.schema import Ask, BodyPrompt, Chat
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
-from baton.router.reattaching import Claim
+from baton.router.reattach import Claim
 from baton.router.stream import RequestStream, Sink
-from baton.router.text.chat_template import ChatTemplate
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128

@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 import msgspec
 
 from baton.protocol.errors import RequestError
-from baton.router.request.search import ReceivedPart
+from baton.router.reattach import ReceivedPart
 
 MAX_CHOICES = 16  # choices of an answer whose events name their places
 HEADER = "Last-Event-ID"

@@ -9,11 +9,11 @@ from array import array
 import msgspec
 
 from baton.protocol.errors import RequestError
-from baton.router.admission import Limits, check_prompt
+from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.schema import Ask, BodyPrompt, Chat, parse_chat, parse_completion
-from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.text import Text
+from baton.router.queue import Limits, check_prompt
+from baton.router.text import Text
 from baton.runtime.log import clip
 
 

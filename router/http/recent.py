@@ -13,8 +13,7 @@ import msgspec
 
 from baton.protocol.errors import Failure
 from baton.router.http.request_log import Running
-from baton.router.outputs import Path, RequestMetrics
-from baton.router.waterfall import StageSpan, waterfall
+from baton.router.outputs import Path, RequestMetrics, StageSpan, waterfall
 
 MAX_REQUESTS = 60
 MAX_FAULTS = 40

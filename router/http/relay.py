@@ -14,7 +14,7 @@ from baton.router.http.metrics import HttpMetrics
 from baton.router.http.places import Numbers, Places, Positions, ReaderPlace
 from baton.router.http.sse import EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
-from baton.router.request.search import ReceivedPart
+from baton.router.reattach import ReceivedPart
 from baton.router.stream import Sink
 
 # Tells a client that the answer is complete.

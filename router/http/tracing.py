@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from baton.protocol.errors import ConfigError
 from baton.router.http.request_log import CARRIED, Running
+from baton.router.outputs import waterfall
 from baton.router.stream import RequestStream
-from baton.router.waterfall import waterfall
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context

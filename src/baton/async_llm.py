@@ -15,11 +15,10 @@ from baton.prompts import Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SEED_BITS, SamplingParams
-from baton.router.generation_config import default_params
 from baton.router.health import Health, ServedModel
 from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
-from baton.router.text_router import TextRouter
+from baton.router.text_router import TextRouter, default_params
 from baton.runtime.local_cluster import LocalCluster
 from baton.runtime.log import logger
 from baton.started_nodes import Launcher, StartedNodes

@@ -10,8 +10,8 @@ from typing import Literal, overload
 
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
-from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.text import Text
+from baton.router.chat_template import ChatTemplate
+from baton.router.text import Text
 
 # A turn: "role", "content" and other fields that the template reads.
 ChatMessage = Mapping[str, object]

@@ -22,8 +22,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.outputs import CompletionOutput
-from baton.router.reattaching import Claim
-from baton.router.request.search import REJOIN_S, ReceivedPart
+from baton.router.reattach import REJOIN_S, Claim, ReceivedPart
 from baton.router.stream import RequestStream
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
 from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer

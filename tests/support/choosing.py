@@ -6,7 +6,7 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
-from baton.router.request.events import NodeProcess, Place
+from baton.router.request import NodeProcess, Place
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [

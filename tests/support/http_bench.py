@@ -17,15 +17,15 @@ from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, Kept
 from baton.protocol.sampling import SamplingParams
+from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.app import App
 from baton.router.http.engine import Engine
 from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer
-from baton.router.reattaching import Claim
+from baton.router.reattach import Claim
 from baton.router.stream import RequestStream
-from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.text import Text
+from baton.router.text import Text
 from baton.router.text_router import ParamsOf
 from baton.runtime.tls import certificate_of
 from tests.support.async_tests import AsyncTest, Test, with_bench

@@ -26,7 +26,8 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.request.events import (
+from baton.router.lifecycle import CONFIRM_DEADLINE_S, NO_NODE, Lifecycle
+from baton.router.request import (
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -39,13 +40,12 @@ from baton.router.request.events import (
     Place,
     Placed,
     Release,
+    Request,
     RequestEvent,
     Send,
     Tick,
     Unplace,
 )
-from baton.router.request.leg import Request
-from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, NO_NODE, Lifecycle
 from tests.support.scripted_nodes import toy_token
 
 Action = Callable[[], None]

@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
-from baton.router.node import Charge
 from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
-from baton.router.registry import Registry
+from baton.router.registry import Charge, Registry
 from tests.support.choosing import PAIRS, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 

@@ -20,7 +20,10 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.request.events import (
+from baton.router.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
+from baton.router.request import (
+    AVOID_S,
+    DRAINING,
     Adopted,
     AdoptedChoice,
     Begun,
@@ -35,6 +38,7 @@ from baton.router.request.events import (
     Place,
     Placed,
     Release,
+    Request,
     RequestCommand,
     RequestEvent,
     Send,
@@ -43,8 +47,6 @@ from baton.router.request.events import (
     TriedAgain,
     Unplace,
 )
-from baton.router.request.leg import AVOID_S, DRAINING, Request
-from baton.router.request.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
 
 C = TypeVar("C", bound=RequestCommand)
 R = RequestId("r")

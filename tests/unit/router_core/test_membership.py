@@ -5,8 +5,16 @@ import pytest
 
 from baton.protocol.errors import Failure
 from baton.protocol.messages import NodeFacts, NodeInfo, Ready
-from baton.router.membership import SETTLED_S, Membership, Replaced
-from baton.router.registry import Change, Entered, Left, Refuse, Registry
+from baton.router.registry import (
+    SETTLED_S,
+    Change,
+    Entered,
+    Left,
+    Membership,
+    Refuse,
+    Registry,
+    Replaced,
+)
 from tests.support.scripted_nodes import hello_of, node_info, toy_layout
 
 P0, P1 = node_info("p0", "prefill"), node_info("p1", "prefill")

@@ -6,11 +6,10 @@ from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import Beat, Load, NodeFacts, StepLimits
-from baton.router.admission import Admission
-from baton.router.placing import MAX_PASSED_S, Placing
 from baton.router.policy import CheapestPair
+from baton.router.queue import MAX_PASSED_S, Admission, Placing
 from baton.router.registry import Registry
-from baton.router.request.events import Place
+from baton.router.request import Place
 from tests.support import choosing
 from tests.support.choosing import charge, place
 from tests.support.scripted_nodes import node_info

@@ -9,7 +9,10 @@ from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import NodeInfo
 from baton.protocol.sampling import SamplingParams
-from baton.router.admission import (
+from baton.router.health import limits_of, nodes_health
+from baton.router.pairs import FIRST_AVOID_S
+from baton.router.policy import CheapestPair
+from baton.router.queue import (
     MAX_QUEUED_TOKENS,
     Admission,
     Limits,
@@ -17,11 +20,8 @@ from baton.router.admission import (
     fit,
     sampling_of,
 )
-from baton.router.cluster_state import limits_of, nodes_health
-from baton.router.node import Charge
-from baton.router.pairs import FIRST_AVOID_S
-from baton.router.policy import CheapestPair
-from baton.router.request.events import NodeProcess, Place
+from baton.router.registry import Charge
+from baton.router.request import NodeProcess, Place
 from tests.support.choosing import PAIRS, choose, cluster, place
 from tests.support.scripted_nodes import node_info
 

@@ -16,10 +16,19 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.changes import Change, Differs, Entered, Left, Refuse, Unpaired
-from baton.router.cluster_state import nodes_health
-from baton.router.node import Charge
-from baton.router.registry import LOST_KEPT_S, SILENCE_S, Registry
+from baton.router.health import nodes_health
+from baton.router.registry import (
+    LOST_KEPT_S,
+    SILENCE_S,
+    Change,
+    Charge,
+    Differs,
+    Entered,
+    Left,
+    Refuse,
+    Registry,
+    Unpaired,
+)
 from tests.support.scripted_nodes import computing, hello_of, node_info
 
 BUSY = Load(num_running=1)

@@ -9,7 +9,7 @@ import pytest
 from baton import RequestOutputKind, SamplingParams
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, Sampling
-from baton.router.admission import sampling_of
+from baton.router.queue import sampling_of
 
 NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
 UNSUPPORTED: list[tuple[str, object]] = [

@@ -7,7 +7,7 @@ from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached, TokenEntry
 from baton.protocol.sampling import Sampling
-from baton.router.request.search import (
+from baton.router.reattach import (
     ANSWER_S,
     IN_USE_S,
     REJOIN_S,

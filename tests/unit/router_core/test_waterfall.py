@@ -3,8 +3,7 @@
 import pytest
 
 from baton.protocol.ids import NodeId
-from baton.router.outputs import Attempt, RequestMetrics
-from baton.router.waterfall import waterfall
+from baton.router.outputs import Attempt, RequestMetrics, waterfall
 
 P0, D0, D1 = NodeId("p0"), NodeId("d0"), NodeId("d1")
 WHOLE = Attempt(

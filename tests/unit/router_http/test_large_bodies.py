@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
+from baton.router.chat_template import ChatTemplate
 from baton.router.http import large_bodies
-from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
 from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes

@@ -6,7 +6,7 @@ from baton.protocol.errors import RequestError
 from baton.router.http.answers import Answer
 from baton.router.http.kept import Form, form_of, kept_of, owner_of
 from baton.router.http.places import MAX_CHOICES, Positions, ReaderPlace, place_of, start_of
-from baton.router.request.search import ReceivedPart
+from baton.router.reattach import ReceivedPart
 from tests.support.http_bench import HttpBench, served
 
 NAME = "chatcmpl-" + "0a" * 12

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.stop_strings import AutomatonCache, StopAutomaton, StopScanner
+from baton.router.detokenizer import AutomatonCache, StopAutomaton, StopScanner
 from tests.support.small_tokenizers import END, small_text
 
 LETTERS = "ab你"

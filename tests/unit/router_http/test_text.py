@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.text import Text
-from baton.router.text.token_text import PieceTable, decoding_of
+from baton.router.detokenizer import PieceTable, decoding_of
+from baton.router.text import Text
 from tests.support.small_tokenizers import (
     END,
     FAMILIES,

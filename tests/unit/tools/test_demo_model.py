@@ -16,7 +16,7 @@ from baton.deploy.demo_model import CHECKPOINT, FILES, write_demo_model
 from baton.engine.model_config import read_decoder_config
 from baton.engine.weights import Checkpoint
 from baton.protocol.errors import ConfigError
-from baton.router.text.text import Text
+from baton.router.text import Text
 from tools.demo_model import exam, folder, names, text, train
 from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.evaluate import Examiner

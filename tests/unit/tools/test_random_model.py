@@ -12,7 +12,7 @@ from baton.engine.models.loading import Placement, load_decoder
 from baton.engine.tensor_parallel import SingleRank
 from baton.engine.weights import Checkpoint
 from baton.protocol.errors import ConfigError
-from baton.router.text.text import Text
+from baton.router.text import Text
 from tests.support.compute import no_progress
 from tools import random_model
 from tools.gpu.floors import Shape

@@ -13,9 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.text.detokenizer import Detokenizer
-from baton.router.text.stop_strings import AutomatonCache
-from baton.router.text.token_text import Decoding, decoding_of
+from baton.router.detokenizer import AutomatonCache, Decoding, Detokenizer, decoding_of
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2

@@ -1,10 +1,9 @@
 """Decide which requests are accepted, and in which order they wait for nodes.
 
-This file is pure; `core`, `placing` and `active_requests` call it. A request that can never fit is
-refused at once, and so is a request that would wait too long. The line of waiting requests is
-bounded in number, bytes and time, and every operation on it takes constant time. A leg of a request
-that had nodes before (a retry, a resume) goes first, because its caller has waited already and its
-blocks may be cached somewhere.
+A request that can never fit is refused at once, and so is one that would wait too long. The queue
+is bounded in number, bytes and time, and every operation on it takes constant time. An attempt of a
+request that had nodes before (a retry, a resume) goes first, because its caller has waited already
+and its blocks may be cached somewhere.
 """
 
 import math
@@ -18,9 +17,11 @@ import msgspec
 from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.sampling import Sampling, SamplingParams
-from baton.router.request.events import Place
+from baton.router.policy import CheapestPair, Decision
+from baton.router.registry import Registry
+from baton.router.request import Place
 
 MAX_RETRY_AFTER_S = 60.0
 # The pace is the mean time of the last moves of a line in which others wait. With fewer moves, a
@@ -321,3 +322,48 @@ def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=params.ignore_eos,
     )
+
+
+MAX_PASSED_S = 1.0
+# The number of waiting legs behind which later legs are considered.
+MAX_PASSED = 8
+# How often a stopped line is tried although no node has got room and no leg has arrived.
+LOOK_S = 0.2
+
+
+class Placing:
+    def __init__(self, registry: Registry, policy: CheapestPair, line: Admission) -> None:
+        self._registry, self._policy, self._line = registry, policy, line
+        self._looked_s = 0.0
+        self._stood_at = (0, 0, 0)
+
+    def take(self, now_s: float) -> Iterator[tuple[Place, Decision | Failure]]:
+        """Yield legs with their nodes, or with the reason why they may not wait.
+
+        The caller charges the nodes of a leg, or refuses the leg, before it takes the next.
+        """
+        if self._stood_at == self._news() and now_s - self._looked_s < LOOK_S:
+            return
+        passed: set[Key] = set()
+        kept: set[NodeId] = set()
+        while len(passed) <= MAX_PASSED:
+            waiting = self._line.head(self._registry.version, passed)
+            if waiting is None:
+                break
+            place = waiting.place
+            decision = self._policy.choose(now_s, self._registry, place, kept)
+            if decision is None:
+                if (failure := self._line.set_aside(place.key)) is not None:
+                    yield place, failure
+            elif decision.full:
+                passed.add(place.key)
+                if now_s - waiting.since_s >= MAX_PASSED_S:
+                    kept.update(decision.full)
+            else:
+                yield place, decision
+        self._line.rests(now_s)
+        self._stood_at, self._looked_s = self._news(), now_s
+
+    def _news(self) -> tuple[int, int, int]:
+        """Return a value that changes whenever a leg that found no nodes may find some."""
+        return self._registry.version, self._registry.num_releases, self._line.num_changes

@@ -1,9 +1,8 @@
 """The lifecycle of one request: what its nodes are told and what its caller gets.
 
-The lifecycle is pure: `active_requests` calls `step` with every event and carries the commands out
-in order. It must keep these invariants: there is exactly one `Outcome`, and nothing is delivered
-after it; tokens come in order of position, none lost, none twice; every charge is released once;
-`Closed` comes last, and within a deadline.
+`step` turns each event into commands, which are carried out in order. The invariants: there is
+exactly one `Outcome`, and nothing is delivered after it; tokens come in order of position, none
+lost, none twice; every charge is released once; `Closed` comes last, and within a deadline.
 
 A request that loses a leg before its caller has a token is tried again as a whole. After that each
 unfinished choice resumes from its tokens. Only losses without progress use up attempts.
@@ -26,19 +25,26 @@ from baton.protocol.messages import (
     StageTimes,
     TokenEntry,
 )
-from baton.router.request.events import (
+from baton.router.reattach import gone
+from baton.router.request import (
     Adopted,
+    Avoided,
     Begun,
     CallerGone,
+    Choice,
     ChoiceStopped,
     Closed,
     Deliver,
     HandoffEnded,
+    Leg,
+    LegState,
+    Loss,
     NodeLost,
     NotPlaced,
     Outcome,
     Placed,
     Release,
+    Request,
     RequestCommand,
     RequestEvent,
     Send,
@@ -46,17 +52,8 @@ from baton.router.request.events import (
     Timed,
     TriedAgain,
     Unplace,
-)
-from baton.router.request.leg import (
-    Avoided,
-    Choice,
-    Leg,
-    LegState,
-    Loss,
-    Request,
     kills_nodes,
 )
-from baton.router.request.search import gone
 
 # How long a cancelled leg stays charged to nodes that do not confirm the cancel.
 CONFIRM_DEADLINE_S = 5.0

@@ -1,0 +1,416 @@
+"""The running searches for clients that come back for a stream of another router.
+
+`core` calls it on the event loop. It asks every decode node, including those that dial in later,
+and ends each search with one call. It reads no text and knows no HTTP.
+"""
+
+import asyncio
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+
+import msgspec
+
+from baton.protocol.errors import BatonError, Failure, Overloaded, RequestError, from_failure
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import (
+    Attach,
+    Attached,
+    Cancel,
+    Crashed,
+    Failed,
+    HeldChoice,
+    NotAttached,
+    TokenEntry,
+)
+from baton.router.registry import Registry
+from baton.router.request import AdoptedChoice, NodeMessage, Place, Request
+from baton.router.stream import RequestStream
+from baton.runtime.log import logger
+
+# Nodes find a restarted router within two seconds.
+REJOIN_S = 10.0
+ANSWER_S = 5.0
+# A node may notice the end of the old router later than the client.
+IN_USE_S = 3.0
+RETRY_S = 1.0
+
+
+class ReceivedPart(msgspec.Struct, frozen=True):
+    """What the client already has of one choice."""
+
+    num_tokens: int = 0
+    has_begun: bool = False  # it has the event that opens the choice
+    has_ended: bool = False  # it has the event with the finish reason
+
+
+class FoundChoice(msgspec.Struct, frozen=True):
+    """One choice in the state of the node with its highest attempt."""
+
+    node: NodeId
+    held: HeldChoice
+    is_landing: bool = False  # the client may have the next token, which prefill has sampled
+
+
+class FoundRequest(msgspec.Struct, frozen=True):
+    """Everything needed to continue. Choices that the client has in full may be missing."""
+
+    attached: Attached  # the answer of one node, which does not list the choices of all nodes
+    choices: dict[int, FoundChoice]
+    first_attempt: int = 0  # an attempt that no earlier router of the request has made
+
+
+class Search:
+    def __init__(
+        self,
+        request_id: RequestId,
+        received: tuple[ReceivedPart, ...] | None,
+        now_s: float,
+        settled_s: float,
+        missing: Collection[NodeId] = (),
+    ) -> None:
+        """Begin at `now_s`; by `settled_s` all nodes will have dialled in.
+
+        `received` is None for a client that has nothing yet. Nodes that are `missing` were lost so
+        recently that they may come back with the stream.
+        """
+        self.request_id = request_id
+        self._received = received
+        self._give_up_s = max(now_s + ANSWER_S, settled_s)
+        self._settled_s = settled_s
+        self._asked: set[NodeId] = set()
+        self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
+        self._missing = set(missing)
+        self._first: Attached | None = None
+        self._choices: dict[int, FoundChoice] = {}
+        self._first_attempt = 0
+        # Sequences of earlier attempts that nodes have also given to this router, which ends them.
+        self.outdated: list[tuple[NodeId, Key]] = []
+        self._in_use_until_s = now_s + IN_USE_S
+        self._in_use: set[NodeId] = set()  # nodes at which another router has the request
+
+    def asks(self, node: NodeId) -> bool:
+        """Return whether that node must be asked, and count it as asked."""
+        if node in self._asked:
+            return False
+        self._asked.add(node)
+        self._silent.add(node)
+        self._missing.discard(node)
+        return True
+
+    def asks_again(self) -> list[NodeId]:
+        """Return the nodes that may have lost the other router after they were asked."""
+        again = sorted(self._in_use - self._silent)
+        self._silent.update(again)
+        return again
+
+    def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
+        self._silent.discard(node)
+        self._in_use.discard(node)
+        if isinstance(answer, NotAttached):
+            if answer.is_in_use:
+                self._in_use.add(node)
+            return
+        self._first = self._first or answer
+        self._first_attempt = max(self._first_attempt, answer.first_attempt)
+        for held in answer.choices:
+            known = self._choices.get(held.key.choice)
+            if known is None or known.held.key.attempt < held.key.attempt:
+                is_landing = held.key.choice in answer.landing
+                self._choices[held.key.choice] = FoundChoice(node, held, is_landing)
+                loser = known
+            else:
+                loser = FoundChoice(node, held)
+            if loser is not None and loser.held.is_running:
+                self.outdated.append((loser.node, loser.held.key))
+
+    def goes_on(self, node: NodeId, entry: TokenEntry) -> None:
+        """Add tokens that a sequence got after its node gave it to this router.
+
+        So a search never holds more than the tokens of its request, even if it takes long.
+        """
+        choice = entry.key.choice
+        found = self._choices.get(choice)
+        # An attempt below the client's must not be mistaken for it when it has caught up.
+        if found is None or self._first is None or not self._has_enough(choice):
+            return
+        held = found.held
+        num_known = len(self._first.prompt_token_ids) + len(held.token_ids) - entry.position
+        if found.node != node or held.key != entry.key or num_known < 0:
+            return
+        held.token_ids.extend(entry.token_ids[num_known:])
+        if (reason := entry.finish_reason) is not None:
+            held = msgspec.structs.replace(held, finish_reason=reason, is_running=False)
+        self._choices[choice] = FoundChoice(node, held)
+
+    def lost(self, node: NodeId) -> None:
+        """Forget a node, which is asked again if it comes back."""
+        self._asked.discard(node)
+        self._silent.discard(node)
+        self._in_use.discard(node)
+        self._missing.add(node)
+        self._choices = {i: found for i, found in self._choices.items() if found.node != node}
+
+    def verdict(self, now_s: float) -> FoundRequest | Failure | None:
+        """Return the request, or why it cannot be found, or None while that is unknown."""
+        if self._in_use:
+            return in_use().to_failure() if now_s >= self._in_use_until_s else None
+        wanted: list[int] = []
+        if self._first is not None:
+            if self._received is not None and len(self._received) != self._first.num_choices:
+                return gone()
+            numbers = range(self._first.num_choices)
+            wanted = [i for i in numbers if not self.received_of(i).has_ended]
+            # Another node may have a later attempt, so the search waits for each node that was
+            # asked.
+            if not self._silent and all(map(self._is_live, wanted)):
+                return self._found(self._first)
+        has_all = self._first is not None and all(map(self._has_enough, wanted))
+        is_early = bool(self._silent) or now_s < self._settled_s
+        if now_s < self._give_up_s and (is_early or (self._missing and not has_all)):
+            return None
+        if self._first is not None and has_all:
+            return self._found(self._first)
+        return _unanswered() if self._silent or self._missing else gone()
+
+    @property
+    def running_keys(self) -> dict[NodeId, list[Key]]:
+        """Return the sequences that nodes have given to this router, by node."""
+        keys: dict[NodeId, list[Key]] = {}
+        for found in self._choices.values():
+            if found.held.is_running:
+                keys.setdefault(found.node, []).append(found.held.key)
+        return keys
+
+    def received_of(self, choice: int) -> ReceivedPart:
+        return self._received[choice] if self._received is not None else ReceivedPart()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _found(self, attached: Attached) -> FoundRequest:
+        return FoundRequest(attached, self._choices, self._first_attempt)
+
+    def _has_enough(self, choice: int) -> bool:
+        """Return whether the node has all that the client has, or soon gets it from prefill."""
+        found = self._choices.get(choice)
+        if found is None:
+            return False
+        had, held = self.received_of(choice).num_tokens, found.held
+        return len(held.token_ids) + found.is_landing >= had
+
+    def _is_live(self, choice: int) -> bool:
+        """Return whether the choice runs or has ended where it was found."""
+        if not self._has_enough(choice):
+            return False
+        held = self._choices[choice].held
+        return held.is_running or held.finish_reason is not None
+
+
+def gone() -> Failure:
+    text = "no node holds this stream any more: send the request again"
+    return RequestError(text, code="stream_gone", http_status=404).to_failure()
+
+
+def _unanswered() -> Failure:
+    text = "a decode node that may hold this stream does not answer: try again"
+    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
+
+
+def in_use() -> RequestError:
+    text = "this stream still has a connection: try again when that has ended"
+    return RequestError(text, code="stream_in_use", http_status=409)
+
+
+MAX_SEARCHES = 1_024
+# The number of failures of its request that a search holds back until all nodes have answered. A
+# node reports at most one per sequence, so more failures come from a broken node.
+MAX_EARLY = 1_000
+
+AskNode = Callable[[NodeId, Attach | Cancel], object]
+# Makes the stream of a request that was found. Raises `BatonError` if that is impossible.
+Accept = Callable[[FoundRequest], RequestStream]
+Early = list[tuple[NodeId, NodeMessage]]
+# Begins a request that was found and accepted, then feeds it the early messages.
+Adopt = Callable[["Claim", RequestStream, FoundRequest, Early], None]
+
+log = logger("router")
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """The claim of a returning client: the stream, its owner, and what the client has of it."""
+
+    request_id: RequestId
+    owner: bytes
+    received: tuple[ReceivedPart, ...] | None = None  # None if the client has nothing yet
+
+
+class DecodeNodes(msgspec.Struct, frozen=True):
+    """The nodes that may hold a stream: those that can be asked, and those that were just lost."""
+
+    joined: list[NodeId]
+    missing: list[NodeId]
+
+
+@dataclass(slots=True)
+class Searching:
+    claim: Claim
+    search: Search
+    accept: Accept
+    taken: asyncio.Future[RequestStream]
+    early: Early = field(default_factory=list)
+
+
+class Reattaching:
+    def __init__(self, now_s: float, ask: AskNode, adopt: Adopt) -> None:
+        self._settled_s = now_s + REJOIN_S
+        self._ask = ask
+        self._adopt = adopt
+        self._searching: dict[RequestId, Searching] = {}
+
+    async def take(
+        self, now_s: float, claim: Claim, nodes: DecodeNodes, accept: Accept
+    ) -> RequestStream:
+        """Search `nodes`, and return the stream that `accept` makes. Raises `BatonError`."""
+        if claim.request_id in self._searching:
+            raise in_use()
+        if len(self._searching) >= MAX_SEARCHES:
+            raise Overloaded("too many clients are resuming streams at once", retry_after_s=1.0)
+        search = Search(claim.request_id, claim.received, now_s, self._settled_s, nodes.missing)
+        taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
+        searching = Searching(claim, search, accept, taken)
+        self._searching[claim.request_id] = searching
+        for node in nodes.joined:
+            self._ask_first(searching, node)
+        try:
+            return await taken
+        except asyncio.CancelledError:
+            if taken.done() and not taken.cancelled() and taken.exception() is None:
+                taken.result().close()
+            raise
+
+    def entered(self, node: NodeId) -> None:
+        for searching in self._searching.values():
+            self._ask_first(searching, node)
+
+    def left(self, node: NodeId) -> None:
+        for searching in self._searching.values():
+            searching.search.lost(node)
+
+    def heard(self, now_s: float, node: NodeId, answer: Attached | NotAttached) -> None:
+        searching = self._searching.get(answer.request_id)
+        if searching is not None:
+            searching.search.heard(node, answer)
+            self._judge(now_s, searching)
+        elif isinstance(answer, Attached):
+            self._give_up({node: [one.key for one in answer.choices if one.is_running]})
+
+    def holds_back(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> bool:
+        """Keep a message of a request that is searched for. Return False for other requests."""
+        searching = self._searching.get(request_id)
+        if searching is None:
+            return False
+        if isinstance(message, TokenEntry):
+            searching.search.goes_on(node, message)
+        elif isinstance(message, Failed | Crashed) and len(searching.early) < MAX_EARLY:
+            searching.early.append((node, message))
+        return True
+
+    def end(self, failure: Failure) -> None:
+        """End every search with this failure. The nodes keep the streams."""
+        for searching in self._searching.values():
+            if not searching.taken.done():
+                searching.taken.set_exception(from_failure(failure))
+        self._searching.clear()
+
+    def tick(self, now_s: float) -> None:
+        for searching in list(self._searching.values()):
+            for node in searching.search.asks_again():
+                self._ask_one(searching, node)
+            self._judge(now_s, searching)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _ask_first(self, searching: Searching, node: NodeId) -> None:
+        if searching.search.asks(node):
+            self._ask_one(searching, node)
+
+    def _ask_one(self, searching: Searching, node: NodeId) -> None:
+        self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
+
+    def _judge(self, now_s: float, searching: Searching) -> None:
+        verdict = searching.search.verdict(now_s)
+        if verdict is None:
+            return
+        del self._searching[searching.claim.request_id]
+        if not self._end(searching, verdict):
+            self._give_up(searching.search.running_keys)
+
+    def _end(self, searching: Searching, verdict: FoundRequest | Failure) -> bool:
+        """Hand over what was found. Return False if it is no longer wanted."""
+        taken = searching.taken
+        if taken.done():  # the client has left
+            return False
+        try:
+            if isinstance(verdict, Failure):
+                raise from_failure(verdict)
+            stream = searching.accept(verdict)
+            self._adopt(searching.claim, stream, verdict, searching.early)
+        except BatonError as error:
+            taken.set_exception(error)
+            return False
+        except Exception:
+            log.exception("a stream could not be resumed")
+            taken.set_exception(BatonError("the router failed to resume this stream"))
+            return False
+        for node, key in searching.search.outdated:
+            self._ask(node, Cancel((key,), "ended"))
+        taken.set_result(stream)
+        return True
+
+    def _give_up(self, keys: dict[NodeId, list[Key]]) -> None:
+        for node, running in keys.items():
+            if running:
+                self._ask(node, Cancel(tuple(running), "ended"))
+
+
+def adopted(
+    claim: Claim, found: FoundRequest, stream: RequestStream, registry: Registry
+) -> tuple[AdoptedChoice, ...]:
+    """Return every choice of the request, and bring `stream` to its caller's position."""
+    choices: list[AdoptedChoice] = []
+    for index in range(found.attached.num_choices):
+        received = claim.received[index] if claim.received is not None else ReceivedPart()
+        one = found.choices.get(index)
+        if one is None:  # the caller has the whole choice, and its node has forgotten it
+            stream.metrics.received(received.num_tokens)
+            choices.append(AdoptedChoice(Key(claim.request_id, index), [], has_ended=True))
+            continue
+        node = registry.node(one.node) if one.held.is_running else None
+        is_stopped = stream.replay(index, one.held.token_ids[: received.num_tokens])
+        num_again = max(0, received.num_tokens - len(one.held.token_ids))
+        if received.has_ended:  # nothing more comes of it
+            stream.metrics.received(num_again)
+        else:
+            stream.expect_again(index, num_again)
+        choices.append(
+            AdoptedChoice(
+                one.held.key,
+                one.held.token_ids,
+                received.num_tokens,
+                received.has_ended or is_stopped,
+                one.held.finish_reason,
+                None if node is None else node.process,
+            )
+        )
+    return tuple(choices)
+
+
+def place_of(request: Request, choice: AdoptedChoice) -> Place:
+    """Return the placement that a running sequence would have asked for."""
+    num_prompt = len(request.token_ids)
+    return Place(
+        choice.key,
+        num_tokens=num_prompt + len(choice.token_ids),
+        num_choices=1,
+        wants_decode=True,
+        num_final_tokens=num_prompt + request.sampling.max_tokens,
+    )
