@@ -21,8 +21,7 @@ from baton.bench.settings import (
     SweepSettings,
 )
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, fields_of, with_values
-from baton.runtime.flag_parser import FlagParser, did_you_mean
+from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -28,7 +28,7 @@ from baton.bench.settings import ArrivalSettings, Settings
 from baton.bench.terminal import LoadProgress
 from baton.bench.verify import check_greedy, compare_outputs, reference
 from baton.protocol.errors import BatonError
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 OnStart = Callable[[float], None]
 STOPPING = (

@@ -11,7 +11,7 @@ import msgspec
 from baton.bench.client.target import Target
 from baton.bench.figures.search import SearchOptions
 from baton.bench.plan.workload import Workload
-from baton.protocol.setting import about
+from baton.protocol.config import about
 
 Preset = Literal["", "chat", "tight", "long-32k"]
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent

@@ -18,7 +18,7 @@ from rich.text import Text
 from baton.console.openai_client import ChatTurn, OpenAIClient, Usage
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
-from baton.runtime.flag_parser import FlagParser
+from baton.runtime.fields import FlagParser
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 KEY_VARIABLE = "BATON_API_KEY"

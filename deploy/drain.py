@@ -13,10 +13,10 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import DrainNode, DrainState, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.identity import OPERATOR
 from baton.runtime.channels.keys import load_keys
+from baton.runtime.channels.wire import OPERATOR
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 POLL_S = 0.05
 ASK_S = 0.5

@@ -22,8 +22,8 @@ from baton.engine.weight_file import tensors_of
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.fields import with_values
-from baton.runtime.interrupts import end_by_signal
 from baton.runtime.log import logger
+from baton.runtime.process import end_by_signal
 
 DEMO_NAME = "demo"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")

@@ -11,8 +11,7 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.destination import address_in
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import address_in, bindable
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
 

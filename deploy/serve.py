@@ -20,10 +20,9 @@ from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import is_json, logger
-from baton.runtime.process import Command, Exit, Supervisor, log_exit
+from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
 from baton.runtime.settings import to_yaml
 
 WATCH_S = 0.1

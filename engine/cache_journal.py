@@ -12,7 +12,7 @@ from itertools import islice
 
 from baton.engine.outputs import Origin
 from baton.protocol.blocks import BlockHash, pack_keys
-from baton.protocol.bounds import MAX_KEYS
+from baton.protocol.ids import MAX_KEYS
 from baton.protocol.messages import CacheChanges
 
 # A router that got a message for each step would spend more time on them than on placing requests.

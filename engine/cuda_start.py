@@ -19,7 +19,7 @@ from baton.protocol.config import CacheConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
-from baton.runtime.gpus import num_gpus
+from baton.runtime.host import num_gpus
 
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from baton.engine.model_config import DecoderConfig
 from baton.kv_transfer.host_pool import HostPool, available_bytes
-from baton.protocol.bounds import MAX_BLOCKS
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
+from baton.protocol.ids import MAX_BLOCKS
 from baton.protocol.messages import KVLayout
 
 SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection

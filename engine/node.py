@@ -50,12 +50,9 @@ from baton.protocol.messages import (
 )
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.descriptors import raise_descriptor_limit
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
 from baton.runtime.log import logger, own_process
-from baton.runtime.network_devices import devices_for, reaches_out
-from baton.runtime.process import die_with_parent
+from baton.runtime.process import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
     from baton.engine.node_http import NodeHttp

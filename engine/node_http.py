@@ -20,10 +20,8 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import NodeInfo, Role
 from baton.runtime.clock import Clock
-from baton.runtime.descriptors import AcceptErrors
-from baton.runtime.exposition import CONTENT_TYPE, Page
-from baton.runtime.node_health import NodeHealth
-from baton.runtime.node_metrics import add_nodes
+from baton.runtime.host import AcceptErrors
+from baton.runtime.metrics import CONTENT_TYPE, NodeHealth, Page, add_nodes
 
 # A loop that hangs for this long will not recover. Routers consider the node stuck before that.
 DEAD_S = 60.0

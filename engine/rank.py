@@ -57,8 +57,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts
 from baton.runtime.clock import boottime
-from baton.runtime.cpus import thread_counts
-from baton.runtime.gpus import gpus_of, num_gpus
+from baton.runtime.host import gpus_of, num_gpus, thread_counts
 from baton.runtime.log import logger
 
 STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step

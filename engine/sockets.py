@@ -37,12 +37,12 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
-from baton.runtime.backoff import Backoff
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
+from baton.runtime.process import Backoff
 
 # How long a process that ends because of an error waits for its routers to confirm it.
 LAST_WORDS_S = 1.0

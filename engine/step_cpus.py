@@ -10,7 +10,7 @@ import torch
 
 from baton.engine.shared_cpus import SharedCpus
 from baton.protocol.config import EngineConfig
-from baton.runtime.cpus import thread_counts
+from baton.runtime.host import thread_counts
 
 # One thread computes fewer tokens just as fast, and leaves the other CPUs to the router.
 MIN_TOKENS = 64

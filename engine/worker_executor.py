@@ -35,8 +35,7 @@ from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.gpus import VARIABLE, gpus_of
+from baton.runtime.host import VARIABLE, gpus_of, threads_per_rank
 from baton.runtime.process import Child, Command
 
 PROGRESS_EVERY_S = 0.5

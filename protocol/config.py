@@ -11,8 +11,30 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.protocol.bounds import MAX_BLOCKS
-from baton.protocol.setting import about
+from baton.protocol.ids import MAX_BLOCKS
+
+
+def about(
+    description: str,
+    unit: str = "",
+    *,
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    kind: Literal["", "path", "repeated"] = "",
+) -> Meta:
+    """Return the annotation of one setting.
+
+    The kind `path` is for a file or a folder, `repeated` for a list whose flag is given once per
+    entry.
+    """
+    extra: dict[str, object] = {"unit": unit} if unit else {}
+    if kind:
+        extra["kind"] = kind
+    if gt is not None:
+        return Meta(description=description, gt=gt, le=le, extra=extra)
+    return Meta(description=description, ge=ge, le=le, extra=extra)
+
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 Device = Literal["auto", "cpu", "cuda"]

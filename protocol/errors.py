@@ -15,7 +15,7 @@ OpenAI-shaped JSON at the HTTP edge.
 
 import msgspec
 
-from baton.protocol.bounds import HttpStatus
+from baton.protocol.ids import HttpStatus
 
 
 class Failure(msgspec.Struct, frozen=True):

@@ -1,14 +1,32 @@
-"""The names of requests, nodes and process lifetimes.
+"""The names of requests, nodes and process lifetimes, and the ranges of the numbers in messages.
 
 Every message about a sequence carries its `Key`. The router makes the request id, so two clients
-that choose the same name cannot collide in a node's tables.
+that choose the same name cannot collide in a node's tables. Decoding refuses a number that is out
+of range, so that no number from outside can overflow an array, a clock or an allocation.
 """
 
-from typing import NewType
+from typing import Annotated, NewType
 
 import msgspec
+from msgspec import Meta
 
-from baton.protocol.bounds import Count
+MAX_COUNT = (1 << 31) - 1
+MAX_GENERATION = (1 << 32) - 1
+MAX_BLOCKS = 1 << 24  # in one pool: a reader lists all blocks of a peer's pool
+MAX_BYTES = 1 << 62
+MAX_FORM_BYTES = 32 * 1024  # in the form of an answer, which a node keeps beside its tokens
+MAX_KEYS = 4096  # in one message about blocks that were cached or given up
+
+Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids, sequences
+Generation = Annotated[int, Meta(ge=0, le=MAX_GENERATION)]
+BlockCount = Annotated[int, Meta(ge=0, le=MAX_BLOCKS)]
+BlockId = Annotated[int, Meta(ge=0, lt=MAX_BLOCKS)]
+Checksum = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+Total = Annotated[int, Meta(ge=0, le=MAX_BYTES)]  # a count over the whole life of a process
+NumBytes = Annotated[int, Meta(ge=0, le=MAX_BYTES)]
+Int64 = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+HttpStatus = Annotated[int, Meta(ge=100, le=599)]
+
 
 RequestId = NewType("RequestId", str)
 NodeId = NewType("NodeId", str)

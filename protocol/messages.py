@@ -11,19 +11,22 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.blocks import KEY_BYTES
-from baton.protocol.bounds import (
+from baton.protocol.errors import Failure
+from baton.protocol.ids import (
     MAX_FORM_BYTES,
     MAX_KEYS,
     BlockCount,
     BlockId,
     Checksum,
     Count,
+    Epoch,
     Generation,
+    Key,
+    NodeId,
     NumBytes,
+    RequestId,
     Total,
 )
-from baton.protocol.errors import Failure
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1

@@ -15,8 +15,8 @@ from typing import Literal
 import msgspec
 from msgspec.structs import force_setattr
 
-from baton.protocol.bounds import MAX_COUNT, Count, Int64
 from baton.protocol.errors import RequestError
+from baton.protocol.ids import MAX_COUNT, Count, Int64
 
 OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128

@@ -13,7 +13,7 @@ from baton.protocol.ids import NodeId
 from baton.router.pairs import PairHealth, PairTransfers
 from baton.router.queue import Admission, Limits
 from baton.router.registry import Node, Registry
-from baton.runtime.node_health import LostNode, NodeHealth
+from baton.runtime.metrics import LostNode, NodeHealth
 
 # A `draining` router finishes its requests and takes no new ones.
 Status = Literal["starting", "ready", "degraded", "draining", "failed"]

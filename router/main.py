@@ -8,18 +8,18 @@ import asyncio
 import gc
 import signal
 
+from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.protocol.version import VERSION
 from baton.router.chat_template import ChatTemplate
 from baton.router.http.app import App
 from baton.router.http.metrics import StatsLine
 from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text_router import TextRouter
-from baton.runtime.descriptors import AcceptErrors, raise_descriptor_limit
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.host import AcceptErrors, raise_descriptor_limit
 from baton.runtime.log import logger, own_process, tell_failure
+from baton.runtime.process import Interrupts
 from baton.runtime.tls import certificate_of
 
 EXIT_FAILED = 1

@@ -39,9 +39,9 @@ from baton.router.registry import (
     Unpaired,
 )
 from baton.router.request import DRAINING, HandoffEnded
-from baton.runtime.channels.identity import OPERATOR, name_of
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Listener, Received
+from baton.runtime.channels.wire import OPERATOR, name_of
 from baton.runtime.log import logger
 
 BEATS = b"beats:"

@@ -27,7 +27,7 @@ from baton.protocol.pairs import pair_problem
 from baton.router.cache_index import CacheIndex
 from baton.router.pairs import Hosts, Pairs, hosts_of
 from baton.router.request import DRAINING, NodeProcess, Placed
-from baton.runtime.node_health import LostNode, NodeState
+from baton.runtime.metrics import LostNode, NodeState
 
 
 class Replaced(msgspec.Struct, frozen=True):

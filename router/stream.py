@@ -14,7 +14,7 @@ from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Detokenizer
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
-from baton.runtime.exposition import Histogram
+from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
 

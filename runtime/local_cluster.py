@@ -18,8 +18,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
 from baton.runtime.clock import monotonic
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.gpus import VARIABLE, gpus_of, nodes_on_gpu
+from baton.runtime.host import VARIABLE, gpus_of, nodes_on_gpu, threads_per_rank
 from baton.runtime.log import logger
 from baton.runtime.process import Command, Exit, RelayLine, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml

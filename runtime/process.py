@@ -1,14 +1,15 @@
-"""Child processes that never outlive their parent, and one that is restarted when it dies.
+"""Child processes that never outlive their parent, their supervisor, and signals to this process.
 
-The launcher, `LocalCluster` and the worker executor use it. A child leads a process group of its
-own, so Ctrl-C reaches the parent alone, which then ends its children in order. Nothing here
-searches for processes by name: signals go only to children that are not yet reaped.
+A child leads a process group of its own, so Ctrl-C reaches the parent alone, which then ends its
+children in order. Signals go only to children that are not yet reaped; nothing searches for
+processes by name.
 """
 
 import contextlib
 import ctypes
 import math
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -16,12 +17,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from types import FrameType, TracebackType
 from typing import IO
 
 import msgspec
 
 from baton.protocol.errors import NodeError
-from baton.runtime.backoff import Backoff
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import Log, relayed
 
@@ -32,10 +33,13 @@ GRACE_S = 3.5
 POLL_S = 0.02
 # Takes the place of an exit code if the system could not start the process.
 NOT_STARTED = 127
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 _PR_SET_PDEATHSIG = 1
 
 # Called with (child name, line) from a reader thread.
 RelayLine = Callable[[str, str], None]
+SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Command(msgspec.Struct, frozen=True):
@@ -314,3 +318,83 @@ class _Post:
         delay_s = self._backoff.after(now_s - self._started_s)
         self.restart_at_s = now_s + delay_s
         return Exit(child.name, child.exit_code, child.tail, self.num_exits, delay_s)
+
+
+class Backoff:
+    """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
+
+    def __init__(
+        self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
+    ) -> None:
+        self._first_s, self._longest_s, self._good_run_s = first_s, longest_s, good_run_s
+        self._next_s = first_s
+
+    def after(self, ran_s: float) -> float:
+        """Return the delay after a run of `ran_s`."""
+        if ran_s >= self._good_run_s:
+            self._next_s = self._first_s
+        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return delay_s
+
+
+def end_by_signal() -> None:
+    """Let SIGTERM end this process until `Interrupts` takes over.
+
+    Otherwise the kernel drops the signal if the process is the first one of a container, and the
+    container would end only after its model has been fetched.
+    """
+    if os.getpid() == 1:
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
+
+
+class Interrupts:
+    """A context in which signals are noted; enter it from the main thread."""
+
+    def __init__(
+        self,
+        on_first: Callable[[], object] | None = None,
+        on_second: Callable[[], object] | None = None,
+    ) -> None:
+        """Take two callbacks that run in the handler; exit with 130 right after `on_second`."""
+        self.requested = False
+        self.is_hurried = False  # the stop was requested by SIGINT
+        self._on_first, self._on_second = on_first, on_second
+        self._previous: list[tuple[signal.Signals, SignalHandler]] = []
+        self._read_end, self._write_end = -1, -1
+
+    def __enter__(self) -> "Interrupts":
+        self._read_end, self._write_end = os.pipe()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous.append((number, signal.signal(number, self._on_signal)))
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous:
+            signal.signal(number, handler)
+        os.close(self._read_end)
+        os.close(self._write_end)
+
+    def fileno(self) -> int:
+        """Return a descriptor that becomes readable once a stop was requested."""
+        return self._read_end
+
+    def wait(self, timeout_s: float) -> bool:
+        """Sleep up to `timeout_s`; return True as soon as a stop was requested."""
+        # Not threading.Event: setting one in a handler can deadlock with the thread waiting on it.
+        select.select([self._read_end], [], [], timeout_s)
+        return self.requested
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.requested:
+            if self._on_second is not None:
+                self._on_second()
+            os._exit(EXIT_INTERRUPTED)
+        self.requested, self.is_hurried = True, number == signal.SIGINT
+        os.write(self._write_end, b"!")
+        if self._on_first is not None:
+            self._on_first()

@@ -15,8 +15,7 @@ import yaml
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, fields_of, with_values
-from baton.runtime.flag_parser import FlagParser, did_you_mean
+from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 
 # Settings with a flag besides `--section-field`: a short one, or the name that vLLM uses.
 SHORT_FLAGS = {

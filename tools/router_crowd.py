@@ -13,7 +13,7 @@ from collections import deque
 import msgspec
 
 from baton.protocol.ids import Key, RequestId
-from baton.runtime.descriptors import raise_descriptor_limit
+from baton.runtime.host import raise_descriptor_limit
 from tools.router_load import STARTED, PlayedNode, Traffic, request_of, say
 
 DIALS = 64  # connections that are opened side by side

@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.runtime.fields import fields_of, with_values
-from baton.runtime.flag_parser import FlagParser
+from baton.runtime.fields import FlagParser, fields_of, with_values
 
 S = TypeVar("S", bound=msgspec.Struct)
 

@@ -13,8 +13,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from baton.bench.records import Planned
+from baton.protocol.config import about
 from baton.protocol.errors import ConfigError
-from baton.protocol.setting import about
 from baton.runtime.tls import client_context, trusting
 
 API_KEY_VARIABLE = "BATON_BENCH_API_KEY"

@@ -12,8 +12,8 @@ from typing import Annotated, Literal, assert_never
 
 import msgspec
 
+from baton.protocol.config import about
 from baton.protocol.errors import ConfigError
-from baton.protocol.setting import about
 
 # An invalid run shows nothing. Two in a row at one rate are the client's limit, not chance.
 MAX_INVALID = 2

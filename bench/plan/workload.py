@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from baton.protocol.config import about
 from baton.protocol.errors import ConfigError
-from baton.protocol.setting import about
 
 Kind = Literal["tokens", "text", "chat", "trace", "file"]
 Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included

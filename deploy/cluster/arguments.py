@@ -9,7 +9,7 @@ import msgspec
 
 from baton.deploy.cluster.platforms import PLATFORMS
 from baton.protocol.errors import ConfigError
-from baton.runtime.flag_parser import FlagParser, timeout_of
+from baton.runtime.fields import FlagParser, timeout_of
 
 LOCAL, RAY = "local", "ray"
 DEFAULT_FILE = "cluster.yaml"

@@ -28,7 +28,7 @@ from baton.deploy.cluster.running import (
 from baton.deploy.cluster.status import ClusterView, show
 from baton.deploy.cluster.table import table_of
 from baton.protocol.errors import ConfigError
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.

@@ -13,8 +13,7 @@ import yaml
 from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field
-from baton.runtime.flag_parser import did_you_mean
+from baton.runtime.fields import Field, did_you_mean
 from baton.runtime.settings import values_of
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -20,7 +20,7 @@ from baton.deploy.model_folder import with_model
 from baton.deploy.ports import check_port
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.cpus import threads_per_rank
+from baton.runtime.host import threads_per_rank
 
 HERE = "127.0.0.1"
 THREADS = "engine.threads"

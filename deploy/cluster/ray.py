@@ -39,7 +39,7 @@ from baton.deploy.cluster.running import write_private
 from baton.deploy.health import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 if TYPE_CHECKING:
     from baton.deploy.cluster.ray_binding import RayConnection

@@ -24,7 +24,7 @@ from baton.deploy.cluster.processes import ProcessSpec
 from baton.deploy.cluster.ray_layout import KEY_FILE, PYTHON, RayOrders, at_its_place
 from baton.deploy.cluster.running import make_private, write_private
 from baton.protocol.errors import NodeError
-from baton.runtime.channels.destination import SCHEME
+from baton.runtime.channels.endpoint import SCHEME
 from baton.runtime.clock import monotonic
 
 WATCH_S = 0.1

@@ -14,7 +14,7 @@ from pathlib import Path
 from baton.deploy.cluster.platform import PlatformOptions
 from baton.deploy.cluster.ray import RayPlatform, deployment_in
 from baton.protocol.errors import BatonError, NodeError
-from baton.runtime.interrupts import EXIT_TERMINATED, Interrupts
+from baton.runtime.process import EXIT_TERMINATED, Interrupts
 
 POLL_S = 0.1
 

@@ -22,7 +22,7 @@ from baton.protocol.messages import ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
 # Handshakes in a row that fail: one may fail because a router ends.

@@ -25,7 +25,7 @@ from baton.deploy.cluster.slurm_task import PLAN, ROUTERS_ADDRESS, SlurmPlan, re
 from baton.deploy.health import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 
 SCRIPT, KEY, JOB = "job.sh", "key", "job"
 WATCH_S = 0.5

@@ -31,7 +31,7 @@ from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import Deployment, read_deployment
 from baton.deploy.cluster.table import lines_of
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 from baton.runtime.tls import client_context
 
 PERIOD_S = 1.0

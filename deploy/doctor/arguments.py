@@ -10,8 +10,7 @@ import msgspec
 from baton.deploy.doctor.facts import Wants
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, fields_of, with_values
-from baton.runtime.flag_parser import FlagParser, timeout_of
+from baton.runtime.fields import Field, FlagParser, fields_of, timeout_of, with_values
 from baton.runtime.settings import flags_of
 
 SETTINGS = (

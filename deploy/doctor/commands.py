@@ -20,8 +20,8 @@ from baton.deploy.doctor.prober import machine_facts
 from baton.deploy.doctor.rules import findings_of
 from baton.deploy.doctor.serving import check_router
 from baton.protocol.errors import NodeError
-from baton.runtime.interrupts import Interrupts
-from baton.runtime.network_devices import active_ports
+from baton.runtime.host import active_ports
+from baton.runtime.process import Interrupts
 
 
 def main(name: str, summary: str, arguments: Sequence[str]) -> int:

@@ -23,17 +23,17 @@ from baton.deploy.doctor.path_messages import (
 )
 from baton.deploy.doctor.probe_pool import BLOCK_BYTES, NUM_BLOCKS, ProbePool
 from baton.deploy.doctor.ucx_log import UcxLog
+from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, NodeConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import PROTOCOL_VERSION
-from baton.protocol.version import VERSION
 from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
-from baton.runtime.network_devices import devices_for, own_address
+from baton.runtime.host import devices_for, own_address
+from baton.runtime.process import Interrupts
 
 POLL_S = 0.1
 REFUSALS = 2  # failed handshakes in a row, because one may fail by chance

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from baton.deploy.doctor.findings import Finding, fault, ok, warning
 from baton.deploy.doctor.path_ends import PathRow
+from baton.protocol import VERSION
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import PROTOCOL_VERSION
-from baton.protocol.version import VERSION
 
 FAR_CLOCK_S = 1.0
 

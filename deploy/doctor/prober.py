@@ -38,12 +38,11 @@ from baton.deploy.doctor.files import key_facts, model_facts
 from baton.deploy.ports import check_port
 from baton.engine.compute_facts import ComputeFacts
 from baton.kv_transfer.host_pool import available_bytes
+from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import PROTOCOL_VERSION
-from baton.protocol.version import VERSION
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.network_devices import active_ports
+from baton.runtime.host import active_ports, threads_per_rank
 
 CHILD_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 3.0

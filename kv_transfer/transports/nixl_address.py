@@ -9,9 +9,8 @@ from typing import Annotated
 import msgspec
 
 from baton.kv_transfer.transports.addresses import decode_address
-from baton.protocol.bounds import BlockCount, NumBytes
 from baton.protocol.errors import TransferError
-from baton.protocol.ids import Epoch
+from baton.protocol.ids import BlockCount, Epoch, NumBytes
 
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20

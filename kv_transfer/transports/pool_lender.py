@@ -14,7 +14,7 @@ import socket
 import struct
 
 from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool
-from baton.runtime.channels.alarm import Alarm
+from baton.runtime.channels.wire import Alarm
 from baton.runtime.clock import monotonic
 
 BACKLOG = 4096  # the kernel reduces it to its own limit

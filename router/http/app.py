@@ -14,9 +14,9 @@ import msgspec
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
+from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
-from baton.protocol.version import VERSION
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.access import Access
@@ -40,8 +40,8 @@ from baton.router.http.routes import PATH_END, UNKNOWN, Route, Routes, handler_o
 from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tracing import Tracer
-from baton.runtime.exposition import CONTENT_TYPE
 from baton.runtime.log import clip, logger
+from baton.runtime.metrics import CONTENT_TYPE
 
 # The paths that are answered on connections above the limit.
 PROBES = ("/live", "/health", "/metrics")

@@ -19,7 +19,7 @@ from aiohttp import web
 from baton.protocol.config import RouterConfig
 from baton.router.http.stream_connection import StreamConnection
 from baton.router.http.unread import UnreadOutput
-from baton.runtime.descriptors import RareWarning
+from baton.runtime.host import RareWarning
 from baton.runtime.log import logger
 
 # Descriptors that are reserved for nodes, files and connections that are being closed.

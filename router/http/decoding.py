@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from baton.protocol.errors import RequestError
-from baton.runtime.flag_parser import did_you_mean
+from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
 # A larger body is not decoded a second time because of null fields.

@@ -8,8 +8,8 @@ import hashlib
 
 import msgspec
 
-from baton.protocol.bounds import MAX_FORM_BYTES
 from baton.protocol.errors import RequestError
+from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.http.answers import Answer

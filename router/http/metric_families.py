@@ -4,7 +4,7 @@
 meaning, the name is vLLM's with `baton_` in place of `vllm:`.
 """
 
-from baton.runtime.exposition import Family
+from baton.runtime.metrics import Family
 
 _PAIR = ("prefill", "decode")
 

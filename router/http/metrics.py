@@ -11,8 +11,7 @@ from baton.router.health import Health, ServedModel
 from baton.router.http import metric_families as families
 from baton.router.http.answers import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
-from baton.runtime.exposition import Histogram, Page
-from baton.runtime.node_metrics import add_nodes
+from baton.runtime.metrics import Histogram, Page, add_nodes
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
 LATENCY_BUCKETS_S = (

@@ -15,7 +15,7 @@ from aiohttp import web
 from baton.router.health import Health, ServedModel, Status
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.recent import FaultRecord, RecentRequests, RequestRecord
-from baton.runtime.node_health import LostNode
+from baton.runtime.metrics import LostNode
 
 PAGE = Path(__file__).with_name("status.html")
 # A page shows at most this many pairs: those in trouble, then those with the most handoffs.

@@ -6,6 +6,8 @@ interprets a message.
 
 import contextlib
 import secrets
+from collections.abc import Callable
+from pathlib import Path
 from typing import Generic, TypeVar, assert_never
 
 import msgspec
@@ -13,17 +15,31 @@ import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.destination import Destination
-from baton.runtime.channels.framing import HEADER, HEADER_BYTES, SESSION_BITS, Session, Verdict
-from baton.runtime.channels.identity import new_identity
+from baton.runtime.channels.endpoint import SCHEME, Endpoint, address_in
 from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
-from baton.runtime.channels.wire import ConnectionChange, Wire, tell_malformed
+from baton.runtime.channels.wire import (
+    HEADER,
+    HEADER_BYTES,
+    SESSION_BITS,
+    ConnectionChange,
+    Session,
+    Verdict,
+    Wire,
+    new_identity,
+    tell_malformed,
+)
 from baton.runtime.clock import monotonic
+from baton.runtime.file_state import state_of
+from baton.runtime.log import logger
 
 # After a refused handshake ZMQ may never try again, so the dialer does: soon with its next key, and
 # no more often than this once all keys were refused.
 RETRY_S = 1.0
 NEXT_KEY_S = 0.05
+# A changed file takes effect within this time.
+LOOK_AGAIN_S = 1.0
+
+log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -190,3 +206,43 @@ class Dialer(Generic[Out, In]):
         self.socket.setsockopt(zmq.IPV6, int(not self._destination.address.is_ipv4))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
         self.socket.connect(self.endpoint)
+
+
+class Destination:
+    """The address of a listener. Only one thread may use it."""
+
+    def __init__(self, text: str, keys: Keys, clock: Callable[[], float] = monotonic) -> None:
+        """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
+        self._text = text
+        self._keys = keys
+        self._clock = clock
+        self._file = Path(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else None
+        self._state = state_of(self._file) if self._file else None
+        self._look_at_s = clock() + LOOK_AGAIN_S
+        self.address = self._read()
+
+    @property
+    def look_in_s(self) -> float | None:
+        """Return for how long the address cannot change; None means for ever."""
+        return max(0.0, self._look_at_s - self._clock()) if self._file else None
+
+    def has_moved(self) -> bool:
+        """Return whether `address` has changed since the last call, after looking once a second."""
+        if self._file is None or self._clock() < self._look_at_s:
+            return False
+        self._look_at_s = self._clock() + LOOK_AGAIN_S
+        state, before = state_of(self._file), self.address
+        if state == self._state:
+            return False
+        self._state = state
+        try:
+            self.address = self._read()
+        except ConfigError as error:
+            log.warning(f"the address {before} stays in use", reason=error.message)
+        return self.address != before
+
+    def _read(self) -> Endpoint:
+        address = address_in(self._text)
+        self._keys.check(address, "dialling")
+        _ = address.dial_endpoint  # raises for an address that only a listener could use
+        return address

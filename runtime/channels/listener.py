@@ -15,16 +15,17 @@ import zmq
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bindable
-from baton.runtime.channels.framing import (
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.wire import (
     HEADER,
     HEADER_BYTES,
     Session,
     Verdict,
+    Wire,
     probe_frame,
     reset_frame,
+    tell_malformed,
 )
-from baton.runtime.channels.keys import NO_KEYS, Keys
-from baton.runtime.channels.wire import Wire, tell_malformed
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 

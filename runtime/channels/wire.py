@@ -1,8 +1,8 @@
-"""One ZMQ socket with what a channel needs around it: connection events, and one descriptor.
+"""One ZMQ socket with what a channel needs around it: sessions, connection events, one descriptor.
 
-Only `listener` and `dialer` use it. A monitor socket reports connections that came and went; an
-epoll instance joins the socket, its monitor, a wake-up and a timer into one descriptor, so that an
-asyncio loop or a poller has a single thing to watch.
+A monitor socket reports connections that came and went; an epoll instance joins the socket, its
+monitor, a wake-up and a timer into one descriptor, so that an asyncio loop or a poller has a single
+thing to watch.
 
 The input queue has no bound in ZMQ: libzmq 4.3.5 aborts the process if a connection dies after its
 input was stopped. Each sender is bounded by `QUEUED_MESSAGES`. The queue of connection events has
@@ -10,23 +10,36 @@ no bound either: when it is full, libzmq's thread waits for its reader, and ever
 """
 
 import contextlib
+import ctypes
 import os
+import secrets
 import select
+import struct
+from enum import Enum
 from typing import Literal
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES
-from baton.runtime.channels.alarm import Alarm
-from baton.runtime.channels.framing import HEADER_BYTES
-from baton.runtime.channels.gate import DOMAIN, Gate
-from baton.runtime.channels.keys import KeyPair, Keys
+from baton.protocol.errors import NodeError
+from baton.runtime.channels.keys import DOMAIN, Gate, KeyPair, Keys
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
 log = logger("channel")
 
+HEADER = struct.Struct("<QQ")
+HEADER_BYTES = HEADER.size
+SESSION_BITS = 64
+# These take the place of a sequence number. The first says that the listener does not know this
+# session (any more). The second only tests whether the connection still takes frames.
+RESET = (1 << 64) - 1
+PROBE = (1 << 64) - 2
+SEPARATOR = b"/"  # in an identity
+# The name of a command that a person runs. No node has this name, because node ids have no spaces.
+OPERATOR = b"an operator"
+NONCE_BYTES = 8
 # A silent peer is noticed after interval + timeout = 3.2 s. A peer that pauses for 2 s keeps its
 # connection, because the timeout alone is longer than that.
 HEARTBEAT_INTERVAL_MS = 700
@@ -52,6 +65,101 @@ _WATCHED = (
 )
 
 _INPUT = int(zmq.POLLIN)  # testing an int takes a tenth of the time of testing a flag
+
+
+class Verdict(Enum):
+    """What a frame means for the session that it names."""
+
+    NEXT = "next"
+    GAP = "gap"
+    NEW_SESSION = "new_session"
+    STALE = "stale"
+    RESET = "reset"
+    PROBE = "probe"
+
+
+class Session:
+    """Both directions of one life of a connection."""
+
+    __slots__ = ("id", "next_in", "next_out")
+
+    def __init__(self, session_id: int) -> None:
+        self.id = session_id
+        self.next_in = 0
+        self.next_out = 0
+
+    def frame(self, payload: bytes) -> bytes:
+        """Return the next frame to send. Call `sent` once the socket has taken it."""
+        return HEADER.pack(self.id, self.next_out) + payload
+
+    def sent(self) -> None:
+        self.next_out += 1
+
+    def accept(self, session_id: int, sequence: int) -> Verdict:
+        """Judge a frame, and count it if it is the next one."""
+        if session_id != self.id:
+            return Verdict.NEW_SESSION if sequence == 0 else Verdict.STALE
+        if sequence == self.next_in:
+            self.next_in += 1
+            return Verdict.NEXT
+        return _SIGNALS.get(sequence, Verdict.GAP)
+
+
+_SIGNALS = {RESET: Verdict.RESET, PROBE: Verdict.PROBE}
+
+
+def reset_frame(session_id: int) -> bytes:
+    """Return the frame that tells a dialer that its session is over."""
+    return HEADER.pack(session_id, RESET)
+
+
+def probe_frame(session_id: int) -> bytes:
+    """Return a frame that dialers ignore. Sending it shows whether the connection still exists."""
+    return HEADER.pack(session_id, PROBE)
+
+
+def new_identity(name: bytes) -> bytes:
+    """Return an identity that was never used before."""
+    return name + SEPARATOR + secrets.token_hex(NONCE_BYTES).encode()
+
+
+def name_of(identity: bytes) -> bytes:
+    """Return the name in a dialer's `identity`."""
+    return identity.rpartition(SEPARATOR)[0]
+
+
+CLOCK_MONOTONIC = 1  # from time.h
+TFD_NONBLOCK, TFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
+SHORTEST_S = 1e-6  # zero would switch the timer off
+
+
+class _Interval(ctypes.Structure):
+    """`struct itimerspec`: the repetition, then the first expiry, as seconds and nanoseconds."""
+
+    _fields_ = [("times", ctypes.c_long * 4)]
+
+
+class Alarm:
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._descriptor: int = self._libc.timerfd_create(
+            CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC
+        )
+        if self._descriptor < 0:
+            raise NodeError(f"cannot make a timer: {os.strerror(ctypes.get_errno())}")
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def set(self, seconds: float | None) -> None:
+        """Fire once after `seconds`; None means never. A call replaces the one before it."""
+        whole, part = divmod(max(seconds, SHORTEST_S), 1.0) if seconds is not None else (0, 0)
+        wanted = _Interval((ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9)))
+        self._libc.timerfd_settime(self._descriptor, 0, ctypes.byref(wanted), None)
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
 
 # These are hints only: libzmq reports failed handshakes as "lost" too.
 ConnectionChange = Literal["up", "lost", "refused"]

@@ -8,6 +8,8 @@ command line stay quick.
 import importlib
 from typing import TYPE_CHECKING
 
+from baton.protocol import VERSION
+
 if TYPE_CHECKING:
     from baton.async_llm import AsyncLLM
     from baton.llm import LLM
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from baton.protocol.sampling import RequestOutputKind, SamplingParams
     from baton.router.outputs import CompletionOutput, RequestOutput
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncLLM",

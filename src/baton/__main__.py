@@ -6,7 +6,7 @@
 import sys
 from collections.abc import Sequence
 
-from baton.runtime.interrupts import EXIT_INTERRUPTED
+EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

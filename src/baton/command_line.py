@@ -19,15 +19,14 @@ from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
-from baton.runtime.cpus import spin_briefly
-from baton.runtime.flag_parser import did_you_mean
-from baton.runtime.interrupts import end_by_signal
+from baton.runtime.fields import did_you_mean
+from baton.runtime.host import spin_briefly
 from baton.runtime.log import own_process, tell_failure, tell_warning
-from baton.runtime.process import die_with_parent
+from baton.runtime.process import die_with_parent, end_by_signal
 from baton.runtime.settings import Subcommand, ignored_variables, load
 
 if TYPE_CHECKING:
-    from baton.runtime.flag_parser import FlagParser
+    from baton.runtime.fields import FlagParser
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
 
@@ -306,7 +305,7 @@ def parsers() -> "dict[str, FlagParser]":
     from baton.console.chat import parser as chat_parser
     from baton.deploy.cluster.arguments import parser_of
     from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
-    from baton.runtime.flag_parser import FlagParser
+    from baton.runtime.fields import FlagParser
     from baton.runtime.settings import parser
 
     found = {name: parser(command) for name, command in COMMANDS.items()}

@@ -7,7 +7,7 @@ on TAB.
 
 from collections.abc import Iterator, Mapping
 
-from baton.runtime.flag_parser import Argument, FlagParser
+from baton.runtime.fields import Argument, FlagParser
 
 SHELLS = ("bash", "zsh", "fish")
 MAX_HELP = 60  # the number of characters that fish shows beside a flag

@@ -13,7 +13,7 @@ import msgspec
 from baton.deploy.model_folder import with_model
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.flag_parser import did_you_mean
+from baton.runtime.fields import did_you_mean
 from baton.runtime.settings import checked
 
 Model = str | os.PathLike[str] | ModelConfig | Mapping[str, object]

@@ -14,10 +14,9 @@ from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_cod
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Cancel, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.framing import HEADER, RESET
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Received
-from baton.runtime.channels.wire import HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS
+from baton.runtime.channels.wire import HEADER, HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS, RESET
 from tests.support.channel_ends import (
     DEADLINE_S,
     answers,

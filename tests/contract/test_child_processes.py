@@ -11,10 +11,8 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from baton.runtime.backoff import Backoff
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
-from baton.runtime.process import NOT_STARTED, Child, Command, Exit, Supervisor
+from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Interrupts, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
 from tests.support.waiting import until
@@ -236,7 +234,7 @@ def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool)
 
 def test_the_second_signal_is_an_order() -> None:
     code = (
-        "import os, signal; from baton.runtime.interrupts import Interrupts\n"
+        "import os, signal; from baton.runtime.process import Interrupts\n"
         "with Interrupts(on_second=lambda: print('killed', flush=True)):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"

@@ -16,9 +16,9 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Starting, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.framing import HEADER, HEADER_BYTES
 from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
 from baton.runtime.channels.listener import Listener, Received
+from baton.runtime.channels.wire import HEADER, HEADER_BYTES
 from baton.runtime.clock import monotonic
 from tests.support.channel_ends import (
     DEADLINE_S,

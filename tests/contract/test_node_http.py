@@ -15,7 +15,7 @@ from baton.engine.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
 from baton.engine.standing import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Load, Totals
-from baton.runtime.node_metrics import NODE_FAMILIES
+from baton.runtime.metrics import NODE_FAMILIES
 from tests.support.scripted_nodes import node_info
 from tests.support.virtual_clock import VirtualClock
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.framing import HEADER, PROBE
 from baton.runtime.channels.listener import HINTS_APART_S, PROBE_DELAYS_S
+from baton.runtime.channels.wire import HEADER, PROBE
 from baton.runtime.clock import monotonic
 from tests.support.channel_ends import (
     DEADLINE_S,

@@ -44,7 +44,6 @@ PURE = (
     "router/health.py",
     "router/policy.py",
     "router/registry.py",
-    "runtime/channels/framing.py",
     *(
         name_of(path)
         for path in sorted((REPOSITORY / "kv_transfer").rglob("*.py"))

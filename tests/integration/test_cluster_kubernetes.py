@@ -26,7 +26,7 @@ from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.running import Deployment, write_deployment
 from baton.deploy.health import url_of
 from baton.runtime.channels.keys import write_key
-from baton.runtime.interrupts import EXIT_TERMINATED
+from baton.runtime.process import EXIT_TERMINATED
 from tests.support.cluster import free_port
 from tests.support.completions import answers, ask
 from tests.support.deployed import TOLD

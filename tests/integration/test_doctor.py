@@ -15,7 +15,7 @@ import yaml
 
 from baton.__main__ import main
 from baton.deploy.demo_model import write_demo_model
-from baton.protocol.version import VERSION
+from baton.protocol import VERSION
 from baton.runtime.channels.keys import write_key
 from tests.support.cluster import free_port
 from tests.support.hosts import Hosts, hosts

@@ -16,10 +16,9 @@ from baton.protocol.config import KeysConfig
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Cancel, Starting, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.framing import HEADER
-from baton.runtime.channels.identity import name_of
 from baton.runtime.channels.keys import NO_KEYS, Keys, load_keys, write_key
 from baton.runtime.channels.listener import Listener, Received
+from baton.runtime.channels.wire import HEADER, name_of
 from baton.runtime.clock import monotonic
 from tests.support.sources import REPOSITORY
 

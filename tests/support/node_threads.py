@@ -27,7 +27,7 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import Role
-from baton.runtime.cpus import threads_per_rank
+from baton.runtime.host import threads_per_rank
 
 START_TIMEOUT_S = 60.0
 

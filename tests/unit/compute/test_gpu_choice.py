@@ -18,7 +18,7 @@ from baton.kv_transfer.transports.choice import reaches_of
 from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import RankAddress
-from baton.runtime.gpus import gpus_of
+from baton.runtime.host import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config

@@ -29,9 +29,9 @@ from baton.deploy.doctor.serving import serving_findings
 from baton.deploy.doctor.ucx_log import complaint_in, lane_in
 from baton.deploy.health import HealthReply, LostReply, NodeReply, PairReply, TransferReply
 from baton.engine.compute_facts import ComputeFacts
+from baton.protocol import VERSION
 from baton.protocol.errors import Failure
 from baton.protocol.messages import PROTOCOL_VERSION
-from baton.protocol.version import VERSION
 
 TORCH = ComputeFacts(torch="2.9", cuda="13.0", driver_cuda="13.0", num_gpus=1)
 IDLE = GpuFacts(0, "H100", 80_000, 500)

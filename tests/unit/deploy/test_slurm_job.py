@@ -17,7 +17,7 @@ from baton.deploy.cluster.slurm import SlurmPlatform
 from baton.deploy.cluster.slurm_task import placed, read_plan
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
-from baton.runtime.interrupts import EXIT_INTERRUPTED
+from baton.runtime.process import EXIT_INTERRUPTED
 from tests.support.sources import REPOSITORY
 from tests.support.waiting import TIMEOUT_S, until
 

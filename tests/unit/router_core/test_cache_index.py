@@ -21,8 +21,7 @@ from baton.protocol.blocks import (
     prompt_keys,
     unpack_keys,
 )
-from baton.protocol.bounds import MAX_KEYS
-from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.ids import MAX_KEYS, Epoch, NodeId
 from baton.protocol.messages import CacheChanges, Ready
 from baton.router.cache_index import CacheIndex
 from baton.router.registry import Registry

@@ -10,8 +10,7 @@ from baton.router.http.metric_families import ROUTER_FAMILIES
 from baton.router.http.metrics import MAX_CODES, HttpMetrics, StatsLine
 from baton.router.outputs import RequestMetrics
 from baton.router.pairs import PairTransfers
-from baton.runtime.node_health import LostNode, NodeHealth
-from baton.runtime.node_metrics import NODE_FAMILIES
+from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")
 D0 = NodeHealth(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.destination import Destination
+from baton.runtime.channels.dialer import Destination
 from baton.runtime.channels.endpoint import Endpoint, bindable
 from baton.runtime.channels.keys import NO_KEYS
 

@@ -10,10 +10,8 @@ import pytest
 from baton.engine.shared_cpus import NUM_SLOTS, SharedCpus
 from baton.protocol.config import EngineConfig, NodeConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime import cpus, network_devices
-from baton.runtime.cpus import threads_per_rank
-from baton.runtime.gpus import gpus_of, nodes_on_gpu, num_gpus
-from baton.runtime.network_devices import devices_for
+from baton.runtime import host
+from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, num_gpus, threads_per_rank
 
 # An earlier test of a node's command line may have set one of them.
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
@@ -51,16 +49,16 @@ def test_the_quota_of_a_container_bounds_the_threads(
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     (tmp_path / "cpu.max").write_text(quota + "\n")
-    monkeypatch.setattr(cpus, "CGROUP", tmp_path)
+    monkeypatch.setattr(host, "CGROUP", tmp_path)
     assert threads_per_rank(EngineConfig()) == expected
 
 
 @pytest.mark.parametrize(
     ("given", "expected"),
-    [({}, str(cpus.SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
+    [({}, str(host.SPINS)), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "PASSIVE"}, "0")],
 )
 def test_the_threads_of_torch_spin_briefly(given: dict[str, str], expected: str) -> None:
-    code = "from baton.runtime.cpus import spin_briefly; spin_briefly(); import torch"
+    code = "from baton.runtime.host import spin_briefly; spin_briefly(); import torch"
     command = [sys.executable, "-c", code]
     others = {name: one for name, one in os.environ.items() if name not in SPINNING}
     env = others | {"OMP_DISPLAY_ENV": "VERBOSE"} | given
@@ -157,7 +155,7 @@ def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_ar
     rdma: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Loopback is the one interface that every machine has; here it plays one that others reach.
-    monkeypatch.setattr(network_devices.Endpoint, "is_loopback", False)
+    monkeypatch.setattr(host.Endpoint, "is_loopback", False)
     (rdma / "router").write_text("tcp://127.0.0.1:5570\n")
     node = NodeConfig(routers=("ipc:///tmp/control", f"file://{rdma}/router"))
     assert devices_for(node, rdma) == "mlx5_0:1,lo"
