@@ -1,6 +1,6 @@
 """The command line of `baton bench`, whose flags and help come from the Structs of `settings.py`.
 
-`baton.command_line` calls it. A command's code is imported when it is chosen, so that help appears
+A command's code is imported when it is chosen, so that help appears
 at once. A mistake of the user is a `ConfigError` of one line. The exit code is 0 for valid figures,
 1 for figures that must not be used, and 2 for misuse.
 """
@@ -13,11 +13,9 @@ import msgspec
 
 from baton.bench.settings import (
     CompareSettings,
-    FaultSettings,
     ReportAgainSettings,
     RunSettings,
     SearchSettings,
-    SelfTestSettings,
     SweepSettings,
 )
 from baton.protocol.errors import ConfigError
@@ -61,15 +59,9 @@ COMMANDS = {
         "an arm: its name and the address of its server; NAME=URL#MODEL also names the model",
         no_flags=("target.url",),
     ),
-    "fault": Command(
-        FaultSettings,
-        "loads:fault",
-        "baton bench fault --fault kill:4711@10 --arrivals poisson:5 --duration-s 30",
-    ),
-    "selftest": Command(SelfTestSettings, "selftest.run:selftest", "baton bench selftest"),
     "report": Command(
         ReportAgainSettings,
-        "report.publish:write_again",
+        "report.page:write_again",
         "baton bench report report/report.json --out again",
         "FILE",
         "the report.json",

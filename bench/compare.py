@@ -16,14 +16,12 @@ from pathlib import Path
 import msgspec
 
 from baton.bench.client.probe import pages_of
-from baton.bench.client.target import Target
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.figures.paired import paired
-from baton.bench.plan.workload import range_of
-from baton.bench.planning import arrivals_of
+from baton.bench.plan.plan import arrivals_of
 from baton.bench.report.document import UNKNOWN, Compared, Parity, Report, Run
-from baton.bench.settings import CompareSettings
+from baton.bench.settings import CompareSettings, Target, range_of
 from baton.protocol.errors import ConfigError
 
 ON = "true"  # the value of a flag that has none
@@ -66,7 +64,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
                 if experiment.interrupted:
                     break
                 label = f"{name}, round {number}"
-                run = experiment.put(servers[name], number - 1, label, arrivals)
+                run = experiment.run(servers[name], number - 1, label, arrivals)
                 if run is not None:
                     run.arm, run.round = name, number
     contrast(report, list(arms))

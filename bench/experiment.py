@@ -7,30 +7,38 @@ once.
 """
 
 import contextlib
+import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, accepted, probe
-from baton.bench.client.target import Target, settled
-from baton.bench.figures.validity import Problem, invalid
-from baton.bench.judging import Case, judge, mark_mismatches, sent_so_far
+from baton.bench.client.request import settled
+from baton.bench.figures.metrics import PRESETS, Bounds
+from baton.bench.figures.validity import Case, invalid, judge, sent_so_far
 from baton.bench.plan.arrivals import ArrivalProcess
-from baton.bench.plan.plan import Plan
-from baton.bench.plan.workload import AUTO, Workload
-from baton.bench.planning import bounds_of, plan_of, reseeded
+from baton.bench.plan.plan import Plan, plan_of, reseeded
 from baton.bench.records import LoadResult, Outcome
 from baton.bench.report.document import Report, Run
-from baton.bench.report.publish import begin, finish
-from baton.bench.settings import ArrivalSettings, Settings
-from baton.bench.terminal import LoadProgress
-from baton.bench.verify import check_greedy, compare_outputs, reference
+from baton.bench.report.page import begin, finish
+from baton.bench.settings import (
+    AUTO,
+    ArrivalSettings,
+    BoundSettings,
+    Settings,
+    Target,
+    Workload,
+)
 from baton.protocol.errors import BatonError
+from baton.runtime.clock import Clock, monotonic
 from baton.runtime.process import Interrupts
 
-OnStart = Callable[[float], None]
+LINE_EVERY_S = 5.0
 STOPPING = (
     "stopping: the report keeps the results so far; a second Ctrl-C ends at once, without a report"
 )
@@ -46,11 +54,7 @@ class Server(msgspec.Struct, frozen=True):
     @property
     def described(self) -> str:
         """Return one line that describes the server and the extensions in use."""
-        gives = {
-            "token ids": self.target.token_ids,
-            "a timeline": self.target.timeline,
-            "usage": self.target.usage,
-        }
+        gives = {"token ids": self.target.token_ids, "usage": self.target.usage}
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
         told = {"version": self.probed.version, "server": self.probed.server}
         names = [f"{what} {name}" for what, name in told.items() if name]
@@ -72,24 +76,21 @@ class Experiment:
         settings: Settings,
         arrivals: Sequence[ArrivalProcess | None],
         arrival: ArrivalSettings | None = None,
-        verify: bool = False,
     ) -> None:
         self._command, self.settings = command, settings
-        self._concurrency, self._verify = arrival.concurrency if arrival else 0, verify
+        self._concurrency = arrival.concurrency if arrival else 0
         self._newest: tuple[Workload, ArrivalProcess | None, Plan] | None = None
         # The first load is planned last, because the newest plan is kept.
         for place in reversed(range(len(arrivals))):
-            self.draft = self._plan(settings.workload, place, arrivals[place])
-        api_key = settled(settings.target, self.draft.requests).api_key
-        self._secrets = [api_key] if api_key else []
+            self._draft = self._plan(settings.workload, place, arrivals[place])
+        self._api_key = settled(settings.target, self._draft.requests).api_key
         self.progress = LoadProgress()
         self._interrupts = Interrupts(on_second=self.progress.abandon)
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> "Experiment":
-        settings = self.settings
-        self.report = begin(self._command, settings, self._secrets)
-        self.report.bounds = bounds_of(settings.bounds)
+        self.report = begin(self._command, self.settings)
+        self.report.bounds = bounds_of(self.settings.bounds)
         self._stack.enter_context(self._interrupts)
         self._stack.enter_context(self.progress)
         return self
@@ -103,10 +104,10 @@ class Experiment:
 
     def connect(self, target: Target) -> Server:
         """Find out which requests a server accepts. Raises `ConfigError` or `BatonError`."""
-        target = settled(target, self.draft.requests)
+        target = settled(target, self._draft.requests)
         probed = probe(target, self._interrupts.fileno())
         target, workload = probed.fit(target), self.settings.workload
-        if workload.vocabulary == AUTO and any(one.prompt_ids for one in self.draft.requests):
+        if workload.vocabulary == AUTO and any(one.prompt_ids for one in self._draft.requests):
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
         self.progress.say(f"{target.url} serves {target.model}")
@@ -115,8 +116,7 @@ class Experiment:
     def connect_alone(self, what: str = "") -> Server:
         """Connect to the one server of the experiment, and name it in the report."""
         server = self.connect(self.settings.target)
-        name = f"{server.target.model} at {server.target.url}{what}"
-        self.report.title = name
+        self.report.title = f"{server.target.model} at {server.target.url}{what}"
         self.report.notes.append(server.described)
         return server
 
@@ -128,24 +128,19 @@ class Experiment:
             self._newest = workload, arrivals, plan
         return self._newest[2]
 
-    def put(
-        self,
-        server: Server,
-        place: int,
-        label: str,
-        arrivals: ArrivalProcess | None,
-        on_start: OnStart = lambda _: None,
+    def run(
+        self, server: Server, place: int, label: str, arrivals: ArrivalProcess | None
     ) -> Run | None:
         """Run and report load number `place`, which has prompts of its own.
 
-        Return None if Ctrl-C came before any request had ended. `on_start` gets the start of the
-        schedule on the monotonic clock. Raises `ConfigError` for a load that cannot be planned.
+        Return None if Ctrl-C came before any request had ended. Raises `ConfigError` for a load
+        that cannot be planned.
         """
         plan = self._plan(server.workload, place, arrivals)
+        bounds = self.report.bounds
+        case = Case(label, plan, self.settings, bounds, self._concurrency)
         try:
-            run = self.measure(
-                Case(label, server.target, plan, self.settings, self._concurrency), on_start
-            )
+            run = self.measure(case, server.target)
         except BatonError:
             if self.interrupted and self.report.runs:
                 return None
@@ -153,55 +148,33 @@ class Experiment:
         self.report.runs.append(run)
         return run
 
-    def measure(self, case: Case, on_start: OnStart) -> Run:
-        """Run a load and judge it. Raises `ConfigError` for outputs that cannot be verified."""
-        if self._verify:
-            check_greedy(case.target)
+    def measure(self, case: Case, target: Target) -> Run:
+        """Run a load and judge it."""
         watch, load = _Watch(self, case), self.settings.load
         result = run_load(
             Load(
-                target=case.target,
+                target=target,
                 requests=case.plan.requests,
                 concurrency=case.concurrency,
                 processes=load.processes,
                 stop_after_s=load.duration_s or None if case.concurrency else None,
-                keep_text=self._verify,
             ),
             on_progress=watch,
-            on_start=on_start,
             stop=watch.stop,
         )
         why_stopped = watch.why_stopped(result)
-        is_verified = self._verify and not why_stopped
-        found, notes = self._verified(case, result) if is_verified else ([], [])
-        run = judge(case, result, why_stopped)
-        run.notes += notes
-        run.problems = sorted(found + run.problems, key=lambda problem: not problem.is_invalid)
-        return run
-
-    def _verified(self, case: Case, result: LoadResult) -> tuple[list[Problem], list[str]]:
-        """Ask each prompt alone, and mark the records whose output under load was different."""
-        self.progress.say("asking each prompt alone, to compare the outputs")
-        stop = threading.Event()
-
-        def watch(_: Progress) -> None:
-            if self.interrupted:
-                stop.set()
-
-        try:
-            references = reference(case.target, case.plan.requests, stop, watch)
-        except BatonError as error:  # the measurement is kept, but not as verified
-            return [invalid(f"not verified: {error.message}")], []
-        known = [record for record in result.records if record.index in references]
-        mismatches = compare_outputs(references, known)
-        found = mark_mismatches(known, mismatches)
-        what = "token by token" if case.target.token_ids else "letter by letter"
-        count = sum(not record.warm_up for record in known)
-        note = f"{count} outputs were compared with those of the requests alone, {what}"
-        if stop.is_set():
-            text = f"interrupted: only {len(references)} of the requests were asked alone"
-            found.append(invalid(text))
-        return found, [note if mismatches else f"{note}: all equal"]
+        summary, problems = judge(case, result, why_stopped)
+        return Run(
+            label=case.label,
+            summary=summary,
+            rate=case.plan.offered_rate,
+            started_at=result.started_at,
+            wall_s=result.wall_s,
+            notes=list(case.plan.notes),
+            problems=problems,
+            clients=result.clients,
+            records=result.records,
+        )
 
     def finish(self, num_wanted: int = 0) -> int:
         """Write and show the report; return the exit code.
@@ -212,7 +185,15 @@ class Experiment:
         if runs and len(runs) < num_wanted and not self.report.invalid:
             text = f"interrupted: {len(runs)} of {num_wanted} loads were run"
             runs[-1].problems.insert(0, invalid(text))
-        return finish(self.report, self.settings.report.out, self._secrets)
+        return finish(self.report, self.settings.report.out, self._api_key)
+
+
+def bounds_of(settings: BoundSettings) -> Bounds | None:
+    """Return the preset's bounds with single ones replaced; None if nothing bounds."""
+    bounds = PRESETS[settings.preset] if settings.preset else Bounds()
+    given = {name: limit for name in Bounds.__struct_fields__ if (limit := getattr(settings, name))}
+    bounds = msgspec.structs.replace(bounds, **given)
+    return None if bounds == Bounds() else bounds
 
 
 class _Watch:
@@ -247,3 +228,60 @@ class _Watch:
             why = f"the first {self._give_up_after} requests all failed: {first}"
             return f"stopped early: {why}; {far}"
         return f"interrupted: {far}" if self._experiment.interrupted else ""
+
+
+class LoadProgress:
+    """The progress of a load on stderr: a live line on a terminal, else a line now and then."""
+
+    def __init__(self, console: Console | None = None, clock: Clock = monotonic) -> None:
+        self._console = console or Console(stderr=True, highlight=False)
+        self._clock = clock
+        self._status: Status | None = None
+        self._label, self._total, self._num_warm_up = "", 0, 0
+        self._started_s = self._printed_s = clock()
+
+    def __enter__(self) -> "LoadProgress":
+        if self._console.is_terminal:
+            self._status = self._console.status("")
+            self._status.start()
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+            self._status = None
+
+    def abandon(self) -> None:
+        """Say that the process ends at once; safe within a signal handler."""
+        # The interrupted code may hold rich's locks; the live line hid the cursor.
+        cursor = b"\x1b[?25h\n" if self._status is not None else b""
+        os.write(2, cursor + b"baton: ended at once; nothing was written\n")
+
+    def begin(self, label: str, total: int, num_warm_up: int = 0) -> None:
+        """Start the load `label` of `total` requests, `num_warm_up` of which only warm up."""
+        self._label, self._total, self._num_warm_up = label, total - num_warm_up, num_warm_up
+        self._started_s = self._printed_s = self._clock()
+        if self._status is not None:
+            self._status.update(Text(label))
+
+    def show(self, progress: Progress) -> None:
+        now_s = self._clock()
+        if self._status is not None:
+            self._status.update(Text(self._line(progress, now_s)))
+        elif now_s - self._printed_s >= LINE_EVERY_S:
+            self._printed_s = now_s
+            self.say(self._line(progress, now_s))
+
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        self._console.print(Text(line), soft_wrap=True)
+
+    def _line(self, progress: Progress, now_s: float) -> str:
+        elapsed_s = max(now_s - self._started_s, 1e-9)
+        # Warm-up goes first, so it ends first.
+        ended = max(0, progress.ended - self._num_warm_up)
+        failed = f"  {progress.failed} failed" if progress.failed else ""
+        # Tokens are counted as requests end.
+        rate = f"  {progress.tokens / elapsed_s:.0f} tokens/s" if progress.tokens else ""
+        so_far = f"{self._label}: {ended}/{self._total} ended{failed}"
+        return f"{so_far}  {progress.sent - progress.ended} in flight{rate}  {elapsed_s:.0f} s"

@@ -1,38 +1,32 @@
-"""The commands that measure one server: `baton bench run`, `sweep`, `search` and `fault`.
+"""The commands that measure one server: `baton bench run`, `sweep` and `search`.
 
 Each load of a command has prompts of its own, so no load profits from what an earlier one left in a
-prefix cache. `figures/search.py` decides what a search tries next, `figures/faults.py` what a fault
-did. Each command returns the exit code of the process.
+prefix cache. Each command returns the exit code of the process.
 """
 
 from collections.abc import Sequence
 
-from baton.bench.experiment import Experiment
-from baton.bench.figures import faults
-from baton.bench.figures.faults import FORMS, FaultSpec, Judgement, parse_fault
-from baton.bench.figures.metrics import PRESETS, Bounds
+from baton.bench.experiment import Experiment, bounds_of
+from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Probe, RateSearch
-from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth, invalid
-from baton.bench.injector import FaultInjector
+from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
 from baton.bench.plan.arrivals import ArrivalProcess
-from baton.bench.plan.plan import Plan
-from baton.bench.planning import arrivals_of, bounds_of, loop_of, shaped
+from baton.bench.plan.plan import arrivals_of, loop_of, shaped
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run
-from baton.bench.settings import FaultSettings, RunSettings, SearchSettings, SweepSettings
+from baton.bench.settings import RunSettings, SearchSettings, SweepSettings
 from baton.protocol.errors import BatonError, ConfigError
 
 # Below this mean number of requests in flight, most requests run alone.
 ALONE = 0.2
-TOO_LATE = "the load ended before the fault; make the load longer"
 
 
 def run(settings: RunSettings) -> int:
     arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
     loads = [arrivals] * num_runs
-    experiment = Experiment("run", settings, loads, settings.arrival, settings.verify)
+    experiment = Experiment("run", settings, loads, settings.arrival)
     places = [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
-    _put_all(experiment, [loop_of(settings.arrival) + place for place in places], loads)
+    _run_all(experiment, [loop_of(settings.arrival) + place for place in places], loads)
     return experiment.finish(num_runs)
 
 
@@ -42,11 +36,11 @@ def sweep(settings: SweepSettings) -> int:
         raise ConfigError("say which rates in requests/s: --rates 1,2,4,8")
     arrivals = [shaped(settings.shape, rate) for rate in rates]
     experiment = Experiment("sweep", settings, arrivals)
-    _put_all(experiment, [f"{rate:g}/s" for rate in rates], arrivals, ", by rate")
+    _run_all(experiment, [f"{rate:g}/s" for rate in rates], arrivals, ", by rate")
     return experiment.finish(len(rates))
 
 
-def _put_all(
+def _run_all(
     experiment: Experiment,
     labels: Sequence[str],
     arrivals: Sequence[ArrivalProcess | None],
@@ -55,7 +49,7 @@ def _put_all(
     with experiment:
         server = experiment.connect_alone(what)
         for place, label in enumerate(labels):
-            experiment.put(server, place, label, arrivals[place])
+            experiment.run(server, place, label, arrivals[place])
             if experiment.interrupted:
                 break
 
@@ -77,7 +71,7 @@ def search(settings: SearchSettings) -> int:
             label = f"{rate:g}/s, {rates.purpose}"
             try:
                 arrivals = shaped(settings.shape, rate)
-                run = experiment.put(server, len(report.runs), label, arrivals)
+                run = experiment.run(server, len(report.runs), label, arrivals)
             except ConfigError as error:
                 if not report.runs:
                     raise
@@ -86,7 +80,7 @@ def search(settings: SearchSettings) -> int:
             if run is None:
                 break
             if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
-                raise BatonError(f"no answer has the length asked for: {outcome(run)}")
+                raise BatonError(f"no response has the requested length: {outcome(run)}")
             if experiment.interrupted:
                 break
             rates.observe(probe_of(rate, run))
@@ -111,7 +105,7 @@ def probe_of(rate: float, run: Run) -> Probe:
 def is_servers_fault(run: Run) -> bool:
     """Return whether an invalid run shows that the server cannot sustain the rate.
 
-    It does if every request failed, or if wrong lengths of answers are the only problem. A client
+    It does if every request failed, or if wrong lengths of responses are the only problem. A client
     without free sockets shows nothing about the server.
     """
     outcomes = run.summary.outcomes
@@ -126,37 +120,3 @@ def is_servers_fault(run: Run) -> bool:
 def outcome(run: Run) -> str:
     why = next((one.text for one in run.problems if one.is_invalid), "")
     return f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
-
-
-def fault(settings: FaultSettings) -> int:
-    if not settings.fault:
-        raise ConfigError(f"name a fault with --fault {FORMS}")
-    spec = parse_fault(settings.fault)
-    arrivals = arrivals_of(settings.arrival, settings.workload)
-    experiment = Experiment("fault", settings, [arrivals], settings.arrival, settings.verify)
-    refuse_late(spec, experiment.draft)
-    with experiment, FaultInjector(spec) as injector:
-        report = experiment.report
-        report.definitions |= faults.DEFINITIONS
-        server = experiment.connect_alone(", with a fault")
-        run = experiment.put(server, 0, loop_of(settings.arrival), arrivals, injector.begin)
-        if run is not None and not experiment.interrupted:
-            if (done := injector.finish()) is None:
-                run.problems.insert(0, invalid(f"fault {spec} was not carried out: {TOO_LATE}"))
-            else:
-                judgement = Judgement(closed_loop=arrivals is None)
-                bounds = report.bounds or Bounds()
-                run.faults = [done]
-                run.impacts = [faults.impact_of(run.records, done, bounds, judgement)]
-    if report.bounds is None:
-        report.notes.append("without bounds every answered request counts as good")
-    return experiment.finish()
-
-
-def refuse_late(spec: FaultSpec, plan: Plan) -> None:
-    """Raise `ConfigError` for a fault after the end of a schedule that is known."""
-    if plan.times and plan.duration_s is not None and spec.at_s > plan.duration_s:
-        raise ConfigError(
-            f"fault {spec}: the schedule ends after {plan.duration_s:.6g} s; give it a longer "
-            "--duration-s, or more --requests"
-        )

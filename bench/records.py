@@ -1,7 +1,7 @@
 """The records of a load: the planned requests, and their outcomes.
 
 Times are seconds on one monotonic clock, from the start of the schedule: a warm-up request lies
-before zero. Counts are tokens, never text. This file is pure.
+before zero. Counts are tokens, never text.
 """
 
 from enum import StrEnum
@@ -24,9 +24,8 @@ class Outcome(StrEnum):
     MALFORMED = "malformed"  # an event is not JSON, or not of this API
     WRONG_LENGTH = "wrong_length"  # the number of output tokens is not the forced one
     WRONG_USAGE = "wrong_usage"  # the reported usage contradicts the tokens that arrived
-    WRONG_TOKENS = "wrong_tokens"  # greedy output differs from the single-request run
     TIMED_OUT = "timed_out"
-    STOPPED = "stopped"  # the load was stopped before the answer ended
+    STOPPED = "stopped"  # the load was stopped before the response ended
 
 
 class Message(msgspec.Struct, frozen=True):
@@ -53,13 +52,6 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-class Stage(msgspec.Struct, frozen=True, array_like=True):
-    """A named part of a request's time; stages are listed in the order in which they follow."""
-
-    name: str
-    duration_s: float
-
-
 class Record(msgspec.Struct, kw_only=True):
     """The outcome, times and counts of one planned request."""
 
@@ -77,8 +69,6 @@ class Record(msgspec.Struct, kw_only=True):
     cached_tokens: int | None = None
     forced_tokens: int = 0
     token_ids: list[int] | None = None  # where the server returns them
-    text: str | None = None  # kept for verification only
-    stages: list[Stage] = msgspec.field(default_factory=list)
     warm_up: bool = False
     retry_after_s: float | None = None
 

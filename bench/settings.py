@@ -1,24 +1,136 @@
 """The settings of `baton bench`: one frozen Struct per command, made of groups of flags.
 
-`cli.py` makes flags and their help of these annotations. A number of 0 and an empty text mean "not
-given" where the description says so.
+`cli.py` makes flags and their help of these annotations, so nothing heavy may be imported here. A
+number of 0 and an empty text mean "not given" where the description says so.
 """
 
 from typing import Annotated, Literal
 
 import msgspec
 
-from baton.bench.client.target import Target
 from baton.bench.figures.search import SearchOptions
-from baton.bench.plan.workload import Workload
 from baton.protocol.config import about
+from baton.protocol.errors import ConfigError
 
+API_KEY_VARIABLE = "BATON_BENCH_API_KEY"
 Preset = Literal["", "chat", "tight", "long-32k"]
 MOST_REQUESTS = 2_000_000  # all are planned before the first is sent
 Shape = Annotated[
     str, about("distribution of the arrivals: poisson, constant, gamma,cv=N or trace")
 ]
-Verify = Annotated[bool, about("send each prompt alone after the load, and compare the outputs")]
+Kind = Literal["tokens", "text", "chat", "trace", "file"]
+Vocabulary = tuple[int, int]  # lowest and highest token id to draw, both included
+
+AUTO = "auto"
+AUTO_VOCABULARY: Vocabulary = (300, 8000)  # below 300 lie the bytes and special tokens of most
+
+
+class Target(msgspec.Struct, frozen=True):
+    """A server, a model on it, and the fields that every request carries.
+
+    `Probed.fit` turns off the fields that the server refuses. Without `ignore_eos`, output lengths
+    are requested, but not forced.
+    """
+
+    url: Annotated[str, about("address of the server, without /v1")] = "http://127.0.0.1:8000"
+    model: Annotated[str, about("name of the model, if the server has several")] = ""
+    api: Annotated[
+        Literal["auto", "completions", "chat"],
+        about("endpoint to use; auto takes chat for messages, else completions"),
+    ] = "auto"
+    api_key: Annotated[
+        str,
+        about(f"bearer token, which is better kept in {API_KEY_VARIABLE}; it is never reported"),
+    ] = ""
+    ca_file: Annotated[
+        str, about("PEM file with the authority that signed the server's certificate", kind="path")
+    ] = ""
+    insecure: Annotated[bool, about("trust any certificate, as curl --insecure does")] = False
+    timeout_s: Annotated[float, about("time limit of a response", "s", gt=0)] = 300.0
+    extra_body: Annotated[str, about("JSON object that is merged into every request")] = ""
+    ignore_eos: Annotated[bool, about("ask for outputs of the full length")] = True
+    token_ids: bool = True
+    usage: bool = True
+
+    @property
+    def is_chat(self) -> bool:
+        return self.api == "chat"
+
+    @property
+    def path(self) -> str:
+        """Return the endpoint below the base path."""
+        return "/chat/completions" if self.is_chat else "/completions"
+
+    @property
+    def extra(self) -> dict[str, object]:
+        """Return `extra_body` as a dict. Raises `ConfigError`."""
+        if not self.extra_body:
+            return {}
+        try:
+            return msgspec.json.decode(self.extra_body, type=dict[str, object])
+        except msgspec.DecodeError as error:
+            text = f"--extra-body {self.extra_body!r} is not a JSON object: {error}"
+            raise ConfigError(text) from error
+
+
+class Workload(msgspec.Struct, frozen=True):
+    """A number of 0 and an empty text mean "not given" where the description says so."""
+
+    workload: Annotated[Kind, about("source of the requests")] = "tokens"
+    prompt: Annotated[
+        str,
+        about(
+            "lengths of prompts: 512, uniform:100-900, normal:512,sd=100, "
+            "lognormal:mean=1155,sd=1100 or choice:100,200",
+            "tokens",
+        ),
+    ] = "512"
+    output: Annotated[
+        str, about("lengths of outputs in the same forms, forced on the server", "tokens")
+    ] = "64"
+    vocabulary: Annotated[
+        str,
+        about(
+            "token ids to draw prompts from, LOW-HIGH; auto takes 300-8000, or as many of these as "
+            "the server accepts"
+        ),
+    ] = AUTO
+    shared_prefix: Annotated[
+        int,
+        about("common start of all prompts, in front of the tokens of --prompt", "tokens", ge=0),
+    ] = 0
+    path: Annotated[
+        str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
+    ] = ""
+    trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
+    time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
+    spread_s: Annotated[
+        float,
+        about(
+            "spread rows that share a stamp evenly up to the next stamp, over at most this time "
+            "(Mooncake's conversation: 3)", "s", ge=0,
+        ),
+    ] = 0.0  # fmt: skip
+    length_scale: Annotated[float, about("scale the trace's lengths and prefix blocks", gt=0)] = 1.0
+    max_input: Annotated[
+        int, about("cut longer prompts of a trace; 0 cuts none", "tokens", ge=0)
+    ] = 0
+    max_output: Annotated[
+        int, about("cut longer outputs of a trace; 0 cuts none", "tokens", ge=0)
+    ] = 0
+    seed: Annotated[
+        int, about("seed from which all prompts, lengths and arrivals are drawn", ge=0)
+    ] = 0
+
+
+def range_of(text: str) -> Vocabulary:
+    """Read `--vocabulary`. Raises `ConfigError`."""
+    if text == AUTO:
+        return AUTO_VOCABULARY
+    low, _, high = text.partition("-")
+    if not (low.isdecimal() and high.isdecimal() and int(low) < int(high)):
+        raise ConfigError(f"--vocabulary {text!r}: write it as LOW-HIGH, such as 300-8000")
+    return int(low), int(high)
 
 
 class ArrivalSettings(msgspec.Struct, frozen=True):
@@ -32,7 +144,7 @@ class ArrivalSettings(msgspec.Struct, frozen=True):
     concurrency: Annotated[
         int,
         about(
-            "closed loop: number of clients that each wait for their answer; 0 means an open loop",
+            "closed loop: number of clients that each wait for a response; 0 means an open loop",
             ge=0,
         ),
     ] = 0
@@ -73,7 +185,7 @@ class BoundSettings(msgspec.Struct, frozen=True):
     ] = 0.0
     tpot_ms: Annotated[float, about("bound on the mean time per later token", "ms", ge=0)] = 0.0
     gap_max_ms: Annotated[float, about("bound on the largest gap between tokens", "ms", ge=0)] = 0.0
-    e2e_ms: Annotated[float, about("bound on the whole answer", "ms", ge=0)] = 0.0
+    e2e_ms: Annotated[float, about("bound on the whole response", "ms", ge=0)] = 0.0
 
 
 class ReportSettings(msgspec.Struct, frozen=True):
@@ -94,7 +206,6 @@ class RunSettings(Settings, frozen=True):
     """Put one load on a server and measure it."""
 
     runs: Annotated[int, about("number of runs of the load, each with its own prompts", ge=1)] = 1
-    verify: Verify = False
     arrival: ArrivalSettings = ArrivalSettings()
 
 
@@ -129,29 +240,6 @@ class CompareSettings(Settings, frozen=True):
         ),
     ] = ()
     arrival: ArrivalSettings = ArrivalSettings()
-
-
-class FaultSettings(Settings, frozen=True):
-    """Kill or stop a process under load, and measure what its clients see."""
-
-    fault: Annotated[
-        str,
-        about(
-            "kill:PID@10, or stop:PID@10+2 for 2 s: a process of this host, and the moment of the "
-            "fault in seconds from the start of the load"
-        ),
-    ] = ""
-    verify: Verify = False
-    arrival: ArrivalSettings = ArrivalSettings()
-
-
-class SelfTestSettings(msgspec.Struct, frozen=True):
-    """Measure a scripted server whose token times are known, and compare."""
-
-    requests: Annotated[int, about("number of good answers in each of the two loads", ge=1)] = 300
-    rate: Annotated[float, about("requests per second", gt=0)] = 25.0
-    tolerance_ms: Annotated[float, about("largest error of a percentile", "ms", ge=0)] = 1.0
-    seed: Annotated[int, about("seed of arrivals and scripts", ge=0)] = 0
 
 
 class ReportAgainSettings(msgspec.Struct, frozen=True):

@@ -13,11 +13,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.bench.client.target import Target
 from baton.bench.figures.paired import nearest_rank
 from baton.bench.figures.search import SearchOptions
 from baton.bench.loads import search, sweep
-from baton.bench.plan.workload import Workload
 from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Run, read_json
 from baton.bench.settings import (
@@ -27,6 +25,8 @@ from baton.bench.settings import (
     SearchSettings,
     Settings,
     SweepSettings,
+    Target,
+    Workload,
 )
 from baton.deploy.demo_model import CHECKPOINT
 from baton.protocol.errors import BatonError, ConfigError

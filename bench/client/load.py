@@ -14,9 +14,10 @@ from typing import Self, assert_never
 
 import msgspec
 
-from baton.bench.client.ask import LEAD_S
-from baton.bench.client.target import Target, check, place_of, tls_of
+from baton.bench.client.http import place_of, tls_of
+from baton.bench.client.request import LEAD_S, check
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
+from baton.bench.settings import Target
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command
@@ -32,8 +33,8 @@ MODULE = "baton.bench.client.worker"
 class Load(msgspec.Struct, frozen=True):
     """Requests for a target.
 
-    With a `concurrency`, it is a closed loop: each of that many clients sends when it has its last
-    answer, but not after `stop_after_s`. Without one, every request is sent at its own moment.
+    With a `concurrency`, it is a closed loop: each of that many clients sends when its last request
+    has ended, but not after `stop_after_s`. Without one, every request is sent at its own moment.
     """
 
     target: Target
@@ -41,7 +42,6 @@ class Load(msgspec.Struct, frozen=True):
     concurrency: int = 0
     processes: int = 1
     stop_after_s: float | None = None
-    keep_text: bool = False
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -61,9 +61,9 @@ class Finished(msgspec.Struct, frozen=True, tag=True):
     records: list[msgspec.Raw]
 
 
-# What follows the load: the start of the schedule on the monotonic clock that all processes share,
-# or None to send nothing more, give up the requests under way, and report.
-Order = float | None
+# The message after the load: the start of the schedule on the monotonic clock that all processes
+# share, or None to send nothing more, give up the requests under way, and report.
+Start = float | None
 FromWorker = Progress | Finished
 
 encode = msgspec.msgpack.Encoder().encode
@@ -75,13 +75,12 @@ def run_load(
     load: Load,
     *,
     on_progress: Callable[[Progress], None] = lambda _: None,
-    on_start: Callable[[float], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> LoadResult:
     """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
-    Running requests at a stop are `STOPPED`, and later ones have no record. `on_start` gets the
-    start of the schedule on the monotonic clock. Raises `ConfigError` for a load that cannot run.
+    Running requests at a stop are `STOPPED`, and later ones have no record. Raises
+    `ConfigError` for a load that cannot run.
     """
     with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
         workers.wait_until(lambda: workers.progress.ready == len(workers.ends))
@@ -90,7 +89,6 @@ def run_load(
         start_s = monotonic() + START_DELAY_S + LEAD_S - first_s
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
         if not workers.stopping:
-            on_start(start_s)
             for end in workers.ends:
                 end.send(start_s)
         workers.wait_until(lambda: all(end.finished for end in workers.ends))
@@ -196,7 +194,7 @@ class _End:
             # The child keeps its last lines for the error message.
             self._child = Child(command, relay=lambda *_: None)
 
-    def send(self, message: Load | Order) -> None:
+    def send(self, message: Load | Start) -> None:
         try:
             self.pipe.send_bytes(encode(message))
         except OSError as error:

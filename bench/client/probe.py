@@ -8,20 +8,19 @@ import asyncio
 
 import msgspec
 
-from baton.bench.client.answer_reader import Problem, message_of, one_line
-from baton.bench.client.ask import Session, ask
-from baton.bench.client.exchange import Exchange
-from baton.bench.client.target import Target, body_of, check, place_of
-from baton.bench.plan.workload import AUTO_VOCABULARY, Vocabulary
+from baton.bench.client.http import Exchange, Session, place_of
+from baton.bench.client.request import body_of, check, send
+from baton.bench.client.response import Problem, message_of, one_line
 from baton.bench.records import Outcome, Planned, Record
+from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary
 from baton.protocol.errors import BatonError, ConfigError
 
-TIMEOUT_S = 60.0  # the first answer of a server may wait for a compiler
+TIMEOUT_S = 60.0  # the first response of a server may wait for a compiler
 NUM_TOKENS = 2
 MAX_NAMES = 8
 PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
 # The fields of `Target` that ask for an extension.
-EXTENSIONS = ("ignore_eos", "token_ids", "timeline")
+EXTENSIONS = ("ignore_eos", "token_ids")
 ABILITIES = ("usage", *EXTENSIONS)
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
@@ -31,7 +30,7 @@ PAGES = ("/server_info", "/get_server_info", "/metrics")
 
 
 class Probed(msgspec.Struct, frozen=True):
-    """A server that answers streams."""
+    """A server that streams responses."""
 
     model: str
     server: str  # the header `Server`
@@ -115,12 +114,12 @@ def accepted(target: Target) -> Vocabulary:
 
     Ids are tried from above, one prompt of one token each; a server answers 4xx to ids it lacks.
     """
-    plain = msgspec.structs.replace(target, timeline=False, token_ids=False)
+    plain = msgspec.structs.replace(target, token_ids=False)
 
     async def ask_for(token_id: int) -> Record:
         planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(token_id,))
         async with Session(plain) as session:
-            return await ask(session, plain, planned)
+            return await send(session, plain, planned)
 
     for highest in HIGHEST_IDS:
         record = asyncio.run(ask_for(highest))
@@ -174,7 +173,7 @@ def _model(target: Target, listed: Exchange) -> str:
     if status is None:
         why = listed.problem.detail if listed.problem is not None else ""
         hint = "" if url.startswith("https:") else "; should it be https:// instead of http://?"
-        raise ConfigError(f"{url} gives no answer: {why}{hint}")
+        raise ConfigError(f"{url} gives no response: {why}{hint}")
     if status in (401, 403):
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")
@@ -210,11 +209,11 @@ def _said(exchange: Exchange) -> _Said | None:
 
 
 def _check_streams(target: Target, plain: Exchange) -> None:
-    """Raise an error if the answer to a plain request is not a good stream."""
+    """Raise an error if the response to a plain request is not a good stream."""
     if (problem := plain.problem) is None:
         return
     status = "" if plain.status in (None, 200) else f" (status {plain.status})"
-    text = f"{target.url} does not stream an answer{status}: {problem.detail}"
+    text = f"{target.url} does not stream a response{status}: {problem.detail}"
     if plain.status == 404:
         path = place_of(target.url).base_path + target.path
         text += f"; it was asked for {path}: is the path of --url right?"
@@ -223,7 +222,6 @@ def _check_streams(target: Target, plain: Exchange) -> None:
 
 
 def _has(name: str, extended: Exchange) -> bool:
-    """Return whether the answer shows the extension that was asked for."""
-    reader = extended.reader
-    shown = {"token_ids": bool(reader.token_ids), "timeline": reader.timeline is not None}
-    return extended.problem is None and shown.get(name, True)
+    """Return whether the response shows the extension that was requested."""
+    is_shown = name != "token_ids" or bool(extended.reader.token_ids)
+    return extended.problem is None and is_shown

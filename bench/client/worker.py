@@ -1,8 +1,7 @@
 """A client process of a load, which sends a share of the requests on schedule and does little else.
 
-`load.py` starts it with one end of a pipe. Garbage collection is frozen; records are encoded as
-requests end, and sent when all have ended. The schedule is absolute: a late request does not delay
-the ones after it.
+Garbage collection is frozen; records are encoded as requests end, and sent when all have ended. The
+schedule is absolute: a late request does not delay the ones after it.
 """
 
 import asyncio
@@ -22,8 +21,9 @@ from operator import itemgetter
 
 import msgspec
 
-from baton.bench.client.ask import LEAD_S, Session, Stopped, ask
-from baton.bench.client.load import Finished, FromWorker, Load, Order, Progress, encode
+from baton.bench.client.http import Session
+from baton.bench.client.load import Finished, FromWorker, Load, Progress, Start, encode
+from baton.bench.client.request import LEAD_S, Stopped, send
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
@@ -74,41 +74,39 @@ class Worker:
 
     async def run(self) -> None:
         """Warm up, wait for the start, send the measured requests, and report the records."""
-        self._loop.add_reader(self._pipe.fileno(), self._hear)
+        self._loop.add_reader(self._pipe.fileno(), self._on_message)
         self._count()
         async with self._session:
             client = await self._carry_out()
         self._counting.cancel()
         self._loop.remove_reader(self._pipe.fileno())
-        self._tell(self._progress())
-        self._tell(Finished(client, [msgspec.Raw(data) for data in self._records]))
+        self._report(self._progress())
+        self._report(Finished(client, [msgspec.Raw(data) for data in self._records]))
 
     def add(self, record: Record) -> None:
-        """Count a record and encode it, without its text if the load does not keep texts."""
+        """Count a record and encode it."""
         self._ended += 1
         self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
         self._tokens += record.num_tokens
-        if not self._share.keep_text:
-            record.text = None
         self._records.append(self._encode(record))
 
-    def _hear(self) -> None:
+    def _on_message(self) -> None:
         """Handle one message. The end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
-            order: Order = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Order)
-            if order is not None:
-                self._start.set_result(order)
+            start_s: Start = msgspec.msgpack.decode(self._pipe.recv_bytes(), type=Start)
+            if start_s is not None:
+                self._start.set_result(start_s)
                 return
         self._loop.remove_reader(self._pipe.fileno())
         self._session.stop()
         if not self._start.done():
             self._start.set_result(None)
 
-    def _tell(self, message: FromWorker) -> None:
+    def _report(self, message: FromWorker) -> None:
         self._pipe.send_bytes(encode(message))
 
     def _count(self) -> None:
-        self._tell(self._progress())
+        self._report(self._progress())
         self._counting = self._loop.call_later(COUNT_EVERY_S, self._count)
 
     def _progress(self) -> Progress:
@@ -126,7 +124,7 @@ class Worker:
         gc.freeze()
         gc.disable()  # cycles are rare here, and a collection would delay all requests
         self._ready = 1
-        self._tell(self._progress())
+        self._report(self._progress())
         start_s = await self._start
         strain = Strain(self._loop)
         ended, tokens = self._ended, self._tokens
@@ -154,10 +152,10 @@ class Worker:
             for due_s, planned in sorted(moments, key=itemgetter(0)):
                 if not await self._session.until(due_s - LEAD_S):
                     return
-                group.create_task(self._ask(planned, due_s))
+                group.create_task(self._send(planned, due_s))
 
     async def _closed_loop(self, requests: Sequence[Planned], start_s: float) -> None:
-        """Run the clients; each sends the next request when it has the last answer.
+        """Run the clients; each sends its next request when the last one has ended.
 
         A client that was refused pauses, or it would spend all its requests on an absent server.
         """
@@ -167,33 +165,33 @@ class Worker:
 
         async def client() -> None:
             while waiting and not session.stopped and monotonic() < over_s:
-                answer = await self._ask(waiting.popleft(), None)
-                if answer is not None and waiting:
-                    await session.until(min(monotonic() + pause_s(answer), over_s))
+                record = await self._send(waiting.popleft(), None)
+                if record is not None and waiting:
+                    await session.until(min(monotonic() + pause_s(record), over_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(self._share.concurrency, len(waiting))):
                 group.create_task(client())
 
-    async def _ask(self, planned: Planned, due_s: float | None) -> Record | None:
-        """Return the answer, or None if the load was stopped before the moment came."""
+    async def _send(self, planned: Planned, due_s: float | None) -> Record | None:
+        """Return the outcome, or None if the load was stopped before the moment came."""
         self._sent += 1
         try:
-            answer = await ask(self._session, self._share.target, planned, due_s)
+            record = await send(self._session, self._share.target, planned, due_s)
         except Stopped:
             self._sent -= 1
             return None
-        self.add(answer)
-        return answer
+        self.add(record)
+        return record
 
 
-def pause_s(answer: Record) -> float:
-    """Return how long a client waits after this answer: 0 unless the server refused it."""
-    if answer.outcome not in TURNED_AWAY or answer.arrivals:
+def pause_s(record: Record) -> float:
+    """Return how long a client waits after this request: 0 unless the server refused it."""
+    if record.outcome not in TURNED_AWAY or record.arrivals:
         return 0.0
-    if answer.retry_after_s is None:
+    if record.retry_after_s is None:
         return PAUSE_S
-    return min(max(answer.retry_after_s, SHORTEST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
+    return min(max(record.retry_after_s, SHORTEST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
 
 
 class Strain:

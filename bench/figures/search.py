@@ -1,7 +1,7 @@
 """The search for the largest rate at which enough requests meet their bounds.
 
 The search doubles the rate, bisects, and then runs the rate that it found several times more. A
-rate is confirmed only if every one of these runs attains. This file is pure. This file is pure.
+rate is confirmed only if every one of these runs attains.
 """
 
 import math

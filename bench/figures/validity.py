@@ -1,30 +1,38 @@
 """Judge whether a load measured the server, and name what a reader must know about it.
 
-Reports print every problem, and mark an invalid run before any figure of it. A search treats a load
-that outran its server as failed, because its figures would depend on the length of the run. Nothing
-here may change a figure. This file is pure.
+A run is INVALID when its figures are not the server's; nothing here may change a figure. A search
+treats a load that outran its server as failed, because its figures would depend on the length of
+the run.
 """
 
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 import msgspec
 import numpy as np
 
-from baton.bench.figures.metrics import Summary, Window, counted, measure
+from baton.bench.figures.metrics import Bounds, Summary, Window, counted, measure, summarise
+from baton.bench.plan.plan import Plan, window_of
 from baton.bench.records import LoadResult, Outcome, Planned, Record
+from baton.bench.settings import Settings
+from baton.protocol.errors import BatonError
 
 MIN_LAG_GATE_MS = 5.0
 LAG_GATE_OF_TTFT = 0.01
 MAX_CLIENT_CPU = 0.6  # the share of a core per process above which the client itself waits
 MAX_RATE_LOSS = 0.02
 MAX_WRONG_LENGTHS = 0.01  # of all requests
+MAX_OFF_RATE = 0.1
+MAX_CACHED_SHARE = 0.1  # of prompt tokens; a chat template may be shared
 MERGING = 1.05  # mean tokens per chunk
 IGNORED = ": does the server honour ignore_eos?"
-# A window without an arrival for this long is not chance.
-MANY_GAPS, EMPTY_SHARE = 10, 0.05
+CACHED = (
+    "the server had prompts cached that share nothing with each other: it saw them before, so "
+    "TTFT is too good; choose another --seed, or reset the cache"
+)
 # A queue grows if both TTFT and requests in flight do, over this many bins of arrivals.
 NUM_BINS = 10
 MIN_REQUESTS = 50
@@ -58,6 +66,68 @@ def is_valid(problems: Sequence[Problem]) -> bool:
     return not any(problem.is_invalid for problem in problems)
 
 
+@dataclass(slots=True)
+class Case:
+    """A load, and what its records are judged by."""
+
+    label: str
+    plan: Plan
+    settings: Settings
+    bounds: Bounds | None
+    concurrency: int  # of a closed loop; 0 for an open loop
+
+
+def judge(case: Case, result: LoadResult, why_stopped: str) -> tuple[Summary, list[Problem]]:
+    """Return the figures of a load and all problems with them, the invalidating ones first.
+
+    Raises `BatonError` for a load that was stopped before any request counts.
+    """
+    if why_stopped and not counted(result.records, None):
+        raise BatonError(f"nothing was measured: {why_stopped}")
+    problems = [invalid(why_stopped)] if why_stopped else []
+    load = case.settings.load
+    window = window_of(load.window)
+    if window is not None and not counted(result.records, window):
+        text = f"no request arrived in --window {load.window}: the figures are of all requests"
+        problems, window = [*problems, invalid(text)], None
+    is_closed = bool(case.concurrency)
+    summary = summarise(result, window=window, bounds=case.bounds, closed_loop=is_closed)
+    planned = case.plan.requests
+    if why_stopped or (is_closed and load.duration_s):
+        # Unsent requests are intended, or have been reported already.
+        ended = {record.index for record in result.records}
+        planned = [one for one in planned if one.index in ended]
+    problems += [*check(result, summary, planned), *_unlike_the_settings(case, summary)]
+    return summary, sorted(problems, key=lambda problem: not problem.is_invalid)
+
+
+def _unlike_the_settings(case: Case, summary: Summary) -> Iterator[Problem]:
+    """Find differences between the load that the settings ask for and the one that was sent."""
+    workload, plan = case.settings.workload, case.plan
+    # No prompt of these begins like another one of the same load.
+    is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
+    if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
+        yield warning(CACHED)
+    num_planned = sum(not one.warm_up for one in plan.requests)
+    if num_planned < case.concurrency:
+        yield warning(f"{num_planned} requests cannot keep {case.concurrency} clients busy")
+    # Drawn arrivals may be far from the rate that was asked for.
+    wanted, drawn = plan.offered_rate, plan.realised.rate if plan.realised else None
+    if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
+        off = f"{abs(drawn / wanted - 1):.0%} {'above' if drawn > wanted else 'below'}"
+        text = f"the arrivals were drawn at {drawn:.4g}/s, {off} the {wanted:g}/s asked for"
+        yield warning(f"{text}: a longer load comes closer")
+
+
+def sent_so_far(records: Sequence[Record], planned: Sequence[Planned]) -> str:
+    """Return how far a stopped load got, without its warm-up."""
+    sent = [one for one in records if not one.warm_up]
+    num_planned = sum(not one.warm_up for one in planned)
+    num_stopped = sum(one.outcome is Outcome.STOPPED for one in sent)
+    rest = f"; not ended by then, and in no figure: {num_stopped}" if num_stopped else ""
+    return f"{len(sent)} of {num_planned} requests had been sent{rest}"
+
+
 def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> list[Problem]:
     """Return all problems of a run, beginning with those that make it invalid.
 
@@ -71,8 +141,8 @@ def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> l
         return [invalid(_all_failed(records))]
     found = [
         *_client(result, summary, planned),
-        *_answers(records, planned),
-        *_load(result, summary, records),
+        *_responses(records, planned),
+        *_load(result, summary),
     ]
     if growth := find_growth(result.records, window):
         found.append(warning(growth))
@@ -129,17 +199,17 @@ def _lag(result: LoadResult, summary: Summary, asked: Sequence[Planned]) -> Iter
         )
 
 
-def _answers(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[Problem]:
-    """Find failures, and answers that differ from the requested work."""
+def _responses(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[Problem]:
+    """Find failures, and responses that differ from the requested work."""
     of_all = f"of {len(records)}"
     if wrong := [record for record in records if _has_wrong_length(record)]:
         is_many = len(wrong) / len(records) > MAX_WRONG_LENGTHS
         yield (invalid if is_many else warning)(
-            f"{len(wrong)} {of_all} answers have another length than was asked for (the first: "
+            f"{len(wrong)} {of_all} responses have another length than was requested (the first: "
             f"{wrong[0].num_tokens} tokens for {wrong[0].forced_tokens}){IGNORED}"
         )
-    asked = {one.index: len(one.prompt_ids) for one in planned}
-    seen = [(one.prompt_tokens, asked.get(one.index, 0)) for one in records]
+    lengths = {one.index: len(one.prompt_ids) for one in planned}
+    seen = [(one.prompt_tokens, lengths.get(one.index, 0)) for one in records]
     if cut := [(had, sent) for had, sent in seen if had is not None and had < sent]:
         yield warning(
             f"{len(cut)} {of_all} prompts were shorter for the server (the first: {cut[0][0]} "
@@ -156,20 +226,11 @@ def _answers(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[
         yield warning(f"{len(failed)} {of_all} requests failed: {_counts(failed)}{detail}")
 
 
-def _load(result: LoadResult, summary: Summary, records: Sequence[Record]) -> Iterator[Problem]:
-    """Find a window that does not fit the load, and chunks that hide gaps."""
-    window, merged = summary.window, summary.tokens_per_chunk
-    last_s = records[-1].intended_s
-    gap_s = (last_s - records[0].intended_s) / max(1, len(records) - 1)
-    has_window = window.end_s != max(record.end_s for record in records)
-    empty_s = window.end_s - last_s
-    if has_window and empty_s > max(MANY_GAPS * gap_s, EMPTY_SHARE * window.duration_s):
-        yield warning(
-            f"nothing arrived in the last {empty_s:.1f} s of the window, so its rates are too low: "
-            "it should end with the load"
-        )
-    if late := sum(one.warm_up and one.end_s > window.start_s for one in result.records):
+def _load(result: LoadResult, summary: Summary) -> Iterator[Problem]:
+    """Find a warm-up that was not over in time, and chunks that hide gaps."""
+    if late := sum(one.warm_up and one.end_s > summary.window.start_s for one in result.records):
         yield warning(f"{late} warm-up requests were still running when the measured ones began")
+    merged = summary.tokens_per_chunk
     if merged is not None and merged > MERGING:
         yield warning(
             f"tokens arrive {merged:.2f} to a chunk on average: itl spreads the gaps between "
@@ -200,7 +261,7 @@ def find_growth(records: Sequence[Record], window: Window | None) -> str:
     """Return a line about a queue that grew throughout; empty without one, or with few requests.
 
     Both figures have to grow: TTFT alone rises with longer prompts, requests in flight with longer
-    answers.
+    responses.
     """
     arrived = counted(records, window)
     if len(arrived) < MIN_REQUESTS:

@@ -1,7 +1,7 @@
 """Draw seeded schedules of arrivals: absolute times, before the load starts.
 
 The first n times of a seed are the same for any number of arrivals. Drawn gaps are never stretched
-to hit the rate: `realised` measures the actual rate. This file is pure.
+to hit the rate: `realised` measures the actual rate.
 """
 
 import itertools

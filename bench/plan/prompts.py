@@ -12,8 +12,8 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-from baton.bench.plan.workload import Vocabulary, Workload, range_of
 from baton.bench.records import Message, Planned
+from baton.bench.settings import Vocabulary, Workload, range_of
 from baton.protocol.errors import ConfigError
 
 Form = Literal["choice", "uniform", "normal", "lognormal"]

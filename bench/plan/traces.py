@@ -27,8 +27,8 @@ from baton.bench.plan.prompts import (
     Draws,
     written,
 )
-from baton.bench.plan.workload import Workload
 from baton.bench.records import Message, Planned
+from baton.bench.settings import Workload
 from baton.protocol.errors import ConfigError
 
 FOLDER = Path(__file__).parents[1] / "traces"

@@ -1,7 +1,7 @@
 """The charts of a report: distributions of times, requests over time, and results by rate.
 
 Each chart is one inline SVG whose colours are classes of the page's style. A chart without records
-is left out. This file is pure.
+is left out.
 """
 
 import math
@@ -41,11 +41,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A vertical line at `at`, or a band from there to `until`."""
+    """A vertical line."""
 
     at: float
     label: str
-    until: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,12 +135,10 @@ def _drawn(curve: Curve, x: _Axis, y: _Axis) -> str:
 
 
 def _marked(mark: Mark, x: _Axis) -> str:
-    at, band = x.at(mark.at), ""
-    if mark.until is not None:
-        band = _path("band", f"M{at:.1f} {TOP}H{x.at(mark.until):.1f}V{BOTTOM}H{at:.1f}Z")
+    at = x.at(mark.at)
     gap, anchor = (-5, "end") if at > (LEFT + RIGHT) / 2 else (5, "start")
     line = _path("mark", f"M{at:.1f} {TOP}V{BOTTOM}")
-    return band + line + _text(at + gap, BOTTOM - 8, mark.label, anchor)
+    return line + _text(at + gap, BOTTOM - 8, mark.label, anchor)
 
 
 def _path(kind: str, drawn: str) -> str:
@@ -154,11 +151,11 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 def charts(report: Report) -> list[Chart]:
     """Return them in the order of the page."""
-    over_time = [run for run in report.runs if run.faults or len(report.runs) == 1]
+    over_time = report.runs if len(report.runs) == 1 else []
     return [
         *_against_rate(report),
         *_distributions(report),
-        *(_over_time(run, report.bounds) for run in over_time[:MAX_CURVES] if run.measured),
+        *(_over_time(run, report.bounds) for run in over_time if run.measured),
     ]
 
 
@@ -208,7 +205,7 @@ def _times_ms(name: str, records: Sequence[Record]) -> Floats:
 
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
-    """Draw arrivals per second by their outcome, and the faults of the run."""
+    """Draw arrivals per second by their outcome."""
     records = run.measured
     start_s = math.floor(records[0].intended_s)
     took_s = max(record.end_s for record in records) - start_s
@@ -227,14 +224,9 @@ def _over_time(run: Run, bounds: Bounds | None) -> Chart:
         Curve(kind, edges_s, np.append(rate[:1], rate), hues[kind], is_steps=True)
         for kind, rate in rates.items()
     ]
-    marks = [
-        Mark(fault.at_s, f"{fault.spec.kind} {fault.spec.pid}", fault.resumed_s)
-        for fault in run.faults
-    ]
     caption = f"Bins of {bin_s} s. A request counts where it arrived."
     title = f"Requests over time, {_short(run.label)}"
-    return Chart(title, caption, "seconds from the start of the schedule", "arrivals/s", curves,
-                 marks)  # fmt: skip
+    return Chart(title, caption, "seconds from the start of the schedule", "arrivals/s", curves)
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:

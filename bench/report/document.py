@@ -1,29 +1,37 @@
 """The result of a benchmark as one versioned document: raw records, summaries, provenance.
 
-The experiments fill a `Report`, the other files of this folder show it. It holds everything that
-the page shows. Field names are promised: a new field gets a default, and any other change of
-meaning needs a new schema. A report never holds a secret: call `withhold` before writing it.
+A `Report` holds everything that the page shows. Field names are promised: a new field gets a
+default, and any other change of meaning needs a new schema. Call `withhold` before writing a report
+or showing it: a report never contains an API key.
 """
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from baton.bench.figures.faults import Impact, Injected
 from baton.bench.figures.metrics import DEFINITIONS, Bounds, Summary, counted
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Found
 from baton.bench.figures.validity import Problem, is_valid
 from baton.bench.records import ClientProcess, Record
 from baton.bench.report.provenance import Provenance
-from baton.bench.report.redaction import clean, clean_text, cut
 from baton.protocol.errors import ConfigError
 
 SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
 UNKNOWN = "not said"  # the value of a setting that an arm of a comparison does not report
+WITHHELD = "(withheld)"
+SHORTEST_KEY = 4  # a shorter API key would match inside other words
+_NAMES = r"api[-_]?key|authorization|passw(?:or)?d|secret|token"
+_FLAG = re.compile(rf"--[\w.-]*(?:{_NAMES})", re.IGNORECASE)  # its value is the next word
+_CREDENTIAL = re.compile(
+    rf"""(--[\w.-]*(?:{_NAMES})[=\s]|(?:{_NAMES.removesuffix("|token")})["']?\s*[=:]\s*|bearer\s)"""
+    r"""\s*["']?(?:(?:basic|bearer)\s+)?[^\s"',;&}]+""",
+    re.IGNORECASE,
+)
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -40,8 +48,6 @@ class Run(msgspec.Struct, kw_only=True):
     problems: list[Problem] = []
     clients: list[ClientProcess] = []
     records: list[Record] = []
-    faults: list[Injected] = []
-    impacts: list[Impact] = []
 
     @property
     def measured(self) -> list[Record]:
@@ -167,8 +173,8 @@ def read_json(path: Path) -> Report:
     raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
 
 
-def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, str]:
-    """Return a Struct or plain data as `section.name` -> text, in order and without secrets."""
+def flat_settings(settings: object) -> dict[str, str]:
+    """Return a Struct or plain data as `section.name` -> text, in order."""
 
     def flatten(name: str, value: object) -> Iterator[tuple[str, str]]:
         if isinstance(value, dict) and value:
@@ -177,22 +183,46 @@ def flat_settings(settings: object, secrets: Sequence[str] = ()) -> dict[str, st
         else:
             yield name, value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
-    return dict(flatten("", clean(msgspec.to_builtins(settings), secrets)))
+    return dict(flatten("", msgspec.to_builtins(settings)))
 
 
-def withhold(report: Report, secrets: Sequence[str] = ()) -> Report:
-    """Return the report without `secrets` and without anything that looks like one."""
+def withhold(report: Report, api_key: str = "") -> Report:
+    """Return the report without `api_key`, and without the values of flags that look like one."""
     bare = [msgspec.structs.replace(run, records=[]) for run in report.runs]
     plain = msgspec.to_builtins(msgspec.structs.replace(report, runs=bare))
-    cleaned = msgspec.convert(clean(plain, secrets), Report)
+    cleaned = msgspec.convert(_without_keys(plain, api_key), Report)
     for run, whole in zip(cleaned.runs, report.runs, strict=True):
         run.records = [
-            msgspec.structs.replace(
-                record,
-                detail=clean_text(record.detail, secrets),
-                # A model's text is data, and may mention passwords.
-                text=None if record.text is None else cut(record.text, secrets),
-            )
+            msgspec.structs.replace(record, detail=_cut(record.detail, api_key))
             for record in whole.records
         ]
     return cleaned
+
+
+def _without_keys(value: object, api_key: str) -> object:
+    match value:
+        case str():
+            return _cut(value, api_key)
+        case dict():
+            return {
+                _cut(key, api_key): inner and WITHHELD
+                if key.endswith("api_key")
+                else _without_keys(inner, api_key)
+                for key, inner in value.items()
+            }
+        case list() | tuple():
+            before = ["", *value]
+            return [
+                WITHHELD
+                if isinstance(last, str) and _FLAG.fullmatch(last)
+                else _without_keys(inner, api_key)
+                for last, inner in zip(before, value, strict=False)
+            ]
+        case _:
+            return value
+
+
+def _cut(text: str, api_key: str) -> str:
+    if len(api_key) >= SHORTEST_KEY:
+        text = text.replace(api_key, WITHHELD)
+    return _CREDENTIAL.sub(rf"\1{WITHHELD}", text)

@@ -1,7 +1,7 @@
 """The origin of a figure: commit, settings, machine, its load, and the versions in use.
 
-It names the class of the machine and never the machine: no host or user name, no address, no
-secret. A fact that cannot be found is reported as unknown, and never stops a run.
+It names the class of the machine and never the machine: no host or user name, no address. A fact
+that cannot be found is reported as unknown, and never stops a run.
 """
 
 import datetime
@@ -17,7 +17,6 @@ import msgspec
 import psutil
 
 import baton
-from baton.bench.report.redaction import clean_words
 
 COMMAND_TIMEOUT_S = 5.0
 PACKAGES = ("aiohttp", "msgspec", "numpy")
@@ -57,12 +56,12 @@ class Provenance(msgspec.Struct, frozen=True):
         return self.commit[:12] + (" with local changes" if self.dirty else "")
 
 
-def collect(command_line: Sequence[str], secrets: Sequence[str] = ()) -> Provenance:
+def collect(command_line: Sequence[str]) -> Provenance:
     """Return the facts about this checkout and this machine."""
     commit, dirty = _checkout(Path(__file__).resolve())
     return Provenance(
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        command_line=clean_words(command_line, secrets),
+        command_line=list(command_line),
         baton_version=baton.__version__,
         commit=commit,
         dirty=dirty,

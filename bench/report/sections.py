@@ -1,9 +1,10 @@
 """A report as text and tables: one list of sections, which the page and the terminal both render.
 
-Text is plain here: each renderer escapes it, because much of it came from a server. Numbers have a
-few digits and a unit; a dash means none. This file is pure.
+Text is plain here: each renderer escapes it, because much of it came from a server. `shown` renders
+the sections for a terminal. Numbers have a few digits and a unit; a dash means none.
 """
 
+import io
 import math
 import re
 from collections import Counter
@@ -11,34 +12,30 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 import msgspec
+from rich.console import Console
+from rich.table import Table as Grid
+from rich.text import Text
 
-from baton.bench.figures.metrics import Distribution, distribution, figures_of, unit_of
+from baton.bench.figures.metrics import Distribution, figures_of, unit_of
 from baton.bench.figures.paired import MIN_ROUNDS
-from baton.bench.figures.stages import STAGES, sum_error_s
-from baton.bench.records import Outcome
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
 FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
-# Fields of a summary and of a fault's impact, with their units.
+# Fields of a summary, with their units.
 TOTALS = {
     "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
     "answered_rate": "requests/s", "tokens_per_s": "", "num_requests": "",
     "num_unfinished": "", "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
     "tokens_per_chunk": "", "concurrency": "",
 }  # fmt: skip
-IMPACT = {
-    "at_s": "s", "time_to_detect_s": "s", "time_to_resume_s": "s", "time_to_recover_s": "s",
-    "longest_wait_s": "s", "attainment_before": "share", "goodput_before": "requests/s",
-    "goodput_dip": "requests", "num_in_flight": "", "num_interrupted": "", "num_resumed": "",
-    "num_failed": "",
-}  # fmt: skip
-STAGE_DEFINITIONS = {f"stage {name}": text for name, text in STAGES.items()}
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
-MAX_STAGE_ERROR_MS = 1.0
 NONE = "–"  # noqa: RUF001 - the dash that a table shows
+MAX_CELL, GAP = 48, 2
+UNBROKEN = 10_000  # columns
+STYLES = {"INVALID": "bold red", "NOT CONFIRMED": "bold red", "WARNING": "yellow"}
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -60,9 +57,7 @@ def sections(report: Report) -> list[Section]:
         Section("Notes", report.notes, []),
         Section("Settings", [], [_pairs("", report.settings)], folded=True),
         Section("Provenance", [], [_pairs("", flat_settings(report.provenance))], folded=True),
-        Section(
-            "Definitions", [], [_pairs("", report.definitions | STAGE_DEFINITIONS)], folded=True
-        ),
+        Section("Definitions", [], [_pairs("", report.definitions)], folded=True),
     ]
     filled = [
         msgspec.structs.replace(one, tables=[table for table in one.tables if table.rows])
@@ -197,7 +192,7 @@ def _spread(report: Report) -> Section:
 
 def _run(run: Run, *, folded: bool) -> Section:
     problems = [f"{problem.severity.upper()}: {problem.text}" for problem in run.problems]
-    tables = [_latencies(run), _totals(run), *_faults(run), *_stages(run), _reasons(run)]
+    tables = [_latencies(run), _totals(run), _reasons(run)]
     return Section(run.label, problems + run.notes, tables, folded)
 
 
@@ -230,45 +225,6 @@ def _totals(run: Run) -> Table:
     rows["window"] = _span(summary.window.start_s, summary.window.end_s, "s")
     return _pairs("Totals", rows | {"duration": quantity(run.wall_s or None, "s"),
                                     "started": utc(run.started_at)})  # fmt: skip
-
-
-def _faults(run: Run) -> Iterator[Table]:
-    """Return a table per fault; a time that never came is a dash."""
-    for impact in run.impacts:
-        rows = [
-            [_words(field), quantity(getattr(impact, field), unit)]
-            for field, unit in IMPACT.items()
-        ]
-        yield Table(f"Fault {impact.fault}", ["", ""], rows, "; ".join(impact.notes))
-
-
-def _stages(run: Run) -> Iterator[Table]:
-    """Return how the time of answered requests divides into stages, and how well these add up."""
-    answered = [one for one in run.counted if one.outcome is Outcome.ANSWERED]
-    joined = [record for record in answered if record.stages]
-    if not joined:
-        return
-    total_s = sum(record.end_s - record.intended_s for record in joined)
-    samples_s: dict[str, list[float]] = {name: [] for name in STAGES}
-    for record in joined:
-        for stage in record.stages:
-            samples_s.setdefault(stage.name, []).append(stage.duration_s)
-    ranks, rows = ("mean", "p50", "p90", "p99"), []
-    for name, parts_s in samples_s.items():
-        if (found := distribution([1e3 * part_s for part_s in parts_s])) is not None:
-            part = share(sum(parts_s) / total_s) if total_s > 0 else NONE
-            rows.append([name, *(_percentile(found, rank) for rank in ranks), part])
-    errors_ms = [1e3 * abs(sum_error_s(record)) for record in joined]
-    num_beyond = sum(error_ms > MAX_STAGE_ERROR_MS for error_ms in errors_ms)
-    added_up = (
-        f"DO NOT ADD UP to e2e within 1 ms for {several(num_beyond, 'request')}"
-        if num_beyond
-        else f"add up to e2e within {number(max(0.001, *errors_ms))} ms"
-    )
-    caption = f"{several(len(joined), 'request')} with a timeline; their stages {added_up}"
-    if len(answered) > len(joined):
-        caption += f"; {len(answered) - len(joined):,} answered without one"
-    yield Table("Stages, ms", ["stage", *ranks, "share"], rows, caption)
 
 
 def _reasons(run: Run) -> Table:
@@ -325,10 +281,62 @@ def quantity(value: float | None, unit: str) -> str:
     return written if written == NONE else f"{written} {unit}".strip()
 
 
-def several(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def utc(stamp: str) -> str:
     """Return an ISO 8601 time of UTC in a form for reading."""
     return stamp.replace("T", " ").replace("+00:00", " UTC")
+
+
+def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
+    """Return the text; tables beyond `width` are broken by columns, and 0 breaks none.
+
+    `styled` is for a terminal; rich then heeds NO_COLOR and TERM.
+    """
+    text = io.StringIO()
+    console = Console(file=text, width=width or UNBROKEN, force_terminal=styled, highlight=False)
+    for section in (one for one in sections(report) if not one.folded):
+        _say(console, section.title)
+        for table in section.tables:
+            _say(console, *filter(None, [table.title]))
+            for grid in _grids(table, width):
+                console.print(grid)
+            _say(console, *filter(None, [table.caption]), "")
+        # This comes last, because people read what is printed last.
+        _say(console, *section.lines, *([""] if section.lines else []))
+    _say(console, report.verdict)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
+
+
+def _grids(table: Table, width: int) -> Iterator[Grid]:
+    """Return the parts of a table that fit; the first column names the rows in each of them."""
+    sizes = [
+        GAP + min(MAX_CELL, max(map(len, column)))
+        for column in zip(table.columns, *table.rows, strict=True)
+    ]
+    parts = [[0]]
+    for place in range(1, len(sizes)):
+        taken = sum(sizes[one] for one in parts[-1]) + sizes[place] - GAP
+        if width and taken > width and len(parts[-1]) > 1 and not table.is_pairs:
+            parts.append([0])
+        parts[-1].append(place)
+    for part in parts:
+        grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
+        grid.show_header = not table.is_pairs
+        for place in part:
+            grid.add_column(_text(table.columns[place]))
+            if not table.is_pairs:
+                column = grid.columns[-1]
+                column.justify = "right" if place and table.is_narrow else "left"
+                column.no_wrap, column.max_width = True, MAX_CELL
+        for row in table.rows:
+            grid.add_row(*(_text(row[place]) for place in part))
+        yield grid
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        style = next((STYLES[word] for word in STYLES if line.startswith(word)), "")
+        console.print(_text(line, style), soft_wrap=True)
+
+
+def _text(text: str, style: str = "") -> Text:
+    return Text("".join(letter if letter.isprintable() else " " for letter in text), style)

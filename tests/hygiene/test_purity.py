@@ -13,7 +13,6 @@ PURE = (
     "bench/figures/metrics.py",
     "bench/figures/paired.py",
     "bench/figures/search.py",
-    "bench/figures/stages.py",
     "bench/figures/validity.py",
     "bench/plan/arrivals.py",
     "bench/plan/plan.py",

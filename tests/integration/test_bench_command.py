@@ -12,13 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.figures.stages import sum_error_s
-from baton.bench.plan.workload import Workload
-from baton.bench.planning import plan_of
+from baton.bench.plan.plan import plan_of
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, read_json
-from baton.bench.settings import LoadSettings
-from baton.bench.terminal import shown
+from baton.bench.report.sections import shown
+from baton.bench.settings import LoadSettings, Workload
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
@@ -56,15 +54,11 @@ def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_run_is_measured_verified_and_reported(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> None:
     words = ("run", "--url", cluster.url(""), "--concurrency", "2", "--ttft-ms", "60000")
-    done = bench(*words, *ASKED, "--verify", "--out", "report", folder=tmp_path)
+    done = bench(*words, *ASKED, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.rstrip().endswith("VALID")
-    assert (
-        "6 outputs were compared with those of the requests alone, token by token: all equal"
-        in (done.stdout)
-    )
     written = {path.name for path in (tmp_path / "report").iterdir()}
     assert written == {"report.json", "report.html"}
     for path in (tmp_path / "report").iterdir():
@@ -76,9 +70,6 @@ def test_a_run_is_measured_verified_and_reported(cluster: Cluster, tmp_path: Pat
     assert run.summary.attainment == 1.0
     assert sum(record.warm_up for record in run.records) == 2
     check_tokens(report, cluster)
-    for record in run.records:
-        assert record.stages
-        assert abs(sum_error_s(record)) < 1e-3
     again = bench("report", "report/report.json", "--out", "again", folder=tmp_path)
     assert again.returncode == 0
     assert again.stdout == done.stdout
@@ -183,20 +174,6 @@ def test_a_second_interrupt_ends_at_once_and_leaves_no_process(
     assert not list((tmp_path / "report").iterdir())
 
 
-def test_a_reader_that_left_does_not_cost_the_report(cluster: Cluster, tmp_path: Path) -> None:
-    words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--out", "report")
-    read_end, write_end = os.pipe()
-    os.close(read_end)  # as `| head` does when it has seen enough
-    with os.fdopen(write_end, "w") as pipe:
-        done = subprocess.run(
-            command(*words), cwd=tmp_path, stdout=pipe, stderr=subprocess.PIPE, text=True,
-            check=False, timeout=60,
-        )  # fmt: skip
-    assert done.returncode == 1
-    assert "Traceback" not in done.stderr
-    assert len(read_json(tmp_path / "report" / "report.json").runs) == 1
-
-
 def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
     arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
     flags = ("--flags", "a=--quantization fp8 --threads 1", "--flags", "b=quantization: none")
@@ -214,20 +191,3 @@ def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_p
     assert tokens["a", 1] != tokens["a", 2]
     assert {row.name for row in report.comparison} >= {"tokens/s", "TTFT p50"}
     assert all(row.ratios["b"].rounds == 2 for row in report.comparison)
-
-
-def test_a_stopped_node_is_seen_by_the_clients(cluster: Cluster, tmp_path: Path) -> None:
-    stop = f"stop:{cluster.children['decode-0'].pid}@1.5+1"
-    words = ("fault", "--url", cluster.url(""), "--fault", stop, "--concurrency", "1", *ASKED)
-    done = bench(*words, "--requests", "10000", "--duration-s", "5", "--out", "report",
-                 folder=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    run = read_json(tmp_path / "report" / "report.json").runs[0]
-    (impact,) = run.impacts
-    assert (impact.num_failed, impact.num_resumed) == (0, impact.num_interrupted)
-    # That of the request in flight, or of the next one if that one had just ended.
-    assert max(record.end_s - record.intended_s for record in run.measured) > 0.5
-    assert impact.time_to_detect_s is not None
-    assert run.faults[0].resumed_s is not None
-    assert f"Fault {stop}\n" in done.stdout
-    assert run.summary.outcomes == {"answered": run.summary.num_requests}

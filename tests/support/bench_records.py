@@ -1,7 +1,4 @@
-"""Records of loads that never ran: from a few numbers, or of an imagined server.
-
-Times vary from request to request, some requests fail, and nothing happens while a fault lasts.
-"""
+"""Records of loads that never ran: from a few numbers, or of an imagined server."""
 
 import random
 from collections.abc import Sequence
@@ -9,11 +6,9 @@ from collections.abc import Sequence
 import msgspec
 from hypothesis import strategies as st
 
-from baton.bench.client.target import Target
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
-from baton.bench.judging import Case
+from baton.bench.figures.validity import Case, judge
 from baton.bench.plan.plan import Plan
-from baton.bench.plan.workload import Workload
 from baton.bench.records import (
     Arrival,
     ClientProcess,
@@ -21,11 +16,10 @@ from baton.bench.records import (
     Outcome,
     Planned,
     Record,
-    Stage,
 )
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
-from baton.bench.settings import BoundSettings, LoadSettings, Settings
+from baton.bench.settings import LoadSettings, Settings, Workload
 
 NUM_TOKENS = 48  # of an answer of a scene
 PROVENANCE = Provenance(
@@ -48,8 +42,6 @@ class Scene(msgspec.Struct, frozen=True):
     duration_s: float = 60.0
     seed: int = 1
     failed_share: float = 0.01
-    fault_at_s: float | None = None
-    fault_for_s: float = 4.0
     warm_up: int = 2
 
 
@@ -123,12 +115,16 @@ def case_of(
     """A case of a plan, or of a closed loop of one client with so many requests."""
     if isinstance(plan, int):
         plan = Plan([Planned(index, None, 2, (1,)) for index in range(plan)], ["a note"])
-    settings = Settings(
-        load=msgspec.convert(load, LoadSettings),
-        workload=workload or Workload(),
-        bounds=BoundSettings(preset="chat"),
-    )
-    return Case("a load", Target("http://a", "m"), plan, settings, concurrency)
+    settings = Settings(load=msgspec.convert(load, LoadSettings), workload=workload or Workload())
+    return Case("a load", plan, settings, PRESETS["chat"], concurrency)
+
+
+def run_of(case: Case, result: LoadResult, why_stopped: str = "") -> Run:
+    """The judged run of a load that never ran."""
+    summary, problems = judge(case, result, why_stopped)
+    notes = list(case.plan.notes)
+    return Run(label=case.label, summary=summary, rate=case.plan.offered_rate, notes=notes,
+               problems=problems, records=result.records)  # fmt: skip
 
 
 def ended(*outcomes: Outcome) -> LoadResult:
@@ -144,26 +140,16 @@ def ended(*outcomes: Outcome) -> LoadResult:
 
 
 def _answer(scene: Scene, source: random.Random, index: int, at_s: float) -> Record:
-    """A request of a scene; half of the streams that a fault meets are cut."""
+    """A request of a scene."""
     if source.random() < scene.failed_share:
         return failed(index, at_s, Outcome.REFUSED, "503: no room, try again in 1 s")
-    lag_s, fault_s = source.uniform(1e-4, 7e-4), scene.fault_at_s or 1e9
-    parts = [lag_s, source.expovariate(50), 0.07 * source.lognormvariate(0.0, 0.35), 0.003]
-    now_s, after_s = sum(parts), []
+    lag_s = source.uniform(1e-4, 7e-4)
+    now_s, after_s = lag_s + 0.01 + 0.07 * source.lognormvariate(0.0, 0.35), []
     for _ in range(NUM_TOKENS):
-        if fault_s <= at_s + now_s < fault_s + scene.fault_for_s:
-            now_s += fault_s + scene.fault_for_s - at_s - now_s
         after_s.append(now_s)
         now_s += 0.012 * source.lognormvariate(0.0, 0.12)
     record = answered(index, at_s, after_s)
     record.sent_s, record.cached_tokens = at_s + lag_s, source.choice([0, 0, 128, 256])
-    names = ("client_lag", "queue", "prefill", "exposed_transfer")
-    record.stages = [Stage(name, part_s) for name, part_s in zip(names, parts, strict=True)]
-    record.stages.append(Stage("decoding", record.end_s - at_s - sum(parts)))
-    if at_s < fault_s < record.end_s and source.random() < 0.5:
-        record.arrivals = [arrival for arrival in record.arrivals if arrival.at_s < fault_s]
-        record.outcome, record.detail = Outcome.TRUNCATED, "the connection was reset"
-        record.end_s, record.stages, record.output_tokens = fault_s + 0.01, [], None
     return record
 
 

@@ -2,9 +2,8 @@
 
 It starts one server and puts the same load on it with `vllm bench serve` and with `baton bench
 run`, in turn, round by round: the same file of prompts, as many clients, the same output length. It
-prints both figures, their ratio, and differences in definition. A real server keeps no prefixes, or
-the second client would find the prompts of the first one cached. The arm `scripted` is the
-self-test's server, whose times do not depend on how busy the machine is.
+prints both figures, their ratio, and differences in definition. The server keeps no prefixes, or
+the second client would find the prompts of the first one cached.
 """
 
 import argparse
@@ -25,9 +24,6 @@ from tokenizers import Tokenizer
 from baton.bench.figures.metrics import Distribution, Summary
 from baton.bench.report.document import read_json
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.bench.selftest.answers import Script, paced
-from baton.bench.selftest.scripted_server import MODEL as SCRIPTED
-from baton.bench.selftest.scripted_server import ScriptedServer, Stage
 from baton.protocol.errors import BatonError, ConfigError, NodeError
 from tools.peers.arms import MODEL_NAME, PORTS_PER_ARM, Place, commands, parse_arm
 from tools.peers.compare import START_TIMEOUT_S, check_installed, home
@@ -127,9 +123,7 @@ PERCENTILES = "Percentiles: theirs interpolate between samples, ours are samples
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog=f"python -m {MODULE}", description=__doc__)
     parser.add_argument("model", type=Path, help="Hugging Face folder")
-    parser.add_argument(
-        "--arm", default="vllm", help="the server: scripted, vllm, vllm-pair, baton, ..."
-    )
+    parser.add_argument("--arm", default="vllm", help="the server: vllm, vllm-pair, baton, ...")
     parser.add_argument("--requests", type=int, default=64, help="requests in a run")
     parser.add_argument("--concurrency", type=int, default=4)
     parser.add_argument("--prompt-tokens", type=int, default=256)
@@ -163,7 +157,7 @@ def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> l
         raise ConfigError(f"{model} has no tokenizer.json")
     out.mkdir(parents=True, exist_ok=True)
     found: list[tuple[Theirs, Summary]] = []
-    with serving(model, arm_text, load, out) as served:
+    with serving(model, arm_text, out) as served:
         for number in range(rounds + 1):  # the first one warms everything up
             prompts = out / f"prompts-{number}.jsonl"
             write_prompts(model, prompts, load, seed=number)
@@ -178,11 +172,7 @@ def measure(model: Path, arm_text: str, load: Load, rounds: int, out: Path) -> l
 
 
 @contextlib.contextmanager
-def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Served]:
-    if arm_text == SCRIPTED:
-        with ScriptedServer(Stage(scripts(load)).play) as server:
-            yield Served(server.url, SCRIPTED, model)
-        return
+def serving(model: Path, arm_text: str, out: Path) -> Iterator[Served]:
     arm = msgspec.structs.replace(parse_arm(arm_text), keeps_prefixes=False)
     with tempfile.TemporaryDirectory(prefix="baton-peers-") as folder:
         place = Place(model, tuple(free_ports(PORTS_PER_ARM)), Path(folder), home())
@@ -190,24 +180,8 @@ def serving(model: Path, arm_text: str, load: Load, out: Path) -> Iterator[Serve
             yield Served(place.url, MODEL_NAME, model)
 
 
-def scripts(load: Load) -> dict[int, Script]:
-    """Return an answer per prompt of a file; every fourth answer sends its tokens in pairs."""
-    dice = random.Random("scripts")
-    made: dict[int, Script] = {}
-    for number in range(load.requests):
-        size = 2 if number % 4 == 3 else 1
-        count = -(-load.output_tokens // size)
-        sizes = [size] * (count - 1) + [load.output_tokens - size * (count - 1)]
-        gaps = [size * dice.uniform(10, 30) for _ in range(count - 1)]
-        made[number] = Script(paced(dice.uniform(80, 300), gaps, sizes))
-    return made
-
-
 def write_prompts(model: Path, path: Path, load: Load, seed: int) -> None:
-    """Write prompts of random words with `prompt_tokens` tokens, or a few less for long words.
-
-    Each prompt begins with its number, by which the scripted server recognises it.
-    """
+    """Write prompts of random words with `prompt_tokens` tokens, or a few less for long words."""
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     dice = random.Random(f"prompts {seed}")
     lines = []

@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.client.ask import Session, Stopped, ask
-from baton.bench.client.target import Target
+from baton.bench.client.http import Session
+from baton.bench.client.request import Stopped, send
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.selftest.answers import DONE, answer_ids, error, event, token, usage
-from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
+from baton.bench.settings import Target
 from baton.runtime.clock import monotonic
 from tests.support.certificates import make_certificate
+from tests.support.scripted_answers import DONE, answer_ids, error, event, token, usage
+from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer
 
 TIMEOUT_S = 20.0
 ONE = (token(), usage(1), DONE)
@@ -36,7 +37,7 @@ def put(url: str, *requests: Planned, **more: object) -> list[Record]:
         due_s = [None if one.at_s is None else start_s + one.at_s for one in requests]
         async with Session(target) as session:
             pairs = zip(requests, due_s, strict=True)
-            return [await ask(session, target, request, due) for request, due in pairs]
+            return [await send(session, target, request, due) for request, due in pairs]
 
     return asyncio.run(run())
 
@@ -145,7 +146,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (sends(b'{"choices": []}'), "not_streamed", "one JSON body instead of a stream"),
         (cuts(), "truncated", "the connection was closed without any event"),
         (resets, "truncated", "the connection was reset without"),
-        (says(b"SSH-2.0-x\r\n"), "malformed", "the answer is not HTTP/1.1"),
+        (says(b"SSH-2.0-x\r\n"), "malformed", "the response is not HTTP/1.1"),
         (replies(429, error("full"), retry_after_ms="20"), "refused", "full"),
         (replies(503, error("busy"), Retry_After="2"), "refused", "busy"),
         (replies(404, error("no such model")), "client_error", "no such model"),
@@ -183,7 +184,7 @@ def test_tokens_that_came_before_a_failure_are_kept() -> None:
     assert record.first_byte_s is not None
     record = play(hang, timeout_s=0.3)
     assert record.outcome is Outcome.TIMED_OUT
-    assert (record.num_tokens, record.detail) == (1, "the answer did not end within 0.3 s")
+    assert (record.num_tokens, record.detail) == (1, "the response did not end within 0.3 s")
 
 
 def test_a_server_that_is_not_there_is_unreachable() -> None:
@@ -210,7 +211,7 @@ def test_a_client_without_files_left_does_not_blame_the_server() -> None:
                 with contextlib.suppress(OSError):
                     while True:  # until all numbers below the limit are taken
                         files.append(os.dup(files[0]))
-                return await ask(session, target, planned())
+                return await send(session, target, planned())
             finally:
                 resource.setrlimit(resource.RLIMIT_NOFILE, limits)
                 for file in files:
@@ -226,7 +227,7 @@ def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
         target = Target(url, MODEL)
         async with Session(target) as session:
             asked = [
-                asyncio.ensure_future(ask(session, target, planned(), due_s))
+                asyncio.ensure_future(send(session, target, planned(), due_s))
                 for due_s in (None, monotonic() + 60.0)
             ]
             await server.asked()
@@ -237,7 +238,7 @@ def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
         under_way, waiting = asyncio.run(run(server.url))
     assert isinstance(under_way, Record)
     assert under_way.outcome is Outcome.STOPPED
-    assert under_way.detail == "the load was stopped before the answer ended"
+    assert under_way.detail == "the load was stopped before the response ended"
     assert isinstance(waiting, Stopped)
 
 
@@ -247,7 +248,7 @@ def test_a_stop_while_a_connection_is_opened_is_no_failure_of_the_server() -> No
             silent.setblocking(False)
             target = Target(f"https://127.0.0.1:{silent.getsockname()[1]}", MODEL)
             async with Session(target) as session:
-                asked = asyncio.ensure_future(ask(session, target, planned()))
+                asked = asyncio.ensure_future(send(session, target, planned()))
                 # Never a word to it, so that the TLS handshake goes on.
                 accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
                 with accepted:
@@ -317,7 +318,7 @@ def test_waiting_for_a_connection_counts_in_a_closed_loop_too(certificate: Path)
             url = f"https://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
             target = Target(url, MODEL, insecure=True, timeout_s=TIMEOUT_S)
             async with Session(target) as session:
-                record = await ask(session, target, planned())
+                record = await send(session, target, planned())
             await over.wait()
             return record
 

@@ -9,19 +9,19 @@ from collections.abc import Sequence
 import pytest
 
 from baton.bench.client.probe import Probed, pages_of, probe
-from baton.bench.client.target import Target, body_of
+from baton.bench.client.request import body_of
 from baton.bench.compare import connect, facts_said
 from baton.bench.experiment import Experiment, Server
 from baton.bench.records import Planned
-from baton.bench.selftest.answers import DONE, error, event, token, usage
-from baton.bench.selftest.scripted_server import MODEL, Call, Play, ScriptedServer
-from baton.bench.settings import CompareSettings, LoadSettings
+from baton.bench.settings import CompareSettings, LoadSettings, Target
 from baton.protocol.errors import BatonError, ConfigError
+from tests.support.scripted_answers import DONE, error, token, usage
+from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer
 
 TWO_MODELS = {"data": [{"id": "one"}, {"id": "two"}]}
 
 
-FIELDS = ("return_token_ids", "timeline")
+FIELDS = ("return_token_ids",)
 
 
 def giving(*refused: str, told: Sequence[str] = (*FIELDS, "usage")) -> Play:
@@ -35,8 +35,6 @@ def giving(*refused: str, told: Sequence[str] = (*FIELDS, "usage")) -> Play:
         ids = [7] if "return_token_ids" in asked else None
         for _ in range(call.num_tokens):
             await call.write(token(" a", ids))
-        if "timeline" in asked:
-            await call.write(event({"choices": [], "timeline": [{"queue_s": 0.1}]}))
         await call.send(usage(call.num_tokens) if "usage" in told else b"", DONE)
 
     return play
@@ -46,7 +44,7 @@ def replies(status: int, body: bytes = b"", kind: str = "text/plain") -> Play:
     return lambda call: call.reply(status, body, kind)
 
 
-OPENAIS = giving("return_token_ids", "timeline", "ignore_eos")
+OPENAIS = giving("return_token_ids", "ignore_eos")
 MUTE = giving(told=())  # ignores every wish, that for usage too
 STRICT = giving("stream_options", told=())
 
@@ -59,10 +57,10 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
         model=MODEL,
         server="scripted",
         version="",
-        gives=frozenset({"usage", "ignore_eos", "token_ids", "timeline"}),
+        gives=frozenset({"usage", "ignore_eos", "token_ids"}),
     )
     fitted = probed.fit(target)
-    assert (fitted.model, fitted.token_ids, fitted.timeline) == (MODEL, True, True)
+    assert (fitted.model, fitted.token_ids) == (MODEL, True)
     assert not probed.fit(Target(target.url, token_ids=False)).token_ids
 
 
@@ -75,7 +73,7 @@ def test_what_a_server_does_not_know_is_not_asked_for(
 ) -> None:
     with ScriptedServer(play) as server:
         fitted = probe(Target(server.url)).fit(Target(server.url))
-    assert (fitted.token_ids, fitted.timeline) == (False, False)
+    assert fitted.token_ids is False
     assert (fitted.usage, fitted.ignore_eos) == (knows_usage, forces)
 
 
@@ -128,12 +126,12 @@ def test_a_list_of_models_that_is_none_is_told(
         (
             replies(200, b'{"choices": []}'),
             ConfigError,
-            "does not stream an answer: the answer is one JSON body",
+            "does not stream a response: the response is one JSON body",
         ),
         (
             replies(500, error("out of memory")),
             BatonError,
-            r"does not stream an answer \(status 500\): out of memory",
+            r"does not stream a response \(status 500\): out of memory",
         ),
     ],
 )
@@ -165,7 +163,9 @@ def test_a_program_that_speaks_before_it_is_asked_is_told() -> None:
         thread.start()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         try:
-            with pytest.raises(ConfigError, match=rf"{url} (sent data or closed|gives no answer)"):
+            with pytest.raises(
+                ConfigError, match=rf"{url} (sent data or closed|gives no response)"
+            ):
                 probe(Target(url, "", timeout_s=5.0))
         finally:
             listener.shutdown(socket.SHUT_RDWR)
@@ -230,8 +230,7 @@ def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give() -> None:
         alike = connected(rich, other)
     asked = Planned(index=0, at_s=None, output_tokens=2, prompt="Once upon a time")
     assert body_of(first.target, asked) == body_of(second.target, asked)
-    assert not first.target.timeline
     assert first.described.endswith("giving usage")
     assert len(alike) == 2
     for arm in alike:
-        assert (arm.target.token_ids, arm.target.timeline) == (True, True)
+        assert arm.target.token_ids

@@ -14,7 +14,7 @@ from baton.bench.plan.arrivals import (
     realised,
     times,
 )
-from baton.bench.planning import shaped
+from baton.bench.plan.plan import shaped
 from baton.protocol.errors import ConfigError
 
 # Few digits, so that a text holds them exactly.

@@ -6,7 +6,6 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
-from baton.bench.figures.faults import FaultSpec, Injected
 from baton.bench.figures.metrics import Bounds, summarise
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
@@ -60,14 +59,13 @@ def test_gaps_are_counted_per_token_and_rare_long_ones_stay_visible() -> None:
     assert "<svg" in nothing.svg(), "a clock's resolution can make gaps of nothing"
 
 
-def test_over_time_every_request_counts_once_and_a_fault_has_its_mark() -> None:
+def test_over_time_every_request_counts_once() -> None:
     records = [
         answered(0, 0.2, [0.1, 0.2, 1.3]),
         answered(1, 1.0, [0.5, 0.51]),
         failed(2, 2.5, Outcome.TRUNCATED),
     ]
     run = run_of(records, Bounds(ttft_ms=300))
-    run.faults = [Injected(FaultSpec("stop", 4711, 1.0, 2.0), 1.0, resumed_s=2.0)]
     report = report_of([run])
     report.bounds = Bounds(ttft_ms=300)
     found = chart(report, "Requests over time")
@@ -77,7 +75,6 @@ def test_over_time_every_request_counts_once_and_a_fault_has_its_mark() -> None:
         "failed": [0.0, 0.0, 1.0],
     }
     assert found.curves[0].x.tolist() == [0.0, 1.0, 2.0, 3.0]
-    assert found.marks == [Mark(1.0, "stop 4711", 2.0)]
     long = run_of([answered(at, 10.0 * at, [0.1]) for at in range(100)])
     (curve,) = chart(report_of([long]), "Requests over time").curves
     assert len(curve.x) <= MAX_BINS + 1
@@ -118,15 +115,11 @@ def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_marked() -
 
 def test_a_report_has_the_charts_that_its_records_allow() -> None:
     bare = run_of([failed(0, 0.0, Outcome.REFUSED), answered(1, 0.1, [0.1])])
-    faulty = [scene_run(SHORT, "one"), scene_run(SHORT, "two")]
-    for run in faulty:
-        run.faults = [Injected(FaultSpec("kill", 4711, 3.0), 3.0)]
     over_time = "Requests over time, "
     for report, expected in (
         (report_of([scene_run(SHORT, "one")]), [*DISTRIBUTIONS, f"{over_time}one"]),
         (sweep(2.0, 4.0), ["Attainment against rate", "Goodput against rate", *DISTRIBUTIONS]),
         (sweep(2.0, 4.0, bounds=None), ["Throughput against rate", *DISTRIBUTIONS]),
-        (report_of(faulty), [*DISTRIBUTIONS, f"{over_time}one", f"{over_time}two"]),
         (report_of([bare]), [DISTRIBUTIONS[0], f"{over_time}run"]),
         (report_of([]), []),
     ):
@@ -145,7 +138,7 @@ def test_a_chart_is_small_well_formed_and_within_its_frame(log_x: bool) -> None:
         Curve("line", x, y, "c1"),
         Curve("none", np.array([5.0, np.nan]), np.array([np.nan, 1.0]), "bad"),
     ]
-    marks = [Mark(300.0, evil), Mark(100.0, "band", 2000.0)]
+    marks = [Mark(300.0, evil)]
     found = Chart(evil, "", evil, evil, curves, marks, log_x=log_x, is_share=True)
     text = found.svg()
     assert len(text) < 60_000

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from baton.bench.client.target import Target
 from baton.bench.compare import (
     arms_of,
     contrast,
@@ -17,6 +16,7 @@ from baton.bench.compare import (
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome
 from baton.bench.report.document import UNKNOWN, Report, Run
+from baton.bench.settings import Target
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, report_of, scene_run
 

@@ -8,22 +8,15 @@ import pytest
 
 from baton.bench import cli
 from baton.bench.client.probe import Probed
-from baton.bench.client.target import Target
 from baton.bench.experiment import Experiment, Server
-from baton.bench.figures.faults import parse_fault
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.validity import invalid
-from baton.bench.judging import Case, judge
-from baton.bench.loads import refuse_late
-from baton.bench.plan.plan import Plan
-from baton.bench.plan.workload import Workload
-from baton.bench.planning import arrivals_of, loop_of, plan_of, reseeded
+from baton.bench.figures.validity import Case, invalid
+from baton.bench.plan.plan import reseeded
 from baton.bench.report.document import Report, Run, read_json, write_json
-from baton.bench.report.publish import UNTOLD, finish
-from baton.bench.report.sections import sections
-from baton.bench.settings import ArrivalSettings, RunSettings
+from baton.bench.report.page import UNTOLD, finish
+from baton.bench.settings import RunSettings, Target, Workload
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, load, report_of, scene_run
+from tests.support.bench_records import Scene, answered, load, report_of, run_of, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
@@ -33,50 +26,18 @@ OPEN = ("--arrivals", "constant:1", "--requests", "5")  # at 0, 1, 2, 3 and 4 s
 CLOSED = ("--concurrency", "1", "--requests", "5")
 
 
-def planned(*words: str) -> Plan:
-    settings = cli.parse(RunSettings, (*ASKED, *words))[0]
-    arrivals = arrivals_of(settings.arrival, settings.workload)
-    return plan_of(settings.workload, settings.load, arrivals)
-
-
 def prompts(folder: Path, count: int) -> tuple[str, ...]:
     path = folder / "prompts.jsonl"
     path.write_text('{"prompt": "a", "output_tokens": 2}\n' * count)
     return "--workload", "file", "--path", str(path)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ("run", *URL, *OPEN, "--window", "30-60"),
-            "no request arrives in --window 30-60: the first one does after 0 s and the last one "
-            "after 4 s",
-        ),
-        (
-            ("fault", *URL, *OPEN, "--fault", "stop:4711@5+1"),
-            r"stop:4711@5\+1: the schedule ends after 4 s; give",
-        ),
-    ],
-)
-def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(
-    words: Sequence[str], said: str, tmp_path: Path
-) -> None:
+def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
     out = tmp_path / "report"
-    with pytest.raises(ConfigError, match=said):
-        cli.main([*words, *ASKED, "--out", str(out)])
+    words = ("run", *URL, *OPEN, "--window", "30-60", *ASKED, "--out", str(out))
+    with pytest.raises(ConfigError, match="no request arrives in --window 30-60: the first one"):
+        cli.main(words)
     assert not out.exists()
-
-
-@pytest.mark.parametrize("words", [(*OPEN, "--window", "4-5"), (*CLOSED, "--window", "9-10")])
-def test_a_window_in_which_something_may_arrive_is_accepted(words: Sequence[str]) -> None:
-    assert planned(*words).requests
-
-
-# A longer load may still answer something, and the end of the others is not known.
-@pytest.mark.parametrize("words", [(*OPEN, "--duration-s", "9"), CLOSED])
-def test_a_fault_that_may_come_before_the_end_is_accepted(words: Sequence[str]) -> None:
-    refuse_late(parse_fault("stop:4711@5+1"), planned(*words))
 
 
 @pytest.mark.parametrize(
@@ -103,9 +64,9 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
         probed = Probed("m", "", "", frozenset({"usage", "ignore_eos"}))
         return Server(probed.fit(target), experiment.settings.workload, probed)
 
-    def measure(_: Experiment, case: Case, *_more: object) -> Run:
+    def measure(_: Experiment, case: Case, _target: Target) -> Run:
         records = [answered(one.index, one.at_s or 0.0, [0.1, 0.2]) for one in case.plan.requests]
-        return judge(case, load(records), "")
+        return run_of(case, load(records))
 
     monkeypatch.setattr(Experiment, "connect", connect)
     monkeypatch.setattr(Experiment, "measure", measure)
@@ -138,15 +99,6 @@ def test_the_loads_of_a_sweep_run_upwards_with_prompts_of_their_own(tmp_path: Pa
     assert len({note for run in report.runs for note in run.notes if "seed" in note}) == 2
 
 
-def test_sampled_outputs_that_are_to_be_verified_are_refused_before_the_load() -> None:
-    target = Target("http://a", "m", extra_body='{"temperature": 0.7}')
-    settings = cli.parse(RunSettings, (*ASKED, *CLOSED, "--verify"))[0]
-    experiment = Experiment("run", settings, [None], settings.arrival, verify=True)
-    server = Server(target, settings.workload, Probed("m", "", "", frozenset()))
-    with pytest.raises(ConfigError, match="only greedy outputs can be verified: leave out temp"):
-        experiment.put(server, 0, "a load", None)
-
-
 def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
     experiment = Experiment("run", cli.parse(RunSettings, (*ASKED, *CLOSED))[0], [None])
     with experiment:
@@ -164,19 +116,6 @@ def test_loads_that_were_never_run_make_a_report_unusable(
     report = unfinished(3, capsys)
     assert report.verdict.startswith("INVALID")
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
-
-
-def test_several_runs_of_one_load_show_how_far_they_lie_apart() -> None:
-    runs = [scene_run(Scene(duration_s=5.0, seed=seed), f"run {seed}") for seed in (1, 2, 3)]
-    (found,) = [one for one in sections(report_of(runs)) if one.title == "Over the runs"]
-    assert found.tables[0].rows[0][0] == "tokens/s"
-    assert {"TTFT p50", "ITL p99", "answered"} <= {row[0] for row in found.tables[0].rows}
-    assert "Over the runs" not in [one.title for one in sections(report_of(runs[:1]))]
-
-
-def test_a_loop_is_named_by_what_drives_it() -> None:
-    assert loop_of(ArrivalSettings(concurrency=4)) == "concurrency 4"
-    assert loop_of(ArrivalSettings(arrivals="poisson:2")) == "poisson:2"
 
 
 def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:
@@ -221,11 +160,3 @@ def test_a_server_that_does_not_tell_what_it_had_cached_is_noted(
     assert finish(report, "") == 0
     assert report.notes == said
     assert [line for line in capsys.readouterr().out.splitlines() if UNTOLD in line] == said
-
-
-def test_what_a_server_had_cached_that_answered_nothing_is_not_missed() -> None:
-    run = told("", None)
-    run.summary = msgspec.structs.replace(run.summary, outcomes={"refused": 3})
-    report = report_of([run])
-    finish(report, "")
-    assert report.notes == []

@@ -2,15 +2,13 @@
 
 import pytest
 
-from baton.bench.figures.validity import Severity
-from baton.bench.judging import CACHED, judge, mark_mismatches, sent_so_far
+from baton.bench.figures.validity import CACHED, sent_so_far
 from baton.bench.plan.plan import make_plan
-from baton.bench.plan.workload import Workload
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.verify import Mismatch, MismatchKind
+from baton.bench.settings import Workload
 from baton.protocol.errors import BatonError
-from tests.support.bench_records import answered, case_of, ended, load
+from tests.support.bench_records import answered, case_of, ended, load, run_of
 
 ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
 
@@ -20,21 +18,21 @@ def texts(run: Run, *, is_invalid: bool) -> list[str]:
 
 
 def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
-    run = judge(case_of(2), ended(ANSWERED, ANSWERED), "")
+    run = run_of(case_of(2), ended(ANSWERED, ANSWERED))
     assert not run.invalid
     assert run.summary.attainment == 1.0
     assert run.notes == ["a note"]
 
 
 def test_a_load_of_which_nothing_was_answered_is_an_invalid_run() -> None:
-    run = judge(case_of(2), ended(REFUSED, REFUSED), "")
+    run = run_of(case_of(2), ended(REFUSED, REFUSED))
     assert any("the server's words" in text for text in texts(run, is_invalid=True))
     assert run.summary.attainment == 0.0
 
 
 def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
     why = "interrupted: 2 of 5 requests had been sent"
-    run = judge(case_of(5), ended(ANSWERED, STOPPED), why)
+    run = run_of(case_of(5), ended(ANSWERED, STOPPED), why)
     assert texts(run, is_invalid=True) == [why]
     assert run.summary.attainment == 1.0
     assert not any("failed" in text for text in texts(run, is_invalid=False))
@@ -42,18 +40,18 @@ def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
 
 def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
     timed = case_of(5, duration_s=1.0)
-    assert not judge(timed, ended(ANSWERED), "").invalid
-    assert judge(case_of(5), ended(ANSWERED), "").invalid
+    assert not run_of(timed, ended(ANSWERED)).invalid
+    assert run_of(case_of(5), ended(ANSWERED)).invalid
 
 
 def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
     with pytest.raises(BatonError, match="no request arrived"):
-        judge(case_of(1), ended(), "")
+        run_of(case_of(1), ended())
     warm = ended(REFUSED)
     warm.records[0].warm_up = True
     for nothing in (warm, ended(STOPPED, STOPPED)):
         with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
-            judge(case_of(2), nothing, "the first 1 failed")
+            run_of(case_of(2), nothing, "the first 1 failed")
 
 
 def test_how_far_a_load_came_is_said_without_warm_up() -> None:
@@ -67,7 +65,7 @@ def test_how_far_a_load_came_is_said_without_warm_up() -> None:
 
 @pytest.mark.parametrize("concurrency", [2, 3])
 def test_clients_that_have_nothing_to_ask_are_no_concurrency(concurrency: int) -> None:
-    run = judge(case_of(2, concurrency=concurrency), ended(ANSWERED, ANSWERED), "")
+    run = run_of(case_of(2, concurrency=concurrency), ended(ANSWERED, ANSWERED))
     is_said = "2 requests cannot keep 3 clients busy" in texts(run, is_invalid=False)
     assert is_said is (concurrency == 3)
 
@@ -78,7 +76,7 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
     for record, one in zip(records, plan.requests, strict=False):
         record.warm_up, record.cached_tokens = one.warm_up, 500
-    found = judge(case_of(plan, window="30-60"), load(records), why_stopped)
+    found = run_of(case_of(plan, window="30-60"), load(records), why_stopped)
     assert found.summary.num_requests == 4
     said = "no request arrived in --window 30-60: the figures are of all requests"
     assert said in texts(found, is_invalid=True)
@@ -100,23 +98,5 @@ def test_a_prefix_cache_that_helped_by_accident_is_a_warning(
 ) -> None:
     result = ended(ANSWERED)
     result.records[0].prompt_tokens, result.records[0].cached_tokens = 100, 50
-    run = judge(case_of(1, workload=workload), result, "")
+    run = run_of(case_of(1, workload=workload), result)
     assert (CACHED in texts(run, is_invalid=False)) is is_said
-
-
-def test_lost_tokens_are_invalid_and_other_ones_a_warning() -> None:
-    result = ended(*[ANSWERED] * 6)
-    found = mark_mismatches(
-        result.records,
-        [
-            Mismatch(3, MismatchKind.LOST, 5, "token", "1 2", "2 3"),
-            Mismatch(4, MismatchKind.WRONG, 0, "token", "1", "2"),
-            Mismatch(5, MismatchKind.WRONG, 0, "token", "1", "2"),
-        ],
-    )
-    assert [problem.severity for problem in found] == [Severity.INVALID, Severity.WARNING]
-    assert found[0].text.startswith("1 of 6 outputs differ from those of the requests alone (lost)")
-    assert "request 3: lost at token 5: expected 1 2, got 2 3" in found[0].text
-    assert found[1].text.startswith("2 of 6 outputs")
-    outcomes = [record.outcome for record in result.records]
-    assert outcomes == [ANSWERED] * 3 + [Outcome.WRONG_TOKENS] * 3

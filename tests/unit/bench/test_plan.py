@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from baton.bench.plan.arrivals import ArrivalProcess, Gaps, Recorded
 from baton.bench.plan.plan import Plan, make_plan
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
-from baton.bench.plan.workload import Kind, Workload
 from baton.bench.records import Message, Planned
+from baton.bench.settings import Kind, Workload
 from baton.protocol.errors import ConfigError
 
 POISSON = Gaps(5, 1)

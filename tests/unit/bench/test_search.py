@@ -11,14 +11,13 @@ from hypothesis import strategies as st
 
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.figures.validity import invalid
-from baton.bench.judging import judge
 from baton.bench.loads import is_servers_fault, probe_of
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.terminal import shown
-from tests.support.bench_records import answered, case_of, ended, load, report_of
+from baton.bench.report.sections import shown
+from tests.support.bench_records import answered, case_of, ended, load, report_of, run_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -224,7 +223,7 @@ def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
     records = [answered(index, at_s, [0.1]) for index, at_s in enumerate(at)]
     for record in records[:num_wrong]:
         record.outcome = Outcome.WRONG_LENGTH
-    return judge(case_of(plan, concurrency=0), load(records), "")
+    return run_of(case_of(plan, concurrency=0), load(records), "")
 
 
 @pytest.mark.parametrize(
@@ -284,14 +283,14 @@ def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> Non
 def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
     outcomes: tuple[Outcome, ...], is_valid: bool
 ) -> None:
-    found = probe_of(1.0, judge(case_of(len(outcomes)), ended(*outcomes), ""))
+    found = probe_of(1.0, run_of(case_of(len(outcomes)), ended(*outcomes), ""))
     assert found.is_valid is is_valid
     assert found.attainment == 0.0 or not is_valid
 
 
 def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
     outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
-    found = judge(case_of(4), ended(*outcomes), "")
+    found = run_of(case_of(4), ended(*outcomes), "")
     assert found.invalid
     assert is_servers_fault(found)
     found.problems.append(invalid("the client sent late"))

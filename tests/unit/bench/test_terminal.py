@@ -7,12 +7,12 @@ import pytest
 from rich.console import Console
 
 from baton.bench.client.load import Progress
+from baton.bench.experiment import LoadProgress
 from baton.bench.figures.metrics import summarise
 from baton.bench.figures.search import Ending, Found
 from baton.bench.figures.validity import invalid, warning
 from baton.bench.report.document import Run
-from baton.bench.report.sections import LATENCIES
-from baton.bench.terminal import LoadProgress, shown
+from baton.bench.report.sections import LATENCIES, shown
 from tests.support.bench_records import Scene, load, report_of, scene_run, steady
 
 TIMES_S = (0.0, 0.0, 10.0, 20.0)  # made, begun, shown, shown

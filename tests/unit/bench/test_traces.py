@@ -26,7 +26,7 @@ from baton.bench.plan.traces import (
     replay,
     replay_notes,
 )
-from baton.bench.plan.workload import Workload
+from baton.bench.settings import Workload
 from baton.protocol.errors import ConfigError
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens\r

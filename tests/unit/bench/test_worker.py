@@ -8,10 +8,10 @@ from typing import TypeVar
 import msgspec
 import pytest
 
-from baton.bench.client.ask import Session
-from baton.bench.client.target import Target
+from baton.bench.client.http import Session
 from baton.bench.client.worker import COARSE_S, CPU_SPAN_S, TICK_S, Strain, new_loop, pause_s
 from baton.bench.records import Arrival, Record
+from baton.bench.settings import Target
 
 T = TypeVar("T")
 

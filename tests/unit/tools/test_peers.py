@@ -82,14 +82,6 @@ def test_options_reach_the_command_line() -> None:
     assert "engine.chunk_tokens=128" in flags_of([node])
 
 
-def test_a_script_per_prompt_has_the_tokens_that_are_asked_for() -> None:
-    made = agreement.scripts(Load(requests=8, concurrency=2, prompt_tokens=64, output_tokens=15))
-    assert sorted(made) == list(range(8))
-    assert {script.num_tokens for script in made.values()} == {15}
-    pairs = {number for number, script in made.items() if len(script.chunks) < 15}
-    assert pairs == {3, 7}
-
-
 def distribution(value: float) -> Distribution:
     return Distribution(10, value, value, value, value, value, value, value)
 

@@ -1,7 +1,7 @@
 """The answers of the scripted server: single events as bytes, and scripts of whole streams.
 
 It shares nothing with the client's parser or with the router's answers, so that no mistake of
-theirs can hide here. This file is pure.
+theirs can hide here.
 """
 
 import itertools

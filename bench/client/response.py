@@ -1,9 +1,8 @@
-"""Read one streamed answer as it arrives: its tokens, its usage and its faults.
+"""Read one streamed response as it arrives: its tokens, its usage and its faults.
 
 Token ids give the number of tokens in a chunk. Without them, the tokens of the final usage are
-spread over the chunks with text; without usage, each such chunk counts as one token. An answer is
-`ANSWERED` only if nothing about it is in doubt, and a token counts only if a report supports it.
-This file is pure.
+spread over the chunks with text; without usage, each such chunk counts as one token. A response is
+`ANSWERED` only if the stream, the usage and the forced length agree.
 """
 
 import re
@@ -45,19 +44,18 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _PromptDetails | None = None
 
 
-_NOTHING = msgspec.Raw(b"null")
+_NULL = msgspec.Raw(b"null")
 
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] | None = None
     usage: _Usage | None = None
-    timeline: msgspec.Raw = _NOTHING
-    error: msgspec.Raw = _NOTHING
+    error: msgspec.Raw = _NULL
     message: str | None = None  # some servers write errors with it and "object": "error"
 
 
 class _Piece(NamedTuple):
-    """An event with a choice."""
+    """An event with a choice, as it arrived."""
 
     at_s: float
     has_text: bool
@@ -101,23 +99,21 @@ class EventParser:
         return events
 
 
-class AnswerReader:
-    """The reader of one answer: `feed` it until the answer ended, then `fill` a record."""
+class ResponseReader:
+    """Reads one response: `feed` it until the response ends, then `fill` a record."""
 
     def __init__(self, is_chat: bool) -> None:
         self.done = False  # [DONE] has arrived
         self.problem: Problem | None = None
         self.token_ids: list[int] | None = None
-        self.timeline: msgspec.Raw | None = None  # the server's own timeline, unchanged
         self._is_chat = is_chat
         self._events = EventParser()
         self._pieces: list[_Piece] = []
-        self._texts: list[str] = []
         self.usage: _Usage | None = None
         self._finish_reason: str | None = None
 
     def feed(self, data: bytes, at_s: float) -> bool:
-        """Take in bytes, and return whether the answer ended, well or not. Ignore later ones."""
+        """Read bytes that arrived; return whether the response ended, well or not."""
         try:
             events = self._events.feed(data)
         except ValueError as error:
@@ -133,13 +129,13 @@ class AnswerReader:
         return False
 
     def cut(self, why: str) -> None:
-        """Note that the answer ended, which is a problem unless it was done."""
+        """Note the end of the body, which is a problem unless [DONE] has arrived."""
         if not self.done and self.problem is None:
             where = "within an event" if self._events.in_event else "without [DONE]"
             text = f"{why} {where}, after {len(self._pieces)} chunks"
             self.problem = Problem(Outcome.TRUNCATED, text)
 
-    def fill(self, record: Record, *, num_asked: int) -> None:
+    def fill(self, record: Record, *, num_requested: int) -> None:
         """Set the record's outcome and contents; set `forced_tokens` before the call."""
         if (usage := self.usage) is not None:
             record.prompt_tokens = usage.prompt_tokens
@@ -147,18 +143,17 @@ class AnswerReader:
             if usage.prompt_tokens_details is not None:
                 record.cached_tokens = usage.prompt_tokens_details.cached_tokens
         record.token_ids = self.token_ids
-        record.text = "".join(self._texts)
         counts, contradiction, note = self._count(record.forced_tokens)
         record.arrivals = _arrivals(self._pieces, counts)
         problem = (
             self.problem
             or contradiction
-            or self._length(sum(counts), record.forced_tokens > 0, num_asked)
+            or self._length(sum(counts), record.forced_tokens > 0, num_requested)
         )
         record.outcome, record.detail = problem or (Outcome.ANSWERED, note)
 
     def _on_event(self, event: bytes, at_s: float) -> Problem | None:
-        """Take in one event; return its fault, or None."""
+        """Read one event; return its fault, or None."""
         try:
             chunk = _decode(event)
         except msgspec.ValidationError as error:
@@ -167,13 +162,11 @@ class AnswerReader:
             return _malformed(f"an event is not JSON: {event[:80].decode(errors='replace')}")
         if chunk.usage is not None:
             self.usage = chunk.usage
-        if _says(chunk.timeline):
-            self.timeline = chunk.timeline.copy()
-        if _says(chunk.error):
+        if bytes(chunk.error) != b"null":
             return Problem(Outcome.ERROR_IN_STREAM, message_of(event))
         if chunk.choices is None and chunk.message is not None:
             return Problem(Outcome.ERROR_IN_STREAM, one_line(chunk.message))
-        if chunk.choices is None and chunk.usage is None and not _says(chunk.timeline):
+        if chunk.choices is None and chunk.usage is None:
             return _malformed("an event is not of this API: it has neither choices nor usage")
         return self._on_choice(chunk.choices, at_s) if chunk.choices else None
 
@@ -191,8 +184,6 @@ class AnswerReader:
         if ids is not None:
             self.token_ids = self.token_ids or []
             self.token_ids += ids
-        if text:
-            self._texts.append(text)
         self._finish_reason = choice.finish_reason or self._finish_reason
         self._pieces.append(_Piece(at_s, bool(text), None if ids is None else len(ids)))
         return None
@@ -219,13 +210,13 @@ class AnswerReader:
         note = f"{reported} tokens in {num_texts} chunks of text: counted as spread evenly"
         return _spread(with_text, reported), None, note
 
-    def _length(self, num_tokens: int, is_forced: bool, num_asked: int) -> Problem | None:
-        if num_tokens == num_asked:
+    def _length(self, num_tokens: int, is_forced: bool, num_requested: int) -> Problem | None:
+        if num_tokens == num_requested:
             return None
-        if not is_forced and 0 < num_tokens < num_asked and self._finish_reason == "stop":
+        if not is_forced and 0 < num_tokens < num_requested and self._finish_reason == "stop":
             return None
         source = "" if self.token_ids is not None or self.usage else " by chunks with text"
-        text = f"{num_tokens} tokens{source} instead of {num_asked}"
+        text = f"{num_tokens} tokens{source} instead of {num_requested}"
         if self._finish_reason is not None:
             text += f", finish reason {self._finish_reason}"
         return Problem(Outcome.WRONG_LENGTH, one_line(text))
@@ -256,10 +247,6 @@ _decode = msgspec.json.Decoder(_Chunk).decode
 
 def _malformed(text: str) -> Problem:
     return Problem(Outcome.MALFORMED, one_line(text))
-
-
-def _says(value: msgspec.Raw) -> bool:
-    return bytes(value) != b"null"
 
 
 def _differs(reported: int | None, counted: int, what: str) -> Problem | None:

@@ -4,16 +4,10 @@ import json
 
 import pytest
 
-from baton.bench.client.target import (
-    API_KEY_VARIABLE,
-    Place,
-    Target,
-    body_of,
-    check,
-    place_of,
-    settled,
-)
+from baton.bench.client.http import Place, place_of
+from baton.bench.client.request import body_of, check, settled
 from baton.bench.records import Message, Planned
+from baton.bench.settings import API_KEY_VARIABLE, Target
 from baton.protocol.errors import ConfigError
 
 PLANNED = Planned(index=0, at_s=None, output_tokens=5, prompt_ids=(1, 2))
@@ -62,7 +56,7 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
     [
         # A request forces its length, and asks for a stream with usage.
         (
-            Target(model="m", token_ids=False, timeline=False),
+            Target(model="m", token_ids=False),
             PLANNED,
             {"prompt": [1, 2], "ignore_eos": True, "stream_options": {"include_usage": True}},
         ),
@@ -75,13 +69,13 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
             CHAT,
             {
                 "messages": [{"role": "user", "content": "hi"}], "temperature": 0.5, "seed": 1,
-                "return_token_ids": True, "timeline": True,
+                "return_token_ids": True,
                 "stream_options": {"include_usage": True},
             },
         ),
         # A prompt of text is a chat of one message.
         (
-            Target(model="m", api="chat", token_ids=False, timeline=False, usage=False),
+            Target(model="m", api="chat", token_ids=False, usage=False),
             Planned(index=0, at_s=None, output_tokens=5, prompt="hi"),
             {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True},
         ),

@@ -1,7 +1,7 @@
 """A server with OpenAI's API on 127.0.0.1, in a thread of its own, that plays scripted answers.
 
 `Stage` plays scripts and keeps the time of each actual write, so that the truth is what was written
-and not what was planned. The client and the metrics may share nothing with this file.
+and not what was planned. It shares nothing with the client's parser.
 """
 
 import asyncio
@@ -16,8 +16,8 @@ from typing import Self
 import msgspec
 
 from baton.bench.records import Arrival
-from baton.bench.selftest.answers import Script, error, parts_of, prompt_of, steady
 from baton.runtime.clock import monotonic
+from tests.support.scripted_answers import Script, error, parts_of, prompt_of, steady
 
 HOST = "127.0.0.1"
 MODEL = "scripted"

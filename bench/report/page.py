@@ -1,14 +1,12 @@
 """Begin a report before the first request; write and show it after the last one.
 
-Every experiment begins one, puts its runs in, and ends with `finish`. A report reaches the disk and
-the terminal only here, so secrets are withheld here. The page is one file: style and charts are
-inside, and it forbids itself to load anything.
+A report reaches the disk and the terminal only here, so API keys are withheld here. The page is one
+file: style and charts are inside, and it forbids itself to load anything.
 """
 
 import os
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -23,9 +21,8 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.provenance import collect, complete
-from baton.bench.report.sections import sections, utc
+from baton.bench.report.sections import sections, shown, utc
 from baton.bench.settings import ReportAgainSettings, Settings
-from baton.bench.terminal import shown
 from baton.protocol.errors import ConfigError
 
 REPORT, PAGE = "report.json", "report.html"
@@ -35,7 +32,7 @@ UNTOLD = (
 )
 
 
-def begin(command: str, settings: Settings, secrets: Sequence[str] = ()) -> Report:
+def begin(command: str, settings: Settings) -> Report:
     """Record the machine's state before the load. Raises `ConfigError` for a bad `--out`."""
     out = _folder(settings.report.out)
     if out is not None and (out / REPORT).exists():
@@ -43,23 +40,20 @@ def begin(command: str, settings: Settings, secrets: Sequence[str] = ()) -> Repo
     return Report(
         command=command,
         title="",
-        provenance=collect(["baton", *sys.argv[1:]], secrets),
-        settings=flat_settings(settings, secrets),
+        provenance=collect(["baton", *sys.argv[1:]]),
+        settings=flat_settings(settings),
     )
 
 
-def finish(report: Report, folder: str, secrets: Sequence[str] = ()) -> int:
-    """Show and write the report; return 0 if its figures may be used, else 1.
-
-    `secrets` are the very keys in use; they never leave this process.
-    """
+def finish(report: Report, folder: str, api_key: str = "") -> int:
+    """Show and write the report, without `api_key`; return 0 if its figures may be used, else 1."""
     report.provenance = complete(report.provenance)
     answered = [run for run in report.runs if run.summary.outcomes.get(Outcome.ANSWERED)]
     silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
     if silent:  # vLLM reports it only if it is configured to
         arms = ", ".join(filter(None, silent))
         report.notes.append(f"{arms}: {UNTOLD}" if arms else UNTOLD)
-    return _give(report, Path(folder) if folder else None, secrets)
+    return _give(report, Path(folder) if folder else None, api_key)
 
 
 def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
@@ -91,9 +85,9 @@ def html(report: Report) -> str:
     )
 
 
-def _give(report: Report, out: Path | None, secrets: Sequence[str] = ()) -> int:
+def _give(report: Report, out: Path | None, api_key: str = "") -> int:
     """Print the report and write its files, each even if the other fails; return the exit code."""
-    report = withhold(report, secrets)
+    report = withhold(report, api_key)
     written: list[Path] = []
     try:
         # This comes first, because the reader of the output may be gone, as with `head`.

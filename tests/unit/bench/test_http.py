@@ -6,7 +6,7 @@ import re
 import httptools
 import pytest
 
-from baton.bench.client.exchange import Exchange
+from baton.bench.client.http import Exchange
 from baton.bench.records import Outcome
 
 HEAD = b"HTTP/1.1 404 Not Found\r\n"  # whose body is kept as it came
@@ -75,7 +75,7 @@ def test_bytes_after_the_end_spoil_the_connection_only(
         (CHUNKED + b"3\r\nhel\r\n", Outcome.CLIENT_ERROR, "hel"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", Outcome.TRUNCATED, "was closed without"),
         (b"HTTP/1.1 200 OK\r\n\r\n", Outcome.TRUNCATED, "the body ended without any event"),
-        (HEAD, Outcome.TRUNCATED, "the connection was closed before an answer came"),
+        (HEAD, Outcome.TRUNCATED, "the connection was closed before a response came"),
     ],
 )
 def test_the_end_of_a_connection_is_the_end_of_a_body_that_has_no_other(

@@ -1,0 +1,441 @@
+"""HTTP/1.1 with one server: connections that stamp arriving bytes, and a session that pools them.
+
+The stamp is taken as soon as the event loop hands the bytes over, before anything is parsed; an
+HTTP library would pass the bytes to a task that runs later. httptools parses HTTP, and the body
+goes to the response's reader under the stamp of the read that brought it. Nothing is sent twice,
+decompressed or redirected: an unreadable response is a `Problem` in one line.
+"""
+
+import asyncio
+import errno
+import os
+import re
+import ssl
+from collections.abc import Callable
+from typing import Self
+from urllib.parse import urlsplit
+
+import httptools
+import msgspec
+
+from baton.bench.client.response import Problem, ResponseReader, message_of, one_line
+from baton.bench.records import Outcome
+from baton.bench.settings import Target
+from baton.protocol.errors import ConfigError
+from baton.runtime.clock import monotonic
+from baton.runtime.tls import client_context, trusting
+
+# Servers close idle connections after 5 s or more, and no request may be sent on such a connection.
+IDLE_LIMIT_S = 2.0
+DRAIN_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
+MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
+# More heads, chunk sizes and trailers than this without a byte of the body are not a response.
+MAX_OTHER_BYTES = 64 << 10
+# These errors mean that this machine had no resources left for a connection.
+NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+_STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
+_TLS_ALERT = b"\x15\x03"
+
+
+class Connection(asyncio.Protocol):
+    """One connection. Call `send` when it is idle."""
+
+    def __init__(self) -> None:
+        self.is_open = False
+        self.idle_since_s = 0.0
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.is_open and self._exchange is None
+
+    def send(self, request: bytes, exchange: "Exchange") -> None:
+        assert self.is_idle
+        assert self._transport is not None
+        self._exchange, self._parser = exchange, httptools.HttpResponseParser(exchange)
+        self._transport.write(request)
+
+    def close(self) -> None:
+        """Close the connection at once and drop the bytes that are on their way."""
+        self.is_open, self._exchange, self._parser = False, None, None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.is_open = transport, True
+        self.idle_since_s = monotonic()
+
+    def data_received(self, data: bytes) -> None:
+        at_s = monotonic()
+        exchange, parser = self._exchange, self._parser
+        if exchange is None or parser is None:
+            self.close()  # the server sent bytes that no request asked for
+            return
+        exchange.feed(parser, data, at_s)
+        if exchange.is_complete and self._exchange is exchange:
+            self._exchange, self._parser, self.idle_since_s = None, None, at_s
+            if not exchange.keep_alive:
+                self.close()
+            if exchange.drained is not None:
+                exchange.drained.set_result(None)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        at_s = monotonic()
+        exchange, self.is_open, self._exchange, self._parser = self._exchange, False, None, None
+        if exchange is not None:
+            exchange.lost("the connection was " + ("reset" if error else "closed"), at_s)
+
+
+class Exchange:
+    """Stamps are monotonic. `status` is None until the head of the response is complete."""
+
+    def __init__(self, is_chat: bool) -> None:
+        self.reader = ResponseReader(is_chat)
+        self.problem: Problem | None = None
+        self.status: int | None = None
+        self.headers: dict[str, str] = {}  # names in lower case
+        self.body = bytearray()  # the body of a response that is not a stream
+        self.first_byte_s: float | None = None
+        self.end_s = 0.0
+        self.is_complete = False  # the whole body has arrived; a stream may have ended earlier
+        self.keep_alive = False
+        self.drained: asyncio.Future[None] | None = None  # done: the connection can be used again
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        # This is set only within `feed`, because the parser refers to this object and the client
+        # collects no cycles.
+        self._parser: httptools.HttpResponseParser | None = None
+        self._read_s = 0.0  # the stamp of the read that is being parsed
+        self._num_other_bytes = 0
+        self._is_stream = False
+
+    def end(self, at_s: float, problem: Problem | None = None) -> None:
+        """End the request; later bytes do not count."""
+        if not self.ended.done():
+            self.end_s, self.problem = at_s, problem
+            self.ended.set_result(None)
+
+    def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
+        """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
+        self._read_s, self._parser = at_s, parser
+        self._num_other_bytes += len(data)
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserCallbackError:
+            raise  # a bug in this file
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.keep_alive = False  # bytes after the end spoil the connection and nothing else
+            if not self.is_complete:
+                is_tls = self.status is None and data.startswith(_TLS_ALERT)
+                hint = "the server wants TLS: https:// instead of http://?"
+                self._refuse(hint if is_tls else f"the response is not HTTP/1.1: {error}")
+        finally:
+            self._parser = None
+        if self._num_other_bytes > MAX_OTHER_BYTES and not self.is_complete:
+            self._refuse("the response is not HTTP/1.1: its head or its chunks have no end")
+
+    def lost(self, why: str, at_s: float) -> None:
+        """Note that the connection is gone, which ends a body without a length."""
+        self._read_s = at_s
+        if self.status is None:
+            self.end(at_s, Problem(Outcome.TRUNCATED, f"{why} before a response came"))
+        elif self.headers.keys().isdisjoint(("content-length", "transfer-encoding")):
+            self._complete()
+        else:
+            self._finish(why)
+
+    def on_message_begin(self) -> None:
+        # A second response to one request began.
+        self.keep_alive = False
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.status is None:  # else it is a trailer
+            key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+            self.headers[key] = f"{self.headers[key]}, {text}" if key in self.headers else text
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        status, headers = self._parser.get_status_code(), self.headers
+        if self.is_complete:
+            return
+        if 100 <= status < 200:
+            headers.clear()
+            if status == 101:
+                self._refuse("the server wants to speak another protocol (status 101)")
+            return
+        self.status = status
+        coding = headers.get("content-encoding", "identity").lower()
+        transfer = headers.get("transfer-encoding", "chunked").lower()
+        if self._parser.get_http_version() not in ("1.0", "1.1"):
+            self._refuse("the response is not HTTP/1.1")
+        elif coding != "identity":
+            self._refuse(f"the response is compressed ({coding}), which the request did not allow")
+        elif transfer != "chunked":
+            self._refuse(f"the response has the transfer encoding {transfer}")
+
+    def on_body(self, piece: bytes) -> None:
+        self._num_other_bytes = 0
+        if self.ended.done():
+            return
+        if self.first_byte_s is None:
+            self.first_byte_s = self._read_s
+            kind = self.headers.get("content-type", "").lower()
+            says_so = kind.startswith("text/event-stream") and not piece.startswith(b"{")
+            self._is_stream = self.status == 200 and (says_so or _STREAM.match(piece) is not None)
+        if not self._is_stream:
+            self.body += piece[: MAX_BODY_BYTES - len(self.body)]
+        elif self.reader.feed(piece, self._read_s):
+            self.end(self._read_s, self.reader.problem)
+
+    def on_message_complete(self) -> None:
+        assert self._parser is not None
+        if self.status is not None and not self.is_complete:  # else it was an interim response
+            self.keep_alive = self._parser.should_keep_alive()
+            self._complete()
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        self._finish("the body ended")
+
+    def _refuse(self, text: str) -> None:
+        self.end(self._read_s, Problem(Outcome.MALFORMED, one_line(text)))
+
+    def _finish(self, why: str) -> None:
+        if self.ended.done():
+            return
+        if self._is_stream:
+            self.reader.cut(why)
+            self.end(self._read_s, self.reader.problem)
+        else:
+            self.end(self._read_s, self._judge(why))
+
+    def _judge(self, why: str) -> Problem:
+        """Return the problem of a response that is not a stream of events."""
+        status, text = self.status or 0, message_of(bytes(self.body))
+        if status in (429, 503):
+            return Problem(Outcome.REFUSED, text)
+        if 400 <= status < 600:
+            kind = Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
+            return Problem(kind, text)
+        if status != 200:
+            where = self.headers.get("location", "")
+            where = f" to {where}" if where else ""
+            return Problem(Outcome.MALFORMED, one_line(f"status {status}{where}"))
+        if not self.body:
+            return Problem(Outcome.TRUNCATED, f"{why} without any event")
+        try:
+            found: object = msgspec.json.decode(self.body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            found = None
+        if isinstance(found, dict):
+            what = f": {text}" if "error" in found else " instead of a stream of events"
+            return Problem(Outcome.NOT_STREAMED, one_line(f"the response is one JSON body{what}"))
+        sort = self.headers.get("content-type", "of no type")
+        return Problem(Outcome.MALFORMED, one_line(f"the response is {sort}: {text}"))
+
+
+class Session:
+    """The connections to one server. An async context manager, for one event loop."""
+
+    def __init__(self, target: Target) -> None:
+        """Open no connection yet. Raises `ConfigError` for an unusable target."""
+        place = place_of(target.url)
+        self.stopped = False
+        self.base_path = place.base_path
+        self._place, self._key = place, target.api_key
+        self._tls = tls_of(target) if place.is_tls else None
+        self._connections: set[Connection] = set()
+        self._idle: list[Connection] = []
+        self._loop = asyncio.get_running_loop()
+        self._under_way: set[Callable[[], object]] = set()  # calls that end requests on a stop
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self.stop()
+        for connection in self._connections:
+            connection.close()
+        await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
+
+    def stop(self) -> None:
+        """Send nothing more, and give up the running requests. A second call does nothing."""
+        self.stopped = True
+        for end in tuple(self._under_way):
+            end()
+
+    async def until(self, at_s: float) -> bool:
+        """Wait until `at_s` on the loop's clock and return True; return False on a stop."""
+        if self.stopped or at_s <= self._loop.time():
+            return not self.stopped
+        waiting: asyncio.Future[None] = self._loop.create_future()
+
+        def over() -> None:
+            if not waiting.done():
+                waiting.set_result(None)
+
+        timer = self._loop.call_at(at_s, over)
+        self._under_way.add(over)
+        try:
+            await waiting
+        finally:
+            timer.cancel()
+            self._under_way.discard(over)
+        return not self.stopped
+
+    async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
+        """Open idle connections; a failed one is tried again, and judged, when it is needed."""
+        opened = await asyncio.gather(*(self.open(timeout_s) for _ in range(num_connections)))
+        for connection in opened:
+            if isinstance(connection, Connection):
+                self.give_back(connection)
+
+    def take(self) -> Connection | None:
+        """Return an idle connection that is young enough, for the caller alone."""
+        while self._idle:
+            connection = self._idle.pop()
+            if connection.is_idle and monotonic() - connection.idle_since_s < IDLE_LIMIT_S:
+                return connection
+            self._close(connection)
+        return None
+
+    def give_back(self, connection: Connection) -> None:
+        """Keep the connection for the next request if it can be used again, else close it."""
+        if connection.is_idle:
+            self._idle.append(connection)
+        else:
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        connection.close()
+        self._connections.discard(connection)
+
+    def request(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """Return the bytes of a request."""
+        head = [
+            f"{method} {path} HTTP/1.1",
+            f"Host: {self._place.authority}",
+            "Accept: text/event-stream, application/json",
+            "Accept-Encoding: identity",
+            "User-Agent: baton-bench",
+        ]
+        if body:
+            head += ["Content-Type: application/json", f"Content-Length: {len(body)}"]
+        if self._key:
+            head.append(f"Authorization: Bearer {self._key}")
+        return "\r\n".join([*head, "", ""]).encode() + body
+
+    async def open(self, timeout_s: float) -> Connection | Problem:
+        """Return a new connection, for the caller alone, or the reason why there is none."""
+        place = self._place
+        opening = asyncio.ensure_future(
+            self._loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
+        )
+        self._under_way.add(opening.cancel)
+        try:
+            await asyncio.wait({opening}, timeout=timeout_s)
+        finally:
+            self._under_way.discard(opening.cancel)
+            opening.cancel()
+        if not opening.done():
+            return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")
+        if opening.cancelled():
+            text = "the load was stopped before there was a connection"
+            return Problem(Outcome.STOPPED, text)
+        if (error := opening.exception()) is not None:
+            return reason_of(error)
+        connection = opening.result()[1]
+        self._connections.add(connection)
+        return connection
+
+    async def exchange(
+        self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
+    ) -> None:
+        """Send, and return when `exchange` has ended. The session then owns the connection."""
+
+        def give_up(outcome: Outcome, why: str) -> None:
+            exchange.end(monotonic(), Problem(outcome, why))
+
+        def stop() -> None:
+            give_up(Outcome.STOPPED, "the load was stopped before the response ended")
+
+        late = f"the response did not end within {timeout_s:g} s"
+        timer = self._loop.call_later(timeout_s, give_up, Outcome.TIMED_OUT, late)
+        self._under_way.add(stop)
+        try:
+            connection.send(request, exchange)
+            await exchange.ended
+        finally:
+            timer.cancel()
+            self._under_way.discard(stop)
+            if exchange.reader.done and connection.is_open and not connection.is_idle:
+                # The end of the body most likely comes at once.
+                exchange.drained = self._loop.create_future()
+                await asyncio.wait({exchange.drained}, timeout=DRAIN_S)
+            self.give_back(connection)
+
+
+def tls_of(target: Target) -> ssl.SSLContext:
+    """Return the TLS settings. Raises `ConfigError` for an unusable `ca_file`."""
+    context = client_context(target.ca_file)
+    return trusting(context) if target.insecure else context
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The parts of a URL to which requests go."""
+
+    host: str
+    port: int
+    is_tls: bool
+    base_path: str  # up to and including /v1
+
+    @property
+    def authority(self) -> str:
+        """Return the value of the header `Host`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+
+
+def place_of(url: str) -> Place:
+    """Return the place of a URL, whose path may end in /v1 or not. Raises `ConfigError`."""
+    shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        text = f"the server's address {shown} must be http://host:port or https://host:port"
+        raise ConfigError(text)
+    if parts.username is not None or parts.query or parts.fragment:
+        # The address may hold a password, so it is not shown.
+        raise ConfigError("the server's address is host, port and path only; keys have a flag")
+    path = parts.path.rstrip("/")
+    if not all(33 <= ord(letter) < 127 for letter in path):
+        raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
+    is_tls = parts.scheme == "https"
+    base_path = path if path.endswith("/v1") else f"{path}/v1"
+    return Place(host, port or (443 if is_tls else 80), is_tls, base_path)
+
+
+def reason_of(error: BaseException) -> Problem:
+    """Return the reason for a failed connection, with advice if the certificate is the reason."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why = error.verify_message or "certificate not trusted"
+        text = (
+            f"TLS: the server's certificate is refused ({why}): name its authority with "
+            "--ca-file FILE, or skip the check with --insecure"
+        )
+    elif isinstance(error, ssl.SSLError):
+        why = (error.reason or str(error)).replace("_", " ").lower()
+        is_plain = "wrong version" in why or "record layer" in why
+        text = f"TLS: {why}" + (": http:// instead of https://?" if is_plain else "")
+    elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        text = os.strerror(error.errno).lower()
+        if error.errno in NO_SOCKET:
+            return Problem(Outcome.NO_SOCKET, text)
+    else:
+        text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return Problem(Outcome.UNREACHABLE, one_line(text))
