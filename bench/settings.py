@@ -5,6 +5,7 @@ number of 0 and an empty text mean "not given" where the description says so.
 """
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -71,6 +72,43 @@ class Target(msgspec.Struct, frozen=True):
         except msgspec.DecodeError as error:
             text = f"--extra-body {self.extra_body!r} is not a JSON object: {error}"
             raise ConfigError(text) from error
+
+
+class Place(msgspec.Struct, frozen=True):
+    """The parts of a URL to which requests go."""
+
+    host: str
+    port: int
+    is_tls: bool
+    base_path: str  # up to and including /v1
+
+    @property
+    def authority(self) -> str:
+        """Return the value of the header `Host`."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
+
+
+def place_of(url: str) -> Place:
+    """Return the place of a URL, whose path may end in /v1 or not. Raises `ConfigError`."""
+    shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
+    if parts.scheme not in ("http", "https") or not host:
+        text = f"the server's address {shown} must be http://host:port or https://host:port"
+        raise ConfigError(text)
+    if parts.username is not None or parts.query or parts.fragment:
+        # The address may hold a password, so it is not shown.
+        raise ConfigError("the server's address is host, port and path only; keys have a flag")
+    path = parts.path.rstrip("/")
+    if not all(33 <= ord(letter) < 127 for letter in path):
+        raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
+    is_tls = parts.scheme == "https"
+    base_path = path if path.endswith("/v1") else f"{path}/v1"
+    return Place(host, port or (443 if is_tls else 80), is_tls, base_path)
 
 
 class Workload(msgspec.Struct, frozen=True):

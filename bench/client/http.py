@@ -13,15 +13,13 @@ import re
 import ssl
 from collections.abc import Callable
 from typing import Self
-from urllib.parse import urlsplit
 
 import httptools
 import msgspec
 
 from baton.bench.client.response import Problem, ResponseReader, message_of, one_line
 from baton.bench.records import Outcome
-from baton.bench.settings import Target
-from baton.protocol.errors import ConfigError
+from baton.bench.settings import Target, place_of
 from baton.runtime.clock import monotonic
 from baton.runtime.tls import client_context, trusting
 
@@ -381,43 +379,6 @@ def tls_of(target: Target) -> ssl.SSLContext:
     """Return the TLS settings. Raises `ConfigError` for an unusable `ca_file`."""
     context = client_context(target.ca_file)
     return trusting(context) if target.insecure else context
-
-
-class Place(msgspec.Struct, frozen=True):
-    """The parts of a URL to which requests go."""
-
-    host: str
-    port: int
-    is_tls: bool
-    base_path: str  # up to and including /v1
-
-    @property
-    def authority(self) -> str:
-        """Return the value of the header `Host`."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
-
-
-def place_of(url: str) -> Place:
-    """Return the place of a URL, whose path may end in /v1 or not. Raises `ConfigError`."""
-    shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError as error:
-        raise ConfigError(f"the server's address {shown} is not a URL: {error}") from None
-    if parts.scheme not in ("http", "https") or not host:
-        text = f"the server's address {shown} must be http://host:port or https://host:port"
-        raise ConfigError(text)
-    if parts.username is not None or parts.query or parts.fragment:
-        # The address may hold a password, so it is not shown.
-        raise ConfigError("the server's address is host, port and path only; keys have a flag")
-    path = parts.path.rstrip("/")
-    if not all(33 <= ord(letter) < 127 for letter in path):
-        raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
-    is_tls = parts.scheme == "https"
-    base_path = path if path.endswith("/v1") else f"{path}/v1"
-    return Place(host, port or (443 if is_tls else 80), is_tls, base_path)
 
 
 def reason_of(error: BaseException) -> Problem:

@@ -14,10 +14,10 @@ from typing import Self, assert_never
 
 import msgspec
 
-from baton.bench.client.http import place_of, tls_of
+from baton.bench.client.http import tls_of
 from baton.bench.client.request import LEAD_S, check
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
-from baton.bench.settings import Target
+from baton.bench.settings import Target, place_of
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command

@@ -8,11 +8,11 @@ import asyncio
 
 import msgspec
 
-from baton.bench.client.http import Exchange, Session, place_of
+from baton.bench.client.http import Exchange, Session
 from baton.bench.client.request import body_of, check, send
 from baton.bench.client.response import Problem, message_of, one_line
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary
+from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary, place_of
 from baton.protocol.errors import BatonError, ConfigError
 
 TIMEOUT_S = 60.0  # the first response of a server may wait for a compiler

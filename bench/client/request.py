@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from baton.bench.client.http import Connection, Exchange, Session, place_of
+from baton.bench.client.http import Connection, Exchange, Session
 from baton.bench.client.response import Problem
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.settings import API_KEY_VARIABLE, Target
+from baton.bench.settings import API_KEY_VARIABLE, Target, place_of
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 

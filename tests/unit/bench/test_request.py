@@ -4,10 +4,9 @@ import json
 
 import pytest
 
-from baton.bench.client.http import Place, place_of
 from baton.bench.client.request import body_of, check, settled
 from baton.bench.records import Message, Planned
-from baton.bench.settings import API_KEY_VARIABLE, Target
+from baton.bench.settings import API_KEY_VARIABLE, Place, Target, place_of
 from baton.protocol.errors import ConfigError
 
 PLANNED = Planned(index=0, at_s=None, output_tokens=5, prompt_ids=(1, 2))
