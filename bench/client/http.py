@@ -215,12 +215,10 @@ class Exchange:
         if status in (429, 503):
             return Problem(Outcome.REFUSED, text)
         if 400 <= status < 600:
-            kind = Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR
-            return Problem(kind, text)
+            return Problem(Outcome.CLIENT_ERROR if status < 500 else Outcome.SERVER_ERROR, text)
         if status != 200:
-            where = self.headers.get("location", "")
-            where = f" to {where}" if where else ""
-            return Problem(Outcome.MALFORMED, one_line(f"status {status}{where}"))
+            location = self.headers.get("location", "")
+            return Problem(Outcome.MALFORMED, one_line(f"status {status} {location}"))
         if not self.body:
             return Problem(Outcome.TRUNCATED, f"{why} without any event")
         try:
@@ -230,8 +228,8 @@ class Exchange:
         if isinstance(found, dict):
             what = f": {text}" if "error" in found else " instead of a stream of events"
             return Problem(Outcome.NOT_STREAMED, one_line(f"the response is one JSON body{what}"))
-        sort = self.headers.get("content-type", "of no type")
-        return Problem(Outcome.MALFORMED, one_line(f"the response is {sort}: {text}"))
+        kind = self.headers.get("content-type", "of no type")
+        return Problem(Outcome.MALFORMED, one_line(f"the response is {kind}: {text}"))
 
 
 class Session:

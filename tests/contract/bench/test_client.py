@@ -155,7 +155,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (replies(200, b'{"choices": []}'), "not_streamed", "instead of"),
         (replies(200, error("odd")), "not_streamed", "odd"),
         (replies(200, b"hello", "text/plain"), "malformed", "text/plain"),
-        (replies(307, b"", Location="/x"), "malformed", "status 307 to /x"),
+        (replies(307, b"", Location="/x"), "malformed", "status 307 /x"),
     ],
 )
 def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words: str) -> None:
