@@ -1,15 +1,14 @@
-"""Turn the tokens of one choice into text as they arrive, and cut it at the first stop string.
+"""The text of one choice, token by token, cut at its first stop string.
 
-`Text.detokenizer` makes one per choice, and the request's stream pushes the choice's tokens. The
-deltas join to the text of all tokens up to the first stop, for any grouping of tokens into pushes.
-It never blocks, and costs about a microsecond per token.
+The deltas join to the text of all tokens up to the first stop, for any grouping of tokens into
+pushes. The decoder of almost every model maps each token to bytes and joins them: byte-level BPE
+(Llama 3, Qwen, DeepSeek) and SentencePiece with byte fallback (Llama 2, Mistral, Gemma). For these
+a table is made once, and a token costs a look-up. Any other decoder decodes a short window of
+tokens per token.
 """
 
 import codecs
-from array import array
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import msgspec
 from tokenizers import Tokenizer
@@ -18,109 +17,97 @@ from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, StopReason
 
-# An automaton takes about 110 bytes per character, so all cached ones take 2 MB at most.
-KEPT_CHARS = 16 * 1024
-_CODE_POINTS = 0x110000
+REPLACEMENT = "\ufffd"
+# A character has at most four bytes, and a token has at least one.
+_TOKENS_OF_CONTEXT = 8
 
 
-class StopAutomaton:
-    """The automaton of a set of stop strings. It never changes, and node 0 is its root."""
+class Detokenizer:
+    """The state of the text of the choice with number `index`."""
 
-    __slots__ = ("_following", "_is_inner", "depth", "fallback", "first_chars", "match_length")
+    __slots__ = ("_index", "_is_stopped", "_num_tokens", "_params", "_stops", "_stream")
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        # One table serves all nodes, because a dict per node would take four times the memory.
-        self._following: dict[int, int] = {}
-        self._is_inner = bytearray(1)  # whether a node has children
-        self.depth = array("I", [0])
-        # The length of the longest stop string that ends at a node; 0 if none does.
-        self.match_length = array("I", [0])
-        self.first_chars = frozenset(stop[0] for stop in stops)
-        for stop in stops:
-            self._insert(stop)
-        # The longest proper suffix of a node's text that is itself a prefix of a stop string.
-        self.fallback = array("I", bytes(4 * len(self.depth)))
-        self._link()
+    def __init__(self, index: int, stream: "TextStream", params: SamplingParams) -> None:
+        self._index = index
+        self._stream = stream
+        self._params = params
+        stops = params.stop_strings
+        self._stops = StopStrings(stops) if stops else None
+        self._num_tokens = 0
+        self._is_stopped = False
 
-    def step(self, node: int, char: str) -> int:
-        """Return the node of the longest suffix, with `char`, that can become a stop string."""
-        code = ord(char)
-        following = self._following
-        while (child := following.get(node * _CODE_POINTS + code)) is None and node:
-            node = self.fallback[node]
-        return child or 0
+    def push(
+        self, token_ids: list[int], final: FinishReason | None = None
+    ) -> CompletionOutput | None:
+        """Return the text of `token_ids`, or None after a stop string. `final` says why they end.
 
-    def unfinished(self, node: int) -> int:
-        """Return `node`, or its longest suffix that can still grow into a stop string."""
-        while node and not self._is_inner[node]:
-            node = self.fallback[node]
-        return node
+        "stop" means that the last token is the model's end or one of `stop_token_ids`. That token
+        is counted and reported, but has no text unless the request asks to include stops.
+        """
+        if final is None and self._stops is None and len(token_ids) == 1:
+            return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
+        if self._is_stopped:
+            return None
+        num_visible, stop_reason = len(token_ids), None
+        if final == "stop" and token_ids:
+            if token_ids[-1] in (self._params.stop_token_ids or ()):
+                stop_reason = token_ids[-1]
+            if not self._params.include_stop_str_in_output:
+                num_visible -= 1
+        if self._stops is not None:
+            return self._find_stop(self._stops, token_ids, num_visible, final, stop_reason)
+        text = "".join([self._stream.feed(token_id) for token_id in token_ids[:num_visible]])
+        if final is not None:
+            text += self._stream.flush()
+        return CompletionOutput(self._index, text, token_ids, None, final, stop_reason)
 
-    def _insert(self, stop: str) -> None:
-        node = 0
-        for char in stop:
-            edge = node * _CODE_POINTS + ord(char)
-            child = self._following.get(edge)
-            if child is None:
-                child = self._following[edge] = len(self.depth)
-                self._is_inner[node] = True
-                self._is_inner.append(False)
-                self.depth.append(self.depth[node] + 1)
-                self.match_length.append(0)
-            node = child
-        self.match_length[node] = len(stop)
+    def _find_stop(
+        self,
+        stops: "StopStrings",
+        token_ids: list[int],
+        num_visible: int,
+        final: FinishReason | None,
+        stop_reason: StopReason,
+    ) -> CompletionOutput:
+        """Do the same token by token: tokens after a stop string are neither kept nor counted."""
+        shown = []
+        for index in range(num_visible):
+            self._num_tokens += 1
+            shown.append(self._show(stops, self._stream.feed(token_ids[index])))
+            if stops.matched is not None:
+                token_ids = token_ids[: index + 1]
+                break
+        else:
+            if final is not None:
+                shown.append(self._show(stops, self._stream.flush()))
+                if stops.matched is None:
+                    shown.append(stops.flush())
+        if stops.matched is not None:
+            self._is_stopped = True
+            final, stop_reason = "stop", stops.matched
+        return CompletionOutput(self._index, "".join(shown), token_ids, None, final, stop_reason)
 
-    def _link(self) -> None:
-        edges: list[list[tuple[str, int]]] = [[] for _ in self.depth]
-        for edge, child in self._following.items():
-            node, code = divmod(edge, _CODE_POINTS)
-            edges[node].append((chr(code), child))
-        queue = deque(child for _, child in edges[0])
-        while queue:
-            node = queue.popleft()
-            for char, child in edges[node]:
-                self.fallback[child] = self.step(self.fallback[node], char)
-                queue.append(child)
-            if not self.match_length[node]:
-                self.match_length[node] = self.match_length[self.fallback[node]]
+    def _show(self, stops: "StopStrings", text: str) -> str:
+        return stops.push(
+            text,
+            # min_tokens delays stop strings just as it delays the model's own end.
+            may_match=self._num_tokens >= self._params.min_tokens,
+            include_match=self._params.include_stop_str_in_output,
+        )
 
 
-class AutomatonCache:
-    """The automata that were used last. Requests with the same stop strings share one.
+class StopStrings:
+    """The stop strings of one choice, and the text that is held back because it may become one.
 
-    It is bounded by characters, because clients choose the length of stop strings.
+    The match that completes first wins, and of several that complete together the longest, so the
+    result does not depend on how the text was cut into tokens.
     """
 
-    def __init__(self, max_chars: int = KEPT_CHARS) -> None:
-        self._max_chars = max_chars
-        self._kept: OrderedDict[tuple[str, ...], StopAutomaton] = OrderedDict()
-        self.num_chars = 0  # of the stop strings of all cached automata
+    __slots__ = ("_first_chars", "_held", "_stops", "matched")
 
-    def of(self, stops: tuple[str, ...]) -> StopAutomaton:
-        automaton = self._kept.get(stops)
-        if automaton is not None:
-            self._kept.move_to_end(stops)
-            return automaton
-        automaton = self._kept[stops] = StopAutomaton(stops)
-        self.num_chars += _num_chars(stops)
-        while self.num_chars > self._max_chars:
-            dropped, _ = self._kept.popitem(last=False)
-            self.num_chars -= _num_chars(dropped)
-        return automaton
-
-
-def _num_chars(stops: tuple[str, ...]) -> int:
-    return sum(len(stop) for stop in stops)
-
-
-class StopScanner:
-    """The state of one choice: its place in the automaton, and its held-back text."""
-
-    __slots__ = ("_automaton", "_held", "_node", "matched")
-
-    def __init__(self, automaton: StopAutomaton) -> None:
-        self._automaton = automaton
-        self._node = 0
+    def __init__(self, stops: list[str]) -> None:
+        self._stops = stops
+        self._first_chars = frozenset(stop[0] for stop in stops)
         self._held = ""
         self.matched: str | None = None
 
@@ -129,40 +116,38 @@ class StopScanner:
 
         Matches that complete while `may_match` is False do not count.
         """
-        automaton, node = self._automaton, self._node
-        if not node and automaton.first_chars.isdisjoint(text):
+        if not self._held and self._first_chars.isdisjoint(text):
             return text
         buffer = self._held + text
-        for index, char in enumerate(text, start=len(self._held) + 1):
-            node = automaton.step(node, char)
-            length = automaton.match_length[node]
-            if length and may_match:
-                self.matched = buffer[index - length : index]
-                return buffer[: index if include_match else index - length]
-        self._node = automaton.unfinished(node)
-        shown = len(buffer) - automaton.depth[self._node]
-        self._held = buffer[shown:]
-        return buffer[:shown]
+        if may_match and (match := self._first_match(buffer)) is not None:
+            start, self.matched = match
+            return buffer[: start + len(self.matched) if include_match else start]
+        num_shown = len(buffer) - max(_num_begun(buffer, stop) for stop in self._stops)
+        self._held = buffer[num_shown:]
+        return buffer[:num_shown]
 
     def flush(self) -> str:
         """Return the held-back text when the choice ends without a stop string."""
-        held, self._held, self._node = self._held, "", 0
+        held, self._held = self._held, ""
         return held
 
+    def _first_match(self, buffer: str) -> tuple[int, str] | None:
+        """Return the start of the first match that ends in new text, and the match."""
+        num_held = len(self._held)
+        found = [
+            (start + len(stop), start, stop)
+            for stop in self._stops
+            if (start := buffer.find(stop, max(0, num_held - len(stop) + 1))) >= 0
+        ]
+        return min(found)[1:] if found else None
 
-REPLACEMENT = "\ufffd"
-# A character has at most four bytes, and a token has at least one.
-_TOKENS_OF_CONTEXT = 8
 
-
-class TextStream(Protocol):
-    """Turns the tokens of one sequence into text, in whole characters."""
-
-    def feed(self, token_id: int) -> str:
-        """Return the text that `token_id` completes; it is empty inside a character."""
-
-    def flush(self) -> str:
-        """Return U+FFFD for a character that was never completed, else an empty text."""
+def _num_begun(text: str, stop: str) -> int:
+    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
+    start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while start >= 0 and not stop.startswith(text[start:]):
+        start = text.find(stop[0], start + 1)
+    return len(text) - start if start >= 0 else 0
 
 
 class PieceTable(msgspec.Struct, frozen=True):
@@ -289,6 +274,7 @@ class WindowStream:
 
 
 Decoding = PieceTable | WindowDecoding
+TextStream = TableStream | WindowStream
 
 
 class _Step(msgspec.Struct):
@@ -375,78 +361,3 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF_CHARACTER = _byte_alphabet()
-
-
-class Detokenizer:
-    """The state of the text of the choice with number `index`."""
-
-    __slots__ = ("_index", "_is_stopped", "_num_tokens", "_params", "_scanner", "_stream")
-
-    def __init__(
-        self, index: int, stream: TextStream, params: SamplingParams, stops: StopAutomaton | None
-    ) -> None:
-        self._index = index
-        self._stream = stream
-        self._params = params
-        self._scanner = StopScanner(stops) if stops is not None else None
-        self._num_tokens = 0
-        self._is_stopped = False
-
-    def push(
-        self, token_ids: list[int], final: FinishReason | None = None
-    ) -> CompletionOutput | None:
-        """Return the text of `token_ids`, or None after a stop string. `final` says why they end.
-
-        "stop" means that the last token is the model's end or one of `stop_token_ids`. That token
-        is counted and reported, but has no text unless the request asks to include stops.
-        """
-        if final is None and self._scanner is None and len(token_ids) == 1:
-            return CompletionOutput(self._index, self._stream.feed(token_ids[0]), token_ids)
-        if self._is_stopped:
-            return None
-        num_visible, stop_reason = len(token_ids), None
-        if final == "stop" and token_ids:
-            if token_ids[-1] in (self._params.stop_token_ids or ()):
-                stop_reason = token_ids[-1]
-            if not self._params.include_stop_str_in_output:
-                num_visible -= 1
-        if self._scanner is not None:
-            return self._scan(self._scanner, token_ids, num_visible, final, stop_reason)
-        text = "".join([self._stream.feed(token_id) for token_id in token_ids[:num_visible]])
-        if final is not None:
-            text += self._stream.flush()
-        return CompletionOutput(self._index, text, token_ids, None, final, stop_reason)
-
-    def _scan(
-        self,
-        scanner: StopScanner,
-        token_ids: list[int],
-        num_visible: int,
-        final: FinishReason | None,
-        stop_reason: StopReason,
-    ) -> CompletionOutput:
-        """Do the same token by token: tokens after a stop string are neither kept nor counted."""
-        shown = []
-        for index in range(num_visible):
-            self._num_tokens += 1
-            shown.append(self._show(scanner, self._stream.feed(token_ids[index])))
-            if scanner.matched is not None:
-                token_ids = token_ids[: index + 1]
-                break
-        else:
-            if final is not None:
-                shown.append(self._show(scanner, self._stream.flush()))
-                if scanner.matched is None:
-                    shown.append(scanner.flush())
-        if scanner.matched is not None:
-            self._is_stopped = True
-            final, stop_reason = "stop", scanner.matched
-        return CompletionOutput(self._index, "".join(shown), token_ids, None, final, stop_reason)
-
-    def _show(self, scanner: StopScanner, text: str) -> str:
-        return scanner.push(
-            text,
-            # min_tokens delays stop strings just as it delays the model's own end.
-            may_match=self._num_tokens >= self._params.min_tokens,
-            include_match=self._params.include_stop_str_in_output,
-        )

@@ -13,7 +13,7 @@ from tokenizers import Encoding, Tokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import AutomatonCache, Decoding, Detokenizer, decoding_of
+from baton.router.detokenizer import Decoding, Detokenizer, decoding_of
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2
@@ -36,7 +36,6 @@ class Text:
         self._decoding = decoding
         self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
         self._long_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-long")
-        self._automata = AutomatonCache()
         # No token has a text of more bytes, because its spelling is at least as long as its text.
         self.max_token_bytes = max(len(token.encode()) for token in tokenizer.get_vocab())
 
@@ -115,13 +114,8 @@ class Text:
         self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
     ) -> Detokenizer:
         """Return a detokenizer for choice `index` of a prompt."""
-        stops = tuple(params.stop_strings)
-        return Detokenizer(
-            index,
-            self._decoding.stream(prompt_token_ids, params.skip_special_tokens),
-            params,
-            self._automata.of(stops) if stops else None,
-        )
+        stream = self._decoding.stream(prompt_token_ids, params.skip_special_tokens)
+        return Detokenizer(index, stream, params)
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):
