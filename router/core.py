@@ -63,7 +63,7 @@ from baton.router.reattach import (
     in_use,
     place_of,
 )
-from baton.router.registry import Change, Entered, Left, Registry, Replaced
+from baton.router.registry import Change, Entered, Left, Registry
 from baton.router.request import (
     DRAINING,
     Adopted,
@@ -525,9 +525,7 @@ class RouterCore:
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
             self._announcer.announce(change)
-            if isinstance(change, Replaced):
-                self._end_all(change.failure)
-            elif isinstance(change, Entered) and change.info.role == "decode":
+            if isinstance(change, Entered) and change.info.role == "decode":
                 self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
                 self._reattaching.left(change.node)

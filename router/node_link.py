@@ -28,16 +28,7 @@ from baton.protocol.messages import (
     ToRouter,
     WatchCache,
 )
-from baton.router.registry import (
-    Change,
-    Differs,
-    Entered,
-    Left,
-    Refuse,
-    Registry,
-    Replaced,
-    Unpaired,
-)
+from baton.router.registry import Change, Entered, Left, Notice, Refuse, Registry
 from baton.router.request import DRAINING, HandoffEnded
 from baton.runtime.channels.keys import Keys
 from baton.runtime.channels.listener import Listener, Received
@@ -224,8 +215,6 @@ class Announcer:
                 if is_new:
                     log.warning("node refused", node=node, reason=failure.message)
                 self._tell(node, Refused(failure))
-            case Replaced():
-                pass  # those whose requests end are told
             case Entered(info=info):
                 log.info("node in service", node=info.node_id, role=info.role)
                 self._introduce(info.role)
@@ -234,11 +223,8 @@ class Announcer:
                     self._tell(info.node_id, WatchCache())
                 if keys := self._unheard.pop(info.node_id, None):
                     self._tell(info.node_id, Cancel(tuple(keys), "node lost"))
-            case Differs(node=node, other=other):
-                log.warning(change.message, node=node, other=other)
-            case Unpaired(node=node, other=other, reason=reason):
-                text = "two nodes can never exchange KV blocks and are not paired"
-                log.warning(text, node=node, other=other, reason=reason)
+            case Notice(message=text, node=node, other=other, reason=reason):
+                log.warning(text, node=node, other=other, **({"reason": reason} if reason else {}))
             case Left(node=node, role=role, failure=failure):
                 say = log.info if failure.code == DRAINING else log.warning
                 say("node out of service", node=node, reason=failure.message)

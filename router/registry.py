@@ -4,12 +4,11 @@ A node that is silent or stuck is out of service but stays known: its next good 
 back. The registry never chooses a node and never sends to one: it returns the changes to act on.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.protocol.errors import Failure, NodeError, Overloaded
+from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
@@ -28,15 +27,6 @@ from baton.router.cache_index import CacheIndex
 from baton.router.pairs import Hosts, Pairs, hosts_of
 from baton.router.request import DRAINING, NodeProcess, Placed
 from baton.runtime.metrics import LostNode, NodeState
-
-
-class Replaced(msgspec.Struct, frozen=True):
-    """Another model is served from now on, so requests of the old one cannot be continued."""
-
-    @property
-    def failure(self) -> Failure:
-        text = "the model that began this request is no longer served"
-        return Overloaded(text, code="model_replaced", retry_after_s=1.0).to_failure()
 
 
 class Refuse(msgspec.Struct, frozen=True):
@@ -61,31 +51,22 @@ class Left(msgspec.Struct, frozen=True):
     failure: Failure
 
 
-class Differs(msgspec.Struct, frozen=True):
-    """A node that is just ready computes other bits than a node in service."""
+class Notice(msgspec.Struct, frozen=True):
+    """Something about two nodes that an operator should know. It changes nothing."""
 
-    node: NodeId
-    other: NodeId
-
-    @property
-    def message(self) -> str:
-        return (
-            "two nodes compute different bits: a stream that moves from one to the other is a "
-            "valid continuation, but it may differ from one that was never interrupted"
-        )
+    message: str
+    node: NodeId  # that is just ready
+    other: NodeId  # in service
+    reason: str = ""
 
 
-class Unpaired(msgspec.Struct, frozen=True):
-    """A node that is just ready can never exchange KV blocks with a node in service."""
+Change = Refuse | Entered | Left | Notice
 
-    node: NodeId
-    other: NodeId
-    reason: str
-
-
-Change = Refuse | Replaced | Entered | Left | Differs | Unpaired
-
-
+DIFFERENT_BITS = (
+    "two nodes compute different bits: a stream that moves from one to the other is a valid "
+    "continuation, but it may differ from one that was never interrupted"
+)
+UNPAIRED = "two nodes can never exchange KV blocks and are not paired"
 # A node gets this many times the work for which it has seats and blocks, so that the next prompts
 # are computed and moved while earlier sequences end.
 SURPLUS = 1.25
@@ -165,103 +146,6 @@ class Node:
         self.num_blocks += sign * charge.num_blocks
 
 
-SETTLED_S = 15.0  # nodes find a restarted router within two
-
-
-class Membership:
-    """`model` is the node with which others are compared; None until one has been ready."""
-
-    def __init__(self) -> None:
-        self.model: NodeInfo | None = None
-        self._members: dict[NodeId, NodeInfo] = {}
-        self._waiting: dict[NodeId, NodeInfo] = {}
-        self._is_settled = False
-        self._since_s = 0.0  # since when the model is served
-
-    def join(self, now_s: float, info: NodeInfo) -> Failure | tuple[NodeId, ...]:
-        """Admit a node and return the members that must leave for it, or the reason to wait."""
-        self.leave(info.node_id)
-        self._is_settled |= bool(self._members) and now_s - self._since_s >= SETTLED_S
-        evicted: tuple[NodeId, ...] = ()
-        if self.model is None or (not self._members and self._may_follow(info, self.model)):
-            self._adopt(now_s, info)
-        elif differences(info, self.model):
-            if self._is_settled or not self._outranks(info):
-                self._waiting[info.node_id] = info
-                return self.refusal_of(info)
-            evicted = tuple(self._members)
-            self._waiting |= self._members
-            self._adopt(now_s, info)
-        self._waiting.pop(info.node_id, None)
-        self._members[info.node_id] = info
-        self._is_settled |= is_complete(self._members.values())
-        return evicted
-
-    def leave(self, node_id: NodeId) -> None:
-        self._members.pop(node_id, None)
-        self._waiting.pop(node_id, None)
-
-    def wait(self, info: NodeInfo) -> None:
-        """Remember a node that was refused and is still connected."""
-        self._waiting[info.node_id] = info
-
-    def refusal_of(self, info: NodeInfo) -> Failure:
-        """Return the fields in which a node differs from the served model."""
-        assert self.model is not None
-        found = differences(info, self.model)
-        code = next(iter(found)) if found else "model_mismatch"
-        text = f"{info.node_id} does not fit the nodes in service: " + "; ".join(found.values())
-        return NodeError(text, code=code).to_failure()
-
-    # --- inside --------------------------------------------------------------------------------
-
-    def _adopt(self, now_s: float, info: NodeInfo) -> None:
-        self.model, self._members, self._since_s = info, {}, now_s
-
-    def _may_follow(self, info: NodeInfo, model: NodeInfo) -> bool:
-        """Return whether a replaced cluster may go on with this node: only limits may differ."""
-        return not self._is_settled or info.model == model.model
-
-    def _outranks(self, info: NodeInfo) -> bool:
-        """Return whether this node and those that wait with it outnumber the members."""
-        allies = [other for other in self._waiting.values() if not differences(other, info)]
-        ours, theirs = [*allies, info], list(self._members.values())
-        return (is_complete(ours), len(ours)) > (is_complete(theirs), len(theirs))
-
-
-def is_complete(nodes: Iterable[NodeInfo]) -> bool:
-    return {node.role for node in nodes} == {"prefill", "decode"}
-
-
-def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
-    """Return the fields in which two nodes differ but must not, each with a code and a phrase."""
-    found: dict[str, str] = {}
-    if info.model != model.model:
-        found["model_mismatch"] = _other_model(info, model)
-    if info.layout.fingerprint != model.layout.fingerprint:
-        found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
-    limits = [
-        f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"
-        for name in ("max_model_len", "vocab_size", "eos_token_ids")
-        if getattr(info, name) != getattr(model, name)
-    ]
-    if limits:
-        found["limits_mismatch"] = ", ".join(limits)
-    return found
-
-
-def _other_model(info: NodeInfo, model: NodeInfo) -> str:
-    ours, theirs = _named(info), _named(model)
-    if ours and theirs and ours != theirs:
-        return f"it serves {ours}, and they serve {theirs}"
-    called = f" that is called {ours} too" if ours else ""
-    return f"it serves another model{called} (config.json, weights or dtype)"
-
-
-def _named(info: NodeInfo) -> str:
-    return " in ".join(word for word in (info.facts.model_name, info.facts.dtype) if word)
-
-
 # Three beats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
 STUCK_S = 10.0
@@ -275,7 +159,9 @@ MAX_LOST = 256
 class Registry:
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
-        self._membership = Membership()
+        # The node whose model all others must serve; None until one has been ready. The model
+        # stays the same for as long as the router runs, so no stream changes its model.
+        self.model: NodeInfo | None = None
         # The last refusal of each node, which may ask again.
         self._refused: dict[NodeId, Failure] = {}
         self._lost: dict[NodeId, Node] = {}  # nodes that left without notice, oldest first
@@ -317,23 +203,14 @@ class Registry:
         if (failure := _impossible(info)) is not None:
             self.gone(peer)
             return [self._refuse(peer, failure)]
-        before = self.model
-        verdict = self._membership.join(now_s, info)
-        if isinstance(verdict, Failure):
+        if (failure := self._misfit(info)) is not None:
             self.gone(peer)
-            self._membership.wait(info)
-            return [self._refuse(peer, verdict)]
+            return [self._refuse(peer, failure)]
         self._refused.pop(peer, None)
-        is_other = (
-            before is not None and self.model is not None and before.model != self.model.model
-        )
-        changes: list[Change] = [Replaced()] if is_other else []
-        for evicted in verdict:
-            changes += self._evict(evicted)
         node.info, node.heard_s, node.state = info, now_s, "ready"
         node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
         self._changed()
-        return [*changes, Entered(info), *self._differences(info), *self._pair_up(node, info)]
+        return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
     def beat(self, now_s: float, message: Beat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
@@ -378,7 +255,6 @@ class Registry:
             self.pairs.forget(node.process)
             for other in self._nodes.values():
                 other.obstacles.pop(peer, None)
-        self._membership.leave(peer)
         self.caches.forget(peer)
         self._changed()
         if node is None or node.info is None:
@@ -439,11 +315,6 @@ class Registry:
         """Return the nodes that nodes of `role` must know, which are those of the other role."""
         other: Role = "decode" if role == "prefill" else "prefill"
         return tuple(node.info for node in self.in_service(other) if node.info is not None)
-
-    @property
-    def model(self) -> NodeInfo | None:
-        """Return the node whose model all others must serve, or None until one has been ready."""
-        return self._membership.model
 
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""
@@ -512,16 +383,21 @@ class Registry:
             other.obstacles.pop(node.node_id, None)
             if reason := pair_problem(prefill, decode):
                 node.obstacles[other.node_id] = other.obstacles[node.node_id] = reason
-                found.append(Unpaired(node.node_id, other.node_id, reason))
+                found.append(Notice(UNPAIRED, node.node_id, other.node_id, reason))
         return found
 
-    def _evict(self, peer: NodeId) -> list[Change]:
-        """Remove a node of the provisional model. It waits like any node that does not fit."""
-        info = self._nodes[peer].info
-        assert info is not None
-        changes = self.gone(peer, "the nodes that serve another model outnumber it")
-        self._membership.wait(info)
-        return [*changes, self._refuse(peer, self._membership.refusal_of(info))]
+    def _misfit(self, info: NodeInfo) -> Failure | None:
+        """Return why a node does not fit the model, or take over its limits if no other is here."""
+        is_alone = all(node.info is None for node in self._nodes.values())
+        if self.model is None or (is_alone and info.model == self.model.model):
+            self.model = info
+            return None
+        if not (found := differences(info, self.model)):
+            return None
+        text = f"{info.node_id} does not fit the nodes in service: " + "; ".join(found.values())
+        if is_alone:
+            text += "; to serve another model, restart the router"
+        return NodeError(text, code=next(iter(found))).to_failure()
 
     def _refuse(self, peer: NodeId, failure: Failure) -> Refuse:
         is_new = self._refused.pop(peer, None) != failure
@@ -534,7 +410,7 @@ class Registry:
         """Return the first node that publishes that it computes other bits than `info`."""
         for other in (node.info for node in self.nodes):
             if other is not None and info.compute and other.compute not in ("", info.compute):
-                return [Differs(info.node_id, other.node_id)]
+                return [Notice(DIFFERENT_BITS, info.node_id, other.node_id)]
         return []
 
 
@@ -559,3 +435,32 @@ def _lost(message: str) -> Failure:
 
 def _mismatch(code: str, message: str) -> Failure:
     return NodeError(message, code=code).to_failure()
+
+
+def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
+    """Return the fields in which two nodes differ but must not, each with a code and a phrase."""
+    found: dict[str, str] = {}
+    if info.model != model.model:
+        found["model_mismatch"] = _other_model(info, model)
+    if info.layout.fingerprint != model.layout.fingerprint:
+        found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
+    limits = [
+        f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"
+        for name in ("max_model_len", "vocab_size", "eos_token_ids")
+        if getattr(info, name) != getattr(model, name)
+    ]
+    if limits:
+        found["limits_mismatch"] = ", ".join(limits)
+    return found
+
+
+def _other_model(info: NodeInfo, model: NodeInfo) -> str:
+    ours, theirs = _named(info), _named(model)
+    if ours and theirs and ours != theirs:
+        return f"it serves {ours}, and they serve {theirs}"
+    called = f" that is called {ours} too" if ours else ""
+    return f"it serves another model{called} (config.json, weights or dtype)"
+
+
+def _named(info: NodeInfo) -> str:
+    return " in ".join(word for word in (info.facts.model_name, info.facts.dtype) if word)

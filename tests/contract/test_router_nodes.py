@@ -26,7 +26,6 @@ from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, r
 from tests.support.scripted_nodes import (
     BLOCK_SIZE,
     ScriptedNode,
-    ToyNode,
     computing,
     node_info,
     toy_answer,
@@ -98,23 +97,6 @@ async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench: Router
     prefill, decode = await bench.toy_pair()
     assert (await whole(bench.router)).finished
     assert not any(isinstance(message, WatchCache) for message in prefill.heard + decode.heard)
-
-
-@routed(RouterConfig(local_prefill="always"))
-async def test_what_a_stray_node_began_ends_and_is_not_continued_by_another_model(
-    bench: RouterBench,
-) -> None:
-    await bench.toy(node_info("stray", "decode", model="another"), max_steps=2)
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    others = [ToyNode(bench.endpoint, node_info(f"d{number}", "decode")) for number in range(2)]
-    bench.nodes += others
-    for node in others:
-        node.join()
-    with pytest.raises(Overloaded) as error:
-        await collected(stream)
-    assert error.value.code == "model_replaced"
-    assert others[0].orders == others[1].orders == []
-    await bench.settled()
 
 
 @routed()

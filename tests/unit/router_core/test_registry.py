@@ -10,6 +10,7 @@ from baton.protocol.messages import (
     Hello,
     KVLayout,
     Load,
+    NodeFacts,
     NodeInfo,
     RankAddress,
     Ready,
@@ -18,18 +19,18 @@ from baton.protocol.messages import (
 )
 from baton.router.health import nodes_health
 from baton.router.registry import (
+    DIFFERENT_BITS,
     LOST_KEPT_S,
     SILENCE_S,
     Change,
     Charge,
-    Differs,
     Entered,
     Left,
+    Notice,
     Refuse,
     Registry,
-    Unpaired,
 )
-from tests.support.scripted_nodes import computing, hello_of, node_info
+from tests.support.scripted_nodes import computing, hello_of, node_info, toy_layout
 
 BUSY = Load(num_running=1)
 
@@ -195,6 +196,49 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
     assert registry.model.layout.fingerprint == "another"
 
 
+def test_the_first_node_decides_which_model_is_served() -> None:
+    registry, stray = Registry(), node_info("stray", "decode", model="another")
+    join(registry, stray)
+    for is_new in (True, False):  # a node asks again, and is told the same
+        registry.hello(0.0, NodeId("d0"), hello_of(node_info("d0", "decode")))
+        (change,) = registry.ready(0.0, NodeId("d0"), Ready(node_info("d0", "decode")))
+        assert isinstance(change, Refuse)
+        assert (change.failure.code, change.is_new) == ("model_mismatch", is_new)
+    assert ids(registry, "decode") == ["stray"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "text"),
+    [
+        ({"model": "x" * 32}, "model_mismatch", "serves another model"),
+        (
+            {"model": "x" * 32, "facts": NodeFacts("float32", model_name="qwen")},
+            "model_mismatch",
+            "it serves qwen in float32, and they serve tiny in bfloat16",
+        ),
+        ({"layout": toy_layout("another")}, "layout_mismatch", "have another layout"),
+        ({"max_model_len": 100}, "limits_mismatch", "its max_model_len is 100, theirs 200"),
+        ({"vocab_size": 7}, "limits_mismatch", "its vocab_size is 7, theirs 250"),
+        ({"eos_token_ids": (3,)}, "limits_mismatch", r"its eos_token_ids is (3,), theirs ()"),
+    ],
+)
+def test_a_refusal_names_the_fields_that_differ(
+    changes: dict[str, object], code: str, text: str
+) -> None:
+    named = msgspec.structs.replace(
+        node_info("d0", "decode"), facts=NodeFacts("bfloat16", model_name="tiny")
+    )
+    registry = Registry()
+    join(registry, named)
+    other = msgspec.structs.replace(named, node_id=NodeId("d1"), **changes)
+    registry.hello(0.0, other.node_id, hello_of(other))
+    (change,) = registry.ready(0.0, other.node_id, Ready(other))
+    assert isinstance(change, Refuse)
+    assert change.failure.code == code
+    assert text in change.failure.message
+    assert "x" * 32 not in change.failure.message
+
+
 def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     registry = Registry()
     join(registry, computing(node_info("d0", "decode"), "a-1"))
@@ -202,7 +246,7 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     join(registry, node_info("d1", "decode"))  # an older one, which does not say
     odd = computing(node_info("p1", "prefill"), "a-2")
     registry.hello(0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch))
-    differs = Differs(odd.node_id, NodeId("d0"))
+    differs = Notice(DIFFERENT_BITS, odd.node_id, NodeId("d0"))
     assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
     assert registry.beat(1.0, beat(odd)) == []
     assert ids(registry, "prefill") == ["p0", "p1"]
@@ -226,7 +270,7 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
 
     assert ready("d1", "decode", 1) == ready("d2", "decode", 2) == ready("p6", "prefill", 6) == []
     (unpaired,) = ready("p3", "prefill", 3)
-    assert isinstance(unpaired, Unpaired)
+    assert isinstance(unpaired, Notice)
     assert (unpaired.node, unpaired.other) == ("p3", "d2")
     assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
 
