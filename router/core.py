@@ -1,16 +1,15 @@
 """The router without text, which takes token ids and returns the tokens of every choice.
 
-`TextRouter` calls it on one event loop. The core connects the pure parts (a `Lifecycle` per
-request, `registry`, `policy`, `admission`) with the socket of the nodes and the streams of the
-callers. It leaves all decisions to those parts, never blocks, and lets no error of one request end
-another.
+The core connects the pure parts (a `Lifecycle` per request, the registry, the policy, the queue)
+with the nodes' link and the callers' streams, on one event loop. It leaves all decisions to those
+parts, never blocks, and lets no error of one request end another.
 """
 
 import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -20,7 +19,7 @@ import msgspec
 from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Attached,
@@ -29,14 +28,12 @@ from baton.protocol.messages import (
     Cancel,
     CancelDone,
     Crashed,
-    Decode,
     DrainNode,
     Failed,
     FirstTokens,
     Hello,
     Kept,
     NotAttached,
-    Prefill,
     Ready,
     Starting,
     TokenEntry,
@@ -48,9 +45,8 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import SEED_BITS
 from baton.router.health import Health, can_serve, health_of, limits_of
 from baton.router.lifecycle import NO_NODE, Lifecycle
-from baton.router.node_link import Announcer, NodeListener
-from baton.router.pairs import Pairs
-from baton.router.policy import CheapestPair, Decision
+from baton.router.node_link import Heard, NodeLink, NodeNotifier
+from baton.router.policy import CheapestPair
 from baton.router.queue import Admission, Limits, Placing, fit, sampling_of
 from baton.router.reattach import (
     Accept,
@@ -59,7 +55,7 @@ from baton.router.reattach import (
     Early,
     FoundRequest,
     Reattaching,
-    adopted,
+    adopted_choices,
     in_use,
     place_of,
 )
@@ -67,7 +63,6 @@ from baton.router.registry import Change, Entered, Left, Registry
 from baton.router.request import (
     DRAINING,
     Adopted,
-    AdoptedChoice,
     Begun,
     CallerGone,
     ChoiceStopped,
@@ -94,194 +89,27 @@ from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
-
-@dataclass(slots=True, eq=False)
-class Active:
-    """A request from `submit` until no node has work left or a confirmation to send for it."""
-
-    request_id: RequestId
-    lifecycle: Lifecycle
-    stream: RequestStream
-    began_s: float
-    is_broken: bool = False
-
-    def asks(self, now_s: float, place: Place) -> None:
-        """Record that an attempt began to wait for nodes."""
-        self.stream.metrics.begin_attempt(place.key, place.num_choices, now_s - self.began_s)
-
-    def placed(self, now_s: float, key: Key, decision: Decision) -> None:
-        """Record the nodes of an attempt."""
-        metrics, waited_s = self.stream.metrics, now_s - self.began_s
-        if (attempt := metrics.attempt_of(key)) is not None:
-            attempt.placed_at_s = waited_s
-            attempt.prefill_node = decision.placed.prefill_node
-            attempt.decode_node = decision.placed.decode_node
-        if metrics.num_attempts == 0:
-            metrics.router_queue_s = waited_s
-        metrics.num_attempts = max(metrics.num_attempts, key.nth_attempt + 1)
-        metrics.num_predicted_tokens = decision.num_cached_tokens
-        metrics.path = decision.path
-        metrics.local_fallback = decision.is_fallback
-
-    def timed(self, now_s: float, timed: Timed, pairs: Pairs) -> None:
-        """Record what a node measured and, for its pair, what a handoff moved."""
-        times, metrics = timed.times, self.stream.metrics
-        metrics.add_stages(times, of_prompt=timed.of_prompt)
-        if (attempt := metrics.attempt_of(timed.key)) is None:
-            return
-        attempt.timed(now_s - self.began_s, times, of_prompt=timed.of_prompt)
-        if times.transfer_bytes and attempt.prefill_node and attempt.decode_node:
-            pairs.moved(
-                attempt.prefill_node, attempt.decode_node, times.transfer_bytes, times.transfer_s
-            )
-
-    def tries_again(self, now_s: float, again: TriedAgain) -> None:
-        """Record that an attempt was lost and another follows."""
-        metrics = self.stream.metrics
-        metrics.try_again(again.failure, is_resume=again.is_resume)
-        if (attempt := metrics.attempt_of(again.key)) is not None:
-            attempt.lost_at_s, attempt.failure = now_s - self.began_s, again.failure.code
-
+TICK_S = 0.25
+# Deadlines are minutes, except those of cancels, so each request is looked at once in this time.
+ROUND_S = 10.0
+LEAST_LOOKS = 64  # requests in a tick
 
 log = logger("router")
 
 
-Order = Callable[[NodeId, Prefill | Decode | Cancel], None]
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request from `submit` until no node has work left or a confirmation to send for it."""
 
+    lifecycle: Lifecycle
+    stream: RequestStream
+    began_s: float
+    name: str  # for logs: the id of a stream that can be resumed is a secret
+    is_broken: bool = False
 
-TICK_S = 0.25
-
-
-ROUND_S = 10.0
-
-
-LEAST_LOOKS = 64  # requests in a tick
-
-
-class Rounds:
-    def __init__(self) -> None:
-        self._next_round_s = 0.0
-        # Requests whose turns are yet to come in this round.
-        self._waiting: deque[RequestId] = deque()
-        self._unconfirmed: dict[RequestId, Active] = {}
-
-    def cancelled(self, active: Active) -> None:
-        """Note that nodes of this request may have a cancel to confirm."""
-        self._unconfirmed[active.request_id] = active
-
-    def take(self, now_s: float, all_active: dict[RequestId, Active]) -> list[Active]:
-        """Return the active requests to check now."""
-        self._unconfirmed = {
-            request_id: active
-            for request_id, active in self._unconfirmed.items()
-            if request_id in all_active and active.lifecycle.awaits_confirmation
-        }
-        if not self._waiting and now_s >= self._next_round_s:
-            self._next_round_s = now_s + ROUND_S
-            self._waiting = deque(all_active)
-        num = max(LEAST_LOOKS, math.ceil(len(all_active) * TICK_S / ROUND_S))
-        ids = [self._waiting.popleft() for _ in range(min(num, len(self._waiting)))]
-        found = [all_active[request_id] for request_id in ids if request_id in all_active]
-        return [*self._unconfirmed.values(), *found]
-
-
-class ActiveRequests:
-    """`by_id` holds a request from its first event until no node has to confirm anything."""
-
-    def __init__(
-        self,
-        registry: Registry,
-        admission: Admission,
-        policy: CheapestPair,
-        announcer: Announcer,
-        send: Order,
-    ) -> None:
-        self.by_id: dict[RequestId, Active] = {}
-        self.is_feeding = False
-        self._registry, self._admission = registry, admission
-        self._policy, self._announcer = policy, announcer
-        self._send = send
-        self._rounds = Rounds()
-        self._events: deque[tuple[Active, RequestEvent, NodeId]] = deque()
-        self._now_s = 0.0
-
-    def feed(
-        self, now_s: float, active: Active, event: RequestEvent, node: NodeId = NO_NODE
-    ) -> None:
-        """Handle an event, then the events that it causes, such as a caller's leaving."""
-        self._now_s = now_s
-        if self.is_feeding:
-            self._events.append((active, event, node))
-            return
-        self.is_feeding = True
-        try:
-            self._step(active, event, node)
-            while self._events:
-                self._step(*self._events.popleft())
-        finally:
-            self.is_feeding = False
-
-    def to_look_at(self, now_s: float) -> list[Active]:
-        """Return the requests whose time may have run out at this tick."""
-        return self._rounds.take(now_s, self.by_id)
-
-    def _step(self, active: Active, event: RequestEvent, node: NodeId) -> None:
-        if self.by_id.get(active.request_id) is not active:
-            return  # it has ended, so it must not join the line again
-        commands: Iterator[RequestCommand] = iter(())
-        try:
-            commands = iter(active.lifecycle.step(self._now_s, event, node))
-            for command in commands:
-                self._carry_out(active, command)
-        except Exception:
-            log.exception("a request broke", request=active.request_id, at=type(event).__name__)
-            self._contain(active, commands)
-
-    def _contain(self, active: Active, commands: Iterator[RequestCommand]) -> None:
-        """End, with an error, a request that met a bug. The others go on."""
-        active.stream.finish(BatonError("the router failed to handle this request"))
-        if not active.is_broken:
-            active.is_broken = True
-            self._events.append((active, CallerGone("router error"), NO_NODE))
-            for command in commands:
-                self._carry_out(active, command)
-        elif self.by_id.pop(active.request_id, None) is not None:
-            # A node that still works for it will be told to stop when it next sends a message about
-            # it.
-            self._registry.forget(active.request_id)
-            self._admission.forget(active.request_id)
-
-    def _carry_out(self, active: Active, command: RequestCommand) -> None:
-        match command:
-            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if active.stream.push(choice, token_ids, reason):
-                    self.feed(self._now_s, active, ChoiceStopped(choice))
-            case Send(node=node, message=message):
-                self._send(node, message)
-                if isinstance(message, Cancel):
-                    self._rounds.cancelled(active)
-            case Place():
-                self._admission.wait(self._now_s, command)
-                active.asks(self._now_s, command)
-            case Unplace(key=key):
-                self._admission.leave(key)
-            case Release(node=node, key=key):
-                self._registry.release(node, key)
-            case Timed():
-                active.timed(self._now_s, command, self._registry.pairs)
-            case HandoffEnded():
-                self._announcer.judge(self._now_s, command)
-            case TriedAgain():
-                active.tries_again(self._now_s, command)
-            case Outcome(failure=failure):
-                if failure is None:
-                    self._policy.learn(active.stream.tokens_per_choice)
-                active.stream.finish(None if failure is None else from_failure(failure))
-            case Closed():
-                del self.by_id[active.request_id]
-                self._admission.ended(active.request_id)
-            case _:
-                assert_never(command)
+    @property
+    def request_id(self) -> RequestId:
+        return self.lifecycle.request.request_id
 
 
 class RouterCore:
@@ -295,21 +123,26 @@ class RouterCore:
         self._detached_s = config.node.detached_s
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
-        self._announcer = Announcer(self.registry, self._send, watches_caches=is_cache_aware)
+        self._notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
-        self._admission = Admission(config.router)
-        self._placing = Placing(self.registry, self._policy, self._admission)
-        self._requests = ActiveRequests(
-            self.registry, self._admission, self._policy, self._announcer, self._send
-        )
+        self._queue = Admission(config.router)
+        self._placing = Placing(self.registry, self._policy, self._queue)
         self._reattaching = Reattaching(clock(), self._send, self._adopt)
+        # A request is here from its first event until no node has to confirm anything.
+        self._requests: dict[RequestId, ActiveRequest] = {}
+        self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()
+        self._is_feeding = False
+        # Requests whose turns are yet to come in this round, and those with cancels to confirm.
+        self._round: deque[RequestId] = deque()
+        self._next_round_s = 0.0
+        self._unconfirmed: dict[RequestId, ActiveRequest] = {}
         self._num_requests = 0
         self._now_s = clock()
         self._failure: Failure | None = None
         # Every request needs these, so they are cached until the state of a node changes.
         self._limits: Limits | None = None
         self._limits_at = 0
-        self._sockets: NodeListener | None = None
+        self._link: NodeLink | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._changed = asyncio.Event()
 
@@ -317,12 +150,9 @@ class RouterCore:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
-        keys = load_keys(self._keys)
-        self._sockets = NodeListener(endpoint, keys, self._heard, self._gone, self._place_waiting)
-        self._sockets.drain_asked = self._announcer.drain
-        self._sockets.unsent = self._announcer.unsent
+        self._link = NodeLink(endpoint, load_keys(self._keys), self._read, self._notifier.drain)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        return self._sockets.endpoint
+        return self._link.endpoint
 
     def submit(
         self,
@@ -339,26 +169,28 @@ class RouterCore:
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_place = can_serve(self.registry, self._config.local_prefill)
-        self._admission.check_room(len(prompt), could_place=could_place)
-        self._num_requests += 1
-        minted = f"{self.epoch}-{self._num_requests:x}"
-        request_id = RequestId(minted if kept is None else stream.request_id)
+        self._queue.check_room(len(prompt), could_place=could_place)
+        name = self._next_name()
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
-        sampling = sampling_of(params, seed, max_tokens)
         request = Request(
-            request_id, list(prompt), sampling, params.n, self._config.max_attempts, kept,
+            RequestId(name if kept is None else stream.request_id),
+            list(prompt),
+            sampling_of(params, seed, max_tokens),
+            params.n,
+            self._config.max_attempts,
+            kept,
             block_keys,
-        )  # fmt: skip
-        self._begin(request, stream, Begun())
-        return request_id
+        )
+        self._begin(request, stream, name, Begun())
+        return request.request_id
 
-    def _begin(self, request: Request, stream: RequestStream, event: Begun | Adopted) -> None:
-        self._now_s = self._clock()
-        active = Active(request.request_id, Lifecycle(request), stream, self._now_s)
-        self._requests.by_id[active.request_id] = active
-        stream.on_close(partial(self.cancel, active.request_id))
-        self._requests.feed(self._now_s, active, event)
-        self._place_waiting()
+    def cancel(self, request_id: RequestId, reason: str = "client") -> None:
+        """End a request with `Cancelled`, unless it is unknown or has ended."""
+        active = self._requests.get(request_id)
+        if active is not None:
+            self._now_s = self._clock()
+            self._feed(active, CallerGone(reason))
+            self._place_waiting()
 
     async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
         """Take over a request whose router is gone. Return the stream that `accept` makes.
@@ -367,7 +199,7 @@ class RouterCore:
         """
         if self._failure is not None:
             raise from_failure(self._failure)
-        if claim.request_id in self._requests.by_id:
+        if claim.request_id in self._requests:
             raise in_use()
         now_s = self._clock()
         missing = [
@@ -378,42 +210,22 @@ class RouterCore:
         nodes = DecodeNodes(self.registry.joined("decode"), missing)
         return await self._reattaching.take(now_s, claim, nodes, accept)
 
-    def _adopt(
-        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
-    ) -> None:
-        attached, choices = found.attached, adopted(claim, found, stream, self.registry)
-        kept = Kept(attached.form, claim.owner, attached.num_choices)
-        request = Request(
-            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
-            self._config.max_attempts, kept,
-        )  # fmt: skip
-        for choice in choices:
-            if choice.process is not None and not choice.has_ended:
-                self._charge_adopted(choice.process[0], request, choice)
-        self._begin(request, stream, Adopted(choices, found.first_attempt))
-        for node, message in early:
-            self._said(node, claim.request_id, message)
+    def limits(self) -> Limits:
+        """Return the limits of a request. Raises `Overloaded` if no request can be served."""
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        return self.known_limits()
 
-    def _charge_adopted(self, name: NodeId, request: Request, choice: AdoptedChoice) -> None:
-        """Charge a sequence that another router has placed, to the node that runs it."""
-        node = self.registry.node(name)
-        assert node is not None
-        charge = self._policy.charge_of(node, place_of(request, choice))
-        self.registry.charge(name, choice.key, charge)
-        self._admission.placed(self._now_s, choice.key)
-        self._announcer.keeps(name, choice.key)
-
-    def cancel(self, request_id: RequestId, reason: str = "client") -> None:
-        """End a request with `Cancelled`, unless it is unknown or has ended."""
-        active = self._requests.by_id.get(request_id)
-        if active is not None:
-            self._now_s = self._clock()
-            self._requests.feed(self._now_s, active, CallerGone(reason))
-            self._place_waiting()
+    def known_limits(self) -> Limits:
+        """Return the nodes' limits. Raises `Overloaded` until one has been ready."""
+        if self._limits is None or self._limits_at != self.registry.version:
+            self._limits_at = self.registry.version
+            self._limits = limits_of(self.registry, self._config.local_prefill)
+        return self._limits
 
     def health(self) -> Health:
-        mode, line = self._config.local_prefill, self._admission
-        health = health_of(self._clock(), self.registry, mode, line)
+        mode, queue = self._config.local_prefill, self._queue
+        health = health_of(self._clock(), self.registry, mode, queue)
         if self._failure is None:
             return health
         return msgspec.structs.replace(health, status="failed", message=self._failure.message)
@@ -429,35 +241,23 @@ class RouterCore:
             self._changed.clear()
             await self._changed.wait()
 
+    @property
+    def num_active(self) -> int:
+        """Return the number of requests whose end not all nodes have confirmed."""
+        return len(self._requests)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
     def fail(self, failure: Failure) -> None:
         """Stop serving: every running request and every new one fails with this reason."""
         self._failure = failure
         self._changed.set()
         self._reattaching.end(failure)
-        self._end_all(failure)
-
-    def _end_all(self, failure: Failure) -> None:
-        for active in list(self._requests.by_id.values()):
+        for active in list(self._requests.values()):
             active.stream.finish(from_failure(failure))
-            self._requests.feed(self._now_s, active, CallerGone(failure.code))
-
-    def _detach_all(self) -> None:
-        """Leave the streams that another router can resume to their nodes."""
-        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
-        for active in list(self._requests.by_id.values()):
-            has_begun = active.stream.metrics.time_to_first_token_s is not None
-            if has_begun and active.lifecycle.request.kept is not None:
-                active.stream.finish(Overloaded(text, code="shutting_down"))
-                del self._requests.by_id[active.request_id]
-
-    @property
-    def num_active(self) -> int:
-        """Return the number of requests whose end not all nodes have confirmed."""
-        return len(self._requests.by_id)
-
-    @property
-    def has_failed(self) -> bool:
-        return self._failure is not None
+            self._feed(active, CallerGone(failure.code))
 
     def close(self) -> None:
         """End every request and the connections to all nodes. A second call does nothing."""
@@ -467,127 +267,265 @@ class RouterCore:
             self.fail(Overloaded(text, code="shutting_down").to_failure())
         if self._timer is not None:
             self._timer.cancel()
-        if self._sockets is not None:
-            self._sockets.close()
+        if self._link is not None:
+            self._link.close()
+
+    def _detach_all(self) -> None:
+        """Leave the streams that another router can resume to their nodes."""
+        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
+        for active in list(self._requests.values()):
+            metrics = active.stream.metrics
+            # The client may have tokens of which this router has handed out none.
+            has_begun = metrics.time_to_first_token_s is not None or metrics.num_received_tokens
+            if has_begun and active.lifecycle.request.kept is not None:
+                active.stream.finish(Overloaded(text, code="shutting_down"))
+                del self._requests[active.request_id]
 
     # --- nodes ----------------------------------------------------------------------------------
 
-    def _heard(self, node: NodeId, message: ToRouter) -> None:
-        self._now_s = now_s = self._clock()
+    def _send(self, node: NodeId, message: ToNode) -> None:
+        assert self._link is not None
+        self._link.send(node, message)
+
+    def _read(self, heard: Heard) -> None:
+        for node, message in heard:
+            self._now_s = self._clock()
+            if message is None:
+                self._apply(self.registry.gone(node))
+            else:
+                self._on_message(node, message)
+        self._place_waiting()
+
+    def _on_message(self, node: NodeId, message: ToRouter) -> None:
         match message:
             case Tokens(entries=entries):
                 for entry in entries:
-                    self._said(node, entry.key.request_id, entry)
+                    self._on_request_message(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     self.registry.drains(node)  # the node's next beat will report it too
-                self._said(node, message.key.request_id, message)
+                self._on_request_message(node, message.key.request_id, message)
             case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
-                    self._said(node, request_id, message)
+                    self._on_request_message(node, request_id, message)
                 if isinstance(message, Crashed):
                     self._apply(self.registry.gone(node, message.failure.message))
                     self._send(node, Cancel(keys, "crashed"))
             case Beat(node_id=node_id):
                 if node_id == node:
-                    self._apply(self.registry.beat(now_s, message))
+                    self._apply(self.registry.beat(self._now_s, message))
             case CacheChanges():
                 if not self.registry.hears_cache(node, message):
                     self._send(node, WatchCache())
             case Starting(node_id=node_id):
                 if node_id == node:
-                    self.registry.starting(now_s, message)
+                    self.registry.starting(self._now_s, message)
             case Hello():
-                self._apply(self.registry.hello(now_s, node, message))
+                self._apply(self.registry.hello(self._now_s, node, message))
             case Ready():
-                self._apply(self.registry.ready(now_s, node, message))
+                self._apply(self.registry.ready(self._now_s, node, message))
             case Attached() | NotAttached():
-                self._reattaching.heard(now_s, node, message)
-            case DrainNode():  # an operator's command, and not a node
+                if message.request_id not in self._requests:
+                    self._reattaching.heard(self._now_s, node, message)
+            case DrainNode():  # an operator's command, and not a node's
                 pass
             case _:
                 assert_never(message)
 
-    def _said(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> None:
-        active = self._requests.by_id.get(request_id)
+    def _on_request_message(
+        self, node: NodeId, request_id: RequestId, message: NodeMessage
+    ) -> None:
+        active = self._requests.get(request_id)
         if active is not None:
-            self._requests.feed(self._now_s, active, message, node)
+            self._feed(active, message, node)
         elif self._reattaching.holds_back(node, request_id, message):
             pass
         elif isinstance(message, Accepted | FirstTokens | TokenEntry):
             # The node still works for a request that has ended.
             self._send(node, Cancel((message.key,), "ended"))
 
-    def _gone(self, node: NodeId) -> None:
-        self._now_s = self._clock()
-        self._apply(self.registry.gone(node))
-
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
-            self._announcer.announce(change)
-            if isinstance(change, Entered) and change.info.role == "decode":
-                self._reattaching.entered(change.info.node_id)
+            self._notifier.announce(change)
+            if isinstance(change, Entered):
+                assert self._link is not None
+                self._link.send_kept_cancels(change.info.node_id)
+                if change.info.role == "decode":
+                    self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
                 self._reattaching.left(change.node)
-                for active in list(self._requests.by_id.values()):
-                    self._requests.feed(self._now_s, active, NodeLost(change.node, change.failure))
+                for active in list(self._requests.values()):
+                    self._feed(active, NodeLost(change.node, change.failure))
         self._changed.set()
-
-    def _send(self, node: NodeId, message: ToNode) -> None:
-        assert self._sockets is not None
-        self._sockets.send(node, message)
 
     # --- requests -------------------------------------------------------------------------------
 
-    def limits(self) -> Limits:
-        """Return the limits of a request. Raises `Overloaded` if no request can be served."""
-        if self._failure is not None:
-            raise from_failure(self._failure)
-        return self.known_limits()
+    def _next_name(self) -> str:
+        self._num_requests += 1
+        return f"{self.epoch}-{self._num_requests:x}"
 
-    def known_limits(self) -> Limits:
-        """Return the nodes' limits. Raises `Overloaded` until one has been ready."""
-        if self._limits is None or self._limits_at != self.registry.version:
-            self._limits_at = self.registry.version
-            self._limits = limits_of(self.registry, self._config.local_prefill)
-        return self._limits
+    def _begin(
+        self, request: Request, stream: RequestStream, name: str, event: Begun | Adopted
+    ) -> None:
+        self._now_s = self._clock()
+        active = ActiveRequest(Lifecycle(request), stream, self._now_s, name)
+        self._requests[request.request_id] = active
+        stream.on_close(partial(self.cancel, request.request_id))
+        self._feed(active, event)
+        self._place_waiting()
+
+    def _adopt(
+        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
+    ) -> None:
+        attached, choices = found.attached, adopted_choices(claim, found, stream, self.registry)
+        kept = Kept(attached.form, claim.owner, attached.num_choices)
+        request = Request(
+            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
+            self._config.max_attempts, kept,
+        )  # fmt: skip
+        for choice in choices:
+            if choice.process is None or choice.has_ended:
+                continue
+            # Another router has placed this sequence, so its load is reserved here afterwards.
+            node = self.registry.node(choice.process[0])
+            assert node is not None
+            assert self._link is not None
+            load = self._policy.load_of(node, place_of(request, choice))
+            self.registry.reserve(node.node_id, choice.key, load)
+            self._queue.placed(self._now_s, choice.key)
+            self._link.drop_kept_cancel(node.node_id, choice.key)
+        self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
+        for name, message in early:
+            self._on_request_message(name, claim.request_id, message)
+
+    def _feed(self, active: ActiveRequest, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+        """Handle an event, then the events that it causes, such as a caller's leaving."""
+        if self._is_feeding:
+            self._events.append((active, event, node))
+            return
+        self._is_feeding = True
+        try:
+            self._step(active, event, node)
+            while self._events:
+                self._step(*self._events.popleft())
+        finally:
+            self._is_feeding = False
+
+    def _step(self, active: ActiveRequest, event: RequestEvent, node: NodeId) -> None:
+        if self._requests.get(active.request_id) is not active:
+            return  # it has ended, so it must not join the queue again
+        commands: Iterator[RequestCommand] = iter(())
+        try:
+            commands = iter(active.lifecycle.step(self._now_s, event, node))
+            for command in commands:
+                self._carry_out(active, command)
+        except Exception:
+            log.exception("unhandled error", request=active.name, at=type(event).__name__)
+            self._contain(active, commands)
+
+    def _contain(self, active: ActiveRequest, commands: Iterator[RequestCommand]) -> None:
+        """End, with an error, a request that met a bug. The others go on."""
+        active.stream.finish(BatonError("the router failed to handle this request"))
+        if not active.is_broken:
+            active.is_broken = True
+            self._events.append((active, CallerGone("router error"), NO_NODE))
+            for command in commands:
+                self._carry_out(active, command)
+        elif self._requests.pop(active.request_id, None) is not None:
+            # A node that still works for it will be told to stop when it next sends a message about
+            # it.
+            self.registry.forget(active.request_id)
+            self._queue.forget(active.request_id)
+
+    def _carry_out(self, active: ActiveRequest, command: RequestCommand) -> None:
+        stream = active.stream
+        match command:
+            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
+                if stream.push(choice, token_ids, reason):
+                    self._feed(active, ChoiceStopped(choice))
+            case Send(node=node, message=message):
+                self._send(node, message)
+                if isinstance(message, Cancel):
+                    self._unconfirmed[active.request_id] = active
+            case Place():
+                self._queue.wait(self._now_s, command)
+                at_s = self._now_s - active.began_s
+                stream.metrics.begin_attempt(command.key, command.num_choices, at_s)
+            case Unplace(key=key):
+                self._queue.leave(key)
+            case Release(node=node, key=key):
+                self.registry.release(node, key)
+            case Timed(key=key, times=times, of_prompt=of_prompt):
+                at_s = self._now_s - active.began_s
+                record = stream.metrics.add_stages(key, at_s, times, of_prompt=of_prompt)
+                if record is not None and record.prefill_node and record.decode_node:
+                    self.registry.pairs.moved(record.prefill_node, record.decode_node, times)
+            case HandoffEnded():
+                self._notifier.judge(self._now_s, command)
+            case TriedAgain(key=key, failure=why, is_resume=is_resume):
+                at_s = self._now_s - active.began_s
+                stream.metrics.try_again(key, at_s, why, is_resume=is_resume)
+            case Outcome(failure=failure):
+                if failure is None and not stream.metrics.num_received_tokens:
+                    self._policy.learn(stream.tokens_per_choice)
+                stream.finish(None if failure is None else from_failure(failure))
+            case Closed():
+                del self._requests[active.request_id]
+                self._queue.ended(active.request_id)
+            case _:
+                assert_never(command)
 
     # --- placing and time -----------------------------------------------------------------------
 
     def _place_waiting(self) -> None:
-        if self._requests.is_feeding:
-            return  # a request that is about to end may be in line; `feed` places legs afterwards
+        if self._is_feeding:
+            return  # a request that is about to end may be queued; attempts are placed afterwards
         for place, found in self._placing.take(self._now_s):
+            active = self._requests[place.key.request_id]
             if isinstance(found, Failure):
-                self._turn_away(place.key, found)
-            else:
-                self._place(place, found)
-
-    def _turn_away(self, key: Key, failure: Failure) -> None:
-        self._requests.feed(
-            self._now_s, self._requests.by_id[key.request_id], NotPlaced(key, failure)
-        )
-
-    def _place(self, place: Place, decision: Decision) -> None:
-        active = self._requests.by_id[place.key.request_id]
-        self._admission.placed(self._now_s, place.key)
-        for node, charge in decision.charges:
-            self.registry.charge(node, place.key, charge)
-        self.registry.note_pair(decision.placed)
-        active.placed(self._clock(), place.key, decision)
-        self._requests.feed(self._now_s, active, decision.placed)
+                self._feed(active, NotPlaced(place.key, found))
+                continue
+            self._queue.placed(self._now_s, place.key)
+            for node, load in found.loads:
+                self.registry.reserve(node, place.key, load)
+            self.registry.note_pair(found.placed)
+            metrics, placed = active.stream.metrics, found.placed
+            at_s = self._clock() - active.began_s
+            metrics.placed(place.key, at_s, placed.prefill_node, placed.decode_node)
+            metrics.path, metrics.local_fallback = found.path, found.is_fallback
+            metrics.num_predicted_tokens = found.num_cached_tokens
+            self._feed(active, placed)
 
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
-        assert self._sockets is not None
+        assert self._link is not None
         # If this loop was delayed, beats are waiting in the socket, so it is read first.
-        self._sockets.drain()
+        self._link.read()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))
         self._reattaching.tick(now_s)
-        for key, failure in self._admission.take_overdue(now_s):
-            if key.request_id in self._requests.by_id:
-                self._turn_away(key, failure)
-        for active in self._requests.to_look_at(now_s):
-            self._requests.feed(self._now_s, active, Tick())
+        for key, failure in self._queue.take_overdue(now_s):
+            if (active := self._requests.get(key.request_id)) is not None:
+                self._feed(active, NotPlaced(key, failure))
+        for active in self._to_look_at(now_s):
+            self._feed(active, Tick())
         self._place_waiting()
+
+    def _to_look_at(self, now_s: float) -> list[ActiveRequest]:
+        """Return the requests whose time may have run out.
+
+        Those whose nodes have cancels to confirm are looked at in every tick. All others take turns
+        over a round, because looking at all at once would delay the event loop.
+        """
+        self._unconfirmed = {
+            request_id: active
+            for request_id, active in self._unconfirmed.items()
+            if request_id in self._requests and active.lifecycle.awaits_confirmation
+        }
+        if not self._round and now_s >= self._next_round_s:
+            self._next_round_s = now_s + ROUND_S
+            self._round = deque(self._requests)
+        num = max(LEAST_LOOKS, math.ceil(len(self._requests) * TICK_S / ROUND_S))
+        ids = [self._round.popleft() for _ in range(min(num, len(self._round)))]
+        found = [self._requests[request_id] for request_id in ids if request_id in self._requests]
+        return [*self._unconfirmed.values(), *found]

@@ -125,7 +125,7 @@ def _health_of_node(now_s: float, registry: Registry, node: Node) -> NodeHealth:
         node.load,
         max(0.0, now_s - node.heard_s),
         node.step_age_s,
-        len(node.charges),
+        len(node.reserved),
         node.num_tokens,
         reason=lack,
         totals=node.totals,

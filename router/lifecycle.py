@@ -2,10 +2,10 @@
 
 `step` turns each event into commands, which are carried out in order. The invariants: there is
 exactly one `Outcome`, and nothing is delivered after it; tokens come in order of position, none
-lost, none twice; every charge is released once; `Closed` comes last, and within a deadline.
+lost, none twice; every load is released once; `Closed` comes last, and within a deadline.
 
-A request that loses a leg before its caller has a token is tried again as a whole. After that each
-unfinished choice resumes from its tokens. Only losses without progress use up attempts.
+A request that loses an attempt before its caller has a token is tried again as a whole. After that
+each unfinished choice resumes from its tokens. Only losses without progress use up attempts.
 """
 
 from collections.abc import Sequence
@@ -27,8 +27,10 @@ from baton.protocol.messages import (
 )
 from baton.router.reattach import gone
 from baton.router.request import (
+    AVOID_S,
     Adopted,
-    Avoided,
+    Attempt,
+    AttemptState,
     Begun,
     CallerGone,
     Choice,
@@ -36,12 +38,12 @@ from baton.router.request import (
     Closed,
     Deliver,
     HandoffEnded,
-    Leg,
-    LegState,
     Loss,
     NodeLost,
+    NodeProcess,
     NotPlaced,
     Outcome,
+    Place,
     Placed,
     Release,
     Request,
@@ -55,10 +57,11 @@ from baton.router.request import (
     kills_nodes,
 )
 
-# How long a cancelled leg stays charged to nodes that do not confirm the cancel.
+# How long the load of a cancelled attempt stays reserved at nodes that do not confirm it.
 CONFIRM_DEADLINE_S = 5.0
-# This is only a backstop: beats show within seconds that a node is dead, stuck or cut off.
-SILENCE_DEADLINE_S = 600.0
+# These are only a backstop: beats show within seconds that a node is dead, stuck or cut off. A
+# sequence that has begun gets a token in every step of its node.
+SILENCE_DEADLINE_S, STREAM_DEADLINE_S = 600.0, 30.0
 # A request is refused after this many processes died of an error in one of its steps.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself as the sender of an event
@@ -71,19 +74,30 @@ class Lifecycle:
     """Turns the events of one request into commands."""
 
     __slots__ = (
-        "_avoided", "_choices", "_has_delivered", "_has_outcome", "_is_closed", "_is_remote_only",
-        "_legs", "_now_s", "_num_crashes", "_num_open", "_out", "request",
+        "_attempts",
+        "_avoided",
+        "_choices",
+        "_has_delivered",
+        "_has_outcome",
+        "_is_closed",
+        "_is_remote_only",
+        "_now_s",
+        "_num_crashes",
+        "_num_open",
+        "_out",
+        "request",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self._choices = [Choice(index) for index in range(request.num_choices)]
-        self._legs: list[Leg] = []
+        self._attempts: list[Attempt] = []
         self._num_open = request.num_choices
         self._has_delivered = False
         self._has_outcome = False
         self._is_closed = False
-        self._avoided = Avoided()
+        # The processes that failed the request, each until it may be given the request again.
+        self._avoided: dict[NodeProcess, float] = {}
         self._num_crashes = 0
         self._is_remote_only = False
         self._now_s = 0.0
@@ -108,19 +122,19 @@ class Lifecycle:
             case Crashed(keys=keys):
                 self._on_crashed(node, keys)
             case Begun():
-                self._open_leg(self._choices)
+                self._open_attempt(self._choices)
             case Adopted():
                 self._on_adopted(event)
             case Placed():
                 self._on_placed(event)
             case NotPlaced(key=key, failure=failure):
-                if (leg := self._leg_of(key, LegState.WAITING)) is not None:
-                    self._leave_quietly(leg)
+                if (attempt := self._attempt_of(key, AttemptState.WAITING)) is not None:
+                    self._leave_quietly(attempt)
                     self._conclude(failure)
             case NodeLost(node=lost, failure=failure):
                 self._on_node_lost(lost, failure)
             case ChoiceStopped(choice=index):
-                if self._choices[index].leg is not None:
+                if self._choices[index].attempt is not None:
                     self._end_choice(self._choices[index], by_router=True)
             case CallerGone(reason=reason):
                 if not self._has_outcome:
@@ -129,7 +143,7 @@ class Lifecycle:
                 self._on_tick()
             case _:
                 assert_never(event)
-        if self._has_outcome and not self._legs and not self._is_closed:
+        if self._has_outcome and not self._attempts and not self._is_closed:
             self._is_closed = True
             self._out.append(Closed())
         return self._out
@@ -137,7 +151,7 @@ class Lifecycle:
     @property
     def awaits_confirmation(self) -> bool:
         """Return whether a node has yet to confirm a cancel."""
-        return any(leg.unconfirmed for leg in self._legs)
+        return any(attempt.unconfirmed for attempt in self._attempts)
 
     def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver the tokens that the caller lacks, and continue where the other router stopped."""
@@ -145,14 +159,14 @@ class Lifecycle:
         lost: list[tuple[Choice, Key]] = []
         for one in adopted.choices:
             choice = self._choices[one.key.choice]
-            choice.attempt = max(one.key.attempt, adopted.first_attempt - 1)
+            choice.number = max(one.key.attempt, adopted.first_attempt - 1)
             choice.output, choice.num_received = one.token_ids, one.num_received
             if one.process is not None and one.has_ended:
                 self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
             elif one.process is not None:
                 num_tokens = len(self.request.token_ids) + len(one.token_ids)
-                choice.leg = Leg.running(self._now_s, one.key, num_tokens, one.process)
-                self._legs.append(choice.leg)
+                choice.attempt = Attempt.running(self._now_s, one.key, num_tokens, one.process)
+                self._attempts.append(choice.attempt)
             fresh, reason = one.token_ids[one.num_received :], one.finish_reason
             if not one.has_ended and (fresh or reason is not None):
                 self._out.append(Deliver(choice.index, fresh, reason))
@@ -161,9 +175,9 @@ class Lifecycle:
             elif one.process is None:
                 lost.append((choice, one.key))
         for choice, key in lost:
-            choice.attempt += 1
+            choice.number += 1
             self._out.append(TriedAgain(key, NOT_KEPT, is_resume=True))
-            self._open_leg([choice])
+            self._open_attempt([choice])
         if self._num_open == 0:
             self._conclude(None)
 
@@ -174,67 +188,65 @@ class Lifecycle:
         index = entry.key.choice
         if index >= len(self._choices):
             return
-        leg = (choice := self._choices[index]).leg
-        if leg is None or leg.decode != node or leg.key.attempt != entry.key.attempt:
+        attempt = (choice := self._choices[index]).attempt
+        if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
             return
-        leg.heard_s = self._now_s
-        if not leg.streaming:
-            leg.streaming = leg.accepted = True
-            if leg.prefill is not None:
-                self._out.extend(leg.releases({leg.prefill}))
-                self._end_handoff(leg, None)
-            self._forward_first_tokens(leg)
+        attempt.heard_s = self._now_s
+        if not attempt.streaming:
+            attempt.streaming = attempt.accepted = True
+            if attempt.prefill is not None:
+                self._out.extend(attempt.releases({attempt.prefill}))
+                self._end_handoff(attempt, None)
+            self._forward_first_tokens(attempt)
             if entry.times is not None:  # each choice repeats the times of the prompt
-                self._out.append(Timed(leg.key, entry.times, of_prompt=leg.prefill is None))
-        if choice.leg is leg:
-            self._receive(leg, choice, entry.position, entry.token_ids, entry.finish_reason)
+                self._out.append(Timed(attempt.key, entry.times, of_prompt=attempt.prefill is None))
+        if choice.attempt is attempt:
+            self._receive(attempt, choice, entry.position, entry.token_ids, entry.finish_reason)
 
     def _on_accepted(self, node: NodeId, message: Accepted) -> None:
-        leg = self._leg_of(message.key)
-        if leg is None or leg.decode != node:
+        attempt = self._attempt_of(message.key)
+        if attempt is None or attempt.decode != node:
             return
-        leg.accepted, leg.heard_s = True, self._now_s
-        if leg.prefill is None:
+        attempt.accepted, attempt.heard_s = True, self._now_s
+        if attempt.prefill is None:
             times = StageTimes(num_cached_tokens=message.num_cached_tokens)
-            self._out.append(Timed(leg.key, times, of_prompt=True))
-        self._forward_first_tokens(leg)
+            self._out.append(Timed(attempt.key, times, of_prompt=True))
+        self._forward_first_tokens(attempt)
 
     def _on_first_tokens(self, node: NodeId, message: FirstTokens) -> None:
-        leg = self._leg_of(message.key)
-        if leg is None or leg.prefill is None or leg.prefill != node:
+        attempt = self._attempt_of(message.key)
+        if attempt is None or attempt.prefill is None or attempt.prefill != node:
             return
-        leg.heard_s = self._now_s
-        self._out.extend(leg.releases({leg.prefill}))
-        if len(message.tokens) != len(leg.choices) or message.position != leg.num_tokens:
-            self._lose(
-                leg,
-                Loss.broken("prefill sent first tokens that do not match its request", node),
-                node,
-            )
+        attempt.heard_s = self._now_s
+        self._out.extend(attempt.releases({attempt.prefill}))
+        if len(message.tokens) != len(attempt.choices) or message.position != attempt.num_tokens:
+            text = "prefill sent first tokens that do not match its request"
+            self._lose(attempt, Loss.broken(text, node), node)
             return
-        self._out.append(Timed(leg.key, message.times, of_prompt=True))
-        leg.first_tokens = message.tokens
-        self._forward_first_tokens(leg)
+        self._out.append(Timed(attempt.key, message.times, of_prompt=True))
+        attempt.first_tokens = message.tokens
+        self._forward_first_tokens(attempt)
 
-    def _forward_first_tokens(self, leg: Leg) -> None:
-        for index, token_id, reason in leg.assured_firsts():
+    def _forward_first_tokens(self, attempt: Attempt) -> None:
+        for index, token_id, reason in attempt.assured_firsts():
             choice = self._choices[index]
-            if choice.leg is leg:
-                self._receive(leg, choice, leg.num_tokens, [token_id], reason)
+            if choice.attempt is attempt:
+                self._receive(attempt, choice, attempt.num_tokens, [token_id], reason)
 
     def _receive(
         self,
-        leg: Leg,
+        attempt: Attempt,
         choice: Choice,
         position: int,
         token_ids: list[int],
         finish_reason: FinishReason | None,
     ) -> None:
-        """Deliver the new ones of `token_ids`. A gap before them means that the leg is lost."""
+        """Deliver the new ones of `token_ids`. A gap before them means that the attempt is lost."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
         if num_known < 0:
-            assert leg.decode is not None
-            self._lose(leg, Loss.broken("tokens are missing from the stream", leg.decode), None)
+            assert attempt.decode is not None
+            loss = Loss.broken("tokens are missing from the stream", attempt.decode)
+            self._lose(attempt, loss, None)
             return
         fresh = token_ids[num_known:] if num_known else token_ids
         if not fresh and finish_reason is None:
@@ -246,50 +258,56 @@ class Lifecycle:
             self._end_choice(choice, by_router=False)
 
     def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:
-        leg = next((leg for leg in self._legs if leg.is_named(node, (key,))), None)
-        if leg is None:
+        attempt = next((one for one in self._attempts if one.is_named(node, (key,))), None)
+        if attempt is None:
             return
-        loss = leg.loss_of(node, failure)
+        loss = attempt.loss_of(node, failure)
         if loss.is_of_handoff:
-            self._end_handoff(leg, failure)
-        if node == leg.prefill:
-            self._prefill_is_over(leg, loss)
-        elif leg.streaming or key != leg.key:
+            self._end_handoff(attempt, failure)
+        if node == attempt.prefill:
+            self._prefill_is_over(attempt, loss)
+        elif attempt.streaming or key != attempt.key:
             # Once decode streams, each of its sequences has a key of its own.
-            self._lose_choices(leg, {key.choice} & leg.open, loss)
+            self._lose_choices(attempt, {key.choice} & attempt.open, loss)
         else:
-            self._cancel(leg, node, leg.keys[1:])  # it may already have forked them
-            self._lose(leg, loss, node)
+            self._cancel(attempt, node, attempt.keys[1:])  # it may already have forked them
+            self._lose(attempt, loss, node)
 
-    def _end_handoff(self, leg: Leg, failure: Failure | None) -> None:
-        if leg.pair is not None:
-            self._out.append(HandoffEnded(*leg.pair, failure))
+    def _end_handoff(self, attempt: Attempt, failure: Failure | None) -> None:
+        if attempt.pair is not None:
+            self._out.append(HandoffEnded(*attempt.pair, failure))
 
-    def _prefill_is_over(self, leg: Leg, loss: Loss) -> None:
+    def _prefill_is_over(self, attempt: Attempt, loss: Loss) -> None:
         """Continue without prefill, which failed or died, if decode and the router can."""
-        assert leg.prefill is not None
-        if not leg.streaming:
-            self._lose(leg, loss, leg.prefill)
+        assert attempt.prefill is not None
+        if not attempt.streaming:
+            self._lose(attempt, loss, attempt.prefill)
             return
-        self._out.extend(leg.releases({leg.prefill}))
-        if leg.first_tokens is None:
+        self._out.extend(attempt.releases({attempt.prefill}))
+        if attempt.first_tokens is None:
             # Decode would never report a choice that ended at its first token.
             unheard = {
                 index
-                for index in leg.open
-                if len(self.request.token_ids) + len(self._choices[index].output) == leg.num_tokens
+                for index in attempt.open
+                if self._num_tokens(self._choices[index]) == attempt.num_tokens
             }
-            self._cancel(leg, leg.decode, tuple(map(leg.key.of_choice, sorted(unheard))))
-            self._lose_choices(leg, unheard, loss)
+            keys = tuple(map(attempt.key.of_choice, sorted(unheard)))
+            self._cancel(attempt, attempt.decode, keys)
+            self._lose_choices(attempt, unheard, loss)
 
     def _on_cancel_done(self, node: NodeId, keys: tuple[Key, ...]) -> None:
-        for leg in list(self._legs):
-            leg.confirm(node, keys)
-            self._close_if_confirmed(leg)
+        for attempt in list(self._attempts):
+            unasked = set(keys) - attempt.unconfirmed.get(node, set())
+            attempt.confirm(node, keys)
+            self._close_if_confirmed(attempt)
+            if attempt.streaming and attempt.is_named(node, unasked):
+                # The node ended sequences that are still wanted, for example by a stale cancel.
+                ended = {key.choice for key in unasked if key in attempt.keys} & attempt.open
+                self._lose_choices(attempt, ended, Loss.broken("the node ended this stream", node))
 
     def _on_crashed(self, node: NodeId, keys: tuple[Key, ...]) -> None:
         """Count a process that died in a step of this request. `NodeLost` follows."""
-        if not self._has_outcome and any(leg.is_named(node, keys) for leg in self._legs):
+        if not self._has_outcome and any(one.is_named(node, keys) for one in self._attempts):
             self._num_crashes += 1
             if self._num_crashes >= MAX_CRASHES:
                 self._conclude(kills_nodes(self._num_crashes))
@@ -298,41 +316,41 @@ class Lifecycle:
 
     def _on_node_lost(self, node: NodeId, failure: Failure) -> None:
         loss = Loss(failure, frozenset({node}), is_death=True)
-        for leg in [leg for leg in self._legs if node in (leg.prefill, leg.decode)]:
-            leg.unconfirmed.pop(node, None)
-            # A node that only paused must not continue this leg. It may be unable to confirm that.
-            self._out.append(Send(node, Cancel(leg.keys, "node lost")))
-            if leg.state is LegState.LIVE and node == leg.prefill:
-                self._prefill_is_over(leg, loss)
-            elif leg.state is LegState.LIVE:
-                self._lose(leg, loss, node)
-            self._close_if_confirmed(leg)
+        for attempt in [one for one in self._attempts if node in (one.prefill, one.decode)]:
+            attempt.unconfirmed.pop(node, None)
+            # A node that only paused must not go on with it, and may be unable to confirm that.
+            self._out.append(Send(node, Cancel(attempt.keys, "node lost")))
+            if attempt.state is AttemptState.LIVE and node == attempt.prefill:
+                self._prefill_is_over(attempt, loss)
+            elif attempt.state is AttemptState.LIVE:
+                self._lose(attempt, loss, node)
+            self._close_if_confirmed(attempt)
 
-    def _lose(self, leg: Leg, loss: Loss, done: NodeId | None) -> None:
-        """Give up the whole leg. The node `done` has ended it and needs no cancel."""
-        lost = [self._choices[index] for index in sorted(leg.open)]
-        self._leave(leg, done)
-        self._go_on(lost, leg, loss)
+    def _lose(self, attempt: Attempt, loss: Loss, done: NodeId | None) -> None:
+        """Give up the whole attempt. The node `done` has ended it and needs no cancel."""
+        lost = [self._choices[index] for index in sorted(attempt.open)]
+        self._leave(attempt, done)
+        self._go_on(lost, attempt, loss)
 
-    def _lose_choices(self, leg: Leg, indices: set[int], loss: Loss) -> None:
-        """Give up some sequences of a leg, which their node has already dropped."""
+    def _lose_choices(self, attempt: Attempt, indices: set[int], loss: Loss) -> None:
+        """Give up some sequences of an attempt, which their node has already dropped."""
         if indices:
-            leg.open -= indices
-            if not leg.open:
-                self._leave_quietly(leg)
-            self._go_on([self._choices[index] for index in sorted(indices)], leg, loss)
+            attempt.open -= indices
+            if not attempt.open:
+                self._leave_quietly(attempt)
+            self._go_on([self._choices[index] for index in sorted(indices)], attempt, loss)
 
-    def _go_on(self, lost: Sequence[Choice], leg: Leg, loss: Loss) -> None:
+    def _go_on(self, lost: Sequence[Choice], attempt: Attempt, loss: Loss) -> None:
         """Make another attempt at these choices, unless the failure or the budget rules it out."""
         if self._has_outcome:
             return
         self._is_remote_only = self._is_remote_only or loss.failure.code == NOT_CACHED
         for node in loss.blamed:
-            self._avoided.add(self._now_s, leg.process(node))
+            self._avoided[attempt.process(node)] = self._now_s + AVOID_S
         for choice in lost:
-            choice.leg = None
-            choice.attempt += 1
-            num_new = len(self.request.token_ids) + len(choice.output) - leg.num_tokens
+            choice.attempt = None
+            choice.number += 1
+            num_new = self._num_tokens(choice) - attempt.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
         if any(len(choice.output) < choice.num_received for choice in lost):
             self._conclude(gone())  # no node knows the first token, which the client has
@@ -341,116 +359,129 @@ class Lifecycle:
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
         elif not self._has_delivered and len(lost) == len(self._choices):
-            self._out.append(TriedAgain(leg.key, loss.failure, is_resume=False))
-            self._open_leg(lost)
+            self._out.append(TriedAgain(attempt.key, loss.failure, is_resume=False))
+            self._open_attempt(lost)
         else:
             for choice in lost:
-                self._out.append(TriedAgain(leg.key, loss.failure, bool(choice.output)))
-                self._open_leg([choice])
+                self._out.append(TriedAgain(attempt.key, loss.failure, bool(choice.output)))
+                self._open_attempt([choice])
 
     # --- placing --------------------------------------------------------------------------------
 
-    def _open_leg(self, choices: Sequence[Choice]) -> None:
-        """Open a leg and ask for its nodes. Choices share a leg only while none has output."""
-        first = choices[0]
-        num_tokens = len(self.request.token_ids) + len(first.output)
-        indices = tuple(choice.index for choice in choices)
-        leg = Leg(Key(self.request.request_id, first.index, first.attempt), indices, num_tokens)
-        leg.open = set(indices)
+    def _open_attempt(self, choices: Sequence[Choice]) -> None:
+        """Open an attempt and ask for its nodes. Choices share one only while none has output."""
+        first, request = choices[0], self.request
+        num_tokens, indices = self._num_tokens(first), tuple(choice.index for choice in choices)
+        attempt = Attempt(Key(request.request_id, first.index, first.number), indices, num_tokens)
+        attempt.open = set(indices)
         for choice in choices:
-            choice.leg = leg
-        self._legs.append(leg)
-        avoid, is_suspect = self._avoided.at(self._now_s), self._num_crashes > 0
-        self._out.append(
-            leg.wish(
-                self.request,
-                first.output,
-                avoid,
-                is_suspect=is_suspect,
-                is_remote_only=self._is_remote_only,
-            )
+            choice.attempt = attempt
+        self._attempts.append(attempt)
+        avoid = frozenset(one for one, at_s in self._avoided.items() if self._now_s < at_s)
+        num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
+        place = Place(
+            attempt.key,
+            num_tokens,
+            len(indices),
+            wants_decode=max_tokens - len(first.output) > 1,
+            num_final_tokens=num_prompt + max_tokens,
+            avoid=avoid,
+            is_resume=bool(first.output),
+            is_suspect=self._num_crashes > 0,
+            is_remote_only=self._is_remote_only,
+            block_keys=request.block_keys,
         )
+        self._out.append(place)
 
     def _on_placed(self, placed: Placed) -> None:
         nodes = {node for node in (placed.prefill_node, placed.decode_node) if node is not None}
-        leg = self._leg_of(placed.key, LegState.WAITING)
-        if leg is None:  # the leg was given up while its nodes were being chosen
+        attempt = self._attempt_of(placed.key, AttemptState.WAITING)
+        if attempt is None:  # the attempt was given up while its nodes were being chosen
             self._out.extend(Release(node, placed.key) for node in sorted(nodes))
             return
-        leg.state, leg.heard_s, leg.charged = LegState.LIVE, self._now_s, nodes
-        leg.prefill, leg.decode = placed.prefill_node, placed.decode_node
-        leg.epochs, leg.max_uncached_tokens = placed.epochs, placed.max_uncached_tokens
-        output = self._choices[leg.choices[0]].output
-        self._out.extend(leg.orders(self.request, output))
+        attempt.state, attempt.heard_s, attempt.reserved = AttemptState.LIVE, self._now_s, nodes
+        attempt.prefill, attempt.decode = placed.prefill_node, placed.decode_node
+        attempt.epochs, attempt.max_uncached_tokens = placed.epochs, placed.max_uncached_tokens
+        output = self._choices[attempt.choices[0]].output
+        self._out.extend(attempt.start_commands(self.request, output))
 
     # --- endings --------------------------------------------------------------------------------
 
     def _end_choice(self, choice: Choice, *, by_router: bool) -> None:
-        leg, choice.leg = choice.leg, None
-        assert leg is not None
-        leg.open.discard(choice.index)
+        attempt, choice.attempt = choice.attempt, None
+        assert attempt is not None
+        attempt.open.discard(choice.index)
         self._num_open -= 1
-        if leg.open and by_router:
-            self._cancel(leg, leg.decode, (leg.key.of_choice(choice.index),))
+        if attempt.open and by_router:
+            self._cancel(attempt, attempt.decode, (attempt.key.of_choice(choice.index),))
         elif by_router:
-            self._leave(leg, None)
-        elif not leg.open:
-            self._leave_quietly(leg)
+            self._leave(attempt, None)
+        elif not attempt.open:
+            self._leave_quietly(attempt)
         if self._num_open == 0:
             self._conclude(None)
 
     def _conclude(self, failure: Failure | None) -> None:
         self._has_outcome = True
         self._out.append(Outcome(failure))
-        for leg in list(self._legs):
-            self._leave(leg, None)
+        for attempt in list(self._attempts):
+            self._leave(attempt, None)
 
-    def _leave(self, leg: Leg, done: NodeId | None) -> None:
-        """Tell the nodes of a leg to stop, except `done`. The leg closes when they confirm."""
-        if leg.state is LegState.WAITING:
-            self._out.append(Unplace(leg.key))
-        elif leg.state is LegState.LIVE:
-            nodes = (leg.decode, None if leg.streaming else leg.prefill)
+    def _leave(self, attempt: Attempt, done: NodeId | None) -> None:
+        """Tell the nodes of an attempt to stop, except `done`. It closes when they confirm."""
+        if attempt.state is AttemptState.WAITING:
+            self._out.append(Unplace(attempt.key))
+        elif attempt.state is AttemptState.LIVE:
+            nodes = (attempt.decode, None if attempt.streaming else attempt.prefill)
             for node in nodes:
                 if node != done:
-                    self._cancel(leg, node, leg.keys)
-        self._leave_quietly(leg)
+                    self._cancel(attempt, node, attempt.keys)
+        self._leave_quietly(attempt)
 
-    def _leave_quietly(self, leg: Leg) -> None:
-        if leg.state in (LegState.WAITING, LegState.LIVE):
-            leg.state, leg.leave_by_s = LegState.LEAVING, self._now_s + CONFIRM_DEADLINE_S
-            for index in leg.open:
-                self._choices[index].leg = None
-            leg.open.clear()
-            self._close_if_confirmed(leg)
+    def _leave_quietly(self, attempt: Attempt) -> None:
+        if attempt.state in (AttemptState.WAITING, AttemptState.LIVE):
+            attempt.state, attempt.leave_by_s = (
+                AttemptState.LEAVING,
+                self._now_s + CONFIRM_DEADLINE_S,
+            )
+            for index in attempt.open:
+                self._choices[index].attempt = None
+            attempt.open.clear()
+            self._close_if_confirmed(attempt)
 
-    def _cancel(self, leg: Leg, node: NodeId | None, keys: tuple[Key, ...]) -> None:
+    def _cancel(self, attempt: Attempt, node: NodeId | None, keys: tuple[Key, ...]) -> None:
         if node is not None and keys:
-            leg.unconfirmed.setdefault(node, set()).update(keys)
+            attempt.unconfirmed.setdefault(node, set()).update(keys)
             self._out.append(Send(node, Cancel(keys)))
 
-    def _close_if_confirmed(self, leg: Leg) -> None:
-        if leg.state is LegState.LEAVING:
-            self._out.extend(leg.releases(leg.charged - leg.unconfirmed.keys()))
-            if not leg.unconfirmed:
-                self._close(leg)
+    def _close_if_confirmed(self, attempt: Attempt) -> None:
+        if attempt.state is AttemptState.LEAVING:
+            self._out.extend(attempt.releases(attempt.reserved - attempt.unconfirmed.keys()))
+            if not attempt.unconfirmed:
+                self._close(attempt)
 
-    def _close(self, leg: Leg) -> None:
-        leg.state = LegState.CLOSED
-        self._out.extend(leg.releases(leg.charged))
-        self._legs.remove(leg)
+    def _close(self, attempt: Attempt) -> None:
+        attempt.state = AttemptState.CLOSED
+        self._out.extend(attempt.releases(attempt.reserved))
+        self._attempts.remove(attempt)
 
     # --- time and tables ------------------------------------------------------------------------
 
     def _on_tick(self) -> None:
-        for leg in list(self._legs):
-            if leg.state is LegState.LEAVING and self._now_s >= leg.leave_by_s:
-                self._close(leg)
-            elif leg.state is LegState.LIVE and self._now_s - leg.heard_s >= SILENCE_DEADLINE_S:
-                self._lose(leg, Loss.broken("no node has sent anything about this request"), None)
+        for attempt in list(self._attempts):
+            if attempt.state is AttemptState.LEAVING and self._now_s >= attempt.leave_by_s:
+                self._close(attempt)
+            elif attempt.state is AttemptState.LIVE:
+                deadline_s = STREAM_DEADLINE_S if attempt.streaming else SILENCE_DEADLINE_S
+                if self._now_s - attempt.heard_s >= deadline_s:
+                    text = f"no node has sent anything about this request for {deadline_s:g} s"
+                    self._lose(attempt, Loss.broken(text), None)
 
-    def _leg_of(self, key: Key, state: LegState = LegState.LIVE) -> Leg | None:
-        for leg in self._legs:
-            if leg.key == key and leg.state is state:
-                return leg
+    def _num_tokens(self, choice: Choice) -> int:
+        return len(self.request.token_ids) + len(choice.output)
+
+    def _attempt_of(self, key: Key, state: AttemptState = AttemptState.LIVE) -> Attempt | None:
+        for attempt in self._attempts:
+            if attempt.key == key and attempt.state is state:
+                return attempt
         return None

@@ -1,12 +1,12 @@
-"""The socket that nodes dial, read on the router's event loop.
+"""The socket that nodes dial, read on the router's event loop, and what nodes are told unasked.
 
-`core` is its only caller and makes all decisions; the listener only turns bytes into messages. It
-never blocks. The loop watches the descriptor of a plain ZMQ socket, because awaiting each message
-would cost several times as much.
+The link turns bytes into messages and never blocks; all decisions are made above it. The loop
+watches the descriptor of a plain ZMQ socket, because awaiting each message would cost several times
+as much.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import assert_never
 
 import msgspec
@@ -38,11 +38,11 @@ from baton.runtime.log import logger
 BEATS = b"beats:"
 # The number of messages that are read before other work on the loop gets its turn.
 BATCH = 512
+# The largest number of nodes for which cancels are kept that could not be sent.
+MAX_UNSENT = 64
 
-Heard = Callable[[NodeId, ToRouter], None]
-Gone = Callable[[NodeId], None]
-Unsent = Callable[[NodeId, ToNode], None]
-DrainAsked = Callable[[NodeId], DrainState]
+# A message of a node, or None at the end of the session of its main channel.
+Heard = Iterator[tuple[NodeId, ToRouter | None]]
 
 log = logger("router")
 
@@ -54,21 +54,23 @@ class NodeSession(msgspec.Struct, frozen=True):
     epoch: Epoch
 
 
-class NodeListener:
-    """`heard` gets messages of both channels of a node, and `gone` the end of the main channel.
+class NodeLink:
+    """`on_batch` gets each batch of messages, which it must read to the end.
 
-    `idle` is called after each batch of messages. A node has one session: the one that sent Hello
-    last. If another process of the same name is still connected, the new one is refused.
+    A node has one session: the one that sent Hello last. If another process of the same name is
+    still connected, the new one is refused. `drain` answers operators.
     """
 
     def __init__(
-        self, endpoint: str, keys: Keys, heard: Heard, gone: Gone, idle: Callable[[], None]
+        self,
+        endpoint: str,
+        keys: Keys,
+        on_batch: Callable[[Heard], None],
+        drain: Callable[[NodeId], DrainState],
     ) -> None:
         """Bind the endpoint. Raises `ConfigError`. An event loop must be running."""
         self._refusals_to_tell = 1
-        self._heard, self._gone, self._idle = heard, gone, idle
-        self.drain_asked: DrainAsked | None = None  # answers operators
-        self.unsent: Unsent | None = None  # gets messages for nodes that are gone or too slow
+        self._on_batch, self._drain = on_batch, drain
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
             self._listener = Listener[ToNode, ToRouter](
@@ -78,45 +80,47 @@ class NodeListener:
             self._context.term()
             raise
         self._sessions: dict[NodeId, NodeSession] = {}
+        self._unsent_cancels: dict[NodeId, set[Key]] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
         self._outgoing: list[tuple[NodeId, bytes, ToNode, bytes]] = []
         self._is_open = True
-        self._loop.add_reader(self._listener.fileno(), self.drain)
+        self._loop.add_reader(self._listener.fileno(), self.read)
 
     @property
     def endpoint(self) -> str:
         return self._listener.endpoint
 
     def send(self, node: NodeId, message: ToNode) -> None:
-        """Send a message at the end of this turn of the loop. `unsent` reports a lost one.
+        """Send a message at the end of this turn of the loop. A lost one is dropped.
 
         Messages that are sent together wake libzmq's thread only once. A message that cannot be
         encoded raises here, where it ends only its own request.
         """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
-            self._lose(node, message)
+            self._keep_cancel(node, message)
             return
         encoded = self._listener.encode(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
         self._outgoing.append((node, session.peer, message, encoded))
 
-    def drain(self) -> None:
+    def send_kept_cancels(self, node: NodeId) -> None:
+        """Send a node the cancels that could not be sent before, for it may have lived on."""
+        if keys := self._unsent_cancels.pop(node, None):
+            self.send(node, Cancel(tuple(keys), "node lost"))
+
+    def drop_kept_cancel(self, node: NodeId, key: Key) -> None:
+        """Forget a cancel of this sequence, because its client has come back for it."""
+        if (keys := self._unsent_cancels.get(node)) is not None:
+            keys.discard(key)
+
+    def read(self) -> None:
         """Read the messages that have arrived, up to one batch."""
-        if not self._is_open:
-            return
-        for _ in range(BATCH):
-            received = self._listener.receive()
-            if received is None:
-                break
-            self._pass_on(received)
-        else:
-            # The descriptor only signals changes, so the rest must be read without another signal.
-            self._again = self._loop.call_soon(self.drain)
-        self._tell_refusals()
-        self._idle()
+        if self._is_open:
+            self._on_batch(self._batch())
+            self._log_refusals()
 
     def close(self) -> None:
         if self._is_open:
@@ -128,52 +132,37 @@ class NodeListener:
             self._listener.close()
             self._context.term()
 
-    def _flush(self) -> None:
-        outgoing, self._outgoing = self._outgoing, []
-        for node, peer, message, encoded in outgoing:
-            if not self._listener.send_encoded(peer, encoded):
-                self._lose(node, message)
+    def _batch(self) -> Heard:
+        for _ in range(BATCH):
+            received = self._listener.receive()
+            if received is None:
+                return
+            yield from self._heard(received)
+        # The descriptor only signals changes, so the rest must be read without another signal.
+        self._again = self._loop.call_soon(self.read)
 
-    def _lose(self, node: NodeId, message: ToNode) -> None:
-        if self.unsent is not None:
-            self.unsent(node, message)
-
-    def _tell_refusals(self) -> None:
-        # A refused peer keeps trying, so only its 1st, 2nd, 4th, 8th … refusal is logged.
-        if self._listener.refusals >= self._refusals_to_tell:
-            self._refusals_to_tell = 2 * self._listener.refusals
-            log.warning(
-                "connections were refused: not a baton node, or its keys.file differs from ours",
-                so_far=self._listener.refusals,
-            )
-
-    def _pass_on(self, received: Received[ToRouter]) -> None:
-        name = name_of(received.peer)
+    def _heard(self, received: Received[ToRouter]) -> Heard:
+        name, message = name_of(received.peer), received.message
         if name == OPERATOR:
-            if isinstance(received.message, DrainNode) and self.drain_asked is not None:
-                self._listener.send(received.peer, self.drain_asked(received.message.node_id))
+            if isinstance(message, DrainNode):
+                self._listener.send(received.peer, self._drain(message.node_id))
             return
         try:
             node = NodeId(name.removeprefix(BEATS).decode())
         except UnicodeDecodeError:
             return  # not a node, because the names of nodes are text
-        if name.startswith(BEATS):
-            if received.message is not None:
-                self._heard(node, received.message)
-            return
         session = self._sessions.get(node)
-        is_current = session is not None and session.peer == received.peer
-        if isinstance(received.message, Hello):
-            self._meet(node, received.peer, received.message)
-        elif not is_current:
-            return  # another session replaced this one, or this one was refused
-        elif received.message is None:
-            del self._sessions[node]
-            self._gone(node)
-        else:
-            self._heard(node, received.message)
+        if name.startswith(BEATS):
+            if message is not None:
+                yield node, message
+        elif isinstance(message, Hello):
+            yield from self._open_session(node, received.peer, message)
+        elif session is not None and session.peer == received.peer:
+            if message is None:
+                del self._sessions[node]
+            yield node, message
 
-    def _meet(self, node: NodeId, peer: bytes, hello: Hello) -> None:
+    def _open_session(self, node: NodeId, peer: bytes, hello: Hello) -> Heard:
         session = self._sessions.get(node)
         if session is not None and session.peer != peer:
             # The end of the old session may not have been read yet.
@@ -188,41 +177,65 @@ class NodeListener:
                 return
             # This is the same process over a new connection, or the successor of a dead one.
             del self._sessions[node]
-            self._gone(node)
+            yield node, None
         self._sessions[node] = NodeSession(peer, hello.epoch)
-        self._heard(node, hello)
+        yield node, hello
+
+    def _flush(self) -> None:
+        outgoing, self._outgoing = self._outgoing, []
+        for node, peer, message, encoded in outgoing:
+            if not self._listener.send_encoded(peer, encoded):
+                self._keep_cancel(node, message)
+
+    def _keep_cancel(self, node: NodeId, message: ToNode) -> None:
+        """Keep a cancel for a node that may have lost only its channel.
+
+        The node then keeps these sequences for their clients, which get them from other nodes.
+        """
+        if isinstance(message, Cancel):
+            self._unsent_cancels.setdefault(node, set()).update(message.keys)
+            if len(self._unsent_cancels) > MAX_UNSENT:
+                del self._unsent_cancels[next(iter(self._unsent_cancels))]
+
+    def _log_refusals(self) -> None:
+        # A refused peer keeps trying, so only its 1st, 2nd, 4th, 8th … refusal is logged.
+        if self._listener.refusals >= self._refusals_to_tell:
+            self._refusals_to_tell = 2 * self._listener.refusals
+            log.warning(
+                "connections were refused: not a baton node, or its keys.file differs from ours",
+                so_far=self._listener.refusals,
+            )
 
 
-Tell = Callable[[NodeId, Peers | Refused | Drain | Cancel | WatchCache], object]
-# The largest number of nodes for which cancels are kept that could not be sent.
-MAX_UNHEARD = 64
+class NodeNotifier:
+    """Tells nodes and the log what has changed about the nodes of this router.
 
-log = logger("router")
+    With `watches_caches`, it asks nodes in service what their prefix caches hold.
+    """
 
-
-class Announcer:
-    """With `watches_caches`, it asks nodes in service what their prefix caches hold."""
-
-    def __init__(self, registry: Registry, tell: Tell, *, watches_caches: bool) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        send: Callable[[NodeId, ToNode], None],
+        *,
+        watches_caches: bool,
+    ) -> None:
         self._registry = registry
-        self._tell = tell
+        self._send = send
         self._watches_caches = watches_caches
-        self._unheard: dict[NodeId, set[Key]] = {}
 
     def announce(self, change: Change) -> None:
         match change:
             case Refuse(node=node, failure=failure, is_new=is_new):
                 if is_new:
                     log.warning("node refused", node=node, reason=failure.message)
-                self._tell(node, Refused(failure))
+                self._send(node, Refused(failure))
             case Entered(info=info):
                 log.info("node in service", node=info.node_id, role=info.role)
                 self._introduce(info.role)
-                self._tell(info.node_id, Peers(self._registry.peers_of(info.role)))
+                self._send(info.node_id, Peers(self._registry.peers_of(info.role)))
                 if self._watches_caches:
-                    self._tell(info.node_id, WatchCache())
-                if keys := self._unheard.pop(info.node_id, None):
-                    self._tell(info.node_id, Cancel(tuple(keys), "node lost"))
+                    self._send(info.node_id, WatchCache())
             case Notice(message=text, node=node, other=other, reason=reason):
                 log.warning(text, node=node, other=other, **({"reason": reason} if reason else {}))
             case Left(node=node, role=role, failure=failure):
@@ -231,33 +244,24 @@ class Announcer:
                 self._introduce(role)
                 # Its channel may still work, so it is told.
                 if self._registry.node(node) is not None:
-                    self._tell(node, Peers(self._registry.peers_of(role), failure.message))
+                    self._send(node, Peers(self._registry.peers_of(role), failure.message))
             case _:
                 assert_never(change)
 
-    def unsent(self, node: NodeId, message: ToNode) -> None:
-        """Keep a cancel that cannot be sent to its node now; other messages are dropped.
-
-        The node may have lost only its channel. It then keeps these sequences for their clients,
-        which get them from other nodes.
-        """
-        if not isinstance(message, Cancel):
-            return
-        self._unheard.setdefault(node, set()).update(message.keys)
-        if len(self._unheard) > MAX_UNHEARD:
-            del self._unheard[next(iter(self._unheard))]
-
-    def keeps(self, node: NodeId, key: Key) -> None:
-        """Forget a cancel of this sequence, because its client has come back for it."""
-        if (unheard := self._unheard.get(node)) is not None:
-            unheard.discard(key)
-
     def drain(self, node_id: NodeId) -> DrainState:
         """Tell a node to drain, again if necessary, and return how far it is."""
-        answer = drained(self._registry, node_id)
-        if not answer.problem:
-            self._tell(node_id, Drain())
-        return answer
+        node = self._registry.node(node_id)
+        if node is None:
+            known = ", ".join(self._registry.node_ids) or "none"
+            text = f"there is no node {node_id}; the nodes of this router: {known}"
+            return DrainState(node_id, problem=text)
+        if node.info is None:
+            text = f"{node_id} is still starting: end its process instead of draining it"
+            return DrainState(node_id, is_known=True, problem=text)
+        self._registry.drains(node_id)
+        self._send(node_id, Drain())
+        num_running = node.load.num_running + node.load.num_waiting
+        return DrainState(node_id, is_known=True, num_running=num_running)
 
     def judge(self, now_s: float, ended: HandoffEnded) -> None:
         """Note what a handoff shows about its pair. A change is logged."""
@@ -275,19 +279,4 @@ class Announcer:
         other: Role = "decode" if role == "prefill" else "prefill"
         peers = Peers(self._registry.peers_of(other))
         for node in self._registry.in_service(other):
-            self._tell(node.node_id, peers)
-
-
-def drained(registry: Registry, node_id: NodeId) -> DrainState:
-    """Give a node no more work. Return how far it is, or why it cannot be drained."""
-    node = registry.node(node_id)
-    if node is None:
-        known = ", ".join(registry.node_ids) or "none"
-        text = f"there is no node {node_id}; the nodes of this router: {known}"
-        return DrainState(node_id, problem=text)
-    if node.info is None:
-        text = f"{node_id} is still starting: end its process instead of draining it"
-        return DrainState(node_id, is_known=True, problem=text)
-    registry.drains(node_id)
-    num_running = node.load.num_running + node.load.num_waiting
-    return DrainState(node_id, is_known=True, num_running=num_running)
+            self._send(node.node_id, peers)

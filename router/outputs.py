@@ -1,10 +1,6 @@
-"""The results for a caller of the router: each choice's output, and how the request went.
+"""The results for a caller of the router: each choice's output, and how the request went."""
 
-`stream` makes these, and the HTTP handlers and `baton.AsyncLLM` pass them on. They are plain data:
-nothing here knows about nodes, sockets or tokenizers.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -46,7 +42,7 @@ class CompletionOutput(msgspec.Struct):
 
 
 @dataclass(slots=True)
-class Attempt:
+class AttemptRecord:
     """One attempt at a request or at one of its choices. Seconds count from the request's arrival.
 
     The router's clock measured `..._at_s`, and the nodes' clocks measured the durations.
@@ -69,9 +65,6 @@ class Attempt:
     exposed_s: float = 0.0
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
-
-    def is_of(self, key: Key) -> bool:
-        return (self.choice, self.number) == (key.choice, key.nth_attempt)
 
     def timed(self, now_s: float, times: StageTimes, *, of_prompt: bool) -> None:
         """Add what one of its nodes measured. That node's first tokens came at `now_s`."""
@@ -118,7 +111,7 @@ class RequestMetrics:
     resume_codes: dict[str, int] = field(default_factory=dict)
     # Reasons of the choices that ended.
     finish_reasons: list[FinishReason] = field(default_factory=list)
-    attempts: list[Attempt] = field(default_factory=list)
+    attempts: list[AttemptRecord] = field(default_factory=list)
 
     @property
     def num_new_tokens(self) -> int:
@@ -130,25 +123,24 @@ class RequestMetrics:
         self.num_output_tokens += num_tokens
         self.num_received_tokens += num_tokens
 
-    def try_again(self, failure: Failure, *, is_resume: bool) -> None:
-        """Count another attempt after a loss."""
-        codes = self.resume_codes if is_resume else self.retry_codes
-        codes[failure.code] = codes.get(failure.code, 0) + 1
-        self.num_retries += not is_resume
-        self.num_resumes += is_resume
-        self.resumed = self.resumed or is_resume
-
-    def begin_attempt(self, key: Key, num_choices: int, now_s: float) -> None:
-        self.attempts.append(Attempt(key.choice, num_choices, key.nth_attempt, now_s))
+    def begin_attempt(self, key: Key, num_choices: int, at_s: float) -> None:
+        """Record that an attempt began to wait for nodes. Times count from the arrival."""
+        self.attempts.append(AttemptRecord(key.choice, num_choices, key.nth_attempt, at_s))
         if len(self.attempts) > MAX_ATTEMPTS_KEPT:
             del self.attempts[1]
 
-    def attempt_of(self, key: Key) -> Attempt | None:
-        """Return the attempt of the leg with this key; None if it is no longer kept."""
-        return next((one for one in reversed(self.attempts) if one.is_of(key)), None)
+    def placed(self, key: Key, at_s: float, prefill: NodeId | None, decode: NodeId | None) -> None:
+        """Record the nodes of an attempt."""
+        if (record := self._record_of(key)) is not None:
+            record.placed_at_s, record.prefill_node, record.decode_node = at_s, prefill, decode
+        if self.num_attempts == 0:
+            self.router_queue_s = at_s
+        self.num_attempts = max(self.num_attempts, key.nth_attempt + 1)
 
-    def add_stages(self, times: StageTimes, *, of_prompt: bool) -> None:
-        """Add what one node measured. After a resume, the stages add up over all attempts."""
+    def add_stages(
+        self, key: Key, at_s: float, times: StageTimes, *, of_prompt: bool
+    ) -> AttemptRecord | None:
+        """Add what one node measured, and return its attempt. Over resumes, stages add up."""
         if of_prompt:
             self.queue_s += times.queue_s
             self.prefill_s += times.prefill_s
@@ -158,6 +150,24 @@ class RequestMetrics:
         self.transfer_bytes += times.transfer_bytes
         self.decode_queue_s += times.decode_queue_s
         self.first_step_s += times.first_step_s
+        if (record := self._record_of(key)) is not None:
+            record.timed(at_s, times, of_prompt=of_prompt)
+        return record
+
+    def try_again(self, key: Key, at_s: float, failure: Failure, *, is_resume: bool) -> None:
+        """Record that the attempt `key` was lost and another follows."""
+        codes = self.resume_codes if is_resume else self.retry_codes
+        codes[failure.code] = codes.get(failure.code, 0) + 1
+        self.num_retries += not is_resume
+        self.num_resumes += is_resume
+        self.resumed = self.resumed or is_resume
+        if (record := self._record_of(key)) is not None:
+            record.lost_at_s, record.failure = at_s, failure.code
+
+    def _record_of(self, key: Key) -> AttemptRecord | None:
+        wanted = key.choice, key.nth_attempt
+        records = reversed(self.attempts)
+        return next((one for one in records if (one.choice, one.number) == wanted), None)
 
 
 @dataclass(slots=True)
@@ -237,61 +247,50 @@ class StageSpan(msgspec.Struct, frozen=True):
 
 
 def waterfall(metrics: RequestMetrics) -> list[StageSpan]:
-    """Return the stages of a request that has ended.
+    """Return the consecutive stages of a request that has ended, which add up to the whole.
 
-    If its choices were continued separately after a loss, they are those of the last one.
+    The router measured when a request was placed and when each node's first tokens came; the nodes
+    measured the durations of their own stages. A node's stages are laid out so that they end when
+    its tokens came, and the time before them is that of the messages. So no two clocks are
+    compared. If choices were continued separately after a loss, the stages are those of the last.
     """
     end_s = metrics.e2e_s or 0.0
-    laid = _Layout(end_s)
-    chain = _chain(metrics.attempts)
-    ends_s = [*(following.asked_at_s for following in chain[1:]), end_s]
+    last = metrics.attempts[-1].choice if metrics.attempts else 0
+    chain = [one for one in metrics.attempts if one.choice <= last < one.choice + one.num_choices]
+    stages: list[StageSpan] = []
+    now_s = 0.0
     # Without attempts, only one end is left.
-    for attempt, until_s in zip(chain, ends_s, strict=False):
-        _lay_out(laid, attempt, until_s)
-    laid.until("finish", end_s)
-    return laid.stages
+    ends_s = [*(following.asked_at_s for following in chain[1:]), end_s]
+    for record, until_s in zip(chain, ends_s, strict=False):
+        for stage, at_s, node, failure in _ends_of_stages(record, until_s):
+            if min(at_s, end_s) > now_s:
+                took_s = min(at_s, end_s) - now_s
+                stages.append(StageSpan(stage, now_s, took_s, node or "", failure))
+                now_s += took_s
+    if end_s > now_s:
+        stages.append(StageSpan("finish", now_s, end_s - now_s))
+    return stages
 
 
-class _Layout:
-    """Consecutive stages. Each begins where the last one ended, and none exceeds the whole."""
-
-    def __init__(self, end_s: float) -> None:
-        self.stages: list[StageSpan] = []
-        self._now_s, self._end_s = 0.0, end_s
-
-    def until(self, stage: str, at_s: float, node: str | None = None, failure: str = "") -> None:
-        """Add a stage that ends at `at_s`, unless that has passed."""
-        at_s = min(at_s, self._end_s)
-        if at_s > self._now_s:
-            took_s = at_s - self._now_s
-            self.stages.append(StageSpan(stage, self._now_s, took_s, node or "", failure))
-            self._now_s = at_s
-
-
-def _chain(attempts: Sequence[Attempt]) -> list[Attempt]:
-    """Return the attempts at the choice that was tried last, oldest first."""
-    if not attempts:
-        return []
-    choice = attempts[-1].choice
-    return [one for one in attempts if one.choice <= choice < one.choice + one.num_choices]
-
-
-def _lay_out(laid: _Layout, one: Attempt, end_s: float) -> None:
-    laid.until("router_queue", end_s if one.placed_at_s is None else one.placed_at_s)
+def _ends_of_stages(
+    one: AttemptRecord, end_s: float
+) -> Iterator[tuple[str, float, NodeId | None, str]]:
+    """Yield the stages of an attempt in order: name, end, node, and the code of its loss."""
+    yield "router_queue", end_s if one.placed_at_s is None else one.placed_at_s, None, ""
     computes = one.prefill_node or one.decode_node
     prompt_at_s = one.prefilled_at_s if one.prefill_node else one.decoding_at_s
     if prompt_at_s is not None:
-        laid.until("dispatch", prompt_at_s - one.prefill_s - one.queue_s)
-        laid.until("queue", prompt_at_s - one.prefill_s, computes)
-        laid.until("prefill", prompt_at_s, computes)
+        yield "dispatch", prompt_at_s - one.prefill_s - one.queue_s, None, ""
+        yield "queue", prompt_at_s - one.prefill_s, computes, ""
+        yield "prefill", prompt_at_s, computes, ""
     if one.prefill_node and one.decoding_at_s is not None:
         step_at_s = one.decoding_at_s - one.first_step_s
         landed_at_s = step_at_s - one.decode_queue_s
-        laid.until("handoff", landed_at_s - one.exposed_s)
-        laid.until("transfer", landed_at_s, one.decode_node)
-        laid.until("decode_queue", step_at_s, one.decode_node)
-        laid.until("first_step", one.decoding_at_s, one.decode_node)
+        yield "handoff", landed_at_s - one.exposed_s, None, ""
+        yield "transfer", landed_at_s, one.decode_node, ""
+        yield "decode_queue", step_at_s, one.decode_node, ""
+        yield "first_step", one.decoding_at_s, one.decode_node, ""
     if one.decoding_at_s is not None:
-        laid.until("decode", one.lost_at_s or end_s, one.decode_node)
+        yield "decode", one.lost_at_s or end_s, one.decode_node, ""
     if one.lost_at_s is not None:
-        laid.until("lost", end_s, failure=one.failure)
+        yield "lost", end_s, None, one.failure

@@ -12,7 +12,7 @@ import msgspec
 
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import NodeInfo
+from baton.protocol.messages import NodeInfo, StageTimes
 from baton.router.request import NodeProcess
 
 FIRST_AVOID_S = 5.0
@@ -128,11 +128,12 @@ class Pairs:
             for (prefill, decode), trouble in sorted(self._trouble.items(), key=lambda one: one[0])
         )  # fmt: skip
 
-    def moved(self, prefill: NodeId, decode: NodeId, num_bytes: int, transfer_s: float) -> None:
+    def moved(self, prefill: NodeId, decode: NodeId, times: StageTimes) -> None:
         """Note what a handoff moved."""
-        count = self._count(prefill, decode)
-        count.num_bytes += num_bytes
-        count.transfer_s += transfer_s
+        if times.transfer_bytes:
+            count = self._count(prefill, decode)
+            count.num_bytes += times.transfer_bytes
+            count.transfer_s += times.transfer_s
 
     def transfers(self) -> tuple[PairTransfers, ...]:
         return tuple(

@@ -16,7 +16,7 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.outputs import Path
-from baton.router.registry import Charge, Node, Registry
+from baton.router.registry import Node, Registry, ReservedLoad
 from baton.router.request import Place, Placed
 
 # The assumed length of an answer before any has ended, and the weight of the newest one.
@@ -38,10 +38,10 @@ Flags = tuple[int, int, int, float]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The chosen nodes and the charge to each of them."""
+    """The chosen nodes and the load to reserve at each of them."""
 
     placed: Placed
-    charges: tuple[tuple[NodeId, Charge], ...]
+    loads: tuple[tuple[NodeId, ReservedLoad], ...]
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # the chosen nodes that have no room for it now
     num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
@@ -65,9 +65,9 @@ class CheapestPair:
         """Note the length of one choice of an answer."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
-    def charge_of(self, node: Node, place: Place) -> Charge:
-        """Return the charge of a leg to a decode node that runs it."""
-        return _decode_charge(node, place, _likely_tokens(place, math.ceil(self._output_tokens)))
+    def load_of(self, node: Node, place: Place) -> ReservedLoad:
+        """Return the load of an attempt at a decode node that runs it."""
+        return _decode_load(node, place, _likely_tokens(place, math.ceil(self._output_tokens)))
 
     def choose(
         self, now_s: float, registry: Registry, place: Place, kept: Collection[NodeId] = ()
@@ -290,12 +290,12 @@ class _PairSearch:
         max_uncached: int | None = None,
     ) -> Decision:
         place = self._place
-        given: list[tuple[Node, Charge]] = []
+        given: list[tuple[Node, ReservedLoad]] = []
         if prefill is not None:
             num_uncached = place.num_tokens - self._cached.get(prefill.node_id, 0)
-            given.append((prefill, Charge(num_uncached, 1, place.is_suspect)))
+            given.append((prefill, ReservedLoad(num_uncached, 1, place.is_suspect)))
         if decode is not None:
-            given.append((decode, _decode_charge(decode, place, self._likely_tokens)))
+            given.append((decode, _decode_load(decode, place, self._likely_tokens)))
         placed = Placed(
             place.key,
             None if prefill is None else prefill.node_id,
@@ -337,10 +337,10 @@ def _likely_tokens(place: Place, growth: int) -> int:
     return min(place.num_final_tokens, place.num_tokens + growth)
 
 
-def _decode_charge(node: Node, place: Place, likely_tokens: int) -> Charge:
+def _decode_load(node: Node, place: Place, likely_tokens: int) -> ReservedLoad:
     assert node.info is not None
     block_size, num_choices = node.info.layout.block_size, place.num_choices
-    return Charge(
+    return ReservedLoad(
         place.num_tokens * num_choices,
         num_choices,
         place.is_suspect,

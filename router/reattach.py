@@ -1,7 +1,8 @@
-"""The running searches for clients that come back for a stream of another router.
+"""Find a stream of another router on the decode nodes, and take it over for its client.
 
-`core` calls it on the event loop. It asks every decode node, including those that dial in later,
-and ends each search with one call. It reads no text and knows no HTTP.
+Every decode node is asked, including those that dial in later. A router that has just started knows
+few of its nodes, so a choice that no node holds counts as gone only after the nodes have had time
+to dial in.
 """
 
 import asyncio
@@ -372,33 +373,37 @@ class Reattaching:
                 self._ask(node, Cancel(tuple(running), "ended"))
 
 
-def adopted(
+def adopted_choices(
     claim: Claim, found: FoundRequest, stream: RequestStream, registry: Registry
 ) -> tuple[AdoptedChoice, ...]:
-    """Return every choice of the request, and bring `stream` to its caller's position."""
+    """Return every choice of the request, and bring `stream` to its caller's position.
+
+    What the caller has goes through the choice's detokenizer again, so that the text goes on where
+    it was cut, even inside a character or a stop string.
+    """
     choices: list[AdoptedChoice] = []
     for index in range(found.attached.num_choices):
         received = claim.received[index] if claim.received is not None else ReceivedPart()
         one = found.choices.get(index)
         if one is None:  # the caller has the whole choice, and its node has forgotten it
-            stream.metrics.received(received.num_tokens)
+            stream.metrics.received(min(received.num_tokens, found.attached.sampling.max_tokens))
             choices.append(AdoptedChoice(Key(claim.request_id, index), [], has_ended=True))
             continue
-        node = registry.node(one.node) if one.held.is_running else None
-        is_stopped = stream.replay(index, one.held.token_ids[: received.num_tokens])
-        num_again = max(0, received.num_tokens - len(one.held.token_ids))
+        held = one.held
+        node = registry.node(one.node) if held.is_running else None
+        # What the caller says is not trusted beyond what the nodes hold.
+        num_received = min(received.num_tokens, len(held.token_ids) + one.is_landing)
+        is_stopped = stream.replay(index, held.token_ids[:num_received])
+        num_again = max(0, num_received - len(held.token_ids))
         if received.has_ended:  # nothing more comes of it
             stream.metrics.received(num_again)
         else:
             stream.expect_again(index, num_again)
+        has_ended = received.has_ended or is_stopped
+        process = None if node is None else node.process
         choices.append(
             AdoptedChoice(
-                one.held.key,
-                one.held.token_ids,
-                received.num_tokens,
-                received.has_ended or is_stopped,
-                one.held.finish_reason,
-                None if node is None else node.process,
+                held.key, held.token_ids, num_received, has_ended, held.finish_reason, process
             )
         )
     return tuple(choices)

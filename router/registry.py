@@ -76,7 +76,7 @@ NO_LOAD = Load()
 NO_TOTALS = Totals()
 
 
-class Charge(msgspec.Struct, frozen=True):
+class ReservedLoad(msgspec.Struct, frozen=True):
     num_tokens: int
     num_sequences: int
     is_suspect: bool = False
@@ -99,7 +99,7 @@ class Node:
     totals: Totals = NO_TOTALS
     step_age_s: float = 0.0
     state: NodeState = "starting"
-    charges: dict[Key, Charge] = field(default_factory=dict)
+    reserved: dict[Key, ReservedLoad] = field(default_factory=dict)
     num_tokens: int = 0
     num_sequences: int = 0
     num_suspects: int = 0
@@ -118,28 +118,28 @@ class Node:
         An idle node takes any work that its pool can hold.
         """
         info = self.info
-        if info is None or not info.facts.step.num_seats or not self.charges:
+        if info is None or not info.facts.step.num_seats or not self.reserved:
             return True
         if self.role == "prefill":
             return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
         # A request with many choices needs one seat to begin.
-        has_seat = len(self.charges) + self.num_foreign < SURPLUS * info.facts.step.num_seats
+        has_seat = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_seats
         return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
 
-    def charge(self, key: Key, charge: Charge) -> None:
+    def reserve(self, key: Key, load: ReservedLoad) -> None:
         """Add the work of a leg to this node."""
-        assert key not in self.charges, f"{key} is already charged to {self.node_id}"
-        self.charges[key] = charge
-        self._add(charge, 1)
+        assert key not in self.reserved, f"{key} has load reserved at {self.node_id}"
+        self.reserved[key] = load
+        self._add(load, 1)
 
     def release(self, key: Key) -> bool:
         """Take the work of a leg off this node; False if the leg is not charged to it."""
-        charge = self.charges.pop(key, None)
+        charge = self.reserved.pop(key, None)
         if charge is not None:
             self._add(charge, -1)
         return charge is not None
 
-    def _add(self, charge: Charge, sign: int) -> None:
+    def _add(self, charge: ReservedLoad, sign: int) -> None:
         self.num_tokens += sign * charge.num_tokens
         self.num_sequences += sign * charge.num_sequences
         self.num_suspects += sign * charge.is_suspect
@@ -340,11 +340,11 @@ class Registry:
     def forget(self, request_id: RequestId) -> None:
         """Remove all charges of a request from all nodes."""
         for node in self._nodes.values():
-            for key in [key for key in node.charges if key.request_id == request_id]:
+            for key in [key for key in node.reserved if key.request_id == request_id]:
                 self.release(node.node_id, key)
 
-    def charge(self, node_id: NodeId, key: Key, charge: Charge) -> None:
-        self._nodes[node_id].charge(key, charge)
+    def reserve(self, node_id: NodeId, key: Key, load: ReservedLoad) -> None:
+        self._nodes[node_id].reserve(key, load)
 
     def note_pair(self, placed: Placed) -> None:
         """Note that a leg was given to a pair, whose handoff will show whether it works."""

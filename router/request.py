@@ -1,4 +1,9 @@
-"""What happens to one request, what must be done about it, and its attempts on nodes."""
+"""One request: its events, the commands that follow from them, and its attempts on nodes.
+
+Events and commands are Structs, so a run can be recorded and replayed. An attempt that is no longer
+wanted is kept until every node has confirmed that nothing more will come, because its blocks count
+as used until then.
+"""
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
@@ -64,7 +69,7 @@ class Adopted(RequestMessage, frozen=True):
 
 
 class Placed(RequestMessage, frozen=True):
-    """The answer to `Place`: these nodes have been charged. At least one of them is set."""
+    """The answer to `Place`: these nodes have the load. At least one of them is set."""
 
     key: Key
     prefill_node: NodeId | None
@@ -74,7 +79,7 @@ class Placed(RequestMessage, frozen=True):
 
 
 class NotPlaced(RequestMessage, frozen=True):
-    """The other answer to `Place`: no node was able to take the leg in time."""
+    """The other answer to `Place`: no node was able to take the attempt in time."""
 
     key: Key
     failure: Failure
@@ -113,7 +118,7 @@ RequestEvent = (
 
 
 class Place(RequestMessage, frozen=True):
-    """Finds nodes for this leg and charges them. `Placed` or `NotPlaced` is the answer.
+    """Finds nodes for this attempt and reserves its load. `Placed` or `NotPlaced` answers.
 
     `Unplace` withdraws it, and then there may be no answer.
     """
@@ -140,7 +145,7 @@ class Send(RequestMessage, frozen=True):
 
 
 class Release(RequestMessage, frozen=True):
-    """Removes this leg's charge from the node. Comes exactly once per leg and placed node."""
+    """Releases the load of an attempt at a node. Comes exactly once per attempt and placed node."""
 
     node: NodeId
     key: Key
@@ -168,7 +173,7 @@ class Deliver(RequestMessage, frozen=True):
 class Timed(RequestMessage, frozen=True):
     """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
-    key: Key  # of the leg
+    key: Key  # of the attempt
     times: StageTimes
     of_prompt: bool
 
@@ -176,7 +181,7 @@ class Timed(RequestMessage, frozen=True):
 class TriedAgain(RequestMessage, frozen=True):
     """Records another attempt at choices. `is_resume` says that the caller has tokens of them."""
 
-    key: Key  # of the leg that was lost
+    key: Key  # of the attempt that was lost
     failure: Failure
     is_resume: bool
 
@@ -199,7 +204,7 @@ RequestCommand = (
 
 # How long a request avoids a process that failed it, if there is another one.
 AVOID_S = 30.0
-DRAINING = "draining"  # the failure of a draining node that sends a leg elsewhere
+DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -214,31 +219,16 @@ class Request(msgspec.Struct, frozen=True):
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
 
 
-class LegState(Enum):
+class AttemptState(Enum):
     WAITING = auto()  # no nodes have been chosen yet
     LIVE = auto()  # the nodes have been told to start
     LEAVING = auto()  # no output is wanted, and nodes have yet to confirm their cancels
     CLOSED = auto()
 
 
-class Avoided:
-    """The processes that failed a request, each until the request may be given to it again."""
-
-    __slots__ = ("_until_s",)
-
-    def __init__(self) -> None:
-        self._until_s: dict[NodeProcess, float] = {}
-
-    def add(self, now_s: float, process: NodeProcess) -> None:
-        self._until_s[process] = now_s + AVOID_S
-
-    def at(self, now_s: float) -> frozenset[NodeProcess]:
-        return frozenset(process for process, at_s in self._until_s.items() if now_s < at_s)
-
-
 @dataclass(slots=True, frozen=True)
 class Loss:
-    """Why a leg or some of its sequences were lost, and the nodes that the next attempt avoids."""
+    """Why an attempt or some of its sequences were lost, and the nodes that the next one avoids."""
 
     failure: Failure
     blamed: frozenset[NodeId] = frozenset()
@@ -262,13 +252,13 @@ class Loss:
 
 
 @dataclass(slots=True, eq=False)
-class Leg:
-    """`open` holds the choices that still get their tokens from this leg."""
+class Attempt:
+    """One attempt at choices. `open` holds the choices that still get their tokens from it."""
 
     key: Key  # the key of its lowest choice
     choices: tuple[int, ...]
     num_tokens: int  # tokens that were sent with it, which is the position of its first new token
-    state: LegState = LegState.WAITING
+    state: AttemptState = AttemptState.WAITING
     prefill: NodeId | None = None
     decode: NodeId | None = None
     epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
@@ -277,25 +267,25 @@ class Leg:
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
     first_tokens: tuple[FirstToken, ...] | None = None
-    charged: set[NodeId] = field(default_factory=set)
+    reserved: set[NodeId] = field(default_factory=set)
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
     heard_s: float = 0.0
     leave_by_s: float = 0.0
 
     @classmethod
-    def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Leg":
-        """Return the leg of a sequence that a decode node already runs."""
+    def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Attempt":
+        """Return the attempt of a sequence that a decode node already runs."""
         return cls(
             key,
             (key.choice,),
             num_tokens,
-            LegState.LIVE,
+            AttemptState.LIVE,
             decode=process[0],
             epochs=dict([process]),
             open={key.choice},
             accepted=True,
             streaming=True,
-            charged={process[0]},
+            reserved={process[0]},
             heard_s=now_s,
         )
 
@@ -312,7 +302,7 @@ class Leg:
         is_whole = all(first.finish_reason is not None for first in firsts)
         if self.decode is not None and not self.accepted and not is_whole:
             return []
-        # A leg without a decode node has to generate only one token.
+        # Without a decode node, only one token has to be generated.
         last: FinishReason | None = "length" if self.decode is None else None
         return [
             (choice, first.token_id, first.finish_reason or last)
@@ -321,7 +311,7 @@ class Leg:
 
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
-        """Return the processes of a handoff, prefill first; None if this leg has no handoff."""
+        """Return the processes of a handoff, prefill first; None without a handoff."""
         if self.prefill is None or self.decode is None:
             return None
         return self.process(self.prefill), self.process(self.decode)
@@ -330,12 +320,12 @@ class Leg:
         return node, self.epochs.get(node, Epoch(""))
 
     def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
-        """Return whether `node` works for this leg and some of `keys` belong to it."""
-        works = self.state is LegState.LIVE and node in (self.prefill, self.decode)
+        """Return whether `node` works for this attempt and some of `keys` belong to it."""
+        works = self.state is AttemptState.LIVE and node in (self.prefill, self.decode)
         return works and not set(keys).isdisjoint(self.keys)
 
     def loss_of(self, node: NodeId, failure: Failure) -> Loss:
-        """Return the loss that a failure at `node` means while this leg is wanted."""
+        """Return the loss that a failure at `node` means while this attempt is wanted."""
         if failure.code == Cancelled.code:
             # This router cancelled nothing, so the node or its peer has lost its channel to this
             # router.
@@ -349,46 +339,16 @@ class Leg:
         # A single failure does not show which end is at fault, so the request avoids both.
         return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
 
-    def wish(
-        self,
-        request: Request,
-        output: list[int],
-        avoid: frozenset[NodeProcess],
-        *,
-        is_suspect: bool,
-        is_remote_only: bool,
-    ) -> Place:
-        """Return the command that asks for nodes for this leg."""
-        num_prompt, max_tokens = len(request.token_ids), request.sampling.max_tokens
-        return Place(
-            self.key,
-            self.num_tokens,
-            len(self.choices),
-            wants_decode=max_tokens - len(output) > 1,
-            num_final_tokens=num_prompt + max_tokens,
-            avoid=avoid,
-            is_resume=bool(output),
-            is_suspect=is_suspect,
-            is_remote_only=is_remote_only,
-            block_keys=request.block_keys,
-        )
-
-    def orders(self, request: Request, output: list[int]) -> list[Send]:
-        """Return the messages that start this leg. They are sent at the same time."""
+    def start_commands(self, request: Request, output: list[int]) -> list[Send]:
+        """Return the messages that start this attempt. They are sent at the same time."""
         token_ids = [*request.token_ids, *output]
         num_prompt, num_choices = len(request.token_ids), len(self.choices)
         sends: list[Send] = []
         if self.decode is not None:
             decode = Decode(
-                self.key,
-                token_ids,
-                num_prompt,
-                request.sampling,
-                num_choices,
-                self.prefill,
-                request.kept,
-                self.max_uncached_tokens,
-            )
+                self.key, token_ids, num_prompt, request.sampling, num_choices, self.prefill,
+                request.kept, self.max_uncached_tokens,
+            )  # fmt: skip
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:
             prefill = Prefill(
@@ -398,9 +358,9 @@ class Leg:
         return sends
 
     def releases(self, nodes: Set[NodeId]) -> list[Release]:
-        """Return commands that remove this leg's charge from `nodes` that still have it."""
-        given = sorted(self.charged & nodes)
-        self.charged.difference_update(given)
+        """Return commands that release this attempt's load at `nodes` that still have it."""
+        given = sorted(self.reserved & nodes)
+        self.reserved.difference_update(given)
         return [Release(node, self.key) for node in given]
 
     def confirm(self, node: NodeId, keys: tuple[Key, ...]) -> None:
@@ -413,11 +373,11 @@ class Leg:
 
 @dataclass(slots=True, eq=False)
 class Choice:
-    """One choice of the answer, over all attempts. `leg` is None once the choice has ended."""
+    """One choice of the response. `attempt` is None once the choice has ended."""
 
     index: int
-    leg: Leg | None = None
-    attempt: int = 0
+    attempt: "Attempt | None" = None
+    number: int = 0  # of the attempt; 0 is the first
     num_losses: int = 0  # attempts in a row without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller has got
     # How many of them another router delivered; one of them may still arrive here.

@@ -75,8 +75,8 @@ def decision_times_us(registry: Registry, num_tokens: int, num_decisions: int) -
         took_s = time.thread_time() - before_s
         assert decision is not None
         assert not decision.full
-        for node, charge in decision.charges:
-            registry.charge(node, place.key, charge)
+        for node, charge in decision.loads:
+            registry.reserve(node, place.key, charge)
         prefilling.append(decision)
         if len(prefilling) > num_decodes:
             _release(registry, prefilling, order, is_decode=False)

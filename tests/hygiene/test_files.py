@@ -16,10 +16,8 @@ LONGER: dict[str, str] = {
     "protocol/config.py": "the one tree of settings, of which flags and pages are made",
     "router/lifecycle.py": "one state machine, whose transitions are read side by side",
     "router/core.py": "the router without text",
-    "router/detokenizer.py": "the text of a choice, token by token",
     "router/reattach.py": "the search for a stream and its adoption",
     "router/registry.py": "the nodes of a router",
-    "router/request.py": "the events, commands and attempts of a request",
 }
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
 UNSAFE_METHODS = {"send_pyobj", "recv_pyobj"}

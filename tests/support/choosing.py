@@ -51,5 +51,5 @@ def choose(
 
 
 def charge(registry: Registry, decision: Decision) -> None:
-    for node, amount in decision.charges:
-        registry.charge(node, decision.placed.key, amount)
+    for node, amount in decision.loads:
+        registry.reserve(node, decision.placed.key, amount)

@@ -8,7 +8,7 @@ from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
 from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
-from baton.router.registry import Charge, Registry
+from baton.router.registry import ReservedLoad, Registry
 from tests.support.choosing import PAIRS, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -25,8 +25,8 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
     decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
     assert (decision.placed.prefill_node, decision.placed.decode_node) == ("p1", "d1")
-    assert (decision.num_cached_tokens, decision.charges[0][1].num_tokens) == (36, 4)
-    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(36, 1))
+    assert (decision.num_cached_tokens, decision.loads[0][1].num_tokens) == (36, 4)
+    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(36, 1))
     assert choose(registry, place("b"), "never") == ("p0", "d1")  # as much work, and less queue
     assert choose(registry, place("c"), "never") == ("p1", "d0")  # d1 has a sequence
     registry.gone(NodeId("p1"))
@@ -48,7 +48,7 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
     assert choose(registry, remote) == ("p0", "d0")
     # A decode node that waits for so much less than the other is given up for.
     for number in range(20):
-        registry.charge(NodeId("d1"), Key(RequestId(f"busy{number}")), Charge(10, 1))
+        registry.reserve(NodeId("d1"), Key(RequestId(f"busy{number}")), ReservedLoad(10, 1))
     assert choose(registry, place("d", 60)) == ("p1", "d0")
 
 
@@ -57,8 +57,8 @@ def test_a_node_with_room_comes_before_one_that_has_the_prompt() -> None:
     registry = cluster(*[msgspec.structs.replace(info, facts=step) for info in PAIRS])
     holding(registry, p1=200, d1=200)
     for number in range(5):
-        registry.charge(NodeId("p1"), Key(RequestId(f"p{number}")), Charge(13, 1))
-        registry.charge(NodeId("d1"), Key(RequestId(f"d{number}")), Charge(1, 1))
+        registry.reserve(NodeId("p1"), Key(RequestId(f"p{number}")), ReservedLoad(13, 1))
+        registry.reserve(NodeId("d1"), Key(RequestId(f"d{number}")), ReservedLoad(1, 1))
     decision = CheapestPair("auto", 32).choose(0.0, registry, place("a", 200))
     assert decision.placed.decode_node == "d0"
     assert decision.placed.prefill_node == "p0"
@@ -77,7 +77,7 @@ def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
     registry = cluster(*(node_info(name, "prefill") for name in names), node_info("d0", "decode"))
     holding(registry, **dict(zip(names, cached, strict=True)))
     for name, num_tokens in zip(names, queued, strict=True):
-        registry.charge(NodeId(name), Key(RequestId(name)), Charge(num_tokens, 1))
+        registry.reserve(NodeId(name), Key(RequestId(name)), ReservedLoad(num_tokens, 1))
     for number in range(num_legs):
         before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
         pair = choose(registry, place(f"r{number}", 160), "never")
@@ -92,10 +92,10 @@ def on_host(name: str, host: str) -> NodeInfo:
 
 def test_blocks_that_need_not_leave_a_host_are_worth_a_little_queue() -> None:
     registry = cluster(on_host("p0", "a"), on_host("p1", "b"), on_host("d0", "b"))
-    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(70, 1))
+    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(70, 1))
     assert choose(registry, place("a", 800), "never") == ("p1", "d0")
     registry.forget(RequestId("a"))
-    registry.charge(NodeId("p1"), Key(RequestId("more")), Charge(10, 1))
+    registry.reserve(NodeId("p1"), Key(RequestId("more")), ReservedLoad(10, 1))
     assert choose(registry, place("b", 800), "never") == ("p0", "d0")
 
 
@@ -109,8 +109,8 @@ def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(
     registry = cluster(*(on_host(name, host) for name, host in hosts.items()))
     for name, (role, _, busy) in zip(names, nodes, strict=True):
         for number in range(busy):
-            charged = Charge(7, 1) if role == "p" else Charge(90, 1)
-            registry.charge(NodeId(name), Key(RequestId(f"busy-{number}")), charged)
+            charged = ReservedLoad(7, 1) if role == "p" else ReservedLoad(90, 1)
+            registry.reserve(NodeId(name), Key(RequestId(f"busy-{number}")), charged)
 
     def order(prefill: str, decode: str) -> tuple[float, int, str, str]:
         first, second = registry.node(NodeId(prefill)), registry.node(NodeId(decode))

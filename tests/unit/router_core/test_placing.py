@@ -69,7 +69,7 @@ def test_a_request_leaves_room_for_as_many_tokens_as_answers_have_had() -> None:
     after = policy.choose(0.0, registry, leg)
     assert before is not None
     assert after is not None
-    assert [decision.charges[1][1].num_blocks for decision in (before, after)] == [32, 13]
+    assert [decision.loads[1][1].num_blocks for decision in (before, after)] == [32, 13]
 
 
 def test_a_leg_that_waits_for_one_node_holds_up_nobody_who_goes_to_another() -> None:

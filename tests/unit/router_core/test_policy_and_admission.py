@@ -20,7 +20,7 @@ from baton.router.queue import (
     fit,
     sampling_of,
 )
-from baton.router.registry import Charge
+from baton.router.registry import ReservedLoad
 from baton.router.request import NodeProcess, Place
 from tests.support.choosing import PAIRS, choose, cluster, place
 from tests.support.scripted_nodes import node_info
@@ -56,7 +56,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_t
     registry = cluster(*PAIRS)
     for name in ("d0", "d1"):
         assert registry.pairs.failed(0.0, process("p0"), process(name), UNREADABLE)
-    registry.charge(NodeId("p1"), Key(RequestId("busy")), Charge(1000, 1))
+    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(1000, 1))
     assert choose(registry, place("a")) == ("p1", "d0")
     assert choose(registry, place("b")) == ("p1", "d1")
     states = {node.node_id: node.state for node in nodes_health(0.0, registry)}

@@ -23,7 +23,7 @@ from baton.router.registry import (
     LOST_KEPT_S,
     SILENCE_S,
     Change,
-    Charge,
+    ReservedLoad,
     Entered,
     Left,
     Notice,
@@ -147,7 +147,7 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() 
     registry, old = Registry(), node_info("d0", "decode", "e0")
     join(registry, old)
     key = Key(RequestId("r"))
-    registry.charge(old.node_id, key, Charge(10, 1))
+    registry.reserve(old.node_id, key, ReservedLoad(10, 1))
     new = node_info("d0", "decode", "e1")
     assert [type(change) for change in registry.hello(1.0, old.node_id, hello_of(new))] == [Left]
     registry.ready(1.0, old.node_id, Ready(new))
@@ -302,11 +302,11 @@ def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
     d0, one, other = NodeId("d0"), Key(RequestId("r")), Key(RequestId("s"))
-    registry.charge(d0, one, Charge(10, 2))
-    registry.charge(d0, other, Charge(5, 1))
+    registry.reserve(d0, one, ReservedLoad(10, 2))
+    registry.reserve(d0, other, ReservedLoad(5, 1))
     registry.release(d0, one)
     registry.release(d0, one)
     (node,) = registry.in_service("decode")
     assert (node.num_tokens, node.num_sequences) == (5, 1)
     registry.forget(RequestId("s"))
-    assert (node.num_tokens, node.num_sequences, node.charges) == (0, 0, {})
+    assert (node.num_tokens, node.num_sequences, node.reserved) == (0, 0, {})

@@ -3,26 +3,28 @@
 import pytest
 
 from baton.protocol.ids import NodeId
-from baton.router.outputs import Attempt, RequestMetrics, waterfall
+from baton.router.outputs import AttemptRecord, RequestMetrics, waterfall
 
 P0, D0, D1 = NodeId("p0"), NodeId("d0"), NodeId("d1")
-WHOLE = Attempt(
+WHOLE = AttemptRecord(
     0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=2.0,
     decoding_at_s=3.0, queue_s=0.25, prefill_s=1.0, transfer_s=0.75, exposed_s=0.25,
     decode_queue_s=0.125, first_step_s=0.25,
 )  # fmt: skip
-LOCAL = Attempt(
+LOCAL = AttemptRecord(
     0, 1, 0, 0.0, placed_at_s=0.5, decode_node=D0, decoding_at_s=2.0, queue_s=0.5, prefill_s=0.75
 )
-LOST = Attempt(
+LOST = AttemptRecord(
     0, 2, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=1.0,
     prefill_s=0.5, decoding_at_s=1.5, first_step_s=0.25, lost_at_s=2.0, failure="node_lost",
 )  # fmt: skip
-RESUMED = Attempt(1, 1, 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5)
-OTHER = Attempt(0, 1, 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
-NEVER_PLACED = Attempt(0, 1, 0, 0.0)
+RESUMED = AttemptRecord(
+    1, 1, 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5
+)
+OTHER = AttemptRecord(0, 1, 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
+NEVER_PLACED = AttemptRecord(0, 1, 0, 0.0)
 # A clock of a node that runs fast: its stages do not fit between the router's times.
-TOO_LONG = Attempt(
+TOO_LONG = AttemptRecord(
     0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=1.0,
     decoding_at_s=1.25, queue_s=9.0, prefill_s=9.0, exposed_s=9.0, first_step_s=9.0,
 )  # fmt: skip
@@ -48,7 +50,7 @@ TOO_LONG = Attempt(
     ],
     ids=["pair", "local", "resumed", "never placed", "clocks", "none"],
 )
-def test_the_stages_add_up(attempts: list[Attempt], expected: str) -> None:
+def test_the_stages_add_up(attempts: list[AttemptRecord], expected: str) -> None:
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=attempts))
     words = expected.split()
     wanted = [(n, float(s)) for n, s in zip(words[::2], words[1::2], strict=True) if float(s)]
