@@ -115,6 +115,50 @@ async def test_a_finished_stream_needs_no_node(bench: RouterBench) -> None:
 
 
 @routed()
+async def test_a_client_cannot_claim_more_tokens_than_there_are(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    received = (ReceivedPart(10**9, True, True), ReceivedPart(10**9, True, True), ReceivedPart())
+    task = taking(bench, claim(*received), SamplingParams(n=3, max_tokens=8))
+    await asked(decode)
+    held = [HeldChoice(Key(ID, 1), ANSWER[:2], "stop"), HeldChoice(Key(ID, 2), ANSWER, "length")]
+    decode.say(attached(*held, num_choices=3))
+    stream, _ = await task
+    await stream.ended()
+    assert stream.metrics.num_output_tokens == 8 + 2 + 8
+
+
+@routed()
+async def test_a_node_that_gives_a_stream_twice_is_not_told_to_end_it(bench: RouterBench) -> None:
+    """It lost its channel while it answered, and was asked again."""
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim())
+    await asked(decode)
+    for _ in range(2):
+        decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 5, ANSWER[5:], "length")]))
+    stream, deltas = await task
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER
+    assert not [message for message in decode.heard if isinstance(message, Cancel)]
+
+
+@routed()
+async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim(ReceivedPart(5, True)))
+    await asked(decode)
+    decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
+    stream, deltas = await task
+    bench.core.close()
+    with pytest.raises(Overloaded) as error:
+        await stream.ended()
+    assert (error.value.code, token_ids(deltas)) == ("shutting_down", [])
+    assert "Last-Event-ID" in error.value.message
+
+
+@routed()
 async def test_a_stop_string_that_the_cut_went_through_is_found(bench: RouterBench) -> None:
     _, decode = await bench.pair()
     text = bench.router.get_tokenizer()

@@ -8,7 +8,7 @@ from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
 from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
-from baton.router.registry import ReservedLoad, Registry
+from baton.router.registry import Registry, ReservedLoad
 from tests.support.choosing import PAIRS, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 

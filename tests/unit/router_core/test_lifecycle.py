@@ -20,7 +20,12 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.lifecycle import CONFIRM_DEADLINE_S, SILENCE_DEADLINE_S, Lifecycle
+from baton.router.lifecycle import (
+    CONFIRM_DEADLINE_S,
+    SILENCE_DEADLINE_S,
+    STREAM_DEADLINE_S,
+    Lifecycle,
+)
 from baton.router.request import (
     AVOID_S,
     DRAINING,
@@ -28,6 +33,7 @@ from baton.router.request import (
     AdoptedChoice,
     Begun,
     CallerGone,
+    ChoiceStopped,
     Closed,
     Deliver,
     HandoffEnded,
@@ -302,6 +308,27 @@ def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
     drive.place()
     drive.now_s = SILENCE_DEADLINE_S
     assert len(of_type(drive.step(Tick()), Place)) == 1
+
+
+def test_a_stream_that_falls_silent_moves_on() -> None:
+    drive = Driver()
+    drive.place()
+    drive.says(D, TokenEntry(KEY, 3, [9]))
+    drive.now_s = STREAM_DEADLINE_S
+    (place,) = of_type(drive.step(Tick()), Place)
+    assert place.is_resume
+
+
+def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
+    """For example by a cancel of a session that is gone."""
+    drive = Driver(num_choices=2)
+    drive.place()
+    drive.says(D, TokenEntry(KEY, 3, [9]))
+    drive.says(D, TokenEntry(Key(R, 1), 3, [8]))
+    drive.step(ChoiceStopped(1))
+    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Place) == [], "it was asked for"
+    (place,) = of_type(drive.says(D, CancelDone((KEY,))), Place)
+    assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
 
 
 def test_giving_up_while_waiting_for_nodes_takes_the_place_back() -> None:

@@ -23,12 +23,12 @@ from baton.router.registry import (
     LOST_KEPT_S,
     SILENCE_S,
     Change,
-    ReservedLoad,
     Entered,
     Left,
     Notice,
     Refuse,
     Registry,
+    ReservedLoad,
 )
 from tests.support.scripted_nodes import computing, hello_of, node_info, toy_layout
 
