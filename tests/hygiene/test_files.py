@@ -15,7 +15,8 @@ LONGER: dict[str, str] = {
     "protocol/messages.py": "the whole vocabulary of the channels, in the order of its page",
     "protocol/config.py": "the one tree of settings, of which flags and pages are made",
     "router/lifecycle.py": "one state machine, whose transitions are read side by side",
-    "router/core.py": "the router without text",
+    "router/core.py": "every event of the router passes it",
+    "tests/unit/router_core/test_lifecycle.py": "the turns of one state machine",
     "router/reattach.py": "the search for a stream and its adoption",
     "router/registry.py": "the nodes of a router",
 }
