@@ -38,7 +38,7 @@ BOUNDARIES = {
     "router:App._response_to",
     "router:OpenStream._one_ended",
     "router:OpenStream.begin",
-    "router:ActiveRequests._step",
+    "router:RouterCore._step",
     "router:Reattaching._end",
     "router:ChatTemplate.render",  # a template can raise whatever Python can
 }
