@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.model_config import DecoderConfig
-from baton.kv_transfer.host_pool import HostPool, available_bytes
+from baton.kv_transfer.pools import HostPool, available_bytes
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import MAX_BLOCKS

@@ -34,7 +34,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     Released,
 )
-from baton.kv_transfer.transports.choice import reaches_of
+from baton.kv_transfer.transports.addresses import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.kv_transfer.host_pool import PoolShape
+from baton.kv_transfer.pools import PoolShape
 from baton.protocol.errors import ConfigError, TransferError
 
 DRIVER = "libcuda.so.1"

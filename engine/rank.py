@@ -49,9 +49,8 @@ from baton.kernels.cpu_library import CpuLibrary, has_bf16_tiles
 from baton.kernels.cpu_linears import CpuLinears
 from baton.kernels.cpu_sampler import CpuSampler
 from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.device_pool import DevicePool
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch

@@ -8,14 +8,13 @@ behind it.
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.kv_transfer.announced_sums import AnnouncedSums
-from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     AgentEvent,
     BlocksSummed,
     ConnectorEvent,
     ConnectorStep,
+    Effects,
     Expect,
     FromPeer,
     FromRank,
@@ -29,9 +28,9 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     ReadQuiet,
 )
-from baton.kv_transfer.landing.landings import Landings
-from baton.kv_transfer.offers import Offers
+from baton.kv_transfer.offers import AnnouncedSums, Offers
 from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, PeerTable, RankLink
+from baton.kv_transfer.receives import Landings
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.messages import (

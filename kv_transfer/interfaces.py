@@ -1,12 +1,11 @@
-"""The interfaces of this room.
+"""The vocabulary of this room: what a node, its connector, its agents and transports exchange.
 
-`Transport` moves bytes, `TransferPort` is one rank's agent as its node sees it, and `Connector`
-knows requests: it takes events and returns commands and reports. A read is *stale* if it ended
-after its lease. The connector decides that; transports only report when a read was posted and when
-it ended. All times are seconds since this host's boot (`boottime`).
+A read is *stale* if it ended after its lease. The connector decides that; transports only report
+when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -46,15 +45,14 @@ class BlockPiece(msgspec.Struct, frozen=True):
     num_bytes: int
 
 
-# The failure of a read whose checksums differ from those that were sent.
-CORRUPT_BLOCKS = "corrupt_blocks"
+CORRUPT_BLOCKS = "corrupt_blocks"  # the failure of a read whose checksums differ
 LEASE_EXPIRED = "lease_expired"  # the failure of a handoff that decode did not renew in time
 
 # --- a rank's agent, as its node sees it (travels to worker processes) --------------------------
 
 
 class AgentMessage(msgspec.Struct, frozen=True, tag=True):
-    """The root of the commands to a transfer agent and of its events."""
+    """The root of an agent's commands and events."""
 
 
 class AddPeer(AgentMessage, frozen=True):
@@ -134,7 +132,7 @@ class ReadEnded(AgentMessage, frozen=True):
 
 
 class ReadQuiet(AgentMessage, frozen=True):
-    """A read that ended without being quiet is quiet now: no byte of it can land any more."""
+    """That read is quiet now: no byte of it can land any more."""
 
     ticket: int
 
@@ -273,7 +271,7 @@ class FromRank(ConnectorMessage, frozen=True):
 class Offer(ConnectorMessage, frozen=True):
     """On prefill: all blocks of this prompt are reserved, and `decode_node` may read them.
 
-    The scheduler's Span, End and Withdrawn for this key follow, and are sent unchanged.
+    The scheduler's Span, End and Withdrawn for this key follow.
     """
 
     key: Key
@@ -379,19 +377,24 @@ ConnectorReport = Released | Offered | Landed | LandingEnded | BlocksQuiet
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):
-    """The effects of one step of the connector. Call it again by `wake_at_s`, if that is set."""
+    """The effects of one step. Call the connector again by `wake_at_s`, if that is set."""
 
     commands: list[ConnectorCommand]
     reports: list[ConnectorReport]
     wake_at_s: float | None
 
 
-class Connector(Protocol):
-    """One per node, for both roles. It is pure: it has no clock and no I/O; keys break ties.
+@dataclass(slots=True)
+class Effects:
+    """`reachable` are the peers that have a channel. A message to any other peer is dropped."""
 
-    Exactly one Released follows each Offer, and exactly one Landed or LandingEnded follows each
-    Expect. Every state that is not final has a deadline. Tombstones answer messages of keys that
-    have ended. A bounded number of messages of keys that are not yet expected is parked for 5 s.
-    """
+    reachable: set[PeerName]
+    commands: list[ConnectorCommand] = field(default_factory=list)
+    reports: list[ConnectorReport] = field(default_factory=list)
 
-    def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep: ...
+    def tell(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+        if peer in self.reachable:
+            self.commands.append(ToPeer(*peer, message))
+
+    def order(self, rank: int, command: AgentCommand) -> None:
+        self.commands.append(ToRank(rank, command))

@@ -4,28 +4,44 @@ The connector holds `Offers` and reports channels and time to it. If a reader re
 ended, or that was never offered, the answer is that the handoff was withdrawn.
 """
 
-from collections.abc import Iterable
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import assert_never
 
-from baton.kv_transfer.announced_sums import AnnouncedSums
-from baton.kv_transfer.effects import Effects
-from baton.kv_transfer.interfaces import BlocksSummed, Offer, PeerName, Released
-from baton.kv_transfer.peers import Peer, PeerTable
-from baton.kv_transfer.source import (
-    ChannelLost,
-    LeaseEnded,
-    Reconnected,
-    SourceEvent,
-    SourceHandoff,
-    SourceState,
+import msgspec
+
+from baton.kv_transfer.interfaces import (
+    LEASE_EXPIRED,
+    BlocksSummed,
+    Effects,
+    Offer,
+    PeerName,
+    Released,
+    SumBlocks,
 )
+from baton.kv_transfer.peers import Peer, PeerTable
 from baton.kv_transfer.tombstones import Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Declined, Done, End, Renew, Span, Withdrawn
+from baton.protocol.messages import (
+    Declined,
+    Done,
+    End,
+    Offered,
+    Renew,
+    Renewed,
+    Span,
+    Withdrawn,
+)
 
 
 class Offers:
-    def __init__(self, peers: PeerTable, lease_s: float, sums: AnnouncedSums | None = None) -> None:
+    def __init__(
+        self, peers: PeerTable, lease_s: float, sums: "AnnouncedSums | None" = None
+    ) -> None:
         """If `sums` is given, spans are sent with checksums of their blocks."""
         self._sums = sums
         self._peers = peers
@@ -111,7 +127,9 @@ class Offers:
             if key in self._sources:
                 self._on(now_s, self._sources[key], message, out)
 
-    def _on(self, now_s: float, source: SourceHandoff, event: SourceEvent, out: Effects) -> None:
+    def _on(
+        self, now_s: float, source: "SourceHandoff", event: "SourceEvent", out: Effects
+    ) -> None:
         source.on(now_s, event, out)
         if source.state is SourceState.RELEASED:
             del self._sources[source.key]
@@ -120,7 +138,7 @@ class Offers:
             failure = source.failure or TransferError("the blocks were given back").to_failure()
             self._tombstones.bury(source.key, Withdrawn(source.key, failure))
 
-    def _of(self, peer: PeerName) -> list[SourceHandoff]:
+    def _of(self, peer: PeerName) -> "list[SourceHandoff]":
         return [source for source in self._sources.values() if source.peer == peer]
 
     def _refusal_of(self, offer: Offer, peer: Peer | None) -> Failure | None:
@@ -132,3 +150,190 @@ class Offers:
             text = f"no router has published how to reach decode node {offer.decode_node}"
             return TransferError(text, code="node_lost").to_failure()
         return self._peers.refusal_of(peer)
+
+
+class SourceState(Enum):
+    OFFERED = auto()  # Offered is sent, spans follow
+    COMPLETE = auto()  # End is sent
+    LEAVING = auto()  # given up, but decode may still read announced blocks
+    RELEASED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class LeaseEnded:
+    """Decode did not renew in time."""
+
+
+@dataclass(slots=True, frozen=True)
+class ChannelLost:
+    """The channel to the decode process is gone, or the process was refused."""
+
+    failure: Failure
+
+
+@dataclass(slots=True, frozen=True)
+class Reconnected:
+    """There is a new channel to the process to which this handoff was offered."""
+
+
+SourceEvent = (
+    Span | End | Withdrawn | Renew | Done | Declined | ChannelLost | Reconnected | LeaseEnded
+)
+
+
+class SourceHandoff:
+    """The constructor sends Offered. `deadline_s` is the end of the lease in every state."""
+
+    def __init__(
+        self, now_s: float, offer: Offer, peer: PeerName, lease_s: float, out: Effects
+    ) -> None:
+        self.key = offer.key
+        self.peer = peer
+        self.state = SourceState.OFFERED
+        self.lease_s = lease_s
+        self.deadline_s = now_s + lease_s
+        self.failure: Failure | None = None
+        self._num_blocks = offer.num_blocks
+        self._num_announced_blocks = 0
+        self._is_complete = False
+        out.tell(peer, Offered(offer.key, offer.num_tokens, offer.num_blocks, lease_s))
+
+    def on(self, now_s: float, event: SourceEvent, out: Effects) -> None:
+        match self.state:
+            case SourceState.OFFERED | SourceState.COMPLETE:
+                self._on_live(now_s, event, out)
+            case SourceState.LEAVING:
+                self._on_leaving(event, out)
+            case SourceState.RELEASED:
+                raise InvariantBroken(f"{self.key} was released before {type(event).__name__}")
+            case _:
+                assert_never(self.state)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _on_live(self, now_s: float, event: SourceEvent, out: Effects) -> None:
+        match event:
+            case Span():
+                self._announce(event, out)
+            case End():
+                self._complete(event, out)
+            case Renew():
+                self.deadline_s = now_s + self.lease_s
+                out.tell(self.peer, Renewed(self.key))
+            case Done():
+                error = TransferError("decode reported Done for a prompt that had not ended")
+                self._release(None if self._is_complete else error.to_failure(), out)
+            case Declined(failure=failure):
+                self._release(failure, out)
+            case Withdrawn(failure=failure):
+                out.tell(self.peer, event)
+                self._leave(failure, out)
+            case ChannelLost(failure=failure):
+                self._leave(failure, out)
+            case LeaseEnded():
+                text = f"decode node {self.peer[0]} let the lease of {self.lease_s:g} s end"
+                failure = TransferError(text, code=LEASE_EXPIRED).to_failure()
+                out.tell(self.peer, Withdrawn(self.key, failure))
+                self._release(failure, out)
+            case Reconnected():
+                pass
+            case _:
+                assert_never(event)
+
+    def _on_leaving(self, event: SourceEvent, out: Effects) -> None:
+        match event:
+            case Renew() | Reconnected():
+                assert self.failure is not None
+                out.tell(self.peer, Withdrawn(self.key, self.failure))
+            case Done():
+                self._release(None if self._is_complete else self.failure, out)
+            case Declined() | LeaseEnded():
+                self._release(self.failure, out)
+            case Span() | End() | Withdrawn() | ChannelLost():
+                pass
+            case _:
+                assert_never(event)
+
+    def _announce(self, span: Span, out: Effects) -> None:
+        if self._is_complete or span.first_block != self._num_announced_blocks:
+            raise InvariantBroken(f"{self.key} announces block {span.first_block} out of order")
+        self._num_announced_blocks += len(span.block_ids)
+        out.tell(self.peer, span)
+
+    def _complete(self, end: End, out: Effects) -> None:
+        if self._is_complete or self._num_announced_blocks != self._num_blocks:
+            raise InvariantBroken(f"{self.key} ends twice or without all of its blocks")
+        self.state, self._is_complete = SourceState.COMPLETE, True
+        out.tell(self.peer, end)
+
+    def _leave(self, failure: Failure, out: Effects) -> None:
+        self.failure = failure
+        if self._num_announced_blocks == 0:
+            self._release(failure, out)
+        else:
+            self.state = SourceState.LEAVING
+
+    def _release(self, failure: Failure | None, out: Effects) -> None:
+        self.state = SourceState.RELEASED
+        self.failure = failure
+        out.reports.append(Released(self.key, failure))
+
+
+@dataclass(slots=True)
+class _Waiting:
+    message: Span | End
+    # The rows of checksums from each rank that has answered.
+    sums: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
+
+
+class AnnouncedSums:
+    def __init__(self, num_ranks: int, block_bytes: int) -> None:
+        self._num_ranks = num_ranks
+        self._block_bytes = block_bytes
+        self._tickets = itertools.count(1)
+        self._queues: dict[Key, deque[_Waiting]] = {}
+        self._asked: dict[int, _Waiting] = {}
+
+    def add(self, message: Span | End, num_pieces: int, out: Effects) -> None:
+        """Queue an announcement, and ask all ranks for the checksums if it is a span."""
+        waiting = _Waiting(message)
+        self._queues.setdefault(message.key, deque()).append(waiting)
+        if isinstance(message, Span):
+            ticket = next(self._tickets)
+            self._asked[ticket] = waiting
+            piece_bytes = self._block_bytes // num_pieces
+            for rank in range(self._num_ranks):
+                out.order(rank, SumBlocks(ticket, message.block_ids, piece_bytes, num_pieces))
+
+    def summed(self, rank: int, event: BlocksSummed) -> Key | None:
+        """Note an answer, and return the key whose announcements may now be ready."""
+        waiting = self._asked.get(event.ticket)
+        if waiting is None:
+            return None  # its handoff has ended
+        waiting.sums[rank] = event.checksums
+        if len(waiting.sums) < self._num_ranks:
+            return None
+        del self._asked[event.ticket]
+        return waiting.message.key
+
+    def take(self, key: Key) -> Iterator[Span | End]:
+        """Yield the announcements that can be sent now, in order."""
+        queue = self._queues.get(key)
+        while queue:
+            message, sums = queue[0].message, queue[0].sums
+            if isinstance(message, Span):
+                if len(sums) < self._num_ranks:
+                    return
+                rows = tuple(row for rank in range(self._num_ranks) for row in sums[rank])
+                message = msgspec.structs.replace(message, checksums=rows)
+            queue.popleft()
+            yield message
+        self._queues.pop(key, None)
+
+    def forget(self, key: Key) -> None:
+        gone = self._queues.pop(key, ())
+        self._asked = {
+            ticket: waiting
+            for ticket, waiting in self._asked.items()
+            if not any(waiting is one for one in gone)
+        }

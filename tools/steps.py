@@ -33,7 +33,7 @@ from baton.engine.runner import Runner
 from baton.engine.sampler import Draws, Sampler
 from baton.engine.tensor_parallel import SingleRank
 from baton.kernels.cpu_library import CpuLibrary
-from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling

@@ -11,7 +11,6 @@ from statistics import median
 
 from baton.deploy.doctor.path_messages import PathMeasured, PoolOffered
 from baton.kv_transfer.agent import make_port
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
@@ -23,7 +22,8 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
-from baton.kv_transfer.transports.choice import choose_transport
+from baton.kv_transfer.pools import HostPool
+from baton.kv_transfer.transports.addresses import choose_transport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch

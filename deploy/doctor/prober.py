@@ -37,7 +37,7 @@ from baton.deploy.doctor.facts import (
 from baton.deploy.doctor.files import key_facts, model_facts
 from baton.deploy.ports import check_port
 from baton.engine.compute_facts import ComputeFacts
-from baton.kv_transfer.host_pool import available_bytes
+from baton.kv_transfer.pools import available_bytes
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError

@@ -8,21 +8,20 @@ quiet only once the GPU has ended it. Only an agent's thread calls this transpor
 touches a GPU is in `PeerMemory`.
 """
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
-from baton.kv_transfer.device_pool import DevicePool, PeerPool
-from baton.kv_transfer.host_pool import PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
-from baton.kv_transfer.transports.addresses import decode_address
-from baton.kv_transfer.transports.fence import make_fence
-from baton.kv_transfer.transports.owner_links import Mapping, OwnerLinks
-from baton.kv_transfer.transports.piece_map import PieceMap, PieceRead
-from baton.kv_transfer.transports.shm import ShmAddress
+from baton.kv_transfer.pools import DevicePool, PeerPool, PieceMap, PieceRead, PoolShape
+from baton.kv_transfer.transports.addresses import (
+    CUDA_IPC,
+    CudaIpcAddress,
+    ShmAddress,
+    process_space,
+)
+from baton.kv_transfer.transports.pool_links import Mapping, OwnerLinks
+from baton.kv_transfer.transports.shm import make_fence
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -35,7 +34,7 @@ class CudaIpcTransport:
     Raises `ConfigError` where the memory cannot be shared.
     """
 
-    name = "cuda_ipc"
+    name = CUDA_IPC
     connect_s = 10.0
     least_slice_bytes = 1 << 30  # a span is one launch; the GPU needs a few milliseconds for it
     progress_s: float | None = None
@@ -53,7 +52,7 @@ class CudaIpcTransport:
         self._leaving: list[_OpenPeer] = []
 
     def address(self) -> bytes:
-        table = ShmAddress.of(self._links, self._pool.table, self._epoch)
+        table = ShmAddress.here(self._links.name, self._pool.table.nonce, self._epoch)
         peers, block_bytes = self._pool.peers, self._pool.memory.block_bytes
         return CudaIpcAddress(
             table, self._handle, block_bytes, peers.gpu, peers.visible, process_space()
@@ -174,39 +173,6 @@ class CudaIpcTransport:
                 self._leaving.remove(peer)
                 if peer.pool is not None:
                     peer.pool.close()
-
-
-class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
-    """Where to get a rank's table of generations and its GPU memory.
-
-    The handle opens the memory to any process of this user that sees the GPU, so addresses may only
-    travel between authenticated peers.
-    """
-
-    table: ShmAddress
-    handle: bytes
-    block_bytes: int
-    gpu: str
-    visible: tuple[str, ...]  # the GPUs that the process can read from
-    processes: str  # the namespaces in which CUDA's handles are valid
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> "CudaIpcAddress":
-        """Return the decoded address. Raises `TransferError` if `data` is not one."""
-        return decode_address(data, cls, "cuda_ipc")
-
-    def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
-        """Return whether both are on one host and share handles, and the reader sees the GPU."""
-        is_near = self.table.shares_host(reader.table) and self.processes == reader.processes
-        return is_near and self.gpu in reader.visible
-
-
-def process_space() -> str:
-    """Return the namespaces of processes and of shared memory; CUDA's handles need both."""
-    return "/".join(str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("pid", "ipc"))
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,7 @@
 
 Only an agent's thread calls it. A warm-up read connects each pair. Between GPUs it lands in a spare
 block of the pool, because UCX would read GPU memory into host memory by TCP, which would prove
-nothing. A timed read follows, which tells NVLink from TCP (`lane`). CPU pools are not timed:
-between hosts, 64 MiB would take bandwidth from others, and on one host CMA is the only fast lane.
+nothing.
 For each peer, this transport prepares one descriptor list with the piece of every block that is
 read there, and reads name blocks in it by index. Giving up a read in flight does not stop it: in a
 measurement, all of its bytes landed after its handle was released and its peer removed. So only a
@@ -19,25 +18,21 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.kv_transfer.host_pool import check_piece, check_read
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
-from baton.kv_transfer.transports.lane import TIMED_BYTES, TimedRead, complaint
-from baton.kv_transfer.transports.nixl_address import NixlAddress
-from baton.kv_transfer.transports.nixl_binding import Releasable, make_agent
-from baton.kv_transfer.transports.nixl_rows import (
+from baton.kv_transfer.pools import check_piece, check_read
+from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
+from baton.kv_transfer.transports.nixl_binding import (
     WARM_UP_BYTES,
+    Releasable,
     block_rows,
+    make_agent,
     one_row,
     segment,
     warm_up_bytes,
 )
-from baton.kv_transfer.transports.shm import this_place
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
-from baton.runtime.clock import Clock, monotonic
-from baton.runtime.log import logger
-
-log = logger("transfer")
+from baton.runtime.clock import monotonic
 
 MAX_PARKED = 8
 WARM_UP_S = 600.0  # after this time, a warm-up that has not ended is given up with its connection
@@ -59,7 +54,7 @@ class NixlTransport:
     (NIXL's issue 2102). Raises `ConfigError` if NIXL is missing or cannot start.
     """
 
-    name = "nixl"
+    name = NIXL
     connect_s = 60.0  # a cold RDMA pair may take most of it
     least_slice_bytes = 0
 
@@ -70,7 +65,6 @@ class NixlTransport:
         network_device: str = "",
         *,
         has_thread: bool | None = None,
-        clock: Clock = monotonic,
     ) -> None:
         is_on_gpu = memory.device != "cpu"
         assert memory.num_spare or not is_on_gpu, "a warm-up must not touch the pool"
@@ -78,7 +72,6 @@ class NixlTransport:
         self.progress_s: float | None = None if has_thread else PROGRESS_S
         self._memory = memory
         self._epoch = epoch
-        self._clock = clock
         self._agent_name = f"baton-{epoch}-{secrets.token_hex(4)}"
         self._agent, self._errors = make_agent(
             self._agent_name, network_device, is_on_gpu=is_on_gpu, has_thread=has_thread
@@ -126,7 +119,6 @@ class NixlTransport:
         return NixlAddress(
             self._epoch, self._agent_name, memory.device, memory.address,
             memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
-            "/".join(this_place()),
         ).encode()  # fmt: skip
 
     def add_peer(
@@ -172,7 +164,6 @@ class NixlTransport:
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
             peer = _PreparedPeer(where, piece, pieces, self._target(piece), source)
-            peer.is_to_be_timed = self._memory.num_spare > 0 and parked != where.metadata
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
         return peer
@@ -190,38 +181,7 @@ class NixlTransport:
         found = self._peer(peer)
         if found.warm_up is not None and self._has_ended(found.warm_up):
             found.warm_up = None
-            if found.is_to_be_timed:
-                self._begin_timing(found)
-            elif found.timed is not None:
-                self._judge(found, found.timed)
         return found.warm_up is None
-
-    def _begin_timing(self, peer: "_PreparedPeer") -> None:
-        """Time a read of many pieces into the spare block, after the first read has connected."""
-        peer.is_to_be_timed = False
-        where, size = peer.where, peer.piece.num_bytes
-        num_blocks = min(where.num_blocks, -(-TIMED_BYTES // size))
-        into, out_of = np.zeros(num_blocks, np.int32), np.arange(num_blocks, dtype=np.int32)
-        kind, device = segment(self._memory.device)
-        is_one_host = where.host == "/".join(this_place())
-        try:
-            row = one_row(self._spare, size, device)
-            peer.spare = self._agent.prep_xfer_dlist("", row, kind)
-            peer.timed = TimedRead(
-                where.device, self._memory.device, is_one_host, num_blocks * size, self._clock()
-            )
-            handle = self._agent.make_prepped_xfer("READ", peer.spare, into, peer.pieces, out_of)
-            peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
-        except self._errors.all as error:
-            raise self._failed(peer, error) from error
-
-    def _judge(self, peer: "_PreparedPeer", timed: TimedRead) -> None:
-        peer.timed = None
-        seconds = self._clock() - timed.begun_s
-        if said := complaint(timed, seconds):
-            log.warning(said, peer=peer.where.epoch)
-        else:
-            log.info("timed read", peer=peer.where.epoch, bytes=timed.num_bytes, seconds=seconds)
 
     def remove_peer(self, peer: PeerRank) -> None:
         found = self._peers.pop(peer, None)
@@ -376,9 +336,6 @@ class _PreparedPeer:
     warm_up: "_Flight | None" = None
     num_in_flight: int = 0
     gone: bool = False
-    is_to_be_timed: bool = False
-    timed: TimedRead | None = None  # the warm-up is this read
-    spare: Releasable | None = None  # where it lands
     give_up_s: float = 0.0  # of a warm-up, once the peer was removed
 
     def release(self) -> None:
@@ -386,8 +343,6 @@ class _PreparedPeer:
             self.warm_up.release()
         self.pieces.release()
         self.source.release()
-        if self.spare is not None:
-            self.spare.release()
 
 
 @dataclass(slots=True, eq=False)

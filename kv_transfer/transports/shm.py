@@ -6,22 +6,21 @@ meanwhile. Only an agent's thread calls it. A copy has ended when `read` returns
 later.
 """
 
+import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+import platform
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
-from baton.kv_transfer.transports.addresses import decode_address
-from baton.kv_transfer.transports.fence import make_fence
-from baton.kv_transfer.transports.owner_links import OwnerLinks
-from baton.kv_transfer.transports.piece_map import PieceMap
-from baton.protocol.errors import TransferError
+from baton.kv_transfer.pools import HostPool, PieceMap, PoolShape
+from baton.kv_transfer.transports.addresses import SHM, ShmAddress
+from baton.kv_transfer.transports.pool_links import OwnerLinks
+from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 
 
@@ -31,7 +30,7 @@ class ShmTransport:
     Raises `ConfigError` if the order of reads cannot be enforced (`fence`).
     """
 
-    name = "shm"
+    name = SHM
     connect_s = 10.0
     least_slice_bytes = 0
     progress_s: float | None = None
@@ -46,7 +45,7 @@ class ShmTransport:
         self._links = OwnerLinks(pool)
 
     def address(self) -> bytes:
-        return ShmAddress.of(self._links, self._pool, self._epoch).encode()
+        return ShmAddress.here(self._links.name, self._pool.nonce, self._epoch).encode()
 
     def add_peer(
         self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
@@ -106,47 +105,6 @@ class ShmTransport:
 
     def close(self) -> None:
         self._links.close()
-
-
-class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
-    """The host of a rank's pool, and the socket that passes on the pool's descriptor."""
-
-    host: str  # boot id of the kernel
-    socket: str  # name in the abstract namespace
-    nonce: bytes
-    epoch: Epoch
-    network: str = ""  # the namespace of the socket; an older owner does not publish it
-
-    @classmethod
-    def of(cls, links: OwnerLinks, pool: HostPool, epoch: Epoch) -> "ShmAddress":
-        host, network = this_place()
-        return cls(host, links.name, pool.nonce, epoch, network)
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> "ShmAddress":
-        """Return the decoded address. Raises `TransferError` if `data` is not one."""
-        return decode_address(data, cls, "shm")
-
-    def check(self, peer: Epoch) -> None:
-        """Raise `TransferError` unless this is an address of `peer`, on this host."""
-        if self.host != this_place()[0]:
-            raise TransferError("the pool is on another host")
-        if self.epoch != peer or len(self.nonce) != NONCE_BYTES:
-            raise TransferError("the address is not that peer's")
-
-    def shares_host(self, other: "ShmAddress") -> bool:
-        """Return whether both name one host. The nonce in the reader's mapping then proves it."""
-        is_one_network = "" in (self.network, other.network) or self.network == other.network
-        return self.host == other.host and is_one_network
-
-
-def this_place() -> tuple[str, str]:
-    """Return the ids of this boot of the kernel and of the namespace of our abstract sockets."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
 
 
 def piece_view(
@@ -210,3 +168,39 @@ def _run_ends(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
     """Return (begin, end) of each run."""
     return pairwise([0, *(np.flatnonzero(ends) + 1).tolist()])
+
+
+Fence = Callable[[], None]
+
+ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
+# Of membarrier From linux/membarrier.h.
+SYSCALL_NUMBERS = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
+GLOBAL_EXPEDITED, REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
+
+
+def make_fence() -> Fence:
+    """Return the fence that a reader calls between copy and check; register this process as owner.
+
+    Raises `ConfigError` if the machine needs a fence and the kernel has none.
+    """
+    if platform.machine() in ORDERED_MACHINES:
+        return lambda: None
+    return membarrier_fence()
+
+
+def membarrier_fence() -> Fence:
+    """Return a fence by membarrier. Raises `ConfigError` if this kernel does not offer it."""
+    number = SYSCALL_NUMBERS.get(platform.machine())
+    syscall = ctypes.CDLL(None, use_errno=True).syscall
+    if number is None or syscall(number, REGISTER_GLOBAL_EXPEDITED, 0, 0) != 0:
+        raise ConfigError(
+            f"shm needs the membarrier system call on {platform.machine()}, and it is not allowed "
+            "here; set transfer.transport to nixl"
+        )
+
+    def fence() -> None:
+        if syscall(number, GLOBAL_EXPEDITED, 0, 0) != 0:
+            reason = os.strerror(ctypes.get_errno())
+            raise TransferError(f"membarrier failed: {reason}")
+
+    return fence

@@ -11,9 +11,9 @@ from contextlib import ExitStack
 import pytest
 
 from baton.kv_transfer.interfaces import PeerUp, Read, ReadEnded
-from baton.kv_transfer.transports.fence import make_fence, membarrier_fence
-from baton.kv_transfer.transports.pool_lender import MAX_UNPROVEN, unix_socket
-from baton.kv_transfer.transports.shm import ShmAddress
+from baton.kv_transfer.transports.addresses import ShmAddress
+from baton.kv_transfer.transports.pool_links import MAX_UNPROVEN, unix_socket
+from baton.kv_transfer.transports.shm import make_fence, membarrier_fence
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from tests.support.transfer_peer import PeerOptions, TransferPeer
@@ -68,15 +68,10 @@ def test_idle_connections_keep_no_reader_out() -> None:
     with ExitStack() as stack:
         reader, owner = (started(name, stack) for name in ("reader", "owner"))
         files = owner.ask().open_files
-        links = connect_idle(owner, 2000, stack)
+        connect_idle(owner, 2000, stack)
         connect(reader, owner)
         copy(reader, owner, 1)
         assert owner.ask().open_files < files + MAX_UNPROVEN + 3
-        # The last ones are closed too, when they have proved nothing for long enough.
-        for link in links:
-            link.settimeout(60.0)
-            assert link.recv(1) == b""
-        assert owner.ask().open_files <= files + 2
         copy(reader, owner, 2)
 
 

@@ -14,6 +14,7 @@ MAX_LINES = 400
 LONGER: dict[str, str] = {
     "protocol/messages.py": "the whole vocabulary of the channels, in the order of its page",
     "protocol/config.py": "the one tree of settings, of which flags and pages are made",
+    "kv_transfer/receive.py": "one state machine with its reads and its lease",
     "router/lifecycle.py": "one state machine, whose transitions are read side by side",
     "router/core.py": "every event of the router passes it",
     "tests/unit/router_core/test_lifecycle.py": "the turns of one state machine",

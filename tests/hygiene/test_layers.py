@@ -71,14 +71,13 @@ IMPORTS_BY_NAME = {
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
-    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.choice"},
+    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.addresses"},
     "engine/rank.py": {
         "baton.kv_transfer.agent",
-        "baton.kv_transfer.device_pool",
-        "baton.kv_transfer.host_pool",
+        "baton.kv_transfer.pools",
     },
-    "engine/kv_cache.py": {"baton.kv_transfer.host_pool"},
-    "engine/peer_memory.py": {"baton.kv_transfer.host_pool"},
+    "engine/kv_cache.py": {"baton.kv_transfer.pools"},
+    "engine/peer_memory.py": {"baton.kv_transfer.pools"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
 RAY_BINDING = "deploy/cluster/ray_binding.py"

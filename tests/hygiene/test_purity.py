@@ -8,7 +8,7 @@ import pytest
 from tests.support.sources import REPOSITORY, imports, name_of, sources, tree
 
 # Of the transfer's files, those that touch memory, threads or sockets.
-TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "host_pool.py", "interfaces.py"}
+TRANSFER_IO = {"__init__.py", "agent.py", "agent_turns.py", "pools.py", "interfaces.py"}
 PURE = (
     "bench/figures/metrics.py",
     "bench/figures/paired.py",

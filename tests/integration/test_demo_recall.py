@@ -12,8 +12,8 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import BlockPiece, Transport
+from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster

@@ -6,7 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.errors import ConfigError
 from tools.transfer.__main__ import Row, TransferReport, main, transfer

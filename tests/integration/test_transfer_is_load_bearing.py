@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from baton.async_llm import AsyncLLM
 from baton.engine.records import ReadRecord
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import BlockPiece, Transport
+from baton.kv_transfer.pools import HostPool
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import FAMILIES, tiny_cluster

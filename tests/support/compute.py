@@ -12,7 +12,7 @@ from baton.engine.plan import Slice
 from baton.engine.rank import load_runner, plan_rank
 from baton.engine.runner import Runner
 from baton.engine.tensor_parallel import Ranks, SingleRank
-from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling

@@ -11,7 +11,7 @@ from baton.kv_transfer.interfaces import (
     PeersChanged,
     ToPeer,
 )
-from baton.kv_transfer.transports.shm import ShmAddress
+from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId

@@ -13,9 +13,8 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.device_pool import DevicePool
-from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape
 from baton.kv_transfer.transports.shm import copy_blocks, piece_view
 from baton.protocol.errors import ConfigError, TransferError
 

@@ -20,9 +20,8 @@ from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
 from baton.engine.records import ReadRecord, Record, StepRecord, read_records
 from baton.kv_transfer import agent
-from baton.kv_transfer.device_pool import DevicePool
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch

@@ -19,10 +19,8 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from baton.kv_transfer.agent import TransferAgent
+from baton.kv_transfer.agent import TransferAgent, make_transports
 from baton.kv_transfer.agent_turns import AgentLimits
-from baton.kv_transfer.device_pool import DevicePool
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentCommand,
@@ -32,10 +30,9 @@ from baton.kv_transfer.interfaces import (
     PoolMemory,
     Transport,
 )
-from baton.kv_transfer.transports.choice import make_transports
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress
+from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.kv_transfer.transports.addresses import CudaIpcAddress, ShmAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.shm import ShmAddress
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress

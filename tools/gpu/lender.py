@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from baton.kv_transfer.agent import make_port
-from baton.kv_transfer.device_pool import DevicePool
-from baton.kv_transfer.host_pool import HostPool
 from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.runtime.process import die_with_parent

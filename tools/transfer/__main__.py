@@ -17,7 +17,7 @@ import numpy as np
 
 from baton.bench.figures.paired import nearest_rank
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.pools import HostPool, PoolShape
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, ConfigError

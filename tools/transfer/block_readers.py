@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
@@ -27,7 +26,8 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     SumBlocks,
 )
-from baton.kv_transfer.transports.nixl_address import NixlAddress
+from baton.kv_transfer.pools import HostPool, PoolShape
+from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import make_agent
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import NodeError

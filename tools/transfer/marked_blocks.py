@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_transfer.agent import make_port
-from baton.kv_transfer.host_pool import HostPool, PoolShape
+from baton.kv_transfer.pools import HostPool, PoolShape
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.messages import RankAddress
 from baton.runtime.process import die_with_parent

@@ -13,8 +13,8 @@ from baton.engine import cuda_start, rank
 from baton.engine.cuda_faults import GpuMemory, line_without_pool
 from baton.engine.rank import plan_rank
 from baton.engine.worker_executor import environment_of
-from baton.kv_transfer.transports import choice
-from baton.kv_transfer.transports.choice import reaches_of
+from baton.kv_transfer.transports import addresses
+from baton.kv_transfer.transports.addresses import reaches_of
 from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.messages import RankAddress
@@ -231,7 +231,7 @@ def test_a_node_that_can_hand_nothing_over_has_no_way_in_common_with_any_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     one = reaches_of([RankAddress({})], TransferConfig())
-    monkeypatch.setattr(choice.os, "getpid", lambda: 1)
+    monkeypatch.setattr(addresses.os, "getpid", lambda: 1)
     assert not set(one) & set(reaches_of([RankAddress({})], TransferConfig()))
     assert one, "an empty text would mean that any pair may try"
 

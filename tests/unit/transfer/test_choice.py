@@ -7,13 +7,20 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from baton.kv_transfer.host_pool import HostPool
+from baton.kv_transfer import agent
+from baton.kv_transfer.agent import make_transports
 from baton.kv_transfer.interfaces import PoolMemory
-from baton.kv_transfer.transports import choice, nixl_binding
-from baton.kv_transfer.transports.choice import choose_transport, make_transports, reaches_of
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcAddress, process_space
+from baton.kv_transfer.pools import HostPool
+from baton.kv_transfer.transports import nixl_binding
+from baton.kv_transfer.transports.addresses import (
+    CudaIpcAddress,
+    ShmAddress,
+    choose_transport,
+    process_space,
+    reaches_of,
+    this_place,
+)
 from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.shm import ShmAddress, this_place
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
@@ -170,7 +177,7 @@ def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened() -> None
 def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(choice, "is_installed", lambda: False)
+    monkeypatch.setattr(agent, "is_installed", lambda: False)
     with (
         closing(HostPool(3, 4096)) as memory,
         closing(device_pool(memory, lacking="no handles here")) as pool,

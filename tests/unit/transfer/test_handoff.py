@@ -1,7 +1,7 @@
 """One handoff between two connectors, message by message, and what its reader may believe."""
 
 from baton.kv_transfer.interfaces import Landed, Released
-from baton.kv_transfer.landing.lease import ReaderLease
+from baton.kv_transfer.receive import ReaderLease
 from baton.protocol.messages import FirstToken, Offered
 from tests.support.connectors import D, P, key, node
 from tests.support.transfer_world import Process, World

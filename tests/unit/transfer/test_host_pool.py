@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from baton.kv_transfer.host_pool import HostPool, PoolShape, left_by_cgroups
+from baton.kv_transfer.pools import HostPool, PoolShape, left_by_cgroups
 from baton.protocol.errors import ConfigError
 
 

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.kv_transfer.interfaces import Land, PeerUp, ReadEnded
-from baton.kv_transfer.landing.handoff import LandingEvent, LandingHandoff, LandingState
-from baton.kv_transfer.source import SourceEvent, SourceHandoff, SourceState
+from baton.kv_transfer.offers import SourceEvent, SourceHandoff, SourceState
+from baton.kv_transfer.receive import LandingEvent, LandingHandoff, LandingState
 from baton.protocol.messages import Done, End, Offered, Renewed, Span
 from tests.support.transfer_nemesis import HARMLESS, Malice, run_schedule, successes
 

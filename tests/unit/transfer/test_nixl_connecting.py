@@ -1,6 +1,5 @@
 """How nixl connects to a peer, on a scripted library: real agents connect at once."""
 
-import logging
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,12 +8,9 @@ from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
 from baton.kv_transfer.transports import nixl
-from baton.kv_transfer.transports.lane import TIMED_BYTES, TimedRead, complaint
+from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.nixl_address import NixlAddress
-from baton.kv_transfer.transports.shm import this_place
 from baton.protocol.ids import Epoch
-from tests.support.virtual_clock import VirtualClock
 
 OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
 NUM_BLOCKS, BLOCK_BYTES = 4, 4096
@@ -102,13 +98,10 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
     transport.close()
 
 
-@pytest.mark.parametrize(("seconds", "num_lines"), [(0.001, 0), (0.05, 1)])
-def test_gpus_warm_up_in_gpu_memory_and_time_a_read_that_a_slow_lane_is_told_by(
-    agent: ScriptedNixl, seconds: float, num_lines: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    block_bytes, num_blocks, clock = 1 << 20, 100, VirtualClock(5.0)
+def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: ScriptedNixl) -> None:
+    block_bytes, num_blocks = 1 << 20, 100
     memory = PoolMemory(1 << 30, num_blocks, block_bytes, "cuda:0", num_spare=1)
-    transport = NixlTransport(memory, READER, clock=clock)
+    transport = NixlTransport(memory, READER)
     spare = (1 << 30) + num_blocks * block_bytes
     assert agent.regions == [((num_blocks + 1) * block_bytes, "VRAM")], "no memory of the host"
     assert agent.rows == [([[spare, 64, 0]], "VRAM")]
@@ -116,43 +109,12 @@ def test_gpus_warm_up_in_gpu_memory_and_time_a_read_that_a_slow_lane_is_told_by(
     transport.service()
     assert agent.num_calls == 1, "NIXL has no thread here"
     address = NixlAddress(
-        OWNER.epoch, "owner-agent", "cuda:1", 1 << 40, num_blocks, block_bytes, b"owner-agent",
-        "/".join(this_place()),
+        OWNER.epoch, "owner-agent", "cuda:1", 1 << 40, num_blocks, block_bytes, b"owner-agent"
     ).encode()  # fmt: skip
     whole = BlockPiece(0, 0, block_bytes)
     transport.add_peer(OWNER, address, num_blocks, block_bytes, whole)
     assert not transport.connected(OWNER)
     assert agent.reads == [([0], [0])]
     agent.state = "DONE"
-    num_timed = TIMED_BYTES // block_bytes
-    assert not transport.connected(OWNER)
-    assert agent.rows[-1] == ([[spare, block_bytes, 0]], "VRAM")
-    assert agent.reads[1] == ([0] * num_timed, list(range(num_timed))), "all into the spare block"
-    clock.advance(seconds)
     assert transport.connected(OWNER)
-    warnings = [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
-    assert len(warnings) == num_lines
-    assert all("cuda:1 of its peer into cuda:0 at 1.3 GB/s" in line for line in warnings)
-    transport.remove_peer(OWNER)
-    transport.add_peer(OWNER, address, num_blocks, block_bytes, whole)
-    assert transport.connected(OWNER), "the pair was timed when it first connected"
-    assert len(agent.reads) == 3
     transport.close()
-
-
-@pytest.mark.parametrize(
-    ("num_bytes", "is_one_host", "gb_per_s", "is_slow"),
-    [
-        (TIMED_BYTES, True, 9.9, True),
-        (TIMED_BYTES, True, 10.1, False),
-        (TIMED_BYTES, False, 1.0, False),  # the network may be no faster
-        (1 << 20, True, 1.0, False),  # the start of a read takes most of its time
-    ],
-)
-def test_a_lane_is_slow_when_gpus_of_one_host_read_below_ten_gigabytes_a_second(
-    num_bytes: int, is_one_host: bool, gb_per_s: float, is_slow: bool
-) -> None:
-    read = TimedRead("cuda:0", "cuda:1", is_one_host, num_bytes, 0.0)
-    said = complaint(read, num_bytes / (1e9 * gb_per_s))
-    assert bool(said) == is_slow
-    assert not is_slow or "cuda:0 of its peer into cuda:1" in said

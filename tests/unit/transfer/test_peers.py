@@ -4,7 +4,6 @@ import msgspec
 import pytest
 
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.edges import edges_between
 from baton.kv_transfer.interfaces import (
     AddPeer,
     BlockPiece,
@@ -31,6 +30,7 @@ from baton.kv_transfer.interfaces import (
     SumBlocks,
     ToRank,
 )
+from baton.kv_transfer.peers import edges_between
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (

@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import HostPool, PoolShape
 from baton.kv_transfer.interfaces import BlockPiece, PeerRank
+from baton.kv_transfer.pools import HostPool, PoolShape, piece_numbers
 from baton.kv_transfer.transports import shm
-from baton.kv_transfer.transports.piece_map import piece_numbers
 from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_view
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch

@@ -8,10 +8,10 @@ ended, it repeats that decode is done, or why decode declined.
 import itertools
 from collections.abc import Iterable
 
-from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     BlocksQuiet,
+    Effects,
     Expect,
     Land,
     LandingEnded,
@@ -19,14 +19,8 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     ReadEnded,
 )
-from baton.kv_transfer.landing.handoff import (
-    Broken,
-    LandingEvent,
-    LandingHandoff,
-    LandingState,
-    TimeUp,
-)
 from baton.kv_transfer.peers import Channel, Peer, PeerTable
+from baton.kv_transfer.receive import Broken, LandingEvent, LandingHandoff, LandingState, TimeUp
 from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key

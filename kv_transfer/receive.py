@@ -7,29 +7,29 @@ gives its blocks back when no read can write to them any more, and reports the b
 is not certain as quarantined.
 """
 
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import assert_never
 
-from baton.kv_transfer.edges import Edge
-from baton.kv_transfer.effects import Effects
 from baton.kv_transfer.interfaces import (
     Abandon,
     CancelRead,
+    Effects,
     Expect,
     Land,
     Landed,
     LandingEnded,
     PeerName,
+    PeerRank,
     PeerUp,
+    Read,
     ReadEnded,
 )
-from baton.kv_transfer.landing.lease import ReaderLease
-from baton.kv_transfer.landing.reads import SpanReads
-from baton.kv_transfer.peers import LinkState, Peer
+from baton.kv_transfer.peers import Edge, LinkState, Peer
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
-from baton.protocol.ids import Key
+from baton.protocol.ids import Epoch, Key
 from baton.protocol.messages import (
     Declined,
     Done,
@@ -378,3 +378,118 @@ def _unreadable(span: Span, prefill: NodeInfo, edge: Edge) -> str | None:
     if span.checksums and len(span.checksums) != len(prefill.ranks) * edge.num_pieces:
         return "a span has checksums of pieces other than those that are read"
     return None
+
+
+@dataclass(slots=True)
+class SpanReads:
+    """`num_posted` counts, by edge, the spans that were posted or need no read."""
+
+    first_block: int
+    block_ids: tuple[int, ...]
+    num_posted: list[int] = field(default_factory=list)  # empty until the edges are known
+    # The local rank and its blocks, by the read's ticket.
+    outstanding: dict[int, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    quarantined: dict[int, tuple[int, ...]] = field(default_factory=dict)  # by ticket
+    posted_s: list[float] = field(default_factory=list)
+    last_end_s: float = 0.0
+    num_bytes: int = 0
+
+    def post(
+        self, number: int, edge: Edge, span: Span, peer: Epoch, take_ticket: Callable[[], int]
+    ) -> Read | None:
+        """Return the read of the blocks of `span` that are missing here; None if none is missing.
+
+        `number` is the place of the edge among the edges of the peer.
+        """
+        self.num_posted[number] += 1
+        skip = max(0, self.first_block - span.first_block)
+        remote = span.block_ids[skip:]
+        if not remote:
+            return None
+        start = span.first_block + skip - self.first_block
+        local = self.block_ids[start : start + len(remote)]
+        ticket = take_ticket()
+        self.outstanding[ticket] = (edge.target, local)
+        checksums = span.checksums[edge.sums_row][skip:] if span.checksums else ()
+        owner = PeerRank(peer, edge.source)
+        return Read(ticket, owner, remote, local, span.generations[skip:], checksums)
+
+    def ended(self, event: ReadEnded) -> None:
+        _, local = self.outstanding.pop(event.ticket)
+        if not event.quiet:
+            self.quarantined[event.ticket] = local
+        if event.failure is None:
+            self.posted_s.append(event.posted_s)
+            self.last_end_s = max(self.last_end_s, event.ended_s)
+            self.num_bytes += event.num_bytes
+
+    def give_up(self) -> None:
+        """Quarantine the blocks of every read that has not ended, because it may still write."""
+        for ticket, (_, local) in self.outstanding.items():
+            self.quarantined[ticket] = local
+        self.outstanding.clear()
+
+    def have_all(self, num_spans: int) -> bool:
+        if not self.num_posted:
+            return num_spans == 0
+        return not self.outstanding and all(posted == num_spans for posted in self.num_posted)
+
+    def transfer_s(self) -> float:
+        return self.last_end_s - min(self.posted_s) if self.posted_s else 0.0
+
+    def exposed_s(self, end_arrived_s: float) -> float:
+        """Return the time from the last announcement to the last end of a read.
+
+        The time of waiting for blocks to land in does not count.
+        """
+        if not self.posted_s:
+            return 0.0
+        first_s, last_s = min(self.posted_s), max(self.posted_s)
+        start_s = last_s if last_s <= end_arrived_s else max(first_s, end_arrived_s)
+        return max(0.0, self.last_end_s - start_s)
+
+
+RENEWALS_PER_LEASE = 3
+MIN_INTERVAL_S = 0.02
+
+
+class ReaderLease:
+    """The lease of one handoff, as its reader counts it."""
+
+    def __init__(self, now_s: float, lease_s: float) -> None:
+        self.lease_s = lease_s
+        self.until_s: float | None = None  # proven by a confirmation
+        # Nothing is proven yet. If the source confirms nothing within a lease, it counts as gone.
+        self._patience_s = now_s + lease_s
+        self._interval_s = max(lease_s / RENEWALS_PER_LEASE, MIN_INTERVAL_S)
+        self._unconfirmed: deque[float] = deque()
+        self._last_s = now_s
+
+    @property
+    def renew_at_s(self) -> float:
+        return self._last_s + self._interval_s
+
+    @property
+    def limit_s(self) -> float:
+        """Return the time at which to give up."""
+        return self._patience_s if self.until_s is None else self.until_s
+
+    def renewed(self, now_s: float) -> None:
+        """Note that a renewal was sent."""
+        self._unconfirmed.append(now_s)
+        self._last_s = now_s
+
+    def confirmed(self) -> bool:
+        """Note a confirmation by the source. Return False when there was nothing to confirm."""
+        if not self._unconfirmed:
+            return False
+        self.until_s = self._unconfirmed.popleft() + self.lease_s
+        return True
+
+    def covers(self, at_s: float) -> bool:
+        """Return whether confirmations prove that the source held the blocks until `at_s`."""
+        return self.until_s is not None and at_s <= self.until_s
+
+    def may_cover(self, at_s: float) -> bool:
+        """Return whether the confirmations that are still to come would prove it."""
+        return bool(self._unconfirmed) and at_s <= self._unconfirmed[-1] + self.lease_s

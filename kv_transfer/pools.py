@@ -15,14 +15,16 @@ import mmap
 import os
 import secrets
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece
+from baton.kv_transfer.interfaces import BlockPiece, PoolMemory
 from baton.protocol.errors import ConfigError, TransferError
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -207,3 +209,111 @@ def _available_on_host() -> int:
 
 def _page_up(num_bytes: int) -> int:
     return -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+class PeerPool(Protocol):
+    """The pool of another process in this process's GPU address space."""
+
+    def copy(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
+    ) -> Callable[[], bool]:
+        """Launch the copy of pieces `remote` of that pool to pieces `local` of ours.
+
+        Pieces have `num_bytes` and are numbered from the start of a pool; the caller has checked
+        the numbers. The returned function says whether the copy has ended. Both raise
+        `TransferError`.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmap the pool. No copy of it may be in flight."""
+        ...
+
+
+class PeerMemory(Protocol):
+    """What `cuda_ipc` needs from a GPU. Only the agent's thread calls `enter` and `open`."""
+
+    @property
+    def gpu(self) -> str:
+        """Return the id of the local pool's GPU, which is the same in all processes of the host."""
+        ...
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        """Return the ids of all GPUs that this process can use."""
+        ...
+
+    def handle(self) -> bytes:
+        """Return the bytes with which another process opens the local pool.
+
+        Raises `ConfigError` where the memory cannot be shared.
+        """
+        ...
+
+    def enter(self) -> None:
+        """Make the GPU current on the calling thread, and compile the kernels that copy."""
+        ...
+
+    def open(self, handle: bytes, shape: PoolShape) -> PeerPool:
+        """Map the pool of another process. Raises `TransferError`."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class DevicePool:
+    """A pool in a GPU's memory. `table` is a host pool with generations and empty blocks."""
+
+    memory: PoolMemory
+    table: HostPool
+    peers: PeerMemory
+
+    def close(self) -> None:
+        self.table.close()
+
+
+class PieceRead(NamedTuple):
+    """One checked read: the peer's blocks and generations, and the pieces to copy."""
+
+    blocks: NDArray[np.int64]
+    generations: NDArray[np.int64]
+    remote: NDArray[np.int64]
+    local: NDArray[np.int64]
+
+
+@dataclass(slots=True, frozen=True)
+class PieceMap:
+    """The pieces of one peer. Raises `TransferError` unless both pools can be cut into them."""
+
+    theirs: PoolShape
+    ours: PoolShape
+    piece: BlockPiece
+
+    def __post_init__(self) -> None:
+        check_piece(self.piece, self.theirs.block_bytes, self.ours.block_bytes)
+
+    def read(
+        self, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+    ) -> PieceRead:
+        """Return the read of blocks `remote` into `local`.
+
+        Raises `TransferError` unless the ids pair and lie in their pools, and each remote block has
+        a generation.
+        """
+        blocks, into = check_read(remote, self.theirs.num_blocks, local, self.ours.num_blocks)
+        expected = np.asarray(generations, np.int64)
+        if len(expected) != len(blocks):
+            raise TransferError("a read needs a generation for each remote block")
+        piece = self.piece
+        return PieceRead(
+            blocks,
+            expected,
+            piece_numbers(blocks, self.theirs, piece.remote_offset, piece),
+            piece_numbers(into, self.ours, piece.local_offset, piece),
+        )
+
+
+def piece_numbers(
+    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockPiece
+) -> NDArray[np.int64]:
+    """Return the number of the piece at `offset` in each of `blocks`."""
+    return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes

@@ -1,25 +1,27 @@
-"""The links of one rank to the owners of pools on this host, and the lender of its own pool.
+"""How processes of one host share pools: links to the owners, and the lender of the own pool.
 
-`shm` and `cuda_ipc` use it, on the agent's thread. An owner passes its memfd over a unix socket to
-a reader that knows the pool's nonce (`pool_lender`). The reader maps it read-only and finds the
-nonce in the mapping, which proves that both see the same memory. The socket stays open; when it
-closes, the owner's process has died. `multiprocessing.shared_memory` cannot be used: it unlinks the
-memory when any attacher exits, and the memory outlives a killed owner.
+An owner passes its memfd over a unix socket to a reader that knows the pool's nonce. The reader
+maps it read-only and finds the nonce in the mapping, which proves that both see the same memory.
+The socket stays open; when it closes, the owner's process has died. `multiprocessing.shared_memory`
+cannot be used: it unlinks the memory when any attacher exits, and outlives a killed owner.
 """
 
+import contextlib
 import fcntl
 import mmap
 import os
+import secrets
 import select
 import socket
+import struct
+import time
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.host_pool import NONCE_BYTES, HostPool, PoolShape
 from baton.kv_transfer.interfaces import PeerRank
-from baton.kv_transfer.transports.pool_lender import PoolLender, is_trusted, unix_socket
+from baton.kv_transfer.pools import NONCE_BYTES, HostPool, PoolShape
 from baton.protocol.errors import TransferError
 
 
@@ -169,3 +171,107 @@ class Mapping:
     def close(self) -> None:
         del self._generations  # an array's view would keep the file open
         self.file.close()
+
+
+BACKLOG = 4096  # the kernel reduces it to its own limit
+MAX_READERS = 1024  # connections that have the pool, one for each rank that reads it
+MAX_UNPROVEN = 32  # the oldest makes room
+ACCEPTED_AT_ONCE = 64  # after this number, the agent's other work has its turn
+PAUSE_S = 0.02  # without descriptors, the readable listener would keep a core busy
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class PoolLender:
+    """Passes the descriptor of one pool to readers that know its nonce.
+
+    Every process in this network namespace can connect to an abstract socket, so a connection has
+    to prove itself: its process must be this user's or root's, and its first packet must be the
+    nonce, which only travels over authenticated control channels. Watch `fileno`, and call
+    `service` whenever it is readable.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.name = f"baton-{secrets.token_hex(8)}"
+        self._readers: dict[int, socket.socket] = {}
+        self._unproven: dict[int, socket.socket] = {}  # the oldest first
+        self._poller = select.epoll()
+        self._listener = unix_socket()
+        self._listener.bind("\0" + self.name)
+        self._listener.listen(BACKLOG)
+        self._poller.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def service(self) -> None:
+        """Accept connections, answer readers, and close connections that ended."""
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept_some()
+            elif descriptor in self._unproven:
+                self._prove(descriptor)
+            elif descriptor in self._readers:
+                self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
+
+    def close(self) -> None:
+        for descriptor in [*self._unproven, *self._readers]:
+            self._drop(descriptor)
+        self._listener.close()
+        self._poller.close()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _accept_some(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                reader, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left, so a connection that proved nothing makes room
+                if not self._unproven:
+                    time.sleep(PAUSE_S)
+                    return
+                self._drop(next(iter(self._unproven)))
+                continue
+            if not is_trusted(reader) or len(self._readers) >= MAX_READERS:
+                reader.close()
+                continue
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._drop(next(iter(self._unproven)))
+            self._unproven[reader.fileno()] = reader
+            reader.setblocking(False)
+            self._poller.register(reader, select.EPOLLIN)
+            self._prove(reader.fileno())  # the nonce has usually arrived with the connection
+
+    def _prove(self, descriptor: int) -> None:
+        """Pass on the pool for the right nonce, and close the connection for anything else."""
+        reader = self._unproven[descriptor]
+        with contextlib.suppress(OSError):
+            try:
+                said = reader.recv(NONCE_BYTES + 1)
+            except BlockingIOError:
+                return
+            if secrets.compare_digest(said, self._pool.nonce):
+                socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
+                self._readers[descriptor] = self._unproven.pop(descriptor)
+                return
+        self._drop(descriptor)
+
+    def _drop(self, descriptor: int) -> None:
+        reader = self._readers.pop(descriptor, None) or self._unproven.pop(descriptor)
+        self._poller.unregister(reader)
+        reader.close()
+
+
+def is_trusted(link: socket.socket) -> bool:
+    """Return whether the process at the other end is one of this user's or root's."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(data)
+    return uid in (os.geteuid(), 0)
+
+
+def unix_socket() -> socket.socket:
+    return socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
