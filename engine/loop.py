@@ -15,8 +15,8 @@ from baton.engine.links import FromRouter, LinkEvent, Links, RouterLost
 from baton.engine.outputs import Origin
 from baton.engine.plan import StepPlan, StepResult
 from baton.engine.scheduler import Scheduler
+from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
-    Connector,
     ConnectorEvent,
     ConnectorReport,
     FromPeer,
@@ -110,7 +110,7 @@ class EngineLoop:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        connector: Connector,
+        connector: NodeConnector,
         links: Links,
         observer: LoopObserver,
         clock: Callable[[], float],

@@ -71,6 +71,7 @@ IMPORTS_BY_NAME = {
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
+    "engine/loop.py": {"baton.kv_transfer.connector"},
     "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.addresses"},
     "engine/rank.py": {
         "baton.kv_transfer.agent",
