@@ -18,12 +18,6 @@ USES = {
     ),
     "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_host_pool.py"),
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
-    "library": ("tests/contract/test_llm.py", "tests/contract/test_async_llm.py"),
-    "text": (
-        "tests/unit/router_core/test_stream.py",
-        "tests/unit/router_http/test_stop_strings.py",
-    ),
-    "channels": ("tests/contract/test_channels.py", "tests/contract/test_messages.py"),
 }
 HOST_ONLY_ROOMS = (
     "protocol", "runtime", "kv_transfer", "prefill_node", "decode_node", "router", "deploy",
