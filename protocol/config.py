@@ -318,8 +318,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert: Annotated[
         str,
         about(
-            "PEM file with the router's certificate chain, which is read again when it "
-            "changes; the router then speaks only https; empty speaks http",
+            "PEM file with the router's certificate chain; the router then speaks only https; "
+            "empty speaks http",
             kind="path",
         ),
     ] = ""

@@ -6,7 +6,6 @@ never load torch.
 
 import asyncio
 import gc
-import signal
 
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
@@ -20,7 +19,7 @@ from baton.router.text_router import TextRouter
 from baton.runtime.host import AcceptErrors, raise_descriptor_limit
 from baton.runtime.log import logger, own_process, tell_failure
 from baton.runtime.process import Interrupts
-from baton.runtime.tls import certificate_of
+from baton.runtime.tls import server_context
 
 EXIT_FAILED = 1
 # The thresholds of Python's garbage collector: new objects before a young collection, and young
@@ -55,8 +54,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     router = TextRouter.from_config(config)
     tracer = _tracer(config)
     app = App(router, config, _chat_template(config.model), tracer=tracer)
-    certificate = certificate_of(config.router)
-    server = Server(app, config.router, certificate)
+    server = Server(app, config.router, server_context(config.router))
     stats = _Stats(app, router, config.log.stats_s)
     try:
         router.start(config.control)
@@ -64,8 +62,6 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         spare_collector()
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
-        if certificate is not None:
-            loop.add_signal_handler(signal.SIGHUP, certificate.read_again)
         stats.start()
         await asked_to_end.wait()
         grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s

@@ -7,6 +7,7 @@ request: its application would do more for a request than `App` needs. This file
 import asyncio
 import errno
 import logging
+import ssl
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -16,7 +17,6 @@ from baton.protocol.errors import NodeError
 from baton.router.http.app import App
 from baton.router.http.connections import Connections
 from baton.runtime.log import ROOT
-from baton.runtime.tls import LOOK_S, ServerCertificate
 
 BACKLOG = 4096
 # How many connections the event loop accepts before it does anything else.
@@ -28,14 +28,11 @@ CLOSE_S = 0.3
 class Server:
     """An `App` on a listening socket."""
 
-    def __init__(
-        self, app: App, config: RouterConfig, certificate: ServerCertificate | None = None
-    ) -> None:
-        """With a certificate, the server speaks https only."""
+    def __init__(self, app: App, config: RouterConfig, tls: ssl.SSLContext | None = None) -> None:
+        """With `tls`, the server speaks https only."""
         self._app = app
         self._config = config
-        self._certificate = certificate
-        self._looking: asyncio.TimerHandle | None = None
+        self._tls = tls
         self._http_log = logging.getLogger(f"{ROOT}.http")
         self._http_log.addFilter(_is_ours)
         self._runner: web.ServerRunner | None = None
@@ -48,21 +45,13 @@ class Server:
         manager, config = _server_of(self._app), self._config
         self._runner = web.ServerRunner(manager, shutdown_timeout=CLOSE_S)
         await self._runner.setup()
-        tls = self._certificate.context if self._certificate is not None else None
-        self._connections = Connections(manager, self._http_log, config, tls)
+        self._connections = Connections(manager, self._http_log, config, self._tls)
         self._listener = await self._listen(config.port, is_shared=config.shares_port)
         if config.own_port:
             self._own_listener = await self._listen(config.own_port, is_shared=False)
-        self._look_at_certificate()
         port = self._listener.sockets[0].getsockname()[1]
-        scheme = "http" if self._certificate is None else "https"
+        scheme = "http" if self._tls is None else "https"
         return f"{scheme}://{f'[{config.host}]' if ':' in config.host else config.host}:{port}"
-
-    def _look_at_certificate(self) -> None:
-        if self._certificate is not None:
-            self._certificate.look()
-            loop = asyncio.get_running_loop()
-            self._looking = loop.call_later(LOOK_S, self._look_at_certificate)
 
     async def _listen(self, port: int, *, is_shared: bool) -> asyncio.Server:
         assert self._connections is not None
@@ -99,8 +88,6 @@ class Server:
 
     async def stop(self) -> None:
         """Close all connections. It may be called again."""
-        if self._looking is not None:
-            self._looking.cancel()
         for listener in (self._listener, self._own_listener):
             if listener is not None:
                 listener.close()

@@ -1,13 +1,14 @@
-"""The side of a channel that dials; see the room's docstring for what a channel promises.
+"""The side of a channel that dials: nodes to routers, prefill nodes to decode nodes.
 
-Nodes and their beat threads dial routers with it, and prefill nodes dial decode nodes. It never
-interprets a message.
+libzmq resolves names in its one I/O thread, so a slow name server for one absent listener would
+silence every channel of the process. A dialer therefore resolves names in a thread of its own, and
+gives libzmq numeric addresses only.
 """
 
 import contextlib
 import secrets
-from collections.abc import Callable
-from pathlib import Path
+import threading
+from collections import deque
 from typing import Generic, TypeVar, assert_never
 
 import msgspec
@@ -16,10 +17,12 @@ import zmq
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import SCHEME, Endpoint, address_in
-from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
+from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
+    CONNECT_TIMEOUT_MS,
     HEADER,
     HEADER_BYTES,
+    QUEUED_MESSAGES,
     SESSION_BITS,
     ConnectionChange,
     Session,
@@ -29,15 +32,16 @@ from baton.runtime.channels.wire import (
     tell_malformed,
 )
 from baton.runtime.clock import monotonic
-from baton.runtime.file_state import state_of
 from baton.runtime.log import logger
 
 # After a refused handshake ZMQ may never try again, so the dialer does: soon with its next key, and
 # no more often than this once all keys were refused.
 RETRY_S = 1.0
 NEXT_KEY_S = 0.05
-# A changed file takes effect within this time.
+# Between two lookups of the address of a listener that is not connected, and between two looks at
+# whether a lookup has ended.
 LOOK_AGAIN_S = 1.0
+LOOKUP_POLL_S = 0.02
 
 log = logger("channel")
 
@@ -72,7 +76,7 @@ class Dialer(Generic[Out, In]):
         `endpoint` is an address, or `file:///path` with the address of a listener that may move.
         """
         self._destination = Destination(endpoint, keys)
-        self.endpoint = self._destination.address.dial_endpoint
+        self.endpoint = str(self._destination.named)  # with the listener's name, if it has one
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
@@ -82,9 +86,10 @@ class Dialer(Generic[Out, In]):
         self._lost: str | None = None
         self._retry_s: float | None = None
         self._keys = keys
-        self._pair: KeyPair | None = None  # of the connection
         self._num_tried = 0  # keys whose handshake has failed since the last connection
         self._name = name
+        self._dialled = ""  # empty until the listener's name is resolved
+        self._unsent: deque[bytes] = deque(maxlen=QUEUED_MESSAGES)  # until then
         with contextlib.ExitStack() as undo:
             try:
                 self._wire = Wire(context, zmq.DEALER, keys)
@@ -103,9 +108,7 @@ class Dialer(Generic[Out, In]):
         if self._lost is not None:
             return False  # this session has lost a message, so no later one may arrive
         frame = self._session.frame(self._encode(message))
-        try:
-            self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
+        if not self._queue(frame):
             self._lost = "the queue to the listener is full"
             self._wire.wake_if_readable(anything_else=True)
             return False
@@ -128,24 +131,31 @@ class Dialer(Generic[Out, In]):
             elif self._retry_s is not None and monotonic() >= self._retry_s:
                 self._lost = "the handshake failed"
                 self._num_tried += 1
-            elif self._pair is not None and self._pair not in self._keys.pairs:
-                self._lost = "the key of the connection was removed"
-            elif self._destination.has_moved():
+            elif self.connected or not self._destination.look():
+                times = (self._retry_s, None if self.connected else self._destination.look_at_s)
+                self._wire.settle(min((time for time in times if time is not None), default=None))
+                return None
+            elif self._dialled:
                 self._lost = "the listener has moved"
             else:
-                self._wire.settle(self._next_look_in_s())
-                return None
+                self._connect()
 
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket. Its context ends once the queue is empty, or `linger_ms` later."""
         self._wire.close(linger_ms)
 
-    def _next_look_in_s(self) -> float | None:
-        look_in_s = self._destination.look_in_s
-        if self._retry_s is None:
-            return look_in_s
-        retry_in_s = self._retry_s - monotonic()
-        return retry_in_s if look_in_s is None else min(retry_in_s, look_in_s)
+    def _queue(self, frame: bytes) -> bool:
+        """Give a frame to the socket, or keep it until there is an address to send it to."""
+        if not self._dialled:
+            if len(self._unsent) == QUEUED_MESSAGES:
+                return False
+            self._unsent.append(frame)
+            return True
+        try:
+            self.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            return False
+        return True
 
     def _read(self) -> In | None:
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -190,56 +200,83 @@ class Dialer(Generic[Out, In]):
         # Disconnecting drops what was queued for or from the old session. The socket stays, and
         # with it the descriptor that the owner watches.
         with contextlib.suppress(zmq.ZMQError):
-            self.socket.disconnect(self.endpoint)
+            self.socket.disconnect(self._dialled)
+        self._unsent.clear()
         self._lost = self._retry_s = None
         self.connected = False
         self._session = Session(secrets.randbits(SESSION_BITS))
-        self.endpoint = self._destination.address.dial_endpoint
         self._connect()
         return Disconnected(reason)
 
     def _connect(self) -> None:
         """Connect under a new identity, so that a listener cannot confuse two connections."""
+        if (address := self._destination.address) is None:
+            return
         if pairs := self._keys.pairs:
-            self._pair = pairs[self._num_tried % len(pairs)]
-            self._wire.lock(self._pair)
-        self.socket.setsockopt(zmq.IPV6, int(not self._destination.address.is_ipv4))
+            self._wire.lock(pairs[self._num_tried % len(pairs)])
+        self.socket.setsockopt(zmq.IPV6, int(":" in address.host))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
-        self.socket.connect(self.endpoint)
+        self.endpoint, self._dialled = str(self._destination.named), address.dial_endpoint
+        self._destination.tried_s = monotonic()
+        self.socket.connect(self._dialled)
+        while self._unsent:
+            self.socket.send(self._unsent.popleft(), zmq.NOBLOCK)
 
 
 class Destination:
-    """The address of a listener. Only one thread may use it."""
+    """The numeric address of a listener, which its name or its file may change. For one thread."""
 
-    def __init__(self, text: str, keys: Keys, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, text: str, keys: Keys) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
         self._text = text
         self._keys = keys
-        self._clock = clock
-        self._file = Path(text.removeprefix(SCHEME)) if text.startswith(SCHEME) else None
-        self._state = state_of(self._file) if self._file else None
-        self._look_at_s = clock() + LOOK_AGAIN_S
-        self.address = self._read()
+        self.named = self._read()
+        # None until the name is resolved.
+        self.address: Endpoint | None = None if self.named.is_name else self.named
+        self._may_change = self.named.is_name or text.startswith(SCHEME)
+        self.tried_s = 0.0  # when the dialer last began to connect
+        self._look_at_s = monotonic()
+        self._is_looking = False
+        self._found: tuple[Endpoint, list[Endpoint]] | ConfigError | None = None
 
     @property
-    def look_in_s(self) -> float | None:
-        """Return for how long the address cannot change; None means for ever."""
-        return max(0.0, self._look_at_s - self._clock()) if self._file else None
+    def look_at_s(self) -> float | None:
+        """Return when `look` should be called again; None means never."""
+        return self._look_at_s if self._may_change else None
 
-    def has_moved(self) -> bool:
-        """Return whether `address` has changed since the last call, after looking once a second."""
-        if self._file is None or self._clock() < self._look_at_s:
+    def look(self) -> bool:
+        """Begin or end a lookup, without waiting. Return whether `address` has changed."""
+        now_s = monotonic()
+        if not self._may_change or now_s < self._look_at_s:
             return False
-        self._look_at_s = self._clock() + LOOK_AGAIN_S
-        state, before = state_of(self._file), self.address
-        if state == self._state:
+        if not self._is_looking:
+            self._is_looking = True
+            threading.Thread(target=self._look_up, name="name lookup", daemon=True).start()
+        if (found := self._found) is None:
+            self._look_at_s = now_s + LOOKUP_POLL_S
             return False
-        self._state = state
+        self._found, self._is_looking, self._look_at_s = None, False, now_s + LOOK_AGAIN_S
+        if isinstance(found, ConfigError):
+            log.debug(f"the address {self.named} stays in use", reason=found.message)
+            return False
+        self.named, addresses = found
+        wanted = addresses[0]
+        if self.address in addresses:
+            if now_s < self.tried_s + CONNECT_TIMEOUT_MS / 1000:
+                return False
+            # Nothing answers there, but the name may stand for other addresses too.
+            wanted = addresses[(addresses.index(self.address) + 1) % len(addresses)]
+        if wanted == self.address:
+            return False
+        self.address = wanted
+        return True
+
+    def _look_up(self) -> None:
         try:
-            self.address = self._read()
+            named = self._read()
+            self._found = named, named.resolved()
         except ConfigError as error:
-            log.warning(f"the address {before} stays in use", reason=error.message)
-        return self.address != before
+            self._found = error
 
     def _read(self) -> Endpoint:
         address = address_in(self._text)

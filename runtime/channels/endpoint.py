@@ -1,6 +1,7 @@
 """Addresses of channels: `tcp://host[:port]` and `ipc://path`, checked before ZMQ sees them.
 
-Channels and the settings use it. A tcp address without a port means any free port.
+A tcp address without a port means any free port. An address may also stand in a file, written
+`file:///path`, for listeners that may move to another host, as routers do under Ray.
 """
 
 import ipaddress
@@ -15,7 +16,7 @@ from baton.protocol.errors import ConfigError
 
 # The field sun_path holds 108 bytes, the closing zero included.
 MAX_IPC_PATH_BYTES = 107
-SCHEME = "file://"  # of a file that holds the address of a listener that may move
+SCHEME = "file://"
 MAX_FILE_BYTES = 4096
 
 
@@ -32,17 +33,20 @@ class Endpoint(msgspec.Struct, frozen=True):
         if self.path or self.is_wildcard:
             return bool(self.path)
         try:
-            return ipaddress.ip_address(_numeric(self.host)).is_loopback
-        except (ValueError, ConfigError):
+            return ipaddress.ip_address(self.resolved()[0].host).is_loopback
+        except ConfigError:
             return False
 
     @property
-    def is_ipv4(self) -> bool:
-        """Return whether the host is a numeric IPv4 address; a name may have both kinds."""
-        try:
-            return ipaddress.ip_address(self.host).version == 4
-        except ValueError:
+    def is_name(self) -> bool:
+        """Return whether a name server must be asked for the host."""
+        if self.path or self.is_wildcard:
             return False
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return False
 
     @property
     def is_wildcard(self) -> bool:
@@ -51,21 +55,32 @@ class Endpoint(msgspec.Struct, frozen=True):
     @property
     def dial_endpoint(self) -> str:
         """Return the address for a dialer's socket. Raises `ConfigError` if there is none."""
-        if self.path:
-            return f"ipc://{self.path}"
-        if self.port == 0 or self.is_wildcard:
+        if not self.path and (self.port == 0 or self.is_wildcard):
             raise ConfigError(f"cannot dial {self}: the address needs a host and a port")
-        return f"tcp://{_bracketed(self.host)}:{self.port}"
+        return str(self)
+
+    def resolved(self) -> list["Endpoint"]:
+        """Return the address with each numeric host that it stands for. Raises `ConfigError`.
+
+        This waits for the name server, which may take seconds.
+        """
+        if not self.is_name:
+            return [self]
+        try:
+            found = sockets.getaddrinfo(self.host, None, type=sockets.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            text = f"the host name {self.host!r} does not resolve: {error}"
+            raise ConfigError(text) from error
+        return [Endpoint(str(address[0]), self.port) for *_, address in found]
 
     def bind(self, socket: "zmq.Socket[bytes]") -> str:
         """Bind `socket` and return the address that it got. Raises `ConfigError`."""
-        if self.path:
-            wanted = f"ipc://{self.path}"
-        else:
-            host = self.host if self.is_wildcard else _numeric(self.host)
+        numeric = self.resolved()[0]  # ZMQ cannot bind to names
+        wanted = str(numeric)
+        if not self.path:
             # A star stands for every address: libzmq takes IPv4 alone where the system has no IPv6.
-            socket.setsockopt(zmq.IPV6, int(":" in host or host == "*"))
-            wanted = f"tcp://{_bracketed(host)}:{self.port or '*'}"
+            socket.setsockopt(zmq.IPV6, int(":" in numeric.host or numeric.host == "*"))
+            wanted = f"tcp://{_bracketed(numeric.host)}:{self.port or '*'}"
         try:
             socket.bind(wanted)
         except zmq.ZMQError as error:
@@ -89,7 +104,7 @@ def bindable(text: str) -> Endpoint:
         if not Path(rest).parent.is_dir():
             raise ConfigError(f"{text}: the folder {Path(rest).parent} does not exist")
         return Endpoint(path=rest)
-    if separator and scheme == "tcp" and rest:
+    if separator and scheme == "tcp" and rest and not any(char.isspace() for char in rest):
         host, port = _split_port(rest)
         if host and (port in ("", "*") or (port.isdecimal() and int(port) <= 65535)):
             return Endpoint(host=host, port=int(port) if port.isdecimal() else 0)
@@ -119,15 +134,3 @@ def _split_port(rest: str) -> tuple[str, str]:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def _numeric(host: str) -> str:
-    """Return the numeric address of a host, because ZMQ cannot bind to names."""
-    try:
-        return str(ipaddress.ip_address(host))
-    except ValueError:
-        pass
-    try:
-        return str(sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)[0][4][0])
-    except OSError as error:
-        raise ConfigError(f"the host name {host!r} does not resolve: {error}") from error

@@ -2,15 +2,12 @@
 
 One file, made by `baton keygen` and copied to each host, serves every process. Listeners prove that
 they have its first key and let in processes that have it too; dialers try one key after the other.
-The file is read again when it changes, so keys can be exchanged while a cluster runs. Without a
-key, channels stay on this host, unless the settings say that the network is private. A key is never
-sent anywhere.
+Without a key, channels stay on this host, unless the settings say that the network is private. A
+key is never sent anywhere, and a file is read once, at start.
 """
 
 import os
 import stat
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,22 +17,19 @@ from zmq.utils import z85
 from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import Endpoint
-from baton.runtime.clock import monotonic
-from baton.runtime.file_state import state_of
-from baton.runtime.log import logger
 
 # A line is this word, the secret half, the public half (Z85, 40 characters each).
 FORMAT = "baton-key-1"
 MAX_FILE_BYTES = 4096
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
-# A changed file takes effect within this time.
-LOOK_AGAIN_S = 1.0
+# ZMQ allows one such address per context, so a context has one listener with a key.
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+ZAP_VERSION = b"1.0"
+DOMAIN = b"baton"
 HOW_TO = (
     "make a key with `baton keygen FILE`, copy it to each host and name it with --keys FILE "
     "(keys.file); or set --keys-insecure where the control network is private"
 )
-
-log = logger("keys")
 
 
 class KeyPair(msgspec.Struct, frozen=True):
@@ -49,64 +43,29 @@ class KeyPair(msgspec.Struct, frozen=True):
 
 
 class Keys:
-    """The keys of a process: those of a file, or none. Threads may share this object.
+    """The keys of a process: those of a file, or none. Threads may share this object."""
 
-    If the file becomes unreadable or damaged, the last good keys stay in use.
-    """
-
-    def __init__(
-        self, file: str = "", *, is_insecure: bool = False, clock: Callable[[], float] = monotonic
-    ) -> None:
+    def __init__(self, file: str = "", *, is_insecure: bool = False) -> None:
         """Read the file. Raises `ConfigError` if it is missing, damaged or readable by others.
 
         With `is_insecure`, channels to other hosts need no key.
         """
+        self.pairs = _read(file) if file else ()
         self._file = file
         self._is_insecure = is_insecure
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._state = state_of(Path(file)) if file else None
-        self._pairs = _read(file) if file else ()
-        self._look_at_s = clock() + LOOK_AGAIN_S
-
-    @property
-    def pairs(self) -> tuple[KeyPair, ...]:
-        """Return the keys that the file holds now, in its order."""
-        if self._file and self._clock() >= self._look_at_s:
-            with self._lock:
-                self._look()
-        return self._pairs
 
     @property
     def first(self) -> KeyPair | None:
-        """Return the key in use."""
-        return self.pairs[0] if self._pairs else None
-
-    @property
-    def look_in_s(self) -> float | None:
-        """Return for how long the keys cannot change; None means for ever."""
-        return max(0.0, self._look_at_s - self._clock()) if self._file else None
+        """Return the key with which a process listens."""
+        return self.pairs[0] if self.pairs else None
 
     def check(self, endpoint: Endpoint, what: str) -> None:
         """Raise `ConfigError` if a channel at `endpoint` would reach other hosts without a key."""
-        if not self._pairs and not self._is_insecure and not endpoint.is_loopback:
+        if not self.pairs and not self._is_insecure and not endpoint.is_loopback:
             raise ConfigError(f"{what} {endpoint} reaches beyond this host: {HOW_TO}")
 
     def __repr__(self) -> str:
-        return f"Keys({len(self._pairs)} of {self._file or 'no file'})"
-
-    def _look(self) -> None:
-        self._look_at_s = self._clock() + LOOK_AGAIN_S
-        state = state_of(Path(self._file))
-        if state == self._state:
-            return
-        self._state = state
-        try:
-            self._pairs = _read(self._file)
-        except ConfigError as error:
-            log.warning("the last good keys of the cluster stay in use", reason=error.message)
-        else:
-            log.info("keys of the cluster read again", file=self._file, keys=len(self._pairs))
+        return f"Keys({len(self.pairs)} of {self._file or 'no file'})"
 
 
 NO_KEYS = Keys()
@@ -179,25 +138,20 @@ def _check_curve() -> None:
         )
 
 
-# ZMQ allows one such address per context, so a context has one listener with a key.
-ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-ZAP_VERSION = b"1.0"
-DOMAIN = b"baton"
-
-
 class Gate:
-    """Answers ZMQ's authentication requests for one listener."""
+    """Lets a process connect to a listener only if it proves that it has the listener's key.
 
-    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]") -> None:
-        """Let in no dialer until `allow`."""
-        self._allowed = b""
+    ZMQ sends a request of its authentication protocol (ZAP, RFC 27) over a socket inside the
+    process, once per handshake. The listener answers on its own thread, so there is no thread to
+    start or to join.
+    """
+
+    def __init__(self, context: "zmq.Context[zmq.Socket[bytes]]", pair: KeyPair) -> None:
+        """Let in only the processes that hold this key."""
+        self._allowed = z85.decode(pair.public)
         self.socket: zmq.Socket[bytes] = context.socket(zmq.REP)
         self.socket.setsockopt(zmq.LINGER, 0)
         self.socket.bind(ZAP_ENDPOINT)
-
-    def allow(self, pair: KeyPair) -> None:
-        """Let in only the processes that hold this key."""
-        self._allowed = z85.decode(pair.public)
 
     def answer(self) -> None:
         """Answer one request that has arrived."""

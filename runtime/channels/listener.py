@@ -1,8 +1,4 @@
-"""The side of a channel that is dialled; see the room's docstring for what a channel promises.
-
-Routers listen for nodes with it, and decode nodes listen for prefill nodes. It never interprets a
-message.
-"""
+"""The side of a channel that is dialled: routers for nodes, decode nodes for prefill nodes."""
 
 import contextlib
 import math
@@ -13,7 +9,6 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
-from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
@@ -27,10 +22,7 @@ from baton.runtime.channels.wire import (
     tell_malformed,
 )
 from baton.runtime.clock import monotonic
-from baton.runtime.log import logger
 
-# How long to wait for the system to free a port that this listener binds again with another key.
-REBIND_S = 0.01
 # When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
 # shortly before it removes the connection.
 PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
@@ -41,8 +33,6 @@ SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 FRAMES_PER_LOOK = 256  # a flooding peer must not delay the handshakes of newcomers
 # The flags of the two frames of a message, as numbers, because combining flags is slow.
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
-
-log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -91,9 +81,6 @@ class Listener(Generic[Out, In]):
         self._hinted_s = -math.inf  # the first try after the last hint
         self._num_read = 0  # frames since the last look at the connections
         self._events: deque[Received[In]] = deque()
-        self._keys = keys
-        self._pair = keys.first
-        self._is_bound = True
         self._wire = Wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -101,8 +88,6 @@ class Listener(Generic[Out, In]):
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.close)
-            if self._pair is not None:
-                self._wire.lock(self._pair)
             self.endpoint = address.bind(self.socket)
             undo.pop_all()
 
@@ -147,7 +132,7 @@ class Listener(Generic[Out, In]):
                 continue
             self._num_read = 0
             if not self._look_around() and not self._wire.readable():
-                self._wire.settle(self._idle_s())
+                self._wire.settle(self._probes_at_s[0] if self._probes_at_s else None)
                 return None
         # A flood of frames that are not messages must not keep the caller here.
         self._wire.wake_if_readable(anything_else=True)
@@ -192,40 +177,7 @@ class Listener(Generic[Out, In]):
             if "lost" in changes:
                 self._expect_losses()
             return True
-        if self._keys.first != self._pair or not self._is_bound:
-            return self._change_key()
         return False
-
-    def _idle_s(self) -> float | None:
-        """Return after how many seconds something must be done if nothing arrives."""
-        times = [] if self._is_bound else [REBIND_S]
-        if self._probes_at_s:
-            times.append(self._probes_at_s[0] - monotonic())
-        if (look_in_s := self._keys.look_in_s) is not None:
-            times.append(look_in_s)
-        return min(times, default=None)
-
-    def _change_key(self) -> bool:
-        """Listen with the key that is now the first. Return False if the address is not free yet.
-
-        Every connection ends, because a stranger may have the old key. Processes that have the new
-        key dial again.
-        """
-        address = bindable(self.endpoint)
-        if self._is_bound:
-            self.socket.unbind(self.endpoint)
-            self._is_bound = False
-        pair = self._keys.first
-        assert pair is not None, "`Keys` keeps its last good keys, so there is always a first one"
-        self._wire.lock(pair)
-        try:
-            self.endpoint = address.bind(self.socket)
-        except ConfigError:
-            return False  # the system has not freed the address yet
-        self._pair, self._is_bound = pair, True
-        log.info("listening with another key; every node must connect again", address=self.endpoint)
-        self._expect_losses()
-        return True
 
     def _expect_losses(self) -> None:
         """Note a hint that a connection ended: try all of them soon, and again a bit later."""

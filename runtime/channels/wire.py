@@ -171,64 +171,62 @@ class Wire:
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
     ) -> None:
-        """With keys, the owner must call `lock` with one of them before it binds or connects.
+        """A dialer with keys must call `lock` with one of them before it connects.
 
         Raises `zmq.ZMQError`, `OSError` or `NodeError` when the process has no descriptor left.
         """
-        self._is_listener = kind is zmq.ROUTER
+        is_listener = kind is zmq.ROUTER
+        self._refusals = _REFUSALS if is_listener else (*_REFUSALS, _CLOSED)
+        self._gate: Gate | None = None
+        self._is_awake = False
+        self._alarm_at_s: float | None = None
         with contextlib.ExitStack() as opened:
-            self._open(context, kind, keys, opened)
+            if is_listener and keys.first is not None:
+                self._gate = Gate(context, keys.first)
+                opened.callback(self._gate.close)
+            self.socket: zmq.Socket[bytes] = context.socket(kind)
+            opened.callback(self.socket.close)
+            self._configure(has_keys=bool(keys.pairs))
+            if is_listener and keys.first is not None:
+                self.lock(keys.first)
+            self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
+            opened.callback(self._monitor.close, 0)
+            self._monitor.setsockopt(zmq.RCVHWM, 0)
+            address = f"inproc://monitor-{_descriptor_of(self.socket)}"
+            self.socket.monitor(address, int(_WATCHED))
+            opened.callback(self.socket.disable_monitor)
+            self._monitor.connect(address)
+            self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            opened.callback(os.close, self._wake)
+            self._alarm = Alarm()
+            opened.callback(self._alarm.close)
+            self._epoll = select.epoll()
+            opened.callback(self._epoll.close)
+            for socket in (
+                self.socket,
+                self._monitor,
+                *([self._gate.socket] if self._gate else ()),
+            ):
+                self._epoll.register(_descriptor_of(socket), select.EPOLLIN)
+            self._epoll.register(self._wake, select.EPOLLIN)
+            self._epoll.register(self._alarm.fileno(), select.EPOLLIN)
             self._opened = opened.pop_all()
 
-    def _open(
-        self,
-        context: "zmq.Context[zmq.Socket[bytes]]",
-        kind: zmq.SocketType,
-        keys: Keys,
-        opened: contextlib.ExitStack,
-    ) -> None:
-        """Open everything, and note in `opened` how each part is closed."""
-        has_keys = bool(keys.pairs)
-        self._gate: Gate | None = None
-        if has_keys and self._is_listener:
-            self._gate = Gate(context)
-            opened.callback(self._gate.close)
-        self.socket: zmq.Socket[bytes] = context.socket(kind)
-        opened.callback(self.socket.close)
-        self._refusals = _REFUSALS if self._is_listener else (*_REFUSALS, _CLOSED)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        self.socket.setsockopt(zmq.SNDHWM, QUEUED_MESSAGES)
-        self.socket.setsockopt(zmq.RCVHWM, 0)
+    def _configure(self, *, has_keys: bool) -> None:
         # Larger frames cost their sender the connection before any memory is set aside for them.
-        overhead_bytes = HEADER_BYTES + (CURVE_BYTES if has_keys else 0)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + overhead_bytes)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
-        self.socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
-        self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
-        opened.callback(self._monitor.close, 0)
-        self._monitor.setsockopt(zmq.RCVHWM, 0)
-        own = self.socket.getsockopt(zmq.FD)
-        assert isinstance(own, int)
-        address = f"inproc://monitor-{own}"
-        self.socket.monitor(address, int(_WATCHED))
-        opened.callback(self.socket.disable_monitor)
-        self._monitor.connect(address)
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        opened.callback(os.close, self._wake)
-        self._awake = False
-        self._alarm = Alarm()
-        opened.callback(self._alarm.close)
-        self._alarm_at_s: float | None = None
-        self._epoll = select.epoll()
-        opened.callback(self._epoll.close)
-        watched = [self.socket, self._monitor, *([self._gate.socket] if self._gate else [])]
-        descriptors = [socket.getsockopt(zmq.FD) for socket in watched]
-        for descriptor in (self._wake, self._alarm.fileno(), *descriptors):
-            assert isinstance(descriptor, int)
-            self._epoll.register(descriptor, select.EPOLLIN)
+        max_bytes = MAX_MESSAGE_BYTES + HEADER_BYTES + (CURVE_BYTES if has_keys else 0)
+        for option, value in (
+            (zmq.LINGER, 0),
+            (zmq.SNDHWM, QUEUED_MESSAGES),
+            (zmq.RCVHWM, 0),
+            (zmq.MAXMSGSIZE, max_bytes),
+            (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
+            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
+            (zmq.RECONNECT_IVL, RECONNECT_MS),
+            (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
+            (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
+        ):
+            self.socket.setsockopt(option, value)
 
     def fileno(self) -> int:
         return self._epoll.fileno()
@@ -240,7 +238,6 @@ class Wire:
         if self._gate is None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)
             return
-        self._gate.allow(pair)
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         # Without a gate, ZMQ lets no dialer in.
@@ -266,27 +263,26 @@ class Wire:
 
     def wake_if_readable(self, anything_else: bool = False) -> None:
         """Signal arrived messages again. Call it after every send, which may clear the signal."""
-        if not self._awake and (anything_else or _has_input(self.socket)):
-            self._awake = True
+        if not self._is_awake and (anything_else or _has_input(self.socket)):
+            self._is_awake = True
             os.eventfd_write(self._wake, 1)
 
-    def settle(self, wake_in_s: float | None = None) -> None:
+    def settle(self, wake_at_s: float | None = None) -> None:
         """Clear the signal. Call it once there is nothing left to read.
 
-        If `wake_in_s` is given, the descriptor fires by then, or earlier.
+        The descriptor fires by `wake_at_s` on the monotonic clock, or earlier.
         """
-        if self._awake:
-            self._awake = False
+        if self._is_awake:
+            self._is_awake = False
             os.eventfd_read(self._wake)
-        if wake_in_s is None and self._alarm_at_s is None:
+        if wake_at_s is None and self._alarm_at_s is None:
             return
         now_s = monotonic()
-        wanted_s = None if wake_in_s is None else now_s + wake_in_s
         # Setting the timer costs more than all the rest of this function, and an early wake-up is
         # harmless.
-        if wanted_s is None or not (now_s < (self._alarm_at_s or 0.0) <= wanted_s):
-            self._alarm.set(wake_in_s)
-            self._alarm_at_s = wanted_s
+        if wake_at_s is None or not (now_s < (self._alarm_at_s or 0.0) <= wake_at_s):
+            self._alarm.set(None if wake_at_s is None else wake_at_s - now_s)
+            self._alarm_at_s = wake_at_s
 
     def skip_rest(self) -> None:
         """Read and drop the remaining parts of a message."""
@@ -297,6 +293,12 @@ class Wire:
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, linger_ms)
             self._opened.close()
+
+
+def _descriptor_of(socket: "zmq.Socket[bytes]") -> int:
+    found = socket.getsockopt(zmq.FD)
+    assert isinstance(found, int)
+    return found
 
 
 def _has_input(socket: "zmq.Socket[bytes]") -> bool:

@@ -133,14 +133,14 @@ def _start(name: str, config: ClusterConfig) -> int:
     """Import the one room that this process needs and run it."""
     from baton.deploy.model_folder import check_tokenizer, with_model
     from baton.deploy.ports import check_reach, check_router_ports
-    from baton.runtime.tls import certificate_of
+    from baton.runtime.tls import server_context
 
     own_process(config.log, config.node.id or name)
     _warn_of_variables()
     config = with_model(config, needs_weights=name != "router")
     if name in ("serve", "router"):
         check_tokenizer(Path(config.model.path))
-        certificate_of(config.router)  # an unusable file ends the command here
+        server_context(config.router)  # an unusable file ends the command here
     if name == "serve":
         from baton.deploy.serve import serve
 

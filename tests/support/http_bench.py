@@ -27,7 +27,7 @@ from baton.router.reattach import Claim
 from baton.router.stream import RequestStream
 from baton.router.text import Text
 from baton.router.text_router import ParamsOf
-from baton.runtime.tls import certificate_of
+from baton.runtime.tls import server_context
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
@@ -178,7 +178,7 @@ class HttpBench:
         config = config or ClusterConfig()
         self.app = App(engine, config, chat_template, silence_s, tracer)
         router = msgspec.structs.replace(config.router, port=0)
-        self.server = Server(self.app, router, certificate_of(router))
+        self.server = Server(self.app, router, server_context(router))
         self.url = ""
 
     async def __aenter__(self) -> "HttpBench":

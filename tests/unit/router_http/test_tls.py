@@ -4,7 +4,6 @@ import asyncio
 import http.client
 import os
 import shutil
-import signal
 import ssl
 import subprocess
 from collections.abc import Callable
@@ -17,7 +16,7 @@ import pytest
 
 from baton.__main__ import main
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.runtime.tls import certificate_of, client_context
+from baton.runtime.tls import client_context, server_context
 from tests.support.async_tests import on_a_loop
 from tests.support.certificates import Certificate, make_certificate
 from tests.support.http_bench import JSON, HttpBench, ScriptedEngine, well
@@ -53,35 +52,6 @@ def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
     return msgspec.structs.replace(config, router=router)
 
 
-def test_a_certificate_is_replaced_without_dropping_a_connection(
-    tmp_path: Path, config: ClusterConfig, start: StartRouter, made: Certificate
-) -> None:
-    router = start(with_tls(config, made))
-    url = router.wait_for_url()
-    before = dial(url, made)
-    assert is_live(before)
-    socket = before.sock
-    other = make_certificate(tmp_path, "other")
-    replace_by(other, made)
-    router.wait_for("certificate read again")
-    after = dial(url, other)
-    assert is_live(after)
-    assert is_live(before)
-    assert before.sock is socket  # it was never closed
-    # A wrong file leaves the good ones in use.
-    made.key.write_text("nothing")
-    assert "PEM" in router.wait_for("the certificate stays as it was")
-    shutil.copy(other.key, made.key)
-    os.kill(router.process.pid, signal.SIGHUP)
-    router.wait_for("certificate read again")
-    again = dial(url, other)
-    assert is_live(again)
-    assert is_live(before)
-    for one in (before, after, again):
-        one.close()
-    router.end_well()
-
-
 @on_a_loop
 async def test_a_connection_goes_on_after_a_stream(made: Certificate) -> None:
     engine, config = ScriptedEngine(well), with_tls(ClusterConfig(), made)
@@ -105,8 +75,9 @@ def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
     config: ClusterConfig, start: StartRouter, made: Certificate
 ) -> None:
     changed = with_tls(config, made)
-    certificate = certificate_of(changed.router)
-    assert certificate.context.minimum_version == ssl.TLSVersion.TLSv1_2
+    context = server_context(changed.router)
+    assert context is not None
+    assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     router = start(changed)
     url = router.wait_for_url()
     host, port = url.removeprefix("https://").split(":")
@@ -199,7 +170,7 @@ def test_a_key_may_be_in_the_file_of_its_certificate_but_not_alone(
 ) -> None:
     both = made.cert.with_suffix(".pem")
     both.write_bytes(made.cert.read_bytes() + made.key.read_bytes())
-    assert certificate_of(RouterConfig(tls_cert=str(both))) is not None
+    assert server_context(RouterConfig(tls_cert=str(both))) is not None
     assert main(["router", "--ssl-keyfile", str(made.key)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--ssl-certfile" in line

@@ -1,13 +1,9 @@
 """Addresses: what they mean, who can reach them, and what is wrong with the others."""
 
-from pathlib import Path
-
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.dialer import Destination
 from baton.runtime.channels.endpoint import Endpoint, bindable
-from baton.runtime.channels.keys import NO_KEYS
 
 
 @pytest.mark.parametrize(
@@ -68,24 +64,3 @@ def test_it_is_known_whether_others_can_reach_it(text: str, is_loopback: bool) -
 def test_nobody_dials_what_is_no_single_place(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot dial"):
         _ = bindable(text).dial_endpoint
-
-
-def test_a_file_is_followed_and_an_address_that_must_not_be_dialled_is_not_taken(
-    tmp_path: Path,
-) -> None:
-    file, now_s = tmp_path / "address", 0.0
-    file.write_text("tcp://127.0.0.1:1\n")
-    destination = Destination(f"file://{file}", NO_KEYS, lambda: now_s)
-    found = []
-    # A star is for listeners, and other hosts want a key.
-    for text in ("tcp://*:22", "tcp://10.0.0.1:333", "nonsense", "tcp://127.0.0.1:55555"):
-        file.write_text(text)
-        assert not destination.has_moved()
-        now_s += 1.0
-        found.append((destination.has_moved(), str(destination.address)))
-    assert found == [*[(False, "tcp://127.0.0.1:1")] * 3, (True, "tcp://127.0.0.1:55555")]
-    file.unlink()
-    now_s += 1.0
-    assert not destination.has_moved()
-    with pytest.raises(ConfigError, match="cannot read the address of a router from"):
-        Destination(f"file://{file}", NO_KEYS)
