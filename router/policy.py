@@ -7,7 +7,8 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
 
 import msgspec
 
@@ -19,7 +20,7 @@ from baton.router.outputs import Path
 from baton.router.registry import Node, Registry, ReservedLoad
 from baton.router.request import Place, Placed
 
-# The assumed length of an answer before any has ended, and the weight of the newest one.
+# The assumed length of a response before any has ended, and the weight of the newest one.
 FIRST_OUTPUT_TOKENS = 256.0
 OUTPUT_WEIGHT = 0.05
 # A handoff takes as long as computing this many tokens. Reading the KV of a token takes this share
@@ -30,15 +31,13 @@ NEAR_READ, FAR_READ = 1 / 32, 1 / 8
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
 
-# Less is better: avoided, suspects, full, cost, load, id. The node itself is never compared. A
-# bid first assumes that its node has room, because checking takes long and the best node mostly
-# has it.
-Bid = tuple[bool, int, bool, float, int, NodeId, Node]
-Flags = tuple[int, int, int, float]
+# Less is better: avoided, suspects, full, cost, reserved tokens, id. The node is never compared.
+Candidate = tuple[bool, int, bool, float, int, NodeId, Node]
+Rank = tuple[int, int, int, float]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """The chosen nodes and the load to reserve at each of them."""
+    """The chosen nodes, and the load to reserve at each of them."""
 
     placed: Placed
     loads: tuple[tuple[NodeId, ReservedLoad], ...]
@@ -62,7 +61,7 @@ class CheapestPair:
         self._output_tokens = FIRST_OUTPUT_TOKENS
 
     def learn(self, num_output_tokens: float) -> None:
-        """Note the length of one choice of an answer."""
+        """Note the length of one choice of a response."""
         self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
 
     def load_of(self, node: Node, place: Place) -> ReservedLoad:
@@ -72,44 +71,41 @@ class CheapestPair:
     def choose(
         self, now_s: float, registry: Registry, place: Place, kept: Collection[NodeId] = ()
     ) -> Decision | None:
-        """Return nodes for a leg, or None if no node in service can take it.
+        """Return nodes for an attempt, or None if no node in service can take it.
 
-        Nodes that are `kept` for other legs count as full.
+        Nodes that are `kept` for other attempts count as full.
         """
         search = _PairSearch(registry, place, math.ceil(self._output_tokens), kept)
         if self._mode == "always":
-            return search.local(search.local_bids())
-        near = self._short_bids(search, place)
+            return search.local(search.local_candidates())
+        near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it
+        if self._mode == "auto" and place.wants_decode and not place.is_remote_only:
+            near = search.local_candidates(place.num_tokens - self._local_tokens)
+        max_uncached = MISPREDICTION * self._local_tokens
         # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
         if near and place.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
-            return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
-        prefills = search.prefill_bids()
+            return search.local(near, max_uncached=max_uncached)
+        prefills = search.prefill_candidates()
         if not place.wants_decode and prefills:
-            return search.decision(search.best(prefills)[-1], None)
+            return search.decision(min(prefills)[-1], None)
         pair = search.cheapest_pair(now_s, prefills)
-        if near and (pair is None or search.best(near)[:4] <= pair.flags):
-            return search.local(near, max_uncached=MISPREDICTION * self._local_tokens)
+        if near and (pair is None or min(near)[:4] <= pair.rank):
+            return search.local(near, max_uncached=max_uncached)
         if pair is None and self._mode == "auto":
-            return search.local(search.local_bids(), is_fallback=True)
+            return search.local(search.local_candidates(), is_fallback=True)
         # Without an alternative, a pair that failed lately is better than none.
         pair = pair or next(search.possible_pairs(prefills), None)
         return None if pair is None else search.decision(pair.prefill, pair.decode)
 
-    def _short_bids(self, search: "_PairSearch", place: Place) -> list[Bid]:
-        """Return decode nodes that may compute the prompt, because they lack little of it."""
-        if self._mode != "auto" or not place.wants_decode or place.is_remote_only:
-            return []
-        return search.local_bids(place.num_tokens - self._local_tokens)
-
 
 class _Pair(msgspec.Struct, frozen=True):
-    flags: Flags
+    rank: Rank
     prefill: Node
     decode: Node
 
 
 class _PairSearch:
-    """The search for one leg's nodes. Its sequences will probably grow by `growth` tokens."""
+    """The search for one attempt's nodes. Its sequences will probably grow by `growth` tokens."""
 
     def __init__(
         self, registry: Registry, place: Place, growth: int, kept: Collection[NodeId]
@@ -117,7 +113,7 @@ class _PairSearch:
         self._registry, self._place, self._kept = registry, place, kept
         self._likely_tokens = _likely_tokens(place, growth)
         # Another sequence in the batch delays each step by about the time of a prompt token.
-        self._seat_tokens = max(1, self._likely_tokens - place.num_tokens)
+        self._slot_tokens = max(1, self._likely_tokens - place.num_tokens)
         model = registry.model
         size = self._block_size = 1 if model is None else model.layout.block_size
         self._likely_blocks = self._blocks(self._likely_tokens, place.num_choices)
@@ -129,17 +125,15 @@ class _PairSearch:
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
 
-    # --- bids -----------------------------------------------------------------------------------
-
-    def prefill_bids(self) -> list[Bid]:
-        """Return bids of the prefill nodes that could hold the prompt if they were empty."""
+    def prefill_candidates(self) -> list[Candidate]:
+        """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._place.num_tokens, 1))
-        return self._bids(nodes, [node.num_tokens for node in nodes], self._cached)
+        return self._candidates(nodes, [node.num_tokens for node in nodes], self._cached)
 
-    def local_bids(self, least_held: int = 0) -> list[Bid]:
-        """Return bids of the decode nodes that could compute the prompt themselves.
+    def local_candidates(self, least_held: int = 0) -> list[Candidate]:
+        """Return the decode nodes that could compute the prompt themselves.
 
-        Nodes that hold less than `least_held` tokens of the prompt make no bid.
+        Only those that hold at least `least_held` tokens of the prompt count.
         """
         held = self._held
         if least_held > 0 and not held:
@@ -147,15 +141,15 @@ class _PairSearch:
         nodes = self._decodes()
         if least_held > 0:
             nodes = [node for node in nodes if held.get(node.node_id, 0) >= least_held]
-        return self._bids(nodes, self._seats(nodes), self._cached)
+        return self._candidates(nodes, self._waits(nodes), self._cached)
 
-    def _reading_bids(self, read: float) -> list[Bid]:
-        """Return bids of the decode nodes if reading a token's KV costs `read`."""
+    def _reading_candidates(self, read: float) -> list[Candidate]:
+        """Return the decode nodes if reading a token's KV costs `read`."""
         nodes = self._decodes()
-        return self._bids(nodes, self._seats(nodes), self._held, read)
+        return self._candidates(nodes, self._waits(nodes), self._held, read)
 
-    def _seats(self, nodes: list[Node]) -> list[int]:
-        return [node.num_sequences * self._seat_tokens for node in nodes]
+    def _waits(self, nodes: list[Node]) -> list[int]:
+        return [node.num_sequences * self._slot_tokens for node in nodes]
 
     def _decodes(self) -> list[Node]:
         num_blocks = self._blocks(self._place.num_final_tokens, self._place.num_choices)
@@ -165,19 +159,19 @@ class _PairSearch:
         """Return the nodes in service whose pools have at least that many blocks."""
         return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
 
-    def _bids(
+    def _candidates(
         self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
-    ) -> list[Bid]:
-        """Return the nodes' bids: their waits, plus `read` for each token that they lack.
+    ) -> list[Candidate]:
+        """Return nodes with their costs: their waits, plus `read` for each token that they lack.
 
-        No leg shares a node with a suspect while there is another node.
+        No attempt shares a node with a suspect while there is another node.
         """
         avoid, num_tokens = self._place.avoid, self._place.num_tokens
         return [
             (
                 bool(avoid) and node.process in avoid,
                 node.num_suspects,
-                False,
+                not self._has_room(node),
                 wait + read * (num_tokens - has.get(node.node_id, 0)),
                 node.num_tokens,
                 node.node_id,
@@ -186,99 +180,58 @@ class _PairSearch:
             for node, wait in zip(nodes, waits, strict=True)
         ]
 
-    def best(self, bids: list[Bid]) -> Bid:
-        """Return the best of these bids (at least one), with full nodes last."""
-        first = min(bids)
-        return first if self._has_room(first[-1]) else min(map(self._looked_at, bids))
-
-    def _looked_at(self, bid: Bid) -> Bid:
-        """Return a bid that says whether its node is full."""
-        return (*bid[:2], not self._has_room(bid[-1]), *bid[3:])
-
     def _has_room(self, node: Node) -> bool:
         num_blocks = min(self._likely_blocks, _pool(node) // 2)
         return node.node_id not in self._kept and node.has_room(num_blocks)
 
-    # --- pairs ----------------------------------------------------------------------------------
-
-    def cheapest_pair(self, now_s: float, prefills: list[Bid]) -> _Pair | None:
+    def cheapest_pair(self, now_s: float, prefills: list[Candidate]) -> _Pair | None:
         """Return the cheapest pair that works; None if none does."""
-        if not prefills:
-            return None
-        # First ignore which nodes are full: if the best pair has room, it is the best of all.
-        likely = min(
-            self._best_pairs(prefills, min, only_least=True), key=_pair_order, default=None
-        )
-        if likely is None:
-            return None
-        if all(map(self._has_room, (likely.prefill, likely.decode))) and self._works(now_s, likely):
-            return likely
-        for pair in sorted(self._best_pairs(prefills, self.best), key=_pair_order):
-            if self._works(now_s, pair):
+        best = sorted(self._best_pairs(prefills), key=_pair_order)
+        for pair in chain(best, self.possible_pairs(prefills)):
+            allows = self._registry.pairs.allows(now_s, pair.prefill.process, pair.decode.process)
+            if allows and self._registry.can_pair(pair.prefill, pair.decode):
                 return pair
-        some = self.possible_pairs(prefills)
-        return next((pair for pair in some if self._works(now_s, pair)), None)
+        return None
 
-    def _best_pairs(
-        self,
-        prefills: list[Bid],
-        best: Callable[[list[Bid]], Bid],
-        *,
-        only_least: bool = False,
-    ) -> Iterator[_Pair]:
+    def _best_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
         """Yield the best pair of all nodes and that of each host; one of them is the cheapest.
 
-        `best` takes one of several bids. The costs of two nodes are independent, except for the
-        path between them. With `only_least`, hosts that cannot have the cheapest pair may be left
-        out.
+        The costs of two nodes are independent, except for the path between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._reading_bids(NEAR_READ if hosts.is_one else FAR_READ)
-        if not decodes:
+        decodes = self._reading_candidates(NEAR_READ if hosts.is_one else FAR_READ)
+        if not decodes or not prefills:
             return
-        first = best(prefills)
-        pair = _paired(first, best(decodes))
-        least_order = _pair_order(pair)
-        yield pair
+        yield _paired(min(prefills), min(decodes))
         if hosts.is_one or not hosts.shared:
             return
-        firsts = {bid[5]: bid for bid in prefills}
-        seconds = {bid[5]: bid for bid in self._reading_bids(NEAR_READ)}
+        firsts = {one[5]: one for one in prefills}
+        seconds = {one[5]: one for one in self._reading_candidates(NEAR_READ)}
         for host in hosts.shared:
             near = [seconds[node] for node in host.decodes if node in seconds]
-            if not near:
-                continue
-            second = best(near)
-            # No pair of this host costs less than one with the best prefill node of all would.
-            bound = (_flags(first, second), second[4], second[5])
-            if only_least and least_order < bound:
-                continue
-            if own := [firsts[node] for node in host.prefills if node in firsts]:
-                pair = _paired(best(own), second)
-                least_order = min(least_order, _pair_order(pair))
-                yield pair
+            own = [firsts[node] for node in host.prefills if node in firsts]
+            if near and own:
+                yield _paired(min(own), min(near))
 
-    def possible_pairs(self, prefills: list[Bid]) -> Iterator[_Pair]:
+    def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
-        decodes = sorted(map(self._looked_at, self._reading_bids(FAR_READ)))
-        prefills = sorted(map(self._looked_at, prefills))
-        pairs = (_paired(first, second) for second in decodes for first in prefills)
-        return (pair for pair in pairs if self._registry.can_pair(pair.prefill, pair.decode))
-
-    def _works(self, now_s: float, pair: _Pair) -> bool:
-        prefill, decode = pair.prefill, pair.decode
-        allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
-        return allows and self._registry.can_pair(prefill, decode)
-
-    # --- decisions ------------------------------------------------------------------------------
+        decodes, prefills = sorted(self._reading_candidates(FAR_READ)), sorted(prefills)
+        for second in decodes:
+            for first in prefills:
+                if self._registry.can_pair(first[-1], second[-1]):
+                    yield _paired(first, second)
 
     def local(
-        self, bids: list[Bid], *, is_fallback: bool = False, max_uncached: int | None = None
+        self,
+        candidates: list[Candidate],
+        *,
+        is_fallback: bool = False,
+        max_uncached: int | None = None,
     ) -> Decision | None:
         """Return the decision to let the best of these nodes compute the prompt itself."""
-        if not bids:
+        if not candidates:
             return None
-        node = self.best(bids)[-1]
+        node = min(candidates)[-1]
         return self.decision(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
 
     def decision(
@@ -305,7 +258,7 @@ class _PairSearch:
         )
         return Decision(
             placed,
-            tuple([(node.node_id, charge) for node, charge in given]),
+            tuple([(node.node_id, load) for node, load in given]),
             is_fallback,
             tuple([node.node_id for node, _ in given if not self._has_room(node)]),
             self._cached.get(given[0][0].node_id, 0),
@@ -316,21 +269,18 @@ class _PairSearch:
         return blocks_needed(self._block_size, num_tokens, num_final_tokens, num_choices)
 
 
-def _paired(prefill: Bid, decode: Bid) -> _Pair:
-    return _Pair(_flags(prefill, decode), prefill[-1], decode[-1])
-
-
-def _flags(prefill: Bid, decode: Bid) -> Flags:
-    return (
+def _paired(prefill: Candidate, decode: Candidate) -> _Pair:
+    rank = (
         prefill[0] + decode[0],
         prefill[1] + decode[1],
         prefill[2] + decode[2],
         prefill[3] + decode[3] + HANDOFF_TOKENS,
     )
+    return _Pair(rank, prefill[-1], decode[-1])
 
 
-def _pair_order(pair: _Pair) -> tuple[Flags, int, NodeId, NodeId]:
-    return pair.flags, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
+def _pair_order(pair: _Pair) -> tuple[Rank, int, NodeId, NodeId]:
+    return pair.rank, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
 
 
 def _likely_tokens(place: Place, growth: int) -> int:
@@ -340,15 +290,13 @@ def _likely_tokens(place: Place, growth: int) -> int:
 def _decode_load(node: Node, place: Place, likely_tokens: int) -> ReservedLoad:
     assert node.info is not None
     block_size, num_choices = node.info.layout.block_size, place.num_choices
+    num_blocks = blocks_needed(block_size, place.num_tokens, likely_tokens, num_choices)
     return ReservedLoad(
         place.num_tokens * num_choices,
         num_choices,
         place.is_suspect,
         # Many choices start one by one, so they need not wait for an empty node.
-        min(
-            blocks_needed(block_size, place.num_tokens, likely_tokens, num_choices),
-            _pool(node) // 2,
-        ),
+        min(num_blocks, _pool(node) // 2),
     )
 
 
