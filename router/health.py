@@ -59,7 +59,7 @@ def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
     return bool(registry.in_service("decode")) and (has_prefill or mode != "never")
 
 
-def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admission) -> Health:
+def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission) -> Health:
     nodes, pairs = nodes_health(now_s, registry), registry.pairs
     status, message = _status(registry, mode, nodes)
     failing = pairs.health(now_s)
@@ -69,8 +69,8 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, line: Admiss
     return Health(
         status,
         nodes,
-        line.num_inflight,
-        line.num_queued,
+        queue.num_inflight,
+        queue.num_queued,
         message,
         failing,
         failures,

@@ -28,7 +28,7 @@ class PairHealth(msgspec.Struct, frozen=True):
     decode_node: NodeId
     reason: str
     num_failures: int  # in a row
-    avoided_s: float  # for how much longer; 0 if one leg at a time may try it
+    avoided_s: float  # for how much longer; 0 if one attempt at a time may try it
 
 
 class PairTransfers(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class _Trouble:
     failure: Failure
     num_failures: int
     until_s: float
-    probe: Key | None = None  # the leg that tries it again
+    probe: Key | None = None  # the attempt that tries it again
 
 
 @dataclass(slots=True)
@@ -74,7 +74,7 @@ class Pairs:
             self._trouble[prefill, decode] = _Trouble(failure, 1, now_s + FIRST_AVOID_S)
             return True
         trouble.failure = failure
-        # Legs that were running when the pair was first avoided show nothing new.
+        # Attempts that were running when the pair was first avoided show nothing new.
         if now_s >= trouble.until_s:
             trouble.num_failures += 1
             wait_s = FIRST_AVOID_S * 2.0 ** min(trouble.num_failures - 1, 10)
@@ -90,7 +90,7 @@ class Pairs:
         return trouble is not None
 
     def allows(self, now_s: float, prefill: NodeProcess, decode: NodeProcess) -> bool:
-        """Return whether a leg should be given to this pair now."""
+        """Return whether an attempt should be given to this pair now."""
         trouble = self._trouble.get((prefill, decode))
         return trouble is None or (trouble.probe is None and now_s >= trouble.until_s)
 
@@ -100,14 +100,14 @@ class Pairs:
         return trouble.failure.message if trouble is not None and now_s < trouble.until_s else ""
 
     def placed(self, key: Key, prefill: NodeProcess, decode: NodeProcess) -> None:
-        """Note that a leg was given to this pair. It is then the probe of a pair in trouble."""
+        """Note that an attempt was given to this pair, which probes a pair in trouble."""
         trouble = self._trouble.get((prefill, decode))
         if trouble is not None and trouble.probe is None:
             trouble.probe = key
             self._probes[key] = prefill, decode
 
     def released(self, key: Key) -> None:
-        """Note that a leg gives back a node, which ends its time as a probe."""
+        """Note that an attempt gives back a node, which ends its time as a probe."""
         pair = self._probes.pop(key, None)
         if pair is not None:
             self._trouble[pair].probe = None

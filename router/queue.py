@@ -24,11 +24,11 @@ from baton.router.registry import Registry
 from baton.router.request import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The pace is the mean time of the last moves of a line in which others wait. With fewer moves, a
-# single pause, such as that of a node that was away, could look like a pace, so the pace is unknown
-# and no request is refused because of it.
-PACE_MOVES, LEAST_MOVES = 32, 8
-FIRST_PACE_S = 1.0  # until a pace was measured
+# The service time is the mean time between the last placements while others wait. After few of
+# them, a single pause, such as that of a node that was away, could look like slow service, so no
+# request is refused because of it.
+SERVICE_MOVES, LEAST_MOVES = 32, 8
+FIRST_SERVICE_S = 1.0  # until it was measured
 # The memory per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
 MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
@@ -54,29 +54,29 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
         return min([self.model_len, *held])
 
 
-class QueuedLeg(msgspec.Struct, frozen=True):
+class QueuedAttempt(msgspec.Struct, frozen=True):
     place: Place
     since_s: float
 
 
-class WaitingLine:
-    """Legs in order of arrival. Legs that no node in service can take stand aside."""
+class AttemptQueue:
+    """Attempts in order of arrival. Those that no node in service can take stand aside."""
 
     def __init__(self, max_wait_s: float) -> None:
         self.max_wait_s = max_wait_s
-        self.next: dict[Key, QueuedLeg] = {}
-        self.aside: dict[Key, QueuedLeg] = {}
+        self.next: dict[Key, QueuedAttempt] = {}
+        self.aside: dict[Key, QueuedAttempt] = {}
         self.num_tokens = 0
 
     def __len__(self) -> int:
         return len(self.next) + len(self.aside)
 
     def add(self, now_s: float, place: Place) -> None:
-        self.next[place.key] = QueuedLeg(place, now_s)
+        self.next[place.key] = QueuedAttempt(place, now_s)
         self.num_tokens += place.num_tokens
 
     def take(self, key: Key) -> bool:
-        """Remove a leg from its place. Return whether it was in this line."""
+        """Remove an attempt. Return whether it was in this queue."""
         waiting = self.next.pop(key, None) or self.aside.pop(key, None)
         if waiting is not None:
             self.num_tokens -= waiting.place.num_tokens
@@ -86,13 +86,13 @@ class WaitingLine:
         self.aside[key] = self.next.pop(key)
 
     def bring_back(self) -> None:
-        """Put the legs that stand aside back at the front, because they came first."""
+        """Put the attempts that stand aside back at the front, because they came first."""
         if self.aside:
             self.next = {**self.aside, **self.next}
             self.aside = {}
 
-    def overdue(self, now_s: float) -> Iterator[QueuedLeg]:
-        """Yield the legs that have waited too long, in order of arrival in both parts."""
+    def overdue(self, now_s: float) -> Iterator[QueuedAttempt]:
+        """Yield the attempts that have waited too long, in order of arrival in both parts."""
         for part in (self.aside, self.next):
             for waiting in part.values():
                 if now_s - waiting.since_s < self.max_wait_s:
@@ -101,24 +101,24 @@ class WaitingLine:
 
 
 class Admission:
-    """The lines of legs that wait for nodes, and the set of requests that have nodes.
+    """The queues of attempts that wait for nodes, and the set of requests that have nodes.
 
-    Resumes go first, then other new attempts, then new requests. Others pass a leg that no node in
+    Resumes go first, then other retries, then new requests. Others pass an attempt that no node in
     service can take until `registry_version` changes.
     """
 
     def __init__(self, config: RouterConfig) -> None:
         self._config = config
         self._inflight: set[RequestId] = set()
-        self._resumes = WaitingLine(MAX_RESUME_WAIT_S)
-        self._again = WaitingLine(config.max_queued_s)
-        self._new = WaitingLine(config.max_queued_s)
-        self._lines = (self._resumes, self._again, self._new)
+        self._resumes = AttemptQueue(MAX_RESUME_WAIT_S)
+        self._again = AttemptQueue(config.max_queued_s)
+        self._new = AttemptQueue(config.max_queued_s)
+        self._queues = (self._resumes, self._again, self._new)
         self._registry_version = 0
-        self.num_changes = 0  # grows whenever another leg may be the next one
-        self._moved_s: float | None = None  # when the line moved last; None if the line is empty
-        self._gaps_s: deque[float] = deque(maxlen=PACE_MOVES)  # between legs that left the line
-        self._pace_s: float | None = None
+        self.num_changes = 0  # grows whenever another attempt may be the next one
+        self._moved_s: float | None = None  # when the last attempt left; None if none waits
+        self._gaps_s: deque[float] = deque(maxlen=SERVICE_MOVES)  # between placements
+        self._service_s: float | None = None
 
     @property
     def num_inflight(self) -> int:
@@ -126,17 +126,17 @@ class Admission:
 
     @property
     def num_queued(self) -> int:
-        return sum(map(len, self._lines))
+        return sum(map(len, self._queues))
 
     def check_room(self, num_tokens: int, *, could_place: bool) -> None:
-        """Raise `Overloaded` if a new request would have to wait in a full line."""
+        """Raise `Overloaded` if a new request would have to wait in a full queue."""
         is_full = len(self._inflight) >= self._config.max_inflight
         if not could_place or self._new.next or is_full:
-            self._check_line(num_tokens)
+            self._check_queue(num_tokens)
         if could_place:
             self._check_wait()
 
-    def _check_line(self, num_tokens: int) -> None:
+    def _check_queue(self, num_tokens: int) -> None:
         num_queued, num_waiting_tokens = len(self._new), self._new.num_tokens
         if num_queued >= self._config.max_queued:
             text = f"{num_queued} requests are waiting already"
@@ -148,7 +148,7 @@ class Admission:
 
     def _check_wait(self) -> None:
         """Refuse at once a request that would only wait to be refused later."""
-        wait_s = (self._pace_s or 0.0) * (self.num_queued + 1)
+        wait_s = (self._service_s or 0.0) * (self.num_queued + 1)
         is_known = self._moved_s is not None and len(self._gaps_s) >= LEAST_MOVES
         if is_known and wait_s > self._config.max_queued_s:
             raise self._full(f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s")
@@ -158,76 +158,76 @@ class Admission:
         return Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
     def retry_after_s(self) -> float:
-        """Return how long the line will take at its current pace, in whole seconds."""
-        seconds = math.ceil((self._pace_s or FIRST_PACE_S) * (self.num_queued + 1))
+        """Return how long the queue will take at its service rate, in whole seconds."""
+        seconds = math.ceil((self._service_s or FIRST_SERVICE_S) * (self.num_queued + 1))
         return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
 
     def wait(self, now_s: float, place: Place) -> None:
-        """Put a leg at the end of its line."""
+        """Put an attempt at the end of its queue."""
         is_new = place.key.request_id not in self._inflight
-        line = self._resumes if place.is_resume else self._new if is_new else self._again
-        line.add(now_s, place)
+        queue = self._resumes if place.is_resume else self._new if is_new else self._again
+        queue.add(now_s, place)
         self.num_changes += 1
 
     def leave(self, key: Key) -> None:
-        """Take a leg out of the line. Its request may stay in flight."""
+        """Take an attempt out of its queue. Its request may stay in flight."""
         self.num_changes += 1
-        any(line.take(key) for line in self._lines)
+        any(queue.take(key) for queue in self._queues)
 
-    def head(self, registry_version: int, passed: Collection[Key] = ()) -> QueuedLeg | None:
-        """Return the next leg that may get nodes, except those in `passed`."""
+    def head(self, registry_version: int, passed: Collection[Key] = ()) -> QueuedAttempt | None:
+        """Return the next attempt that may get nodes, except those in `passed`."""
         if registry_version != self._registry_version:
             self._registry_version = registry_version
-            for line in self._lines:
-                line.bring_back()
-        for line in self._lines:
-            if not line.next:
+            for queue in self._queues:
+                queue.bring_back()
+        for queue in self._queues:
+            if not queue.next:
                 continue
-            if line is self._new and len(self._inflight) >= self._config.max_inflight:
+            if queue is self._new and len(self._inflight) >= self._config.max_inflight:
                 return None
-            for key, waiting in islice(line.next.items(), len(passed) + 1):
+            for key, waiting in islice(queue.next.items(), len(passed) + 1):
                 if key not in passed:
                     return waiting
         return None
 
     def rests(self, now_s: float) -> None:
-        """Note that no leg can leave the line now."""
-        if not any(line.next for line in self._lines):
+        """Note that no attempt can be placed now."""
+        if not any(queue.next for queue in self._queues):
             self._moved_s = None
         elif self._moved_s is None:
             self._moved_s = now_s
 
     def set_aside(self, key: Key) -> Failure | None:
-        """Let others pass a leg that no node can take. Return why it may not even wait, if so."""
-        for line in self._lines:
-            if key in line.next:
-                if line is self._new and self._is_full_aside():
+        """Let others pass an attempt that no node can take. Return why it may not even wait."""
+        for queue in self._queues:
+            if key in queue.next:
+                if queue is self._new and self._is_full_aside():
                     self.leave(key)
                     return self._too_long()
-                line.set_aside(key)
+                queue.set_aside(key)
         return None
 
     def _is_full_aside(self) -> bool:
-        """Return whether another new leg that stands aside would exceed the limits."""
+        """Return whether another new attempt that stands aside would exceed the limits."""
         num_aside, num_tokens = len(self._new.aside), self._new.num_tokens
         is_long = num_aside > 0 and num_tokens > MAX_QUEUED_TOKENS
         return is_long or num_aside >= self._config.max_queued
 
     def placed(self, now_s: float, key: Key) -> None:
-        """Note that a leg has nodes now."""
+        """Note that an attempt has nodes now."""
         self._inflight.add(key.request_id)
         self.leave(key)
         if self._moved_s is not None:
             self._gaps_s.append(now_s - self._moved_s)
             self._moved_s = now_s
-            self._pace_s = sum(self._gaps_s) / len(self._gaps_s)
+            self._service_s = sum(self._gaps_s) / len(self._gaps_s)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
-        """Remove the legs that have waited too long, and return each with the reason."""
-        keys = [one.place.key for line in self._lines for one in line.overdue(now_s)]
+        """Remove the attempts that have waited too long, and return each with the reason."""
+        keys = [one.place.key for queue in self._queues for one in queue.overdue(now_s)]
         failures: list[tuple[Key, Failure]] = []
         for key in keys:
-            is_aside = any(key in line.aside for line in self._lines)
+            is_aside = any(key in queue.aside for queue in self._queues)
             failures.append((key, self._too_long() if is_aside else self._too_busy()))
             self.leave(key)
         return failures
@@ -247,9 +247,9 @@ class Admission:
         """Forget a request in any state."""
         self.num_changes += 1
         self._inflight.discard(request_id)
-        for line in self._lines:
-            for key in [key for key in (*line.next, *line.aside) if key.request_id == request_id]:
-                line.take(key)
+        for queue in self._queues:
+            for key in [key for key in (*queue.next, *queue.aside) if key.request_id == request_id]:
+                queue.take(key)
 
     def ended(self, request_id: RequestId) -> None:
         """Note that the nodes of a request have confirmed its end."""
@@ -325,35 +325,41 @@ def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
 
 
 MAX_PASSED_S = 1.0
-# The number of waiting legs behind which later legs are considered.
+# The number of waiting attempts behind which later ones are considered.
 MAX_PASSED = 8
-# How often a stopped line is tried although no node has got room and no leg has arrived.
+# How often a stopped queue is tried although no node has got room and nothing has arrived.
 LOOK_S = 0.2
 
 
 class Placing:
-    def __init__(self, registry: Registry, policy: CheapestPair, line: Admission) -> None:
-        self._registry, self._policy, self._line = registry, policy, line
+    """Chooses nodes for queued attempts while some nodes are full.
+
+    An attempt that waits for one node does not keep later ones from other nodes. For a while,
+    smaller ones may even pass it on that node; after that the node is kept for it.
+    """
+
+    def __init__(self, registry: Registry, policy: CheapestPair, queue: Admission) -> None:
+        self._registry, self._policy, self._queue = registry, policy, queue
         self._looked_s = 0.0
-        self._stood_at = (0, 0, 0)
+        self._looked_at = (0, 0, 0)
 
     def take(self, now_s: float) -> Iterator[tuple[Place, Decision | Failure]]:
-        """Yield legs with their nodes, or with the reason why they may not wait.
+        """Yield attempts with their nodes, or with the reason why they may not wait.
 
-        The caller charges the nodes of a leg, or refuses the leg, before it takes the next.
+        The caller reserves the load of an attempt, or refuses it, before it takes the next.
         """
-        if self._stood_at == self._news() and now_s - self._looked_s < LOOK_S:
+        if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
             return
         passed: set[Key] = set()
         kept: set[NodeId] = set()
         while len(passed) <= MAX_PASSED:
-            waiting = self._line.head(self._registry.version, passed)
+            waiting = self._queue.head(self._registry.version, passed)
             if waiting is None:
                 break
             place = waiting.place
             decision = self._policy.choose(now_s, self._registry, place, kept)
             if decision is None:
-                if (failure := self._line.set_aside(place.key)) is not None:
+                if (failure := self._queue.set_aside(place.key)) is not None:
                     yield place, failure
             elif decision.full:
                 passed.add(place.key)
@@ -361,9 +367,9 @@ class Placing:
                     kept.update(decision.full)
             else:
                 yield place, decision
-        self._line.rests(now_s)
-        self._stood_at, self._looked_s = self._news(), now_s
+        self._queue.rests(now_s)
+        self._looked_at, self._looked_s = self._news(), now_s
 
     def _news(self) -> tuple[int, int, int]:
-        """Return a value that changes whenever a leg that found no nodes may find some."""
-        return self._registry.version, self._registry.num_releases, self._line.num_changes
+        """Return a value that changes whenever an attempt that found no nodes may find some."""
+        return self._registry.version, self._registry.num_releases, self._queue.num_changes

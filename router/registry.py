@@ -67,7 +67,7 @@ DIFFERENT_BITS = (
     "continuation, but it may differ from one that was never interrupted"
 )
 UNPAIRED = "two nodes can never exchange KV blocks and are not paired"
-# A node gets this many times the work for which it has seats and blocks, so that the next prompts
+# A node gets this many times the work for which it has slots and blocks, so that the next prompts
 # are computed and moved while earlier sequences end.
 SURPLUS = 1.25
 # The number of steps of work that a prefill node is given at once.
@@ -122,28 +122,28 @@ class Node:
             return True
         if self.role == "prefill":
             return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
-        # A request with many choices needs one seat to begin.
-        has_seat = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_seats
-        return has_seat and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
+        # A request with many choices needs one slot to begin.
+        has_slot = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_seats
+        return has_slot and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
 
     def reserve(self, key: Key, load: ReservedLoad) -> None:
-        """Add the work of a leg to this node."""
+        """Add the load of an attempt to this node."""
         assert key not in self.reserved, f"{key} has load reserved at {self.node_id}"
         self.reserved[key] = load
         self._add(load, 1)
 
     def release(self, key: Key) -> bool:
-        """Take the work of a leg off this node; False if the leg is not charged to it."""
-        charge = self.reserved.pop(key, None)
-        if charge is not None:
-            self._add(charge, -1)
-        return charge is not None
+        """Remove the load of an attempt; False if it has none here."""
+        load = self.reserved.pop(key, None)
+        if load is not None:
+            self._add(load, -1)
+        return load is not None
 
-    def _add(self, charge: ReservedLoad, sign: int) -> None:
-        self.num_tokens += sign * charge.num_tokens
-        self.num_sequences += sign * charge.num_sequences
-        self.num_suspects += sign * charge.is_suspect
-        self.num_blocks += sign * charge.num_blocks
+    def _add(self, load: ReservedLoad, sign: int) -> None:
+        self.num_tokens += sign * load.num_tokens
+        self.num_sequences += sign * load.num_sequences
+        self.num_suspects += sign * load.is_suspect
+        self.num_blocks += sign * load.num_blocks
 
 
 # Three beats of one second each, and half a second for a busy router.
@@ -167,7 +167,7 @@ class Registry:
         self._lost: dict[NodeId, Node] = {}  # nodes that left without notice, oldest first
         self.pairs = Pairs()
         self.caches = CacheIndex()
-        self.version = 0  # grows whenever a leg that no node could take may find a node
+        self.version = 0  # grows whenever an attempt that found no node may find one
         self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request needs these, so they are cached until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
@@ -338,7 +338,7 @@ class Registry:
     # --- load -----------------------------------------------------------------------------------
 
     def forget(self, request_id: RequestId) -> None:
-        """Remove all charges of a request from all nodes."""
+        """Remove the load of a request from all nodes."""
         for node in self._nodes.values():
             for key in [key for key in node.reserved if key.request_id == request_id]:
                 self.release(node.node_id, key)
@@ -347,13 +347,13 @@ class Registry:
         self._nodes[node_id].reserve(key, load)
 
     def note_pair(self, placed: Placed) -> None:
-        """Note that a leg was given to a pair, whose handoff will show whether it works."""
+        """Note that an attempt was given to a pair, whose handoff will show whether it works."""
         if placed.prefill_node is not None and placed.decode_node is not None:
             prefill, decode = self._nodes[placed.prefill_node], self._nodes[placed.decode_node]
             self.pairs.placed(placed.key, prefill.process, decode.process)
 
     def release(self, node_id: NodeId, key: Key) -> None:
-        """Remove a charge. The charges of a lost node are gone: its successor starts at zero."""
+        """Remove a load. That of a lost node is gone: its successor starts at zero."""
         node = self._nodes.get(node_id)
         if node is not None and node.release(key):
             self.num_releases += 1

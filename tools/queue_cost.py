@@ -1,6 +1,6 @@
 """Measure the CPU time of adding, planning and cancelling while many requests wait, and print it.
 
-It calls the router's line and the schedulers of both kinds of node; there are no sockets and no
+It calls the router's queue and the schedulers of both kinds of node; there are no sockets and no
 processes. All blocks of a pool are taken, so a plan finds no room for any waiting request.
 """
 
@@ -30,15 +30,15 @@ ORIGIN = 0
 Operation = Callable[[Key], object]
 
 
-def line_of_router() -> list[tuple[str, Operation]]:
+def queue_of_router() -> list[tuple[str, Operation]]:
     """Return the operations of a router on a request that waits for nodes, in order."""
-    line = Admission(RouterConfig(max_queued=1 << 20))
+    queue = Admission(RouterConfig(max_queued=1 << 20))
 
     def add(key: Key) -> None:
-        line.check_room(PROMPT_TOKENS, could_place=False)
-        line.wait(0.0, Place(key, PROMPT_TOKENS, 1, True, PROMPT_TOKENS))
+        queue.check_room(PROMPT_TOKENS, could_place=False)
+        queue.wait(0.0, Place(key, PROMPT_TOKENS, 1, True, PROMPT_TOKENS))
 
-    return [("add", add), ("plan", lambda _: line.head(0)), ("cancel", line.leave)]
+    return [("add", add), ("plan", lambda _: queue.head(0)), ("cancel", queue.leave)]
 
 
 def node(scheduler: PrefillScheduler | DecodeScheduler) -> list[tuple[str, Operation]]:
@@ -63,7 +63,7 @@ def pool() -> BlockPool:
 
 
 PLACES: dict[str, Callable[[], list[tuple[str, Operation]]]] = {
-    "router": line_of_router,
+    "router": queue_of_router,
     "prefill": lambda: node(PrefillScheduler(pool(), LIMITS)),
     "decode": lambda: node(DecodeScheduler(pool(), LIMITS)),
 }
