@@ -203,16 +203,6 @@ PATHS = ("PATH", "FILE", "FOLDER", "MODEL")
 _UNKNOWN = "unrecognized arguments: "
 
 
-class Argument(msgspec.Struct, frozen=True):
-    """A flag with all its names, or an operand, which has none, and its possible values."""
-
-    names: tuple[str, ...]
-    help: str
-    words: tuple[str, ...] = ()
-    is_path: bool = False
-    takes_value: bool = True
-
-
 class FlagParser(argparse.ArgumentParser):
     """A parser without abbreviated flags: a new flag would change what an abbreviation means.
 
@@ -226,18 +216,13 @@ class FlagParser(argparse.ArgumentParser):
         self.words: dict[str, tuple[str, ...]] = {}
         self._instead = instead
 
-    def arguments(self) -> tuple[Argument, ...]:
-        """Return what may be typed after the command, as `--help` lists it."""
-        return tuple(
-            Argument(
-                tuple(action.option_strings),
-                (action.help or "").replace("%%", "%"),
-                self.words.get(action.dest, ()),
-                is_path=action.metavar in PATHS,
-                takes_value=action.nargs != 0,
-            )
-            for action in self._actions
-        )
+    def mark_values(self, path: object) -> None:
+        """Mark arguments for `shtab`: those with few values, and those that are a `path`."""
+        for action in self._actions:
+            if action.dest in self.words:
+                action.choices = self.words[action.dest]
+            elif action.metavar in PATHS:
+                action.complete = path  # type: ignore[attr-defined]
 
     def add_settings(
         self,

@@ -8,6 +8,7 @@ prints one line on stderr and exits with code 2; a failure prints one line and e
 
 # ruff: noqa: ARG001  (every command takes the same arguments)
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from baton.runtime.fields import FlagParser
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
+SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 NODE_SECTIONS = ("model", "cache", "engine", "node", "transfer", "keys", "log")
 COMMANDS = {
@@ -181,7 +183,7 @@ def _doctor(name: str, summary: str, rest: list[str]) -> int:
 
 
 def _chat(name: str, summary: str, rest: list[str]) -> int:
-    from baton.console.chat import main
+    from baton.chat import main
 
     return main(rest)
 
@@ -238,11 +240,20 @@ def _demo_model(name: str, summary: str, rest: list[str]) -> int:
 def _completion(name: str, summary: str, rest: list[str]) -> int:
     if (words := _operands(name, rest)) is None:
         return 0
-    from baton.completion import SHELLS, script
+    import shtab
 
     if words[0] not in SHELLS:
         raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
-    print(COMPLETION_USE + script(words[0], parsers()), end="")
+    root = argparse.ArgumentParser("baton")
+    groups = {"": root.add_subparsers()}
+    for command, parser in parsers().items():
+        parser.mark_values(shtab.FILE)
+        group, _, last = command.rpartition(" ")
+        if group not in groups:
+            groups[group] = groups[""].add_parser(group, help=OTHERS[group].help).add_subparsers()
+        summary = parser.description or ""
+        groups[group].add_parser(last, parents=[parser], add_help=False, help=summary)
+    print(COMPLETION_USE + shtab.complete(root, words[0]))
     return 0
 
 
@@ -290,7 +301,7 @@ OTHERS = {
         "Write the small model that `serve` uses by default into a folder.", _demo_model, "FOLDER"
     ),
     "completion": OtherCommand(
-        "Print a script with which bash, zsh or fish completes baton's commands and flags.",
+        "Print a script with which bash, zsh, fish or tcsh completes baton's commands and flags.",
         _completion,
         "SHELL",
     ),
@@ -301,8 +312,7 @@ def parsers() -> "dict[str, FlagParser]":
     """Return the parser of every command, and of each command of `bench`."""
     from baton.bench.cli import COMMANDS as LOADS
     from baton.bench.cli import parser as bench_parser
-    from baton.completion import SHELLS
-    from baton.console.chat import parser as chat_parser
+    from baton.chat import parser as chat_parser
     from baton.deploy.cluster.arguments import parser_of
     from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
     from baton.runtime.fields import FlagParser

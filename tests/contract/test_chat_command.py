@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from rich.console import Console
 
-from baton.console.chat import FENCE, TerminalChat
+from baton.chat import FENCE, Chat
 
 DELTAS: list[dict[str, str | None]] = [
     {"role": "assistant", "content": None},
@@ -63,7 +63,7 @@ def test_thoughts_are_shown_before_the_answer_on_a_terminal_and_never_sent_back(
 ) -> None:
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, no_color=True, color_system=None)
-    chat = TerminalChat(server.url, model="any", console=console)
+    chat = Chat(server.url, model="any", console=console)
     for question in ("17 + 25?", "And again?"):
         chat.say(question)
     assert shown.getvalue() == ("Let me think.\n\n42.\n" if is_terminal else "42.\n") * 2
@@ -78,7 +78,7 @@ def test_a_message_may_have_several_lines(
     server: Reasoner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{FENCE}one\n two\n\nthree{FENCE}\nfour\n"))
-    chat = TerminalChat(server.url, model="any", console=Console(file=io.StringIO()))
+    chat = Chat(server.url, model="any", console=Console(file=io.StringIO()))
     assert chat.converse() == 0
     said = [turn["content"] for turn in chat.messages if turn["role"] == "user"]
     assert said == ["one\n two\n\nthree", "four"]

@@ -1,0 +1,226 @@
+"""`baton chat`: a conversation with a running server in the terminal, or one response for a script.
+
+It knows a server only by its URL, and works with any server that has OpenAI's API. Text is printed
+as it arrives. Ctrl-C ends a response and keeps the part that has arrived; Ctrl-D, or Ctrl-C at the
+prompt, ends the conversation.
+"""
+
+import argparse
+import contextlib
+import functools
+import http.client
+import os
+import ssl
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.text import Text
+
+from baton.protocol.errors import BatonError, ConfigError, NodeError
+from baton.runtime.fields import FlagParser
+from baton.runtime.tls import client_context
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEY_VARIABLE = "BATON_API_KEY"
+CONNECT_TIMEOUT_S = 5.0
+# A server is silent while it computes a long prompt; baton sends a comment every 10 s.
+SILENCE_TIMEOUT_S = 300.0
+FENCE = '"""'
+COMMANDS = """\
+/reset  forget the conversation
+/help   this list
+/exit   end (also Ctrl-D)
+\"\"\"     begin and end a message of several lines"""
+
+
+class _Choice(msgspec.Struct):
+    delta: dict[str, object] = {}
+
+
+class _Event(msgspec.Struct):
+    choices: list[_Choice] = []
+    error: object = None
+
+
+def main(words: Sequence[str]) -> int:
+    """Run `baton chat` with its flags and return the exit code. Raises `BatonError`."""
+    flags = parser().parse_args(list(words))
+    key = flags.api_key or os.environ.get(KEY_VARIABLE, "")
+    given = {"max_tokens": flags.max_tokens, "temperature": flags.temperature}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    chat = Chat(flags.url, flags.model, key, flags.ca_file, flags.system, sampling)
+    if not flags.message:
+        return chat.converse()
+    chat.say(flags.message)
+    return 0
+
+
+def parser() -> FlagParser:
+    built = FlagParser("baton chat", description="Talk to a running server in the terminal.")
+    add = built.add_argument
+    add("message", nargs="?", default="", help="one message; without it, a conversation begins")
+    add("--url", default=DEFAULT_URL, help=f"URL of the server (default: {DEFAULT_URL})")
+    add("--model", default="", help="model to use (default: the first one that the server lists)")
+    add("--system", default="", help="system message before the conversation")
+    add("--api-key", default="", help=f"API key (default: the variable {KEY_VARIABLE})")
+    add("--ca-file", metavar="PATH", default="",
+        help="PEM file with the authority that signed an https server's certificate")  # fmt: skip
+    add("--max-tokens", type=_count, help="longest response, in tokens")
+    add("--temperature", type=float, help="sampling temperature; 0 is greedy")
+    return built
+
+
+def _count(word: str) -> int:
+    if not word.isdecimal() or int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word!r} is not a number of tokens")
+    return int(word)
+
+
+@dataclass
+class Chat:
+    """A conversation with one model; `messages` is sent to the server each time."""
+
+    url: str  # with or without /v1
+    model: str = ""
+    api_key: str = ""
+    ca_file: str = ""
+    system: str = ""
+    sampling: dict[str, object] = field(default_factory=dict)
+    console: Console = field(default_factory=lambda: Console(highlight=False, soft_wrap=True))
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ConfigError(f"{self.url!r} is not a URL such as {DEFAULT_URL}")
+        self.url = self.url.rstrip("/").removesuffix("/v1")
+
+    def converse(self) -> int:
+        """Respond to each message on stdin until it ends; return the exit code."""
+        is_terminal = sys.stdin.isatty()
+        if is_terminal:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401  (line editing and history for `input`)
+            self._choose_model()
+            self.console.print(Text(f"{self.model} at {self.url}; /help lists commands", "dim"))
+        while True:
+            try:
+                line = _read_message(is_terminal).strip()
+            except (EOFError, KeyboardInterrupt):
+                return 0
+            match line:
+                case "/exit" | "/quit":
+                    return 0
+                case "/help":
+                    self.console.print(COMMANDS, markup=False)
+                case "/reset":
+                    self.messages.clear()
+                case _ if line.startswith("/"):
+                    self.console.print(f"unknown command {line}; /help lists them", markup=False)
+                case _ if line:
+                    try:
+                        self.say(line)
+                    except BatonError as error:
+                        if not is_terminal:
+                            raise
+                        self.console.print(Text(error.message, "red"))
+
+    def say(self, text: str) -> None:
+        """Send one message, print the response as it arrives, and remember both."""
+        self._choose_model()
+        messages, pieces = [*self.messages, {"role": "user", "content": text}], list[str]()
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        body = {**self.sampling, "model": self.model, "messages": system + messages}
+        has_thought = False
+        try:
+            for delta in self._stream({**body, "stream": True}):
+                thought = delta.get("reasoning") or delta.get("reasoning_content")
+                if thought and self.console.is_terminal:  # a script wants the response alone
+                    has_thought = True
+                    self.console.out(thought, end="", style="dim", highlight=False)
+                if content := delta.get("content"):
+                    gap = "\n\n" if has_thought and not pieces else ""
+                    pieces.append(str(content))
+                    self.console.out(f"{gap}{content}", end="", highlight=False)
+        except KeyboardInterrupt:
+            self.console.out(" (stopped)", end="", style="dim", highlight=False)
+        finally:
+            if pieces or has_thought:
+                self.console.print()
+        self.messages = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+
+    def _choose_model(self) -> None:
+        if not self.model:
+            with self._request("GET", "/v1/models") as response:
+                try:
+                    self.model = str(msgspec.json.decode(response.read())["data"][0]["id"])
+                except (msgspec.DecodeError, LookupError, TypeError) as error:
+                    raise NodeError(f"{self.url}/v1/models lists no model") from error
+
+    def _stream(self, body: object) -> Iterator[dict[str, object]]:
+        with self._request("POST", "/v1/chat/completions", body) as response:
+            for line in response:
+                data = line.removeprefix(b"data:").strip()
+                if not line.startswith(b"data:") or data == b"[DONE]":
+                    continue
+                try:
+                    event = msgspec.json.decode(data, type=_Event)
+                except msgspec.DecodeError as error:
+                    raise NodeError(f"{self.url} sent no chat chunk: {error}") from error
+                if event.error is not None:
+                    raise NodeError(f"{self.url} ended the response: {_reason(event.error)}")
+                yield from (choice.delta for choice in event.choices[:1])
+
+    @contextlib.contextmanager
+    def _request(
+        self, method: str, path: str, body: object = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """Send a request; a failure until the end of the context is a `NodeError`."""
+        parts, headers = urlsplit(self.url), {"Content-Type": "application/json"}
+        if self.api_key:
+            headers["Authorization"] = f"Bearer {self.api_key}"
+        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        if parts.scheme == "https":
+            make = functools.partial(
+                http.client.HTTPSConnection, context=client_context(self.ca_file)
+            )
+        try:
+            with contextlib.closing(make(parts.netloc, timeout=CONNECT_TIMEOUT_S)) as connection:
+                connection.connect()
+                connection.sock.settimeout(SILENCE_TIMEOUT_S)
+                connection.request(method, parts.path + path, msgspec.json.encode(body), headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    why = _reason(response.read().decode(errors="replace"))
+                    raise NodeError(f"{self.url} answered {response.status}: {why}")
+                yield response
+        except ssl.SSLCertVerificationError as error:
+            why = f"the server's certificate is not trusted ({error.verify_message})"
+            raise NodeError(f"{self.url}: {why}; name its authority with --ca-file") from error
+        except (OSError, http.client.HTTPException) as error:
+            why = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            hint = "start a server, or name one with --url"
+            raise NodeError(f"no response from {self.url}: {why}; {hint}") from error
+
+
+def _read_message(is_terminal: bool) -> str:
+    """Return a line of stdin, or the lines between two fences."""
+    line = input("> " if is_terminal else "")
+    if not line.lstrip().startswith(FENCE):
+        return line
+    text = line.lstrip().removeprefix(FENCE)
+    while not text.rstrip().endswith(FENCE):
+        text += "\n" + input(". " if is_terminal else "")
+    return text.rstrip().removesuffix(FENCE)
+
+
+def _reason(error: object) -> str:
+    """Return the message of an error in OpenAI's shape, or the error as text."""
+    with contextlib.suppress(msgspec.DecodeError):
+        error = msgspec.json.decode(error) if isinstance(error, str) else error
+    while isinstance(error, dict) and (inner := error.get("error", error.get("message"))):
+        error = inner
+    return str(error)[:200]
