@@ -16,7 +16,7 @@ import msgspec
 FRONT_DOOR = "src/baton"
 SHIPPED = (
     FRONT_DOOR, "protocol", "runtime", "kernels", "kv_transfer", "engine", "prefill_node",
-    "decode_node", "router", "deploy", "console", "bench",
+    "decode_node", "router", "deploy", "bench",
 )  # fmt: skip
 OTHERS = ("tools", "tests")
 

@@ -27,7 +27,6 @@ BELOW = {
     "decode_node": ("protocol", "runtime", "engine", "kv_transfer"),
     "router": ("protocol", "runtime"),
     "bench": ("protocol", "runtime"),
-    "console": ("protocol", "runtime"),
     "deploy": (
         "protocol", "runtime", "kv_transfer", "engine", "prefill_node", "decode_node", "router",
     ),
@@ -40,11 +39,10 @@ PACKAGES = {
     "engine": {"aiohttp", "msgspec", "zmq", "numpy", "torch", "safetensors"},
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
-    "console": {"msgspec", "aiohttp", "rich"},
     "router": {"msgspec", "zmq", "aiohttp", "jinja2", "opentelemetry", "tokenizers"},
     "bench": {"httptools", "jinja2", "msgspec", "numpy", "psutil", "rich"},
     "deploy": {"msgspec", "huggingface_hub", "psutil", "ray", "rich", "yaml", "zmq"},
-    FRONT_DOOR: {"msgspec", "rich"},
+    FRONT_DOOR: {"msgspec", "rich", "shtab"},
 }
 # Ways from data to code.
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}

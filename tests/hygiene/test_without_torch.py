@@ -21,7 +21,6 @@ USES = {
 }
 HOST_ONLY_ROOMS = (
     "protocol", "runtime", "kv_transfer", "prefill_node", "decode_node", "router", "deploy",
-    "console",
 )  # fmt: skip
 # What starts a rank is not host-only.
 WITH_TORCH = {"prefill_node/main.py", "decode_node/main.py"}

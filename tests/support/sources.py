@@ -8,7 +8,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
     "protocol", "runtime", "kernels", "kv_transfer", "engine", "prefill_node", "decode_node",
-    "router", "bench", "deploy", "console",
+    "router", "bench", "deploy",
 )  # fmt: skip
 FRONT_DOOR = "src/baton"
 
