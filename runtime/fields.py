@@ -209,12 +209,10 @@ class FlagParser(argparse.ArgumentParser):
     `words` holds, by an argument's `dest`, its only possible values if there are few.
     """
 
-    def __init__(self, prog: str, *, instead: Mapping[str, str] = {}, **how: object) -> None:
-        """`instead` says, for flags of other programs, what to use in their place."""
+    def __init__(self, prog: str, **how: object) -> None:
         how.setdefault("formatter_class", _HelpFormatter)
         super().__init__(prog, allow_abbrev=False, **how)  # type: ignore[arg-type]
         self.words: dict[str, tuple[str, ...]] = {}
-        self._instead = instead
 
     def mark_values(self, path: object) -> None:
         """Mark arguments for `shtab`: those with few values, and those that are a `path`."""
@@ -258,8 +256,6 @@ class FlagParser(argparse.ArgumentParser):
         word = (unknown.split() or [unknown])[0].partition("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"{self.prog} does not take {word!r}; see {self.prog} --help")
-        if advice := self._instead.get(word):
-            raise ConfigError(f"{word} is not a flag of baton: {advice}")
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = did_you_mean(word, known) or f"; see {self.prog} --help"
         raise ConfigError(f"unknown flag {word}{hint}")

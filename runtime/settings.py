@@ -1,8 +1,7 @@
 """Settings of a command: defaults, a YAML file, the environment, flags, then `--set a.b=c`.
 
-The command line and docs/config.md are generated from `protocol.config`. The only thing that this
-file knows about single settings is the short flags of the common ones. `command_line` and the
-launcher use it. Every mistake is a `ConfigError` that names the setting and says what to do.
+The command line and docs/config.md are generated from `protocol.config`; only the short flags of
+common settings are written here. Every mistake is a `ConfigError` that names the setting.
 """
 
 import os
@@ -17,7 +16,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 
-# Settings with a flag besides `--section-field`: a short one, or the name that vLLM uses.
+# Settings with a flag besides `--section-field`: a short one, or vLLM's name. `LLM` takes them too.
 SHORT_FLAGS = {
     "host": "router.host",
     "port": "router.port",
@@ -55,52 +54,6 @@ SHORT_FLAGS = {
     "transport": "transfer.transport",
     "keys": "keys.file",
 }
-
-
-_MEMORY = "--memory-mib N sets the memory for the KV blocks of one node"
-_NODES = "--prefill N and --decode N set how many nodes run, and --tensor-parallel-size splits each"
-_FOLDER = "baton serves a model folder: put the files there and name it as the model"
-_ONE_DTYPE = "KV blocks and weights have the type that --dtype sets"
-_TOOLS = "baton does not parse tool calls"
-_TEXT = "baton generates text, and does nothing else"
-# Flags of vLLM that baton does not have, and what to use instead.
-INSTEAD = {
-    "--kv-cache-memory-bytes": _MEMORY,
-    "--swap-space": _MEMORY,
-    "--cpu-offload-gb": _MEMORY,
-    "--pipeline-parallel-size": _NODES,
-    "--data-parallel-size": _NODES,
-    "--distributed-executor-backend": _NODES,
-    "--kv-cache-dtype": _ONE_DTYPE,
-    "--quantization": _ONE_DTYPE,
-    "--tokenizer": _FOLDER,
-    "--revision": _FOLDER,
-    "--download-dir": _FOLDER,
-    "--load-format": _FOLDER,
-    "--trust-remote-code": "baton runs no code of a model folder",
-    "--enforce-eager": "--engine-graphs=false records no CUDA graphs",
-    "--no-enable-prefix-caching": "--cache-prefix=false",
-    "--enable-chunked-prefill": "prompts are always chunked; --chunk-tokens N sets the size",
-    "--kv-transfer-config": "--transport chooses how KV blocks travel",
-    "--disable-log-stats": "--log-stats-s 0",
-    "--enable-log-requests": "--log-access",
-    "--uvicorn-log-level": "--log-level",
-    "--enable-auto-tool-choice": _TOOLS,
-    "--tool-call-parser": _TOOLS,
-    "--reasoning-parser": "baton leaves the thoughts of a model in its text",
-    "--enable-lora": "baton serves no adapters",
-    "--speculative-config": "baton does not speculate",
-    "--api-server-count": "--router-processes N starts several routers on one port",
-    "--task": _TEXT,
-    "--runner": _TEXT,
-    "--hf-token": "log in with `hf auth login`, or set the variable HF_TOKEN",
-    "--seed": "requests bring their own seed",
-    "--override-generation-config": "--generation-config none leaves out the model's defaults",
-    "--disable-log-requests": "requests are logged only with --log-access",
-    "--disable-uvicorn-access-log": "requests are logged only with --log-access",
-    "--enable-request-id-headers": "every answer has the header X-Request-Id",
-    "--enable-prompt-tokens-details": "usage always tells the cached tokens",
-}
 VARIABLE_PREFIX = "BATON_"
 # The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
 OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY")
@@ -112,10 +65,7 @@ _ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 class Subcommand(msgspec.Struct, frozen=True):
-    """A subcommand. Settings of `sections` have flags; `--set` or the file sets the others.
-
-    The section "" holds the settings of the top level.
-    """
+    """A subcommand, with a flag for each setting of `sections`; "" is the top level."""
 
     name: str
     description: str
@@ -178,7 +128,6 @@ def parser(command: Subcommand) -> FlagParser:
         prog=f"baton {command.name}",
         usage=f"baton {command.name} [MODEL] [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
-        instead=INSTEAD,
     )
     built.add_argument("folder", metavar="MODEL", nargs="?", help="the same as --model MODEL")
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")

@@ -20,7 +20,7 @@ from baton.protocol.codec import (
     to_prefill_codec,
     to_router_codec,
 )
-from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Ready, Tokens
+from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Tokens
 
 # Lines of `union message hex`. No field is at its default in all examples of a message. A line may
 # be added, also for a field that came later; one that changes breaks every older process, so it
@@ -34,19 +34,18 @@ CODECS: dict[str, Codec[Any]] = {
 }
 LINES = [line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
 CASES = [(union, bytes.fromhex(data)) for union, _, data in LINES]
-IDS = [f"{union}-{name}" for union, name, _ in LINES]
 
 
-@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
-def test_a_message_has_the_bytes_it_always_had(union: str, data: bytes) -> None:
-    encoded = CODECS[union].encode(CODECS[union].decode(data))
-    assert encoded == data, f"now: {encoded.hex()}"
+def test_every_message_has_the_bytes_it_always_had() -> None:
+    for union, data in CASES:
+        encoded = CODECS[union].encode(CODECS[union].decode(data))
+        assert encoded == data, f"now: {encoded.hex()}"
 
 
-@pytest.mark.parametrize("union", CODECS)
-def test_there_is_an_example_of_every_message(union: str) -> None:
-    members = {member.__name__ for member in typing.get_args(getattr(messages, union))}
-    assert {name for known, name, _ in LINES if known == union} == members
+def test_there_is_an_example_of_every_message() -> None:
+    for union in CODECS:
+        members = {member.__name__ for member in typing.get_args(getattr(messages, union))}
+        assert {name for known, name, _ in LINES if known == union} == members
 
 
 def test_every_field_differs_from_its_default_in_some_example() -> None:
@@ -62,22 +61,21 @@ def test_every_field_differs_from_its_default_in_some_example() -> None:
         assert names == {field.name for field in msgspec.structs.fields(kind)}
 
 
-@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
-def test_a_field_of_a_newer_version_is_ignored(union: str, data: bytes) -> None:
-    newer = msgspec.msgpack.decode(data) | {"added_later": [1, {"more": None}]}
-    assert CODECS[union].decode(msgspec.msgpack.encode(newer)) == CODECS[union].decode(data)
+def test_a_field_of_a_newer_version_is_ignored() -> None:
+    for union, data in CASES:
+        newer = msgspec.msgpack.decode(data) | {"added_later": [1, {"more": None}]}
+        assert CODECS[union].decode(msgspec.msgpack.encode(newer)) == CODECS[union].decode(data)
 
 
-@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
-def test_a_message_that_was_cut_is_malformed(union: str, data: bytes) -> None:
-    for length in range(len(data)):
-        with pytest.raises(MalformedMessage):
-            CODECS[union].decode(data[:length])
+def test_a_message_that_was_cut_is_malformed() -> None:
+    for union, data in CASES:
+        for length in range(len(data)):
+            with pytest.raises(MalformedMessage):
+                CODECS[union].decode(data[:length])
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
+def test_what_is_no_message_is_malformed() -> None:
+    for data in (
         b"",
         b"\xc1",
         msgspec.msgpack.encode({"type": "Nonsense"}),
@@ -88,17 +86,10 @@ def test_a_message_that_was_cut_is_malformed(union: str, data: bytes) -> None:
         b"\xc6\xff\xff\xff\xff",  # a string of bytes of 4 GiB
         b"\x91" * 100_000,
         b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb",
-    ],
-    ids=["empty", "reserved", "unknown", "bare", "typed", "array", "long", "huge", "deep", "utf8"],
-)
-def test_what_is_no_message_is_malformed(data: bytes) -> None:
-    with pytest.raises(MalformedMessage):
-        CODECS["ToRouter"].decode(data)
-
-
-def test_a_message_of_another_channel_is_malformed() -> None:
-    with pytest.raises(MalformedMessage):
-        CODECS["ToRouter"].decode(CODECS["ToNode"].encode(Cancel(())))
+        CODECS["ToNode"].encode(Cancel(())),  # of another channel
+    ):
+        with pytest.raises(MalformedMessage):
+            CODECS["ToRouter"].decode(data)
 
 
 def test_a_message_that_is_too_long_is_malformed_before_it_is_read() -> None:
@@ -119,17 +110,18 @@ def with_one_changed(value: object, number: int) -> Iterator[object]:
                 yield [*value[:at], changed, *value[at + 1 :]]
 
 
-@pytest.mark.parametrize("number", [1 << 63, (1 << 64) - 1])
-@pytest.mark.parametrize(("union", "data"), CASES, ids=IDS)
-def test_no_integer_of_a_message_can_be_out_of_range(union: str, data: bytes, number: int) -> None:
-    for changed in with_one_changed(msgspec.msgpack.decode(data), number):
-        with pytest.raises(MalformedMessage):
-            CODECS[union].decode(msgspec.msgpack.encode(changed))
+def test_no_integer_of_a_message_can_be_out_of_range() -> None:
+    for union, data in CASES:
+        for number in (1 << 63, (1 << 64) - 1):
+            for changed in with_one_changed(msgspec.msgpack.decode(data), number):
+                with pytest.raises(MalformedMessage):
+                    CODECS[union].decode(msgspec.msgpack.encode(changed))
 
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
 def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> None:
-    data = dict(zip(IDS, (data for _, data in CASES), strict=True))[f"ToNode-{kind}"]
+    examples = {name: bytes.fromhex(data) for union, name, data in LINES if union == "ToNode"}
+    data = examples[kind]
     inbox, plain = NodeInbox(), msgspec.msgpack.decode(data)
     message = inbox.decode(data)
     assert message == CODECS["ToNode"].decode(data)
@@ -145,15 +137,3 @@ def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> N
 
 def test_defaults_are_not_sent() -> None:
     assert len(CODECS["ToRouter"].encode(Tokens([]))) < len("type Tokens entries") + 6
-
-
-def test_what_a_node_says_of_its_bits_travels_beside_what_it_always_said() -> None:
-    codec = CODECS["ToRouter"]
-    (data,) = (bytes.fromhex(data) for _, name, data in LINES if name == "Ready")
-    plain = codec.decode(data)
-    assert isinstance(plain, Ready)
-    told = Ready(msgspec.structs.replace(plain.info, batch_invariant=True, compute="torch-1f"))
-    assert codec.decode(codec.encode(told)) == told
-    fields = msgspec.msgpack.decode(codec.encode(told))["info"]
-    assert (fields.pop("batch_invariant"), fields.pop("compute")) == (True, "torch-1f")
-    assert fields == msgspec.msgpack.decode(data)["info"]
