@@ -1,21 +1,26 @@
 """The command lines of `baton up`, `down`, `status` and `render`.
 
-`commands` reads them into one Struct. Settings have no flags here, because cluster.yaml has them.
+Settings have no flags here, because cluster.yaml has them.
 """
 
 from collections.abc import Sequence
 
 import msgspec
 
-from baton.deploy.cluster.platforms import PLATFORMS
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import FlagParser, timeout_of
 
 LOCAL, RAY = "local", "ray"
+# How the files that `render` writes for a platform are run.
+RENDERED = {
+    "kubernetes": "kubectl apply -k FOLDER/base",
+    "slurm": "sbatch FOLDER/job.sh",
+    "systemd": "systemctl start baton-NAME.target",
+}
 DEFAULT_FILE = "cluster.yaml"
 
 
-class Words(msgspec.Struct, frozen=True):
+class ClusterArguments(msgspec.Struct, frozen=True):
     """The arguments of one command."""
 
     file: str
@@ -40,7 +45,7 @@ class Words(msgspec.Struct, frozen=True):
         return self.platform == LOCAL and not self.detach and not self.keep
 
 
-def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
+def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> ClusterArguments:
     """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
     given = vars(parser_of(command, summary).parse_args(arguments))
     hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
@@ -48,49 +53,46 @@ def words_of(command: str, summary: str, arguments: Sequence[str]) -> Words:
     for url in urls:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: give a URL such as http://10.0.0.1:8000")
-    words = Words(
+    parsed = ClusterArguments(
         hosts=hosts,
         urls=urls,
         names_deployment=bool(given["file"] or given.get("state")),
         **({"file": DEFAULT_FILE} | {name: one for name, one in given.items() if one is not None}),
     )
-    if words.platform not in PLATFORMS:
-        raise ConfigError(f"--on {words.platform}: choose one of {', '.join(PLATFORMS)}")
-    if words.address and words.platform != RAY:
+    platforms = _platforms(command)
+    if command == "up" and parsed.platform in RENDERED:
+        raise ConfigError(
+            f"--on {parsed.platform}: write its files with `baton render {parsed.file} --on "
+            f"{parsed.platform}` and run them with `{RENDERED[parsed.platform]}`"
+        )
+    if command in ("up", "render") and parsed.platform not in platforms:
+        raise ConfigError(f"--on {parsed.platform}: choose one of {', '.join(platforms)}")
+    if parsed.address and parsed.platform != RAY:
         raise ConfigError("--address is that of a Ray cluster: add `--on ray`, or leave it out")
-    return words
+    if parsed.hosts and parsed.platform == RAY:
+        raise ConfigError("--host: Ray chooses the hosts of all processes; leave this out")
+    return parsed
 
 
 def parser_of(command: str, summary: str) -> FlagParser:
     """Return the parser of `baton command`."""
     parser = FlagParser(prog=f"baton {command}", description=summary)
-    is_new = command in ("up", "render")
     parser.add_argument(
         "file",
         metavar="FILE",
         nargs="?",
         help=f"the description of the cluster (default: {DEFAULT_FILE})",
     )
-    if is_new:
+    if command in ("up", "render"):
+        platforms = _platforms(command)
+        default = f" (default: {LOCAL}, this machine)" if command == "up" else ""
         parser.add_argument(
             "--on",
             dest="platform",
             metavar="PLATFORM",
-            help=f"what runs the processes: {', '.join(PLATFORMS)} (default: {LOCAL})",
+            help=f"what runs the processes: {', '.join(platforms)}{default}",
         )
-        parser.words["platform"] = tuple(PLATFORMS)
-        parser.add_argument(
-            "--host",
-            metavar="A,B",
-            help="hosts of the description whose processes this command handles (default: the "
-            "hosts whose addresses this machine has)",
-        )
-        parser.add_argument(
-            "--address",
-            metavar="HOST:PORT",
-            help="with --on ray, the Ray cluster to join (default: RAY_ADDRESS, or else `up` "
-            "starts one on this host, which `down` ends)",
-        )
+        parser.words["platform"] = platforms
     if command == "render":
         parser.add_argument(
             "--out", metavar="FOLDER", help="folder for the files (default: NAME-PLATFORM)"
@@ -102,10 +104,26 @@ def parser_of(command: str, summary: str) -> FlagParser:
         help="folder in which `up` records what it starts (default: ~/.local/state/baton/NAME)",
     )
     if command == "up":
+        parser.add_argument(
+            "--host",
+            metavar="A,B",
+            help="hosts of the description whose processes this command starts (default: the "
+            "hosts whose addresses this machine has)",
+        )
+        parser.add_argument(
+            "--address",
+            metavar="HOST:PORT",
+            help="with --on ray, the Ray cluster to use (default: RAY_ADDRESS, or the one of this "
+            "host)",
+        )
         _add_start(parser)
     if command == "status":
         _add_view(parser)
     return parser
+
+
+def _platforms(command: str) -> tuple[str, ...]:
+    return tuple(RENDERED) if command == "render" else (LOCAL, RAY)
 
 
 def _add_view(parser: FlagParser) -> None:

@@ -1,23 +1,28 @@
-"""`baton up`, `down`, `status` and `render`: one cluster.yaml on any platform.
+"""`baton up`, `down`, `status` and `render`: one cluster.yaml on this machine or any platform.
 
-The command line calls `main`. `up` writes what it starts into a state folder, where `status` and
-`down` find it. It returns once the cluster serves, or stays in the foreground on this machine. If
-it fails, it leaves nothing running.
+`up` runs a description on this machine or on Ray, and records what it starts in a state folder,
+where `status` and `down` find it. It returns once the cluster serves, or stays in the foreground on
+this machine. If it fails, it leaves nothing running. Kubernetes, Slurm and systemd run the files
+that `render` writes.
 """
 
 import contextlib
+import importlib.util
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from baton.deploy.cluster.arguments import Words, words_of
-from baton.deploy.cluster.platform import Platform, PlatformOptions
-from baton.deploy.cluster.platforms import platform_named
-from baton.deploy.cluster.processes import ClusterPlan, plan_of
+from baton.deploy.cluster.arguments import RAY, ClusterArguments, arguments_of
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.hosts import places_by_name
+from baton.deploy.cluster.local import LocalPlatform
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, plan_of
 from baton.deploy.cluster.readiness import check_ids, wait_until_ready
 from baton.deploy.cluster.reading import read_description
-from baton.deploy.cluster.running import (
+from baton.deploy.cluster.state import (
     Deployment,
+    Platform,
     deployment_of,
     forget_deployment,
     make_private,
@@ -25,16 +30,14 @@ from baton.deploy.cluster.running import (
     state_folder,
     write_deployment,
 )
-from baton.deploy.cluster.status import ClusterView, show
-from baton.deploy.cluster.table import table_of
+from baton.deploy.cluster.status import ClusterView, show, table_of
 from baton.protocol.errors import ConfigError
 from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
+RAY_ADDRESS = "RAY_ADDRESS"  # the variable that Ray reads, too
 # Added to the nodes' own deadline: the time for interpreters and the platform to start.
 EXTRA_START_S = 20.0
-# Platforms that first fetch an image, and perhaps the model.
-FETCH_S = {"kubernetes": 1800.0}
 
 
 def main(command: str, summary: str, arguments: Sequence[str]) -> int:
@@ -42,53 +45,65 @@ def main(command: str, summary: str, arguments: Sequence[str]) -> int:
 
     Raises `ConfigError` and `NodeError`.
     """
-    words = words_of(command, summary, arguments)
+    given = arguments_of(command, summary, arguments)
     run = {"up": up, "down": down, "status": status, "render": render}[command]
-    return run(words)
+    return run(given)
 
 
-def render(words: Words) -> int:
+def render(given: ClusterArguments) -> int:
     """Write the files of a platform into a folder and print their names."""
-    platform, plan = _planned(words)
-    folder = Path(words.out or f"{plan.description.name}-{words.platform}")
+    from baton.deploy.cluster import kubernetes, slurm, systemd
+
+    places, write = {
+        "kubernetes": (kubernetes.places_of, kubernetes.render),
+        "slurm": (slurm.places_of, slurm.render),
+        "systemd": (places_by_name, systemd.render),
+    }[given.platform]
+    plan = _planned(given.file, places)
+    folder = Path(given.out or f"{plan.description.name}-{given.platform}")
     folder.mkdir(parents=True, exist_ok=True)
-    for path in platform.render(plan, folder):
+    for path in write(plan, folder):
         print(path)
     return 0
 
 
-def up(words: Words) -> int:
+def up(given: ClusterArguments) -> int:
     """Start a cluster and wait until it serves."""
-    platform, plan = _planned(words)
+    plan = _planned(given.file, _places_on(given.platform))
+    deployment = Deployment(
+        plan.description.name,
+        given.platform,
+        str(Path(given.file).absolute()),
+        given.hosts,
+        given.address or os.environ.get(RAY_ADDRESS, ""),
+    )
+    platform = _platform_of(deployment, given)
     name = plan.description.name
-    folder = state_folder(name, words.state)
+    folder = state_folder(name, given.state)
     if read_deployment(folder) is not None:
         raise ConfigError(
-            f"{name} is up already, or was not ended: run `baton down {words.file}` first, or name "
+            f"{name} is up already, or was not ended: run `baton down {given.file}` first, or name "
             f"another folder than {folder} with --state"
         )
     make_private(folder)
-    write_deployment(
-        folder, Deployment(name, words.platform, str(Path(words.file).absolute()), words.hosts)
-    )
-    with Interrupts() as interrupts, _ended(platform, folder, words, interrupts):
+    write_deployment(folder, deployment)
+    with Interrupts() as interrupts, _ended(platform, folder, given, interrupts):
         check_ids(plan, platform.own(plan), platform.urls(plan, folder))
         platform.start(plan, folder)
-        extra_s = EXTRA_START_S + FETCH_S.get(words.platform, 0.0)
-        timeout_s = words.timeout_s or plan.start_timeout_s + extra_s
+        timeout_s = given.timeout_s or plan.start_timeout_s + EXTRA_START_S
         if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
             raise KeyboardInterrupt
-        print(_report(plan, platform, folder, stays=words.stays), flush=True)
+        print(_report(plan, platform, folder, stays=given.stays), flush=True)
         # `baton down` may end it from elsewhere.
-        while words.stays and not interrupts.wait(WATCH_S) and read_deployment(folder) is not None:
+        while given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder) is not None:
             pass
     return 0
 
 
-def down(words: Words) -> int:
+def down(given: ClusterArguments) -> int:
     """End every process of a deployment."""
-    folder, deployment = deployment_of(words.file, words.state)
-    platform = platform_named(deployment.platform, PlatformOptions(deployment.hosts))
+    folder, deployment = deployment_of(given.file, given.state)
+    platform = _platform_of(deployment)
     try:
         platform.stop(folder)
     except KeyboardInterrupt:
@@ -98,23 +113,27 @@ def down(words: Words) -> int:
     return 0
 
 
-def status(words: Words) -> int:
+def status(given: ClusterArguments) -> int:
     """Print the state of a cluster. The exit code is 0 if every process runs."""
-    if words.urls and not words.names_deployment:
-        return show(ClusterView(words), words)
-    folder, deployment = deployment_of(words.file, words.state)
-    return show(ClusterView(words, folder, deployment), words)
+    if given.urls and not given.names_deployment:
+        return show(ClusterView(given), given)
+    folder, deployment = deployment_of(given.file, given.state)
+    plan = None
+    # If the file was changed or moved, the processes that run are shown without their routers.
+    with contextlib.suppress(ConfigError):
+        plan = _planned(deployment.file, _places_on(deployment.platform))
+    return show(ClusterView(given, folder, _platform_of(deployment), plan), given)
 
 
 @contextlib.contextmanager
 def _ended(
-    platform: Platform, folder: Path, words: Words, interrupts: Interrupts
+    platform: Platform, folder: Path, given: ClusterArguments, interrupts: Interrupts
 ) -> Iterator[None]:
     """End the cluster if the block fails, or when `up` in the foreground is done."""
     try:
         yield
     except BaseException:
-        if words.keep:
+        if given.keep:
             print(
                 f"baton: --keep leaves the cluster as it is; its state is in {folder}",
                 file=sys.stderr,
@@ -122,7 +141,7 @@ def _ended(
             raise
         _end(platform, folder, is_hurried=True)
         raise
-    if words.stays:
+    if given.stays:
         _end(platform, folder, is_hurried=interrupts.is_hurried)
 
 
@@ -131,19 +150,39 @@ def _end(platform: Platform, folder: Path, *, is_hurried: bool) -> None:
     forget_deployment(folder)
 
 
-def _planned(words: Words) -> tuple[Platform, ClusterPlan]:
-    options = PlatformOptions(
-        words.hosts,
-        is_tied=words.stays,
-        address=words.address,
-        may_wait=words.timeout_s > 0,
-    )
-    platform = platform_named(words.platform, options)
-    description = read_description(Path(words.file))
+def _planned(file: str, places_of: Callable[[Description], ProcessPlaces]) -> ClusterPlan:
+    description = read_description(Path(file))
     try:
-        return platform, plan_of(description, platform.places(description))
+        return plan_of(description, places_of(description))
     except ConfigError as error:
-        raise ConfigError(f"{words.file}: {error.message}") from error
+        raise ConfigError(f"{file}: {error.message}") from error
+
+
+def _places_on(platform: str) -> Callable[[Description], ProcessPlaces]:
+    if platform != RAY:
+        return places_by_name
+    _check_ray()
+    from baton.deploy.cluster.ray import places_of
+
+    return places_of
+
+
+def _platform_of(deployment: Deployment, given: ClusterArguments | None = None) -> Platform:
+    """Return what runs a deployment; `given` are the arguments of `up`."""
+    if deployment.platform != RAY:
+        return LocalPlatform(deployment.hosts, is_tied=given is not None and given.stays)
+    _check_ray()
+    from baton.deploy.cluster.ray import RayPlatform
+
+    return RayPlatform(deployment.address, may_wait=given is not None and given.timeout_s > 0)
+
+
+def _check_ray() -> None:
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "Ray is not installed in this Python: install baton with its extra `ray`, here and on "
+            "the hosts of the Ray cluster"
+        )
 
 
 def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool) -> str:

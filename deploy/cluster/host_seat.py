@@ -1,17 +1,11 @@
-"""A host of a cluster, and how `baton doctor` runs a command there.
-
-Platforms that have chosen the hosts themselves, and can run a command beside a process that they
-have started, implement `Reaching`. `baton doctor` reaches hosts that are named without a platform.
-"""
+"""A host of a cluster, and how `baton doctor` runs a command there."""
 
 import shlex
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import msgspec
 
-from baton.deploy.cluster.processes import ClusterPlan, ProcessSpec
+from baton.deploy.cluster.processes import ProcessSpec
 
 
 class HostSeat(msgspec.Struct, frozen=True):
@@ -36,14 +30,3 @@ class HostSeat(msgspec.Struct, frozen=True):
         given = [f"{name}={text}" for name, text in env.items() if not name.startswith("BATON_")]
         inner = [*(["env", *given] if given else []), *self.program, *words]
         return [*self.launcher, *(map(shlex.quote, inner) if self.has_shell else inner)]
-
-
-@runtime_checkable
-class Reaching(Protocol):
-    """A platform that can run a command on the hosts of a deployment that is up."""
-
-    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Return the hosts of a deployment that already have a process.
-
-        `folder` is its state folder.
-        """

@@ -1,7 +1,4 @@
-"""Find the hosts of a description that are this machine, and check what their processes need.
-
-`local` and `systemd`, which run processes on named hosts, call it.
-"""
+"""Find the hosts of a description that are this machine, and check what their processes need."""
 
 import ipaddress
 import os
@@ -13,9 +10,8 @@ import msgspec
 import psutil
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.reading import is_loopback
-from baton.deploy.health import url_of
 from baton.deploy.model_folder import with_model
 from baton.deploy.ports import check_port
 from baton.protocol.config import ClusterConfig, EngineConfig
@@ -93,29 +89,31 @@ def _visible_gpus() -> list[str]:
     return [one.strip() for one in os.environ.get(VISIBLE_GPUS, "").split(",") if one.strip()]
 
 
-def routers_urls(plan: ClusterPlan) -> tuple[str, ...]:
-    return tuple(
-        url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
-    )
-
-
-def on_this_machine(specs: tuple[ProcessSpec, ...], shared: str = "") -> tuple[ProcessSpec, ...]:
+def on_this_machine(specs: Sequence[ProcessSpec], shared: str = "") -> tuple[ProcessSpec, ...]:
     """Give the processes the GPUs, CPUs and memory that this command may use.
 
     Nodes that compute on CPUs and set no number of threads share the CPUs. Through the file
     `shared`, they lend each other CPUs that they do not need.
     """
+    num_sharing = sum(_shares_cpus(spec) for spec in specs)
+    return tuple(
+        _with_share(spec, num_sharing, shared) if _shares_cpus(spec) else _with_visible_gpus(spec)
+        for spec in with_shared_memory(specs)
+    )
+
+
+def with_shared_memory(specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
+    """Return the processes of one host, with its memory shared among the nodes on CPUs."""
     on_cpus = [spec for spec in specs if spec.role != "router" and not spec.gpus]
-    sharing = [spec for spec in on_cpus if not _set(spec, THREADS)]
     memory = {"BATON_CACHE_SHARED_BY": str(len(on_cpus))}
-    placed = []
-    for spec in specs:
-        if spec not in on_cpus:
-            placed.append(_with_visible_gpus(spec))
-            continue
-        one = _with_share(spec, len(sharing), shared) if spec in sharing else spec
-        placed.append(msgspec.structs.replace(one, env=memory | one.env))
-    return tuple(placed)
+    return [
+        msgspec.structs.replace(spec, env=memory | spec.env) if spec in on_cpus else spec
+        for spec in specs
+    ]
+
+
+def _shares_cpus(spec: ProcessSpec) -> bool:
+    return spec.role != "router" and not spec.gpus and not _set(spec, THREADS)
 
 
 def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:

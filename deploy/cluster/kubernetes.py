@@ -1,267 +1,408 @@
-"""`--on kubernetes`: manifests for kustomize, and `kubectl` for everything that needs a cluster.
+"""`baton render --on kubernetes`: manifests for kustomize, which `kubectl apply -k` takes.
 
-`render` needs no cluster and no kubectl. `start` applies what `render` writes to the namespace of
-the description. It creates a missing namespace, but never deletes one, because it may hold volumes.
+A router is a Deployment with a Service that nodes dial before the router is ready; clients have one
+Service for all routers. A pool is a StatefulSet, whose pods are called like the nodes.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import msgspec
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.host_seat import HostSeat
-from baton.deploy.cluster.manifests import (
-    KEY_FILE,
-    KEY_FOLDER,
-    MODEL_FOLDER,
-    NAME_LABEL,
-    PROCESS_LABEL,
-    autoscalers_of,
-    base_of,
-    is_folder,
-    texts_of,
-)
-from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
 from baton.deploy.cluster.processes import (
     ROUTERS,
     ClusterPlan,
+    Probe,
     ProcessPlaces,
-    ProcessRole,
     ProcessSpec,
 )
-from baton.deploy.cluster.programs import order, question
-from baton.deploy.cluster.running import make_private, write_private
-from baton.protocol.config import KeysConfig
-from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.keys import load_keys
+from baton.deploy.cluster.state import make_private, write_private
+from baton.protocol.errors import ConfigError
 
-MISSING = "write the manifests with `baton render --on kubernetes`, and apply them where it is"
-APPLIED = "kubernetes.json"
-SELECTED = f"{NAME_LABEL}=baton"
+Manifest: TypeAlias = dict[str, object]
+
+KEY_FOLDER, KEY_FILE = "/run/baton", "cluster.key"
+SECRET_FOLDER = "/run/secrets/baton"
+MODEL_FOLDER = "/model"
+CACHE_FOLDER = "/var/cache/baton"
+SECRET = "baton-key"
+USER = 10001  # of the image's processes
+CLIENTS = "baton"  # the Service that clients call
+NAME_LABEL, PROCESS_LABEL = "app.kubernetes.io/name", "baton/process"
+GPU = "nvidia.com/gpu"
+RDMA = "rdma/"
+# A terminating router first leaves the Service, which takes a moment to reach kube-proxy.
+LEAVE_S = 5
+SHARED = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup": USER}
+
+CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
 POD_IP = "$(POD_IP)"
 BASE, AUTOSCALE = "base", "overlays/autoscale"
-# The reasons for which containers wait in a normal start.
-USUAL = ("ContainerCreating", "PodInitializing")
-STATES: dict[str, ProcessState] = {
-    "Pending": "waiting", "Running": "running", "Succeeded": "ended", "Failed": "ended",
-}  # fmt: skip
 
 
-class Applied(msgspec.Struct, frozen=True):
-    """The objects that `start` has applied, for `stop` and `status`."""
-
-    namespace: str
-    overlay: str
-    processes: dict[str, tuple[str, ProcessRole]]  # name -> its pool and role
-
-
-class KubernetesPlatform:
-    """Implements `Platform` and `Reaching`."""
-
-    def __init__(self, options: PlatformOptions) -> None:
-        if options.hosts:
-            raise ConfigError("--host: Kubernetes places the processes; use node_selector instead")
-
-    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
-        return plan.processes
-
-    def places(self, description: Description) -> ProcessPlaces:
-        named = [name for name, pool in description.pools.items() if pool.hosts]
-        if named or any(router.host for router in description.routers):
-            where = f"pools.{named[0]}.hosts" if named else "routers[].host"
-            raise ConfigError(
-                f"{where}: Kubernetes places the processes; remove the addresses, and use "
-                "node_selector to choose machines"
-            )
-        return ProcessPlaces(
-            routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
-            node=f"[{POD_IP}]",  # IPv4 or IPv6
-            listen="*",
-            model=MODEL_FOLDER if is_folder(description.model) else "",
-            key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
+def places_of(description: Description) -> ProcessPlaces:
+    """Return the places of processes. Raises `ConfigError` if the description names hosts."""
+    named = [name for name, pool in description.pools.items() if pool.hosts]
+    if named or any(router.host for router in description.routers):
+        where = f"pools.{named[0]}.hosts" if named else "routers[].host"
+        raise ConfigError(
+            f"{where}: Kubernetes places the processes; remove the addresses, and use "
+            "node_selector to choose machines"
         )
-
-    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
-        """Write `base`, and an overlay for pools that grow with their queues.
-
-        Only this user can read the folder, because it holds the key.
-        """
-        description = plan.description
-        files = texts_of(base_of(plan, _key_of(description)))
-        written = _write(folder / BASE, files, _namespace(description))
-        if autoscalers := autoscalers_of(description):
-            files = texts_of({"autoscale.yaml": autoscalers})
-            written += _write(folder / AUTOSCALE, files, _namespace(description), f"../../{BASE}")
-        return written
-
-    def start(self, plan: ClusterPlan, folder: Path) -> None:
-        self.render(plan, folder)
-        namespace = _namespace(plan.description)
-        overlay = AUTOSCALE if plan.description.kubernetes.max_replicas else BASE
-        processes = {spec.name: (spec.pool, spec.role) for spec in plan.processes}
-        applied = Applied(namespace, overlay, processes)
-        if not _kubectl("get", "namespace", namespace, "--ignore-not-found", "-o", "name"):
-            _kubectl("create", "namespace", namespace)
-        write_private(folder / APPLIED, msgspec.json.encode(applied))
-        _kubectl("apply", "-k", str(folder / overlay))
-
-    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        applied = _applied(folder)
-        if applied is None:
-            return
-        how = ("--wait", "--cascade=foreground")
-        if is_hurried:
-            how = ("--wait=false", "--grace-period=1")
-        words = ("--ignore-not-found", *how)
-        _kubectl("delete", "-k", str(folder / applied.overlay), *words)
-        (folder / APPLIED).unlink()
-
-    def status(self, folder: Path) -> list[ProcessStatus]:
-        applied = _applied(folder)
-        if applied is None:
-            return []
-        pods = _pods_of(applied)
-        return [_status(applied, name, pods) for name in applied.processes]
-
-    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return none, because the cluster's own ingress decides what can be reached."""
-        return ()
-
-    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Treat every pod as a host: a command in it has the limits and devices of its process."""
-        applied = _applied(folder)
-        if applied is None:
-            return []
-        into = ("kubectl", "exec", "-n", applied.namespace)
-        pods = _pods_of(applied)
-        found = [(spec, pod) for spec in plan.processes if (pod := _pod_of(spec.name, pods))]
-        return [
-            HostSeat(name, (_in_pod(spec, pod),), ("baton",), (*into, name, "--"))
-            for spec, pod in found
-            for name in (pod.metadata.name,)
-        ]
+    return ProcessPlaces(
+        routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
+        node=f"[{POD_IP}]",  # IPv4 or IPv6
+        listen="*",
+        model=MODEL_FOLDER if _is_folder(description.model) else "",
+        key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
+    )
 
 
-class _Terminated(msgspec.Struct, frozen=True):
-    exitCode: int = 0  # noqa: N815  (the API's name)
-    reason: str = ""
+def render(plan: ClusterPlan, folder: Path) -> list[Path]:
+    """Write `base`, and an overlay for pools that grow with their queues.
+
+    Only this user can read the folders, because they hold the key.
+    """
+    description = plan.description
+    key = Path(description.key).read_bytes() if description.key else b""
+    namespace = description.kubernetes.namespace or description.name
+    written = _write(folder / BASE, _base_of(plan, key), namespace)
+    if autoscalers := _autoscalers_of(description):
+        files = {"autoscale.yaml": autoscalers}
+        written += _write(folder / AUTOSCALE, files, namespace, f"../../{BASE}")
+    return written
 
 
-class _WaitingState(msgspec.Struct, frozen=True):
-    reason: str = ""
-    message: str = ""
+def _base_of(plan: ClusterPlan, key: bytes) -> dict[str, list[Manifest]]:
+    """Return the objects by file name; `key` is the content of the cluster's key file."""
+    files = {
+        f"{spec.name}.yaml": [_router(plan, spec), _control(spec)] for spec in plan.pool(ROUTERS)
+    }
+    files["clients.yaml"] = [_clients()]
+    for name in plan.description.pools:
+        files[f"{name}.yaml"] = _pool(plan, plan.pool(name))
+    names = [ROUTERS, *plan.description.pools]
+    files["disruption.yaml"] = [_disruption(name) for name in names]
+    if secrets := _secrets(plan, key):
+        files["secrets.yaml"] = secrets
+    return files
 
 
-class _State(msgspec.Struct, frozen=True):
-    terminated: _Terminated | None = None
-    waiting: _WaitingState | None = None
-
-
-class _ContainerStatus(msgspec.Struct, frozen=True):
-    ready: bool = False
-    state: _State = _State()
-    lastState: _State = _State()  # noqa: N815
-
-
-class _PodStatus(msgspec.Struct, frozen=True):
-    phase: str = ""
-    podIP: str = ""  # noqa: N815
-    containerStatuses: list[_ContainerStatus] = []  # noqa: N815
-    initContainerStatuses: list[_ContainerStatus] = []  # noqa: N815
-
-
-class _PodHead(msgspec.Struct, frozen=True):
-    name: str
-    labels: dict[str, str] = {}
-
-
-class _PodSpec(msgspec.Struct, frozen=True):
-    nodeName: str = ""  # noqa: N815
-
-
-class _Pod(msgspec.Struct, frozen=True):
-    metadata: _PodHead
-    status: _PodStatus = _PodStatus()
-    spec: _PodSpec = _PodSpec()
-
-
-class _Pods(msgspec.Struct, frozen=True):
-    items: list[_Pod] = []
-
-
-def _pods_of(applied: Applied) -> list[_Pod]:
-    said = _kubectl("get", "pods", "-n", applied.namespace, "-l", SELECTED, "-o", "json")
-    return msgspec.json.decode(said, type=_Pods).items
-
-
-def _pod_of(name: str, pods: list[_Pod]) -> _Pod | None:
-    """Return the pod of a process, which is the last one listed."""
-    found = [
-        pod for pod in pods if name in (pod.metadata.name, pod.metadata.labels.get(PROCESS_LABEL))
+def _autoscalers_of(description: Description) -> list[Manifest]:
+    """Return one HorizontalPodAutoscaler for each pool that the description lets grow."""
+    return [
+        {
+            **_head("autoscaling/v2", "HorizontalPodAutoscaler", name, name),
+            "spec": {
+                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
+                "minReplicas": pool.replicas,
+                "maxReplicas": description.kubernetes.max_replicas[name],
+                "metrics": [
+                    {
+                        "type": "Pods",
+                        "pods": {
+                            "metric": {"name": "baton_node_waiting_requests"},
+                            "target": {"type": "AverageValue", "averageValue": "4"},
+                        },
+                    }
+                ],
+            },
+        }
+        for name, pool in description.pools.items()
+        if name in description.kubernetes.max_replicas
     ]
-    return found[-1] if found else None
 
 
-def _in_pod(spec: ProcessSpec, pod: _Pod) -> ProcessSpec:
-    env = {name: text.replace(POD_IP, pod.status.podIP) for name, text in spec.env.items()}
-    return msgspec.structs.replace(spec, env=env)
+def _head(version: str, kind: str, name: str, component: str) -> Manifest:
+    return {
+        "apiVersion": version,
+        "kind": kind,
+        "metadata": {"name": name, "labels": _labels(component)},
+    }
 
 
-def _status(applied: Applied, name: str, pods: list[_Pod]) -> ProcessStatus:
-    _, role = applied.processes[name]
-    pod = _pod_of(name, pods)
-    if pod is None:
-        return ProcessStatus(name, role, "", "waiting", "no pod yet")
-    state = STATES.get(pod.status.phase, "unknown")
-    containers = pod.status.containerStatuses
-    if state == "running" and not all(container.ready for container in containers):
-        state = "waiting"
-    both = [*pod.status.initContainerStatuses, *containers]
-    ends = [container.lastState.terminated for container in both]
-    last_end = "; ".join(f"exit code {end.exitCode}: {end.reason}" for end in ends if end)
-    waits = [one.state.waiting for one in both if one.state.waiting is not None]
-    note = pod.metadata.name
-    if waits and waits[0].reason not in ("", *USUAL):
-        note += f": {waits[0].reason} {waits[0].message}".rstrip()
-    return ProcessStatus(name, role, pod.spec.nodeName, state, note, last_end)
+def _labels(component: str) -> dict[str, str]:
+    return {NAME_LABEL: "baton", "app.kubernetes.io/component": component}
 
 
-def _namespace(description: Description) -> str:
-    return description.kubernetes.namespace or description.name
+def _router(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
+    """Return a router's Deployment: one pod, because nodes dial each router by its own name."""
+    own = {**_labels(ROUTERS), PROCESS_LABEL: spec.name}
+    return {
+        **_head("apps/v1", "Deployment", spec.name, ROUTERS),
+        "spec": {
+            "replicas": 1,
+            "strategy": {"type": "Recreate"},
+            "selector": {"matchLabels": own},
+            "template": {"metadata": {"labels": own}, "spec": _pod(plan, spec)},
+        },
+    }
 
 
-def _key_of(description: Description) -> bytes:
-    if not description.key:
-        return b""
-    load_keys(KeysConfig(file=description.key))  # checks it
-    return Path(description.key).read_bytes()
+def _control(spec: ProcessSpec) -> Manifest:
+    """Return the Service by which nodes dial a router."""
+    control = next(port for port in spec.ports if port.name == "control")
+    return {
+        **_head("v1", "Service", spec.name, ROUTERS),
+        "spec": {
+            "selector": {**_labels(ROUTERS), PROCESS_LABEL: spec.name},
+            # A router is ready only when it has nodes, so they must reach it before that.
+            "publishNotReadyAddresses": True,
+            "ports": [{"name": control.name, "port": control.port}],
+        },
+    }
 
 
-def _write(folder: Path, files: dict[str, str], namespace: str, *bases: str) -> list[Path]:
-    kustomization = {
+def _clients() -> Manifest:
+    return {
+        **_head("v1", "Service", CLIENTS, ROUTERS),
+        "spec": {
+            "selector": _labels(ROUTERS),
+            "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
+        },
+    }
+
+
+def _pool(plan: ClusterPlan, specs: tuple[ProcessSpec, ...]) -> list[Manifest]:
+    first = specs[0]
+    service = {"clusterIP": "None", "selector": _labels(first.pool)}
+    return [
+        {**_head("v1", "Service", first.pool, first.pool), "spec": service},
+        {
+            **_head("apps/v1", "StatefulSet", first.pool, first.pool),
+            "spec": {
+                "replicas": len(specs),
+                "serviceName": first.pool,
+                "podManagementPolicy": "Parallel",
+                "selector": {"matchLabels": _labels(first.pool)},
+                "template": {
+                    "metadata": {"labels": _labels(first.pool)},
+                    "spec": _pod(plan, first),
+                },
+            },
+        },
+    ]
+
+
+def _disruption(component: str) -> Manifest:
+    """Limit evictions to one process of a kind at a time."""
+    return {
+        **_head("policy/v1", "PodDisruptionBudget", component, component),
+        "spec": {"maxUnavailable": 1, "selector": {"matchLabels": _labels(component)}},
+    }
+
+
+def _secrets(plan: ClusterPlan, key: bytes) -> list[Manifest]:
+    found: list[Manifest] = []
+    if key:
+        data = {KEY_FILE: key.decode()}
+        found.append({**_head("v1", "Secret", SECRET, "key"), "stringData": data})
+    first = {_owner(spec): spec for spec in reversed(plan.processes) if spec.secret_env}
+    found += [
+        {**_head("v1", "Secret", name, spec.pool), "stringData": spec.secret_env}
+        for name, spec in first.items()
+    ]
+    return found
+
+
+def _owner(spec: ProcessSpec) -> str:
+    """Return the name of the object that runs a process: its own, or that of its pool."""
+    return spec.name if spec.role == "router" else spec.pool
+
+
+def _pod(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
+    description = plan.description
+    pod: Manifest = {
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,  # their variables would begin with BATON_, as settings do
+        "terminationGracePeriodSeconds": round(spec.grace_s) + LEAVE_S,
+        "securityContext": {**SHARED, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [_container(description, spec)],
+        "volumes": _volumes(description),
+    }
+    first = [_model_fetch(description, spec)] if _is_of_hub(description.model) else []
+    if description.key:
+        first.append(_key_copy(description))
+    if first:
+        pod["initContainers"] = first
+    if spec.node_selector:
+        pod["nodeSelector"] = dict(spec.node_selector)
+    return pod
+
+
+def _container(description: Description, spec: ProcessSpec) -> Manifest:
+    container: Manifest = {
+        "name": "baton",
+        "image": description.kubernetes.image,
+        "args": [_literal(word) for word in spec.argv[1:]],
+        "env": _environment(spec),
+        "ports": [{"name": port.name, "containerPort": port.port} for port in spec.ports],
+        "resources": _resources(spec),
+        "securityContext": _confined(spec),
+        "volumeMounts": [
+            {"name": "scratch", "mountPath": "/tmp"},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+            *_model_mount(description),
+            *([{"name": "key", "mountPath": KEY_FOLDER}] if description.key else []),
+        ],
+    }
+    if spec.secret_env:
+        container["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
+    if spec.live is not None and spec.ready is not None:
+        live, ready = _asked(spec, spec.live), _asked(spec, spec.ready)
+        container |= _probes(_start_s(description), live, ready)
+    if spec.role == "router":
+        container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}}
+    return container
+
+
+def _start_s(description: Description) -> float:
+    """Return the longest time from the start of a node until it is ready."""
+    return ClusterPlan(description, ()).start_timeout_s
+
+
+def _probes(start_s: float, live: Manifest, ready: Manifest) -> Manifest:
+    return {
+        "startupProbe": {**live, "periodSeconds": 2, "failureThreshold": int(start_s) // 2},
+        "livenessProbe": {**live, "periodSeconds": 5, "failureThreshold": 6},
+        "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
+    }
+
+
+def _asked(spec: ProcessSpec, probe: Probe) -> Manifest:
+    asked = {"path": probe.path, "port": "http", **({"scheme": "HTTPS"} if spec.is_tls else {})}
+    return {"httpGet": asked, "timeoutSeconds": 2}
+
+
+def _environment(spec: ProcessSpec) -> list[Manifest]:
+    found: list[Manifest] = [_from_pod("POD_IP", "status.podIP")]
+    for name, text in spec.env.items():
+        if name == "BATON_NODE_ID":
+            found.append(_from_pod(name, "metadata.name"))
+        elif name == "BATON_NODE_BIND":
+            # Kubernetes fills $(POD_IP) into the variables that come after it.
+            found.append({"name": name, "value": text})
+        else:
+            found.append({"name": name, "value": _literal(text)})
+    folders = {"HOME": CACHE_FOLDER, "XDG_CACHE_HOME": CACHE_FOLDER, "HF_HOME": CACHE_FOLDER}
+    return found + [{"name": name, "value": text} for name, text in folders.items()]
+
+
+def _literal(text: str) -> str:
+    """Return text in which Kubernetes replaces nothing."""
+    return text.replace("$(", "$$(")
+
+
+def _from_pod(name: str, field: str) -> Manifest:
+    return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": field}}}
+
+
+def _resources(spec: ProcessSpec) -> Manifest:
+    """Return the container's resources. GPUs and devices must be limits, equal to requests."""
+    limits: dict[str, str] = dict(spec.resources)
+    if spec.gpus:
+        limits[GPU] = str(spec.gpus)
+    requests = {"cpu": str(spec.cpus or 1)}
+    if spec.memory_mib:
+        limits["memory"] = requests["memory"] = f"{spec.memory_mib}Mi"
+    return {"requests": {**requests, **limits}, **({"limits": limits} if limits else {})}
+
+
+def _confined(spec: ProcessSpec) -> Manifest:
+    capabilities: dict[str, list[str]] = {"drop": ["ALL"]}
+    if any(name.startswith(RDMA) for name in spec.resources):
+        capabilities["add"] = ["IPC_LOCK"]  # RDMA pins the memory of the KV pool
+    return {**CONFINED, "capabilities": capabilities}
+
+
+def _model_fetch(description: Description, spec: ProcessSpec) -> Manifest:
+    """Fetch a model of the hub in an init container, because probes would not wait for it."""
+    fetch: Manifest = {
+        "name": "model",
+        "image": description.kubernetes.image,
+        "command": [
+            "python3",
+            "-m",
+            "baton.deploy.model_folder",
+            _literal(description.model),
+            *(["--no-weights"] if spec.role == "router" else []),
+        ],
+        "env": _environment(spec),
+        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
+        "securityContext": {**CONFINED, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": [
+            {"name": "scratch", "mountPath": "/tmp"},
+            {"name": "cache", "mountPath": CACHE_FOLDER},
+        ],
+    }
+    if spec.secret_env:
+        fetch["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
+    return fetch
+
+
+def _key_copy(description: Description) -> Manifest:
+    """Copy the key for the process alone, because a Secret's volume is open to the pod's group."""
+    source = f"{SECRET_FOLDER}/{KEY_FILE}"
+    return {
+        "name": "key",
+        "image": description.kubernetes.image,
+        "command": ["install", "-m", "600", source, f"{KEY_FOLDER}/{KEY_FILE}"],
+        "securityContext": {**CONFINED, "capabilities": {"drop": ["ALL"]}},
+        "resources": {"requests": {"cpu": "10m", "memory": "16Mi"}},
+        "volumeMounts": [
+            {"name": "secret", "mountPath": SECRET_FOLDER, "readOnly": True},
+            {"name": "key", "mountPath": KEY_FOLDER},
+        ],
+    }
+
+
+def _volumes(description: Description) -> list[Manifest]:
+    found: list[Manifest] = [
+        {"name": "scratch", "emptyDir": {}},
+        {"name": "cache", "emptyDir": {}},
+    ]
+    if _model_mount(description):
+        claim = {"claimName": description.kubernetes.model_claim, "readOnly": True}
+        found.append({"name": "model", "persistentVolumeClaim": claim})
+    if description.key:
+        found.append({"name": "secret", "secret": {"secretName": SECRET}})
+        found.append({"name": "key", "emptyDir": {"medium": "Memory", "sizeLimit": "1Mi"}})
+    return found
+
+
+def _is_folder(model: str) -> bool:
+    """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
+    return model.startswith("/")
+
+
+def _is_of_hub(model: str) -> bool:
+    return bool(model) and not _is_folder(model)
+
+
+def _model_mount(description: Description) -> list[Manifest]:
+    if not _is_folder(description.model):
+        return []
+    if not description.kubernetes.model_claim:
+        raise ConfigError(
+            "kubernetes.model_claim: name the PersistentVolumeClaim that holds the model folder, "
+            "or name a model of the Hugging Face hub"
+        )
+    return [{"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True}]
+
+
+def _write(
+    folder: Path, files: Mapping[str, list[Manifest]], namespace: str, *bases: str
+) -> list[Path]:
+    kustomization: Manifest = {
         "apiVersion": "kustomize.config.k8s.io/v1beta1",
         "kind": "Kustomization",
         "namespace": namespace,
         "resources": [*bases, *files],
     }
-    files = {**files, "kustomization.yaml": msgspec.yaml.encode(kustomization).decode()}
     make_private(folder)
-    for name, text in files.items():
-        write_private(folder / name, text.encode())
-    return [folder / name for name in files]
-
-
-def _applied(folder: Path) -> Applied | None:
-    try:
-        return msgspec.json.decode((folder / APPLIED).read_bytes(), type=Applied)
-    except FileNotFoundError:
-        return None
-
-
-def _kubectl(*words: str) -> str:
-    """Run kubectl and return what it prints. Raises `NodeError` if it fails."""
-    run = question if words[0] == "get" else order
-    try:
-        return run(("kubectl", *words), MISSING)
-    except NodeError as error:
-        raise NodeError(f"kubectl {words[0]}: {error.message}") from error
+    for name, documents in {**files, "kustomization.yaml": [kustomization]}.items():
+        texts = [msgspec.yaml.encode(one) for one in documents]
+        write_private(folder / name, b"---\n".join(texts))
+    return [folder / name for name in (*files, "kustomization.yaml")]

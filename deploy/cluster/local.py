@@ -1,116 +1,103 @@
-"""`--on local`: the processes of this machine, kept running by one keeper.
+"""`baton up` on this machine: its processes of a description, below one supervisor.
 
 With hosts in the description, the same file is started on each of them, and each runs its own
-processes. The keeper is a child of `baton up`, or with `--detach` a process of its own that
+processes. The supervisor is a child of `baton up`, or with `--detach` a process of its own that
 `baton down` finds by its id and start time.
 """
 
 import os
-import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
-from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.hosts import (
-    check_machine,
-    chosen,
-    on_this_machine,
-    places_by_name,
-    routers_urls,
-)
-from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
-from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec
-from baton.deploy.cluster.running import ProcessId, write_private
+from baton.deploy.cluster.hosts import check_machine, chosen, on_this_machine
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
+from baton.deploy.cluster.state import ProcessId, ProcessState, ProcessStatus, write_private
+from baton.deploy.cluster.supervision import JOB, STATUS, HostJob
+from baton.deploy.health import url_of
 from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
-KEEPER, KEEPER_LOG, SHARED_CPUS = "keeper.json", "keeper.log", "cpus"
-MODULE = "baton.deploy.cluster.keeper"
-# The time that the keeper itself takes beyond the grace of its processes.
+SUPERVISOR, SUPERVISOR_LOG, SHARED_CPUS = "supervisor.json", "supervisor.log", "cpus"
+MODULE = "baton.deploy.cluster.supervision"
+# The time that the supervisor itself takes beyond the grace of its processes.
 EXTRA_STOP_S = 10.0
 
 
 class LocalPlatform:
     """Implements `Platform`."""
 
-    def __init__(self, options: PlatformOptions) -> None:
-        self._options = options
-        # The keeper that this process has started, held so that it is reaped.
-        self._keeper: Child | subprocess.Popen[bytes] | None = None
+    def __init__(self, hosts: Sequence[str] = (), *, is_tied: bool = False) -> None:
+        """Take the hosts whose processes are handled; without any, those of this machine.
 
-    def places(self, description: Description) -> ProcessPlaces:
-        return places_by_name(description)
+        If the processes are tied, they end with this one, which shows what they print.
+        """
+        self._hosts = hosts
+        self._is_tied = is_tied
+        # Held so that it is reaped.
+        self._supervisor: Child | subprocess.Popen[bytes] | None = None
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
-        return chosen(plan, self._options.hosts)
-
-    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
-        """Write a shell script per process, which only this user can read."""
-        files = []
-        for spec in plan.processes:
-            path = folder / f"{spec.name}.sh"
-            write_private(path, _script(spec).encode())
-            path.chmod(0o700)
-            files.append(path)
-        return files
+        return chosen(plan, self._hosts)
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         specs = self.own(plan)
         check_machine(plan, specs)
         specs = on_this_machine(specs, str(folder / SHARED_CPUS))
         logs = plan.description.logs or str(folder / "logs")
-        write_private(folder / ORDERS, msgspec.json.encode(Orders(specs, logs)))
+        write_private(folder / JOB, msgspec.json.encode(HostJob(specs, logs)))
         (folder / STATUS).unlink(missing_ok=True)
-        if self._options.is_tied:
-            command = Command("keeper", (str(folder),), module=MODULE)
-            self._keeper = Child(command, lambda _, line: print(line, flush=True))
+        if self._is_tied:
+            command = Command("supervisor", (str(folder),), module=MODULE)
+            self._supervisor = Child(command, lambda _, line: print(line, flush=True))
         else:
-            self._keeper = _detached(folder)
-        write_private(folder / KEEPER, msgspec.json.encode(ProcessId.of(self._keeper.pid)))
+            self._supervisor = _detached(folder)
+        write_private(folder / SUPERVISOR, msgspec.json.encode(ProcessId.of(self._supervisor.pid)))
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        keeper = _keeper_of(folder)
+        supervisor = _supervisor_of(folder)
         number = signal.SIGINT if is_hurried else signal.SIGTERM
-        if keeper is not None and keeper.signal(number):
-            orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
-            longest_s = 2 * max(spec.grace_s for spec in orders.processes) + EXTRA_STOP_S
-            if not keeper.wait(longest_s):
+        if supervisor is not None and supervisor.signal(number):
+            job = msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob)
+            longest_s = 2 * max(spec.grace_s for spec in job.processes) + EXTRA_STOP_S
+            if not supervisor.wait(longest_s):
                 # Its processes end with it.
-                keeper.signal(signal.SIGKILL)
-                keeper.wait(EXTRA_STOP_S)
-        if isinstance(self._keeper, Child):
-            self._keeper.poll()
-        for name in (ORDERS, STATUS, KEEPER, SHARED_CPUS):
+                supervisor.signal(signal.SIGKILL)
+                supervisor.wait(EXTRA_STOP_S)
+        if isinstance(self._supervisor, Child):
+            self._supervisor.poll()
+        for name in (JOB, STATUS, SUPERVISOR, SHARED_CPUS):
             (folder / name).unlink(missing_ok=True)
 
     def status(self, folder: Path) -> list[ProcessStatus]:
-        keeper = _keeper_of(folder)
-        if keeper is not None and keeper.is_alive and (folder / STATUS).exists():
+        supervisor = _supervisor_of(folder)
+        if supervisor is not None and supervisor.is_alive and (folder / STATUS).exists():
             return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
-        if not (folder / ORDERS).exists():
+        if not (folder / JOB).exists():
             return []
         state: ProcessState = "waiting"
         last_end = ""
-        if keeper is None or not keeper.is_alive:
-            state, last_end = "ended", f"its keeper has ended: see {folder / KEEPER_LOG}"
-        orders = msgspec.json.decode((folder / ORDERS).read_bytes(), type=Orders)
+        if supervisor is None or not supervisor.is_alive:
+            state, last_end = "ended", f"its supervisor has ended: see {folder / SUPERVISOR_LOG}"
+        job = msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob)
         return [
             ProcessStatus(spec.name, spec.role, spec.host, state, "", last_end)
-            for spec in orders.processes
+            for spec in job.processes
         ]
 
     def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        return routers_urls(plan)
+        return tuple(
+            url_of(spec.host, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
+        )
 
 
 def _detached(folder: Path) -> "subprocess.Popen[bytes]":
-    """Start a keeper that outlives this process."""
+    """Start a supervisor that outlives this process."""
     env = {k: text for k, text in os.environ.items() if not k.startswith(VARIABLE_PREFIX)}
     try:
         return subprocess.Popen(
@@ -118,30 +105,15 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
             env={**env, "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            stderr=(folder / KEEPER_LOG).open("wb"),
+            stderr=(folder / SUPERVISOR_LOG).open("wb"),
             start_new_session=True,
         )
     except OSError as error:
-        raise NodeError(f"cannot start the keeper: {error}") from error
+        raise NodeError(f"cannot start the supervisor: {error}") from error
 
 
-def _keeper_of(folder: Path) -> ProcessId | None:
+def _supervisor_of(folder: Path) -> ProcessId | None:
     try:
-        return msgspec.json.decode((folder / KEEPER).read_bytes(), type=ProcessId)
+        return msgspec.json.decode((folder / SUPERVISOR).read_bytes(), type=ProcessId)
     except FileNotFoundError:
         return None
-
-
-def _script(spec: ProcessSpec) -> str:
-    exports = [
-        f"export {name}={shlex.quote(text)}" for name, text in (spec.env | spec.secret_env).items()
-    ]
-    return "\n".join(
-        [
-            "#!/bin/sh",
-            f"# {spec.name} on {spec.host}",
-            *exports,
-            f"exec {shlex.join(spec.argv)}",
-            "",
-        ]
-    )

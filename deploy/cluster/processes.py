@@ -2,11 +2,13 @@
 
 `processes_of` is the one place that states commands; every platform runs what it returns. All
 processes of a pool have the same `argv`. Their addresses and ids are in `env`, so that one systemd
-template, StatefulSet or srun step can serve a pool. This file is pure.
+template, StatefulSet or srun step can serve a pool. Slurm and Ray choose the machines, so their
+plans hold variables for what only the machine of a process knows; `filled` replaces them there.
 """
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -23,7 +25,8 @@ ROUTERS = "router"  # the name of the routers, as if they were a pool
 # The time from SIGTERM to a forced end, beyond the time in which requests may finish.
 EXTRA_GRACE_S = 10.0
 
-
+# The variable of a node for each of its ports.
+_PORT_VARIABLES = {"peers": "BATON_NODE_BIND", "http": "BATON_NODE_HTTP"}
 # Such as HF_TOKEN, AWS_SECRET_ACCESS_KEY and OTEL_EXPORTER_OTLP_HEADERS.
 _LOOKS_SECRET = re.compile(
     r"(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIALS?|API_?KEY|ACCESS_KEY|PRIVATE_KEY|_HEADERS)$", re.I
@@ -121,14 +124,14 @@ def processes_of(description: Description, places: ProcessPlaces) -> tuple[Proce
         on_host: Counter[str] = Counter()
         for index, named in enumerate(placed_hosts(pool)):
             host = named or places.host
-            seat = _Seat(name, pool, index, host, named or places.node, on_host[host])
-            processes.append(_node(description, places, seat, gpus_taken[host]))
+            place = _NodePlace(name, pool, index, host, named or places.node, on_host[host])
+            processes.append(_node(description, places, place, gpus_taken[host]))
             on_host[host] += bool(host)
             gpus_taken[host] += pool.gpus
     return tuple(processes)
 
 
-class _Seat(msgspec.Struct, frozen=True):
+class _NodePlace(msgspec.Struct, frozen=True):
     """The place of a future node: the `nth` of its pool on its host, dialled at `address`."""
 
     pool_name: str
@@ -185,11 +188,11 @@ def _router(
 
 
 def _node(
-    description: Description, places: ProcessPlaces, seat: _Seat, first_gpu: int
+    description: Description, places: ProcessPlaces, place: _NodePlace, first_gpu: int
 ) -> ProcessSpec:
-    pool = seat.pool
+    pool = place.pool
     config = config_of(description, pool.settings)
-    port = pool.peer_port + seat.nth if pool.peer_port else 0
+    port = pool.peer_port + place.nth if pool.peer_port else 0
     routers = [
         f"tcp://{_bracketed(address)}:{router.control_port}"
         for address, router in zip(places.routers, description.routers, strict=True)
@@ -197,27 +200,27 @@ def _node(
     env = {
         **description.env,
         **pool.env,
-        "BATON_NODE_ID": seat.name,
+        "BATON_NODE_ID": place.name,
         "BATON_NODE_ROUTERS": ",".join(routers),
-        "BATON_NODE_BIND": f"tcp://{_bracketed(seat.address)}" + (f":{port}" if port else ""),
+        "BATON_NODE_BIND": f"tcp://{_bracketed(place.address)}" + (f":{port}" if port else ""),
     }
-    http = pool.http_port + seat.nth if pool.http_port else 0
+    http = pool.http_port + place.nth if pool.http_port else 0
     if http:
-        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or seat.address)}:{http}"
-    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if seat.host else ()
+        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or place.address)}:{http}"
+    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if place.host else ()
     if gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     env, secret_env = _split(description, env)
     settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
     return ProcessSpec(
-        name=seat.name,
+        name=place.name,
         role=pool.role,
-        pool=seat.pool_name,
-        index=seat.index,
+        pool=place.pool_name,
+        index=place.index,
         argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
         env=env,
         secret_env=secret_env,
-        host=seat.host,
+        host=place.host,
         gpus=pool.gpus,
         gpu_ids=gpu_ids,
         cpus=pool.cpus,
@@ -232,6 +235,26 @@ def _node(
         ready=Probe("/ready", http) if http else None,
         grace_s=config.node.drain_s + EXTRA_GRACE_S,
     )
+
+
+def filled(spec: ProcessSpec, host: str, nth: int, values: Mapping[str, str]) -> ProcessSpec:
+    """Return `spec` as it runs on `host`, as the `nth` node of its pool there.
+
+    `values` holds the text of each variable. `nth` is added to fixed ports of a node.
+    """
+    env = {name: _with_values(text, values) for name, text in spec.env.items()}
+    if spec.role != "router":
+        for port in spec.ports:
+            name = _PORT_VARIABLES[port.name]
+            env[name] = f"{env[name].removesuffix(str(port.port))}{port.port + nth}"
+    argv = tuple(_with_values(word, values) for word in spec.argv)
+    return msgspec.structs.replace(spec, argv=argv, env=env, host=host)
+
+
+def _with_values(text: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        text = text.replace(name, value)
+    return text
 
 
 def _split(description: Description, env: dict[str, str]) -> tuple[dict[str, str], dict[str, str]]:

@@ -1,307 +1,470 @@
-"""`--on ray`: an actor for each process, in one placement group of a Ray cluster.
+"""`baton up --on ray`: an actor for each process, in one placement group of a Ray that is there.
 
-The cluster of `--address` or RAY_ADDRESS is joined; without one, `start` begins a Ray cluster on
-this host and `stop` ends it. The state folder holds the address and the names of the actors. Ray
-chooses the hosts and starts actors again; `stop` lets their processes drain first.
+Ray chooses the hosts, reserves all resources at once or none, and starts actors again. A cluster is
+a Ray namespace; its job is in Ray's control store, because arguments of actors are shown to
+everybody. Only this file imports Ray, an optional extra.
 """
 
-import importlib.util
-import math
+import contextlib
+import logging
 import os
 import secrets
-import subprocess
-import sys
-from collections.abc import Mapping
+import signal
+import socket
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import msgspec
+import ray
+from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError
+from ray.experimental import internal_kv
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_placement_group,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.host_seat import HostSeat
-from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
-from baton.deploy.cluster.ray_actor import ActorReport
-from baton.deploy.cluster.ray_layout import (
-    PYTHON,
-    RayOrders,
-    at_its_place,
-    bundles_of,
-    namespace_of,
-    places_of,
-    shortage,
-    text_of,
-    text_of_layout,
-    total,
+from baton.deploy.cluster.hosts import on_this_machine
+from baton.deploy.cluster.processes import (
+    ROUTERS,
+    ClusterPlan,
+    ProcessPlaces,
+    ProcessSpec,
+    filled,
 )
-from baton.deploy.cluster.ray_local import HERE, TOKEN, LocalRay, access_of
-from baton.deploy.cluster.running import write_private
+from baton.deploy.cluster.state import ProcessStatus, read_deployment, write_private
+from baton.deploy.cluster.supervision import HostJob, HostProcesses
 from baton.deploy.health import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Interrupts
 
-if TYPE_CHECKING:
-    from baton.deploy.cluster.ray_binding import RayConnection
-
-ADDRESS_VARIABLE = "RAY_ADDRESS"
-DEPLOYED, LAYOUT = "ray.json", "ray.yaml"
-COMMAND = "baton.deploy.cluster.ray_command"  # the module that runs a command through an actor
-WATCH_S = 0.2
+TOKEN = "ray-token"  # the file of a state folder that says which job is ours
+GROUP, STORE = "processes", "baton"
+# Variables of the plan; the key is a file in the memory of each actor.
+OWN_ADDRESS, KEY_FILE = "$(OWN_ADDRESS)", "$(KEY_FILE)"
+OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
+CAME_BACK = "its actor ended, and Ray started it again"
+# An actor's first report waits until its process has imported baton.
+REPORT_S, CONNECT_S = 5.0, 5.0
+WATCH_S, LOOK_S = 0.1, 2.0
 HURRIED_S = 10.0
 # The time that Ray itself takes, beyond that of the processes.
 EXTRA_STOP_S = 15.0
 
 
-class RayProcess(msgspec.Struct, frozen=True):
-    """The facts about a process that `up` records for later commands."""
+class RayJob(msgspec.Struct, frozen=True):
+    """The processes of a cluster. Only Ray's control store keeps them: they hold secrets."""
 
-    name: str
-    role: ProcessRole
-    grace_s: float
+    token: str  # unlike that of any other deployment
+    processes: tuple[ProcessSpec, ...]
+    key: str  # the content of the key file
+    logs: str  # folder; empty leaves the output to Ray's logs of the actor
 
 
-class RayDeployment(msgspec.Struct, frozen=True):
-    """What `start` records for `status` and `stop`."""
+class Bundle(msgspec.Struct, frozen=True):
+    """The resources that Ray reserves on one host for a process. Memory is in bytes."""
 
-    name: str
-    token: str  # the token of our orders; other orders of this name are not ours
-    processes: tuple[RayProcess, ...]
-    needs: dict[str, float]  # the total resources that are requested from Ray
-    address: str = ""  # empty until Ray has answered
-    local: LocalRay | None = None
+    process: str
+    resources: dict[str, float]
+    labels: dict[str, str]
 
 
 class RayPlatform:
-    """Implements `Platform` and `Reaching`."""
+    """Implements `Platform`."""
 
-    def __init__(self, options: PlatformOptions) -> None:
-        self._options = options
-        address = options.address or os.environ.get(ADDRESS_VARIABLE, "")
-        self._address = "" if address == "local" else address
-        self._connection: RayConnection | None = None
-        # The Ray cluster that this process has started, held so that it is reaped.
-        self._started: subprocess.Popen[bytes] | None = None
+    def __init__(self, address: str = "", *, may_wait: bool = False) -> None:
+        """Take the address of a Ray cluster; empty is the one of this host.
 
-    @property
-    def _loopback(self) -> str:
-        """Return the loopback address for all processes if Ray runs on this host alone."""
-        return "" if self._address else HERE
+        With `may_wait`, resources may be missing until an autoscaler adds hosts.
+        """
+        self._address = address or "auto"
+        self._may_wait = may_wait
 
     def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
         return plan.processes
 
-    def places(self, description: Description) -> ProcessPlaces:
-        if self._options.hosts:
-            raise ConfigError("--host: Ray chooses the hosts of all processes; leave this out")
-        if "://" in self._address:
-            raise ConfigError(
-                f"{self._address}: give the HOST:PORT that `ray start --head` has printed, from a "
-                "host that has joined the Ray cluster; baton does not speak to Ray's client server"
-            )
-        return places_of(description, self._loopback)
-
-    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
-        path = folder / LAYOUT
-        write_private(path, text_of_layout(plan).encode())
-        return [path]
-
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        _check_installed()
-        bundles = bundles_of(plan)
-        needs = total(one.resources for one in bundles)
-        deployment = RayDeployment(
-            plan.description.name,
-            secrets.token_hex(8),
-            tuple(RayProcess(spec.name, spec.role, spec.grace_s) for spec in plan.processes),
-            needs,
-        )
-        address = self._address
-        if not address:
-            num_cpus = max(os.cpu_count() or 1, math.ceil(needs["CPU"]))
-            local, self._started = LocalRay.start(folder, num_cpus)
-            deployment = msgspec.structs.replace(deployment, local=local)
-            _write(folder, deployment)
-            address = local.wait(folder)
-        connection = self.joined(msgspec.structs.replace(deployment, address=address), folder)
-        deployment = msgspec.structs.replace(deployment, address=connection.address)
-        _write(folder, deployment)
-        problem = shortage(bundles, connection.hosts())
-        if problem and not self._options.may_wait:
+        bundles = tuple(map(bundle_of, plan.processes))
+        namespace = self._join(plan.description.name)
+        problem = shortage(bundles, [one["Resources"] for one in ray.nodes() if one["Alive"]])
+        if problem and not self._may_wait:
             raise ConfigError(
-                f"Ray at {connection.address}: {problem}; ask for less, add hosts, or give "
-                "--timeout to wait for hosts that an autoscaler adds"
+                f"Ray: {problem}; ask for less, add hosts, or give --timeout to wait for hosts "
+                "that an autoscaler adds"
             )
-        if not connection.start(self._orders_of(plan, deployment.token), bundles):
+        key = Path(plan.description.key).read_text() if plan.description.key else ""
+        job = RayJob(secrets.token_hex(8), plan.processes, key, plan.description.logs)
+        content = msgspec.json.encode(job)
+        if internal_kv._internal_kv_put(namespace, content, overwrite=False, namespace=STORE):
             raise ConfigError(
-                f"{deployment.name} runs on Ray at {connection.address} already, from another "
-                "state folder: end it with that one, or give this cluster another name"
+                f"{plan.description.name} runs on this Ray already, from another state folder: end "
+                "it with that one, or give this cluster another name"
             )
+        write_private(folder / TOKEN, job.token.encode())
+        _start_actors(namespace, bundles)
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        deployment = deployment_in(folder)
-        if deployment is None:
-            return
-        self._remove_actors(deployment, folder, is_hurried=is_hurried)
-        if deployment.local is not None:
-            deployment.local.stop()
-        if self._started is not None:
-            self._started.wait()
-        for name in (DEPLOYED, TOKEN):
-            (folder / name).unlink(missing_ok=True)
-
-    def status(self, folder: Path) -> list[ProcessStatus]:
-        deployment = deployment_in(folder)
-        if deployment is None:
-            return []
-        try:
-            connection = self.joined(deployment, folder)
-        except NodeError as error:
-            why = error.message
-            return [_without_actor(one, "unknown", last_end=why) for one in deployment.processes]
-        if not any(connection.addresses()):
-            needs, free = deployment.needs, connection.free()
-            note = (
-                f"Ray has not reserved {_in_words(needs)} yet, of which are free: "
-                f"{_in_words({name: free.get(name, 0.0) for name in needs})}"
-            )
-            return [_without_actor(one, "waiting", note) for one in deployment.processes]
-        reports, gone = connection.ask([one.name for one in deployment.processes])
-        return [_status(one, reports, gone) for one in deployment.processes]
-
-    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return the URLs once Ray has reserved the hosts of the routers."""
-        deployment = deployment_in(folder)
-        if self._connection is None or deployment is None:
-            return ()
-        loopback = "" if deployment.local is None else HERE
-        pairs = zip(plan.processes, self._connection.addresses(), strict=False)
-        routers = [(spec, host) for spec, host in pairs if spec.role == "router" and host]
-        return tuple(
-            url_of(loopback or host, spec.ports[0].port, is_tls=spec.is_tls)
-            for spec, host in routers
-        )
-
-    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Let the actors run commands beside their processes."""
-        deployment = deployment_in(folder)
-        if deployment is None:
-            return []
-        connection = self.joined(deployment, folder)
-        orders, addresses = connection.orders(), connection.addresses()
-        if orders is None or not (addresses and all(addresses)):
-            raise NodeError("Ray has not placed all processes yet: wait until `baton up` is done")
-        program = (PYTHON, "-m", "baton")
-        seats: dict[str, HostSeat] = {}
-        for spec in orders.processes:
-            placed = at_its_place(orders, spec.name, addresses)
-            first = next((one for one in placed if one.role != "router"), placed[0])
-            launcher = (sys.executable, "-m", COMMAND, str(folder.absolute()), first.name)
-            seats.setdefault(first.host, HostSeat(first.host, placed, program, launcher))
-        return list(seats.values())
-
-    def _orders_of(self, plan: ClusterPlan, token: str) -> RayOrders:
-        key, logs = plan.description.key, plan.description.logs
-        content = Path(key).read_text() if key else ""
-        return RayOrders(token, plan.processes, content, logs, self._loopback)
-
-    def _remove_actors(self, deployment: RayDeployment, folder: Path, *, is_hurried: bool) -> None:
-        """Drain the processes of this deployment, and remove their actors from Ray."""
-        local = deployment.local
-        if not deployment.address or (local is not None and not local.process.is_alive):
+        deployment = read_deployment(folder)
+        if deployment is None or not (folder / TOKEN).exists():
             return
         try:
-            connection = self.joined(deployment, folder)
+            namespace = self._join(deployment.name)
         except NodeError as error:
-            if local is not None:
-                return  # they end with their own Ray
             raise NodeError(
                 f"{error.message}; if that Ray cluster is gone for good, delete {folder}"
             ) from error
-        orders = connection.orders()
-        if orders is not None and orders.token == deployment.token:
-            _end(connection, deployment, folder, is_hurried=is_hurried)
-        connection.close()
-        self._connection = None
+        job = _job_in(namespace)
+        if job is not None and job.token == (folder / TOKEN).read_text():
+            _end(namespace, job, is_hurried=is_hurried)
+        (folder / TOKEN).unlink()
 
-    def joined(self, deployment: RayDeployment, folder: Path) -> "RayConnection":
-        """Return the connection to Ray. Raises `NodeError`, or `ConfigError` without Ray."""
-        if self._connection is None:
-            _check_installed()
-            if deployment.local is not None:
-                # Ray reads them when it is imported.
-                os.environ.update(access_of(folder))
-            from baton.deploy.cluster.ray_binding import RayConnection
+    def status(self, folder: Path) -> list[ProcessStatus]:
+        deployment = read_deployment(folder)
+        if deployment is None:
+            return []
+        namespace = self._join(deployment.name)
+        job = _job_in(namespace)
+        if job is None:
+            return []
+        if not any(_addresses()):
+            note = "Ray has not reserved the resources of all processes yet"
+            return [ProcessStatus(one.name, one.role, "", "waiting", note) for one in job.processes]
+        return _reports(namespace, job.processes)
 
-            self._connection = RayConnection(deployment.address, namespace_of(deployment.name))
-        return self._connection
+    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        if not ray.is_initialized():
+            return ()
+        pairs = zip(plan.processes, _addresses(), strict=False)
+        routers = [(spec, host) for spec, host in pairs if spec.role == "router" and host]
+        return tuple(url_of(host, spec.ports[0].port, is_tls=spec.is_tls) for spec, host in routers)
+
+    def _join(self, name: str) -> str:
+        """Connect to Ray and return the namespace of a cluster. Raises `NodeError`."""
+        namespace = f"baton-{name}"
+        if not ray.is_initialized():
+            _connect(self._address, namespace)
+        return namespace
 
 
-def _check_installed() -> None:
-    if importlib.util.find_spec("ray") is None:
-        raise ConfigError(
-            "Ray is not installed in this Python: install baton with its extra `ray`, here and on "
-            "the hosts of the Ray cluster, or use another platform with --on"
+def places_of(description: Description) -> ProcessPlaces:
+    """Return the places of processes. Raises `ConfigError` for what Ray cannot grant."""
+    for problem in _problems(description):
+        raise ConfigError(problem)
+    key = KEY_FILE if description.key else ""
+    routers = tuple(_router_address(index) for index in range(len(description.routers)))
+    return ProcessPlaces(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
+
+
+def bundle_of(spec: ProcessSpec) -> Bundle:
+    """Return the bundle of a process, which has one CPU unless the description gives a number."""
+    resources = {"CPU": float(spec.cpus or 1)}
+    if spec.gpus:
+        resources["GPU"] = float(spec.gpus)
+    if spec.memory_mib:
+        resources["memory"] = float(spec.memory_mib << 20)
+    resources |= {name: float(amount) for name, amount in spec.resources.items()}
+    return Bundle(spec.name, resources, spec.node_selector)
+
+
+def shortage(bundles: Sequence[Bundle], hosts: Sequence[Mapping[str, float]]) -> str:
+    """Return what the hosts lack even without other work; empty if they lack nothing.
+
+    `hosts` holds the resources of each host.
+    """
+    for name in dict.fromkeys(name for bundle in bundles for name in bundle.resources):
+        needed = [bundle.resources.get(name, 0.0) for bundle in bundles]
+        present = [host.get(name, 0.0) for host in hosts]
+        if sum(present) < sum(needed):
+            return (
+                f"the cluster needs {_text_of(name, sum(needed))}, and all hosts of Ray together "
+                f"have {_text_of(name, sum(present))}"
+            )
+        if max(present) < max(needed):
+            return f"a process needs {_text_of(name, max(needed))}, and no host of Ray has that"
+    return ""
+
+
+def at_its_place(
+    processes: Sequence[ProcessSpec], name: str, addresses: Sequence[str], key_file: str
+) -> ProcessSpec:
+    """Return a process as it runs on its host. `addresses` holds the host of every process."""
+    hosts = {spec.name: host for spec, host in zip(processes, addresses, strict=True)}
+    values = {OWN_ADDRESS: hosts[name], KEY_FILE: key_file}
+    on_host: Counter[str] = Counter()
+    for spec in processes:
+        if spec.pool == ROUTERS:
+            values[_router_address(spec.index)] = hosts[spec.name]
+    for spec in processes:
+        if spec.name == name:
+            return filled(spec, hosts[name], on_host[spec.pool], values)
+        on_host[spec.pool] += hosts[spec.name] == hosts[name]
+    raise AssertionError(f"{name} is not in the job")
+
+
+class ProcessActor:
+    """Runs one process on the host of its actor. Its only argument shows no secret.
+
+    A process that ends is restarted. When the actor's own process ends, by any signal, the child
+    ends too, and Ray restarts the actor.
+    """
+
+    def __init__(self, name: str) -> None:
+        # Ray runs actors with a nice value of 15, which the process would inherit.
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        context = ray.get_runtime_context()
+        job = _job_in(context.namespace)
+        if job is None:
+            raise NodeError(f"{name} was ended before it started")
+        self._name, self._job = name, job
+        self._key_file = _in_memory(job.key)
+        (role,) = (spec.role for spec in job.processes if spec.name == name)
+        last_end = CAME_BACK if context.was_current_actor_reconstructed else ""
+        self._status = ProcessStatus(name, role, "", "waiting", "", last_end)
+        self._ending = threading.Event()
+        self._is_hurried = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def report(self) -> bytes:
+        """Return a `ProcessStatus` in JSON, which another release can read, too."""
+        return msgspec.json.encode(self._status)
+
+    def end(self, *, is_hurried: bool) -> None:
+        """End the process, with its `grace_s` unless it is hurried, and return when it is gone."""
+        self._is_hurried = is_hurried
+        self._ending.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        """Keep the process running, and start it anew if Ray moves a router to another host."""
+        spec: ProcessSpec | None = None
+        processes: HostProcesses | None = None
+        look_at_s = 0.0
+        try:
+            while not self._ending.wait(WATCH_S):
+                if monotonic() >= look_at_s:
+                    look_at_s = monotonic() + LOOK_S
+                    now = self._placed()
+                    if now is not None and now != spec:
+                        if processes is not None:
+                            processes.stop(is_hurried=True)
+                        spec = now
+                        processes = HostProcesses(HostJob(on_this_machine((now,)), self._job.logs))
+                        processes.start()
+                if processes is not None:
+                    processes.poll()
+                    (status,) = processes.statuses()
+                    last_end = status.last_end or self._status.last_end
+                    self._status = msgspec.structs.replace(status, last_end=last_end)
+        except NodeError as error:
+            self._status = msgspec.structs.replace(self._status, last_end=error.message)
+        finally:
+            if processes is not None:
+                processes.stop(is_hurried=self._is_hurried)
+            self._status = msgspec.structs.replace(self._status, state="ended", note="")
+
+    def _placed(self) -> ProcessSpec | None:
+        """Return the process at its place; None while Ray looks for hosts or does not answer."""
+        try:
+            addresses = _addresses()
+        except (RayError, RuntimeError, OSError):
+            return None
+        if not (addresses and all(addresses)):
+            return None
+        return at_its_place(self._job.processes, self._name, addresses, self._key_file)
+
+
+def _problems(description: Description) -> Iterable[str]:
+    named = [f"routers[{i}].host" for i, one in enumerate(description.routers) if one.host]
+    named += [f"pools.{name}.hosts" for name, pool in description.pools.items() if pool.hosts]
+    for at in named:
+        yield (
+            f"{at}: Ray chooses the hosts; take the line out, and give node_selector labels of "
+            "Ray's nodes to restrict its choice"
         )
+    for name, pool in description.pools.items():
+        for resource, amount in pool.resources.items():
+            at = f"pools.{name}.resources.{resource}"
+            if resource in OWN_RESOURCES:
+                yield f"{at}: write {OWN_RESOURCES[resource]} of the pool instead"
+            elif not amount.replace(".", "", 1).isdecimal() or not float(amount):
+                yield f"{at}: {amount} must be the number above 0 that each node needs"
 
 
-def _end(
-    connection: "RayConnection", deployment: RayDeployment, folder: Path, *, is_hurried: bool
-) -> None:
+def _router_address(index: int) -> str:
+    return f"$(ROUTER_{index}_ADDRESS)"
+
+
+def _text_of(resource: str, amount: float) -> str:
+    if resource == "memory":
+        return f"{amount / (1 << 20):.0f} MiB of memory"
+    return f"{amount:g} {resource}"
+
+
+def _connect(address: str, namespace: str) -> None:
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if address != "auto":
+        _check_answers(address)
+    try:
+        with _handlers_kept():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+    except (ConnectionError, RuntimeError, ValueError, AssertionError, RayError) as error:
+        raise NodeError(f"cannot join Ray at {address}: {_line_of(error, 0)}") from error
+
+
+def _check_answers(address: str) -> None:
+    """Raise `NodeError` if nothing listens there, because Ray itself would try for a minute."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, ValueError, OverflowError) as error:
+        raise NodeError(
+            f"Ray does not answer at {address} ({error}): give the HOST:PORT that `ray start "
+            "--head` has printed, from a host that has joined the Ray cluster"
+        ) from error
+
+
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Keep the command's signal handlers, which Ray replaces, and keep its stderr clean."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = [(number, signal.getsignal(number)) for number in numbers]
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for number, handler in handlers:
+            signal.signal(number, handler)
+
+
+def _job_in(namespace: str) -> RayJob | None:
+    """Return the job of any deployment in this namespace."""
+    content = internal_kv._internal_kv_get(namespace, namespace=STORE)
+    return msgspec.json.decode(content, type=RayJob) if content is not None else None
+
+
+def _group() -> PlacementGroup | None:
+    try:
+        return get_placement_group(GROUP)
+    except ValueError:
+        return None
+
+
+def _addresses() -> list[str]:
+    """Return the host of each process, in order; empty for one without a host yet."""
+    group = _group()
+    if group is None:
+        return []
+    hosts = {one["NodeID"]: one["NodeManagerAddress"] for one in ray.nodes() if one["Alive"]}
+    placed = placement_group_table(group).get("bundles_to_node_id", {})
+    return [hosts.get(node_id, "") for _, node_id in sorted(placed.items())]
+
+
+def _start_actors(namespace: str, bundles: Sequence[Bundle]) -> None:
+    """Ask for the placement group and its actors, and return at once."""
+    group = placement_group(
+        [bundle.resources for bundle in bundles],
+        strategy="SPREAD",
+        name=GROUP,
+        lifetime="detached",
+        bundle_label_selector=[bundle.labels for bundle in bundles],
+    )
+    for index, bundle in enumerate(bundles):
+        own = dict(bundle.resources)
+        actor = ray.remote(ProcessActor).options(
+            name=bundle.process,
+            namespace=namespace,
+            lifetime="detached",
+            max_restarts=-1,  # as often as it ends
+            max_concurrency=4,  # `report` answers while `end` waits
+            num_cpus=own.pop("CPU"),
+            num_gpus=own.pop("GPU", 0),
+            memory=own.pop("memory", None),
+            resources=own,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
+        )
+        actor.remote(bundle.process)
+
+
+def _reports(namespace: str, processes: Sequence[ProcessSpec]) -> list[ProcessStatus]:
+    """Return the status of each process; of one whose actor is late or gone, what is known."""
+    found = {
+        spec.name: ProcessStatus(spec.name, spec.role, "", "waiting", "its actor is starting")
+        for spec in processes
+    }
+    asked = {}
+    for name, status in found.items():
+        try:
+            asked[ray.get_actor(name, namespace=namespace).report.remote()] = name
+        except ValueError:
+            found[name] = msgspec.structs.replace(status, state="ended", note="its actor is gone")
+    done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=REPORT_S) if asked else ([], [])
+    for reference in done:
+        name = asked[reference]
+        try:
+            found[name] = msgspec.json.decode(ray.get(reference), type=ProcessStatus)
+        except (ActorDiedError, ActorUnschedulableError) as error:
+            found[name] = msgspec.structs.replace(
+                found[name], state="ended", note="", last_end=_line_of(error, -1)
+            )
+        except RayError:
+            continue  # Ray starts it again
+    return list(found.values())
+
+
+def _end(namespace: str, job: RayJob, *, is_hurried: bool) -> None:
     """Let the routers finish their requests, then the nodes, and remove all actors.
 
     A signal, or a process that does not end in time, ends the waiting.
     """
+    actors = []
     with Interrupts() as interrupts:
         for is_router in (True, False):
-            ours = [one for one in deployment.processes if (one.role == "router") is is_router]
+            ours = [spec for spec in job.processes if (spec.role == "router") is is_router]
+            waited = []
+            for spec in ours:
+                with contextlib.suppress(ValueError):  # without an actor
+                    actors.append(ray.get_actor(spec.name, namespace=namespace))
+                    waited.append(actors[-1].end.remote(is_hurried=is_hurried))
             grace_s = max((one.grace_s for one in ours), default=0.0) + EXTRA_STOP_S
             deadline_s = monotonic() + (HURRIED_S if is_hurried else grace_s)
-            left = [one.name for one in ours] if any(connection.addresses()) else []
-            while left and monotonic() < deadline_s and not interrupts.requested:
-                reports, gone = connection.ask(left)
-                over = {name: report for name, report in reports.items() if report.is_over}
-                for name, report in over.items():
-                    _write_tail(folder / "logs", name, report)
-                left = [name for name in left if name not in over | gone]
-                # Actors that Ray has restarted meanwhile have not been told yet.
-                connection.end([name for name in left if name in reports], is_hurried=is_hurried)
-                interrupts.wait(WATCH_S)
-        connection.remove([one.name for one in deployment.processes])
+            if not any(_addresses()):
+                continue  # actors without a host never answer
+            while waited and monotonic() < deadline_s and not interrupts.requested:
+                _, waited = ray.wait(waited, num_returns=len(waited), timeout=WATCH_S)
+    for actor in actors:
+        ray.kill(actor, no_restart=True)
+    group = _group()
+    if group is not None:
+        remove_placement_group(group)
+    internal_kv._internal_kv_del(namespace, namespace=STORE)
 
 
-def _write_tail(logs: Path, name: str, report: ActorReport) -> None:
-    """Keep the last lines of a process here, because its host may be out of reach."""
-    logs.mkdir(exist_ok=True)
-    (logs / f"{name}.log").write_text("".join(f"{line}\n" for line in report.tail))
+def _in_memory(key: str) -> str:
+    """Return the path of a private file that vanishes with this process."""
+    if not key:
+        return ""
+    descriptor = os.memfd_create("baton-key")
+    os.fchmod(descriptor, 0o600)
+    os.write(descriptor, key.encode())
+    return f"/proc/{os.getpid()}/fd/{descriptor}"
 
 
-def _status(
-    process: RayProcess, reports: Mapping[str, ActorReport], gone: Mapping[str, str]
-) -> ProcessStatus:
-    if process.name in reports:
-        return reports[process.name].status
-    if process.name in gone:
-        return _without_actor(process, "ended", last_end=gone[process.name])
-    return _without_actor(process, "waiting", "its actor is starting")
-
-
-def _without_actor(
-    process: RayProcess, state: ProcessState, note: str = "", last_end: str = ""
-) -> ProcessStatus:
-    return ProcessStatus(process.name, process.role, "", state, note, last_end)
-
-
-def _in_words(amounts: Mapping[str, float]) -> str:
-    return ", ".join(text_of(name, amount) for name, amount in amounts.items())
-
-
-def deployment_in(folder: Path) -> RayDeployment | None:
-    try:
-        return msgspec.json.decode((folder / DEPLOYED).read_bytes(), type=RayDeployment)
-    except FileNotFoundError:
-        return None
-
-
-def _write(folder: Path, deployment: RayDeployment) -> None:
-    write_private(folder / DEPLOYED, msgspec.json.encode(deployment))
+def _line_of(error: Exception, index: int) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[index] if lines else repr(error)

@@ -1,151 +1,88 @@
-"""`--on slurm`: one heterogeneous job, submitted with sbatch.
+"""`baton render --on slurm`: a batch script that runs a cluster as one heterogeneous job.
 
-`render` writes the batch script, the plan and a copy of the key into a folder that only the user
-can enter, and that all hosts of the job must share. Every task of the job runs one process and
-writes its state there, which `status` reads. `stop` lets the job drain before it cancels it.
+The first component holds the routers and each further one a pool. Every component has one step,
+each of whose tasks runs this module, which runs one process. The script holds no setting and no
+secret of baton: tasks read those from the private folder of the job, which all hosts must share.
 """
 
+import math
+import os
 import re
-import shutil
+import shlex
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
+from baton.deploy.cluster import supervision
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.host_seat import HostSeat
-from baton.deploy.cluster.job_script import ADDRESS, PROCESSES, drain_s, script_of
-from baton.deploy.cluster.keeper import ORDERS, STATUS, Orders
-from baton.deploy.cluster.placeholders import FOLDER, OWN_ADDRESS
-from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessPlaces, ProcessSpec
-from baton.deploy.cluster.programs import order, question
-from baton.deploy.cluster.running import write_private
-from baton.deploy.cluster.slurm_task import PLAN, ROUTERS_ADDRESS, SlurmPlan, read_plan
-from baton.deploy.health import url_of
-from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.clock import monotonic
-from baton.runtime.process import Interrupts
+from baton.deploy.cluster.processes import (
+    ROUTERS,
+    ClusterPlan,
+    ProcessPlaces,
+    ProcessSpec,
+    filled,
+)
+from baton.deploy.cluster.state import make_private, write_private
+from baton.protocol.errors import BatonError, ConfigError
 
-SCRIPT, KEY, JOB = "job.sh", "key", "job"
-WATCH_S = 0.5
-HURRIED_S = 20.0
-# The time that Slurm itself takes, beyond that of the processes.
-EXTRA_STOP_S = 30.0
-MISSING = "run this command on a host of the Slurm cluster, or use another platform with --on"
-GONE = ("Invalid job id", "already completing or completed")
-ACTIVE = {
-    "COMPLETING", "CONFIGURING", "PENDING", "REQUEUED", "REQUEUE_HOLD", "RESIZING", "RUNNING",
-    "SIGNALING", "STAGE_OUT", "STOPPED", "SUSPENDED",
-}  # fmt: skip
+SCRIPT, PLAN, KEY = "job.sh", "plan.json", "key"
+PROCESSES = "processes"  # the subfolder with a folder per process
+GPUS = "CUDA_VISIBLE_DEVICES"
+# Variables of the plan. All routers of a job are on one host.
+FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
+FUNCTIONS = r"""
+# Print host=address of each host of a node list.
+addresses() {
+  local host
+  for host in $(scontrol show hostnames "$1"); do
+    scontrol show node --oneliner "$host" | sed -n "s/.* NodeAddr=\([^ ]*\).*/$host=\1/p"
+  done
+}
 
+# Send SIGTERM to the step of a component, as soon as the step is there.
+end() {
+  local job=SLURM_JOB_ID_HET_GROUP_$1 step
+  while kill -0 "${steps[$1]}" 2>/dev/null; do
+    step=$(squeue --noheader --steps --jobs="${!job}" --format="%i %j" |
+      sed -n "s/ ${pools[$1]}\$//p")
+    if [ -n "$step" ]; then
+      scancel --signal=TERM "$step"
+      return
+    fi
+    sleep 1
+  done
+}
 
-class SlurmPlatform:
-    """Implements `Platform` and `Reaching`."""
-
-    def __init__(self, options: PlatformOptions) -> None:
-        self._options = options
-
-    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
-        return plan.processes
-
-    def places(self, description: Description) -> ProcessPlaces:
-        if self._options.hosts:
-            raise ConfigError("--host: Slurm chooses the hosts of all processes; leave this out")
-        _check(description)
-        routers = (ROUTERS_ADDRESS,) * len(description.routers)
-        key = f"{FOLDER}/{KEY}" if description.key else ""
-        return ProcessPlaces(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
-
-    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
-        folder = folder.absolute()
-        logs = plan.description.logs or str(folder / "logs")
-        for path in (str(folder), logs):
-            if not re.fullmatch(r"[\w@+=:,./ %-]+", path):
-                raise ConfigError(
-                    f"sbatch cannot write to {path}: use a folder with plain characters in its name"
-                )
-        # Slurm makes no folder for the output of a job.
-        Path(logs).mkdir(parents=True, exist_ok=True)
-        files = {
-            SCRIPT: script_of(plan, str(folder), logs, sys.executable).encode(),
-            PLAN: msgspec.json.encode(SlurmPlan(plan.processes, logs, drain_s(plan))),
-        }
-        if plan.description.key:
-            files[KEY] = Path(plan.description.key).read_bytes()
-        for name, content in files.items():
-            write_private(folder / name, content)
-        return [folder / name for name in files]
-
-    def start(self, plan: ClusterPlan, folder: Path) -> None:
-        self.render(plan, folder)
-        said = _run("sbatch", "--parsable", str(folder.absolute() / SCRIPT))
-        write_private(folder / JOB, said.strip().partition(";")[0].encode())
-
-    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        job = _job(folder)
-        if not job or not _are_active(job):
-            _tidy(folder)
-            return
-        limit_s = HURRIED_S if is_hurried else read_plan(folder).drain_s + EXTRA_STOP_S
-        with Interrupts() as interrupts:
-            is_draining = "RUNNING" in _states(job).values()
-            if is_draining:
-                # The batch script passes it on to its steps.
-                number = "INT" if is_hurried else "TERM"
-                _run("scancel", "--batch", f"--signal={number}", job, may_fail=True)
-            if not is_draining or not _gone(job, limit_s, interrupts):
-                _run("scancel", job, may_fail=True)
-                if not _gone(job, EXTRA_STOP_S + limit_s, Interrupts()):
-                    raise NodeError(f"job {job} does not end: see `squeue --jobs={job}`")
-        _tidy(folder)
-
-    def status(self, folder: Path) -> list[ProcessStatus]:
-        job = _job(folder)
-        if not job:
-            return []
-        plan = read_plan(folder)
-        states = _states(job)
-        pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
-        return [
-            _status(spec, folder, job, states.get(pools.index(spec.pool), ""), plan.logs)
-            for spec in plan.processes
-        ]
-
-    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        """Return the URLs once the job runs: Slurm chooses the host of the routers."""
-        try:
-            address = (folder / ADDRESS).read_text().strip()
-        except FileNotFoundError:
-            return ()
-        return tuple(
-            url_of(address, spec.ports[0].port, is_tls=spec.is_tls) for spec in plan.pool(ROUTERS)
-        )
-
-    def seats(self, plan: ClusterPlan, folder: Path) -> list[HostSeat]:
-        """Run further steps of the job, beside those that run its processes."""
-        job = _job(folder)
-        pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
-        placed: dict[str, list[ProcessSpec]] = {}
-        for spec in plan.processes:
-            path = folder / PROCESSES / spec.name / ORDERS
-            if path.exists():
-                orders = msgspec.json.decode(path.read_bytes(), type=Orders)
-                placed.setdefault(orders.processes[0].host, []).append(orders.processes[0])
-        seats = []
-        for host, specs in placed.items():
-            component = pools.index(specs[0].pool)
-            launcher = (
-                "srun", f"--jobid={job}", f"--het-group={component}", "--overlap", "--nodes=1",
-                "--ntasks=1", f"--nodelist={host}",
-            )  # fmt: skip
-            program = (sys.executable, "-m", "baton")
-            seats.append(HostSeat(host, tuple(specs), program, launcher))
-        return seats
+# Routers finish their requests before the nodes that serve them are told to end.
+drain() {
+  trap '' TERM
+  local i
+  end 0
+  wait "${steps[0]}"
+  for i in "${!steps[@]}"; do end "$i"; done
+  wait
+}
+"""
+LAST = """
+trap 'drain; exit 0' TERM
+wait -n
+echo "a step has ended, so all others end too" >&2
+drain
+exit 1
+"""
 
 
-def _check(description: Description) -> None:
-    """Raise `ConfigError` if the description asks for something that Slurm cannot do."""
+class SlurmPlan(msgspec.Struct, frozen=True):
+    """The processes of a job. They hold secrets, so only the user may read their file."""
+
+    processes: tuple[ProcessSpec, ...]
+    logs: str  # folder
+
+
+def places_of(description: Description) -> ProcessPlaces:
+    """Return the places of processes. Raises `ConfigError` for what Slurm cannot grant."""
     named = [f"routers[{i}].host" for i, one in enumerate(description.routers) if one.host]
     named += [f"pools.{name}.hosts" for name, pool in description.pools.items() if pool.hosts]
     if named:
@@ -165,68 +102,147 @@ def _check(description: Description) -> None:
                 raise ConfigError(
                     f"pools.{name}.resources.{resource}: give the number that each node needs"
                 )
+    routers = (ROUTERS_ADDRESS,) * len(description.routers)
+    key = f"{FOLDER}/{KEY}" if description.key else ""
+    return ProcessPlaces(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
 
 
-def _status(spec: ProcessSpec, folder: Path, job: str, state: str, logs: str) -> ProcessStatus:
-    """Return a task's record of its process, or the state of its part of the job."""
-    note = f"job {job} is {state or 'gone'}"
-    if state not in ACTIVE:
-        last_end = f"{note}; see {logs}/job.log"
-        return ProcessStatus(spec.name, spec.role, "", "ended", "", last_end)
-    path = folder / PROCESSES / spec.name / STATUS
-    # The routers' address is written before any process starts.
-    if state == "RUNNING" and (folder / ADDRESS).exists() and path.exists():
-        return msgspec.json.decode(path.read_bytes(), type=list[ProcessStatus])[0]
-    waiting: ProcessState = "waiting"
-    return ProcessStatus(spec.name, spec.role, "", waiting, note)
+def render(plan: ClusterPlan, folder: Path) -> list[Path]:
+    """Write the script, and the plan and a copy of the key as files that only this user reads."""
+    folder = folder.absolute()
+    logs = plan.description.logs or str(folder / "logs")
+    for path in (str(folder), logs):
+        if not re.fullmatch(r"[\w@+=:,./ %-]+", path):
+            raise ConfigError(
+                f"sbatch cannot write to {path}: use a folder with plain characters in its name"
+            )
+    # Slurm makes no folder for the output of a job.
+    Path(logs).mkdir(parents=True, exist_ok=True)
+    files = {
+        SCRIPT: _script_of(plan, str(folder), logs).encode(),
+        PLAN: msgspec.json.encode(SlurmPlan(plan.processes, logs)),
+    }
+    if plan.description.key:
+        files[KEY] = Path(plan.description.key).read_bytes()
+    for name, content in files.items():
+        write_private(folder / name, content)
+    return [folder / name for name in files]
 
 
-def _states(job: str) -> dict[int, str]:
-    """Return the state of each component; empty if Slurm has forgotten the job."""
-    words = ("--noheader", "--states=all", f"--jobs={job}", "--format=%i %T")
-    said = _run("squeue", *words, may_fail=True)
-    states = {}
-    for line in said.splitlines():
-        number, _, state = line.partition(" ")
-        states[int(number.partition("+")[2] or 0)] = state.strip()
-    return states
+def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
+    description = plan.description
+    pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
+    lines = [
+        "#!/bin/bash",
+        f"#SBATCH --job-name=baton-{description.name}",
+        f'#SBATCH --output="{logs.replace("%", "%%")}/job.log"',
+        "#SBATCH --open-mode=append",
+    ]
+    if description.slurm.time:
+        lines.append(f"#SBATCH --signal=B:TERM@{math.ceil(_drain_s(plan))}")
+    for pool in pools:
+        lines += ["#SBATCH hetjob"] if pool != ROUTERS else []
+        lines += [f"#SBATCH {option}" for option in _options(description, plan.pool(pool))]
+    lines += [
+        "set -u",
+        "umask 077",
+        f"folder={shlex.quote(folder)}",
+        f"pools=({' '.join(pools)})",
+        "steps=()",
+        FUNCTIONS,
+        "# A job that was requeued finds what its last run has left.",
+        f'rm -rf "$folder/{PROCESSES}"',
+        'routers=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_0")',
+        "export PYTHONUNBUFFERED=1 HOST_ADDRESSES ROUTERS_ADDRESS=${routers#*=}",
+    ]
+    for i, pool in enumerate(pools):
+        cpus = f" --cpus-per-task={plan.pool(pool)[0].cpus}" if plan.pool(pool)[0].cpus else ""
+        lines += [
+            "",
+            f'HOST_ADDRESSES=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_{i}")',
+            f"srun --het-group={i} --job-name={pool} --kill-on-bad-exit=1{cpus} \\",
+            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool} &',
+            "steps+=($!)",
+        ]
+    return "\n".join(lines) + "\n" + LAST
 
 
-def _are_active(job: str) -> bool:
-    return not ACTIVE.isdisjoint(_states(job).values())
+def _drain_s(plan: ClusterPlan) -> float:
+    """Return the longest time in which the routers and then the nodes end."""
+    routers = [spec.grace_s for spec in plan.processes if spec.role == "router"]
+    nodes = [spec.grace_s for spec in plan.processes if spec.role != "router"]
+    return max(routers) + max(nodes)
 
 
-def _gone(job: str, timeout_s: float, interrupts: Interrupts) -> bool:
-    """Return whether the job ends in time. A second Ctrl-C ends the waiting."""
-    deadline_s = monotonic() + timeout_s
-    while _are_active(job):
-        if monotonic() > deadline_s or interrupts.requested:
-            return False
-        interrupts.wait(WATCH_S)
-    return True
+def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str]:
+    """Return the options of sbatch for a pool, spread evenly; memory and resources are per host."""
+    first, options = specs[0], description.slurm
+    per_host = 1
+    if first.role == "router":
+        per_host = len(specs)
+    elif first.gpus and description.gpus_per_host:
+        per_host = min(len(specs), max(1, description.gpus_per_host // first.gpus))
+    counts = {"gpu": first.gpus} if first.gpus else {}
+    counts |= {name: int(count) for name, count in first.resources.items()}
+    resources = ",".join(f"{name}:{count * per_host}" for name, count in counts.items())
+    lines = [
+        f"--nodes={math.ceil(len(specs) / per_host)}",
+        f"--ntasks={len(specs)}",
+        f"--ntasks-per-node={per_host}",
+        f"--cpus-per-task={first.cpus}" if first.cpus else "",
+        f"--mem={first.memory_mib * per_host}M" if first.memory_mib else "",
+        f"--gres={resources}" if resources else "",
+        f'--constraint="{"&".join(first.node_selector)}"' if first.node_selector else "",
+        "--requeue",
+        f"--partition={options.partition}" if options.partition else "",
+        f"--account={options.account}" if options.account else "",
+        f"--time={options.time}" if options.time else "",
+        *options.arguments,
+    ]
+    return [line for line in lines if line]
 
 
-def _tidy(folder: Path) -> None:
-    """Remove everything that `start` and the job have written, except logs."""
-    shutil.rmtree(folder / PROCESSES, ignore_errors=True)
-    for name in (SCRIPT, PLAN, KEY, ADDRESS, JOB):
-        (folder / name).unlink(missing_ok=True)
+def placed(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> ProcessSpec:
+    """Return `spec` with its task's addresses and GPUs. Raises `ConfigError` without GPUs."""
+    host = environment["SLURMD_NODENAME"]
+    addresses = dict(
+        line.partition("=")[::2] for line in environment["HOST_ADDRESSES"].splitlines()
+    )
+    values = {
+        ROUTERS_ADDRESS: environment["ROUTERS_ADDRESS"],
+        OWN_ADDRESS: addresses[host],
+        FOLDER: str(folder),
+    }
+    nth = int(environment["SLURM_LOCALID"])
+    spec = filled(spec, host, nth, values)
+    if not spec.gpus:
+        return spec
+    gpus = [one for one in environment.get(GPUS, "").split(",") if one]
+    if len(gpus) > spec.gpus:  # Slurm has not bound the tasks to their own
+        gpus = gpus[nth * spec.gpus : (nth + 1) * spec.gpus]
+    if len(gpus) < spec.gpus:
+        raise ConfigError(
+            f"{spec.name} on {host}: it needs {spec.gpus} GPUs and Slurm gave it {len(gpus)}; see "
+            "gres.conf, gpus and gpus_per_host"
+        )
+    return msgspec.structs.replace(spec, env={**spec.env, GPUS: ",".join(gpus)})
 
 
-def _job(folder: Path) -> str:
+def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
+    """Run one task's process until its step is told to end, and return the exit code."""
+    plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=SlurmPlan)
+    index = int(environment["SLURM_PROCID"])
     try:
-        return (folder / JOB).read_text()
-    except FileNotFoundError:
-        return ""
+        spec = next(one for one in plan.processes if (one.pool, one.index) == (pool, index))
+        own = folder / PROCESSES / spec.name
+        make_private(own)
+        job = supervision.HostJob((placed(spec, folder, environment),), plan.logs)
+        write_private(own / supervision.JOB, msgspec.json.encode(job))
+        return supervision.main(own)
+    except BatonError as error:
+        print(f"baton: {error.message}", file=sys.stderr)
+        return 1
 
 
-def _run(*words: str, may_fail: bool = False) -> str:
-    """Run a command of Slurm and return what it prints. Raises `NodeError` if it fails.
-
-    With `may_fail`, an ended job is not a failure.
-    """
-    run = question if words[0] == "squeue" else order
-    try:
-        return run(words, MISSING, GONE if may_fail else ())
-    except NodeError as error:
-        raise NodeError(f"{words[0]}: {error.message}") from error
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2], os.environ))

@@ -1,8 +1,9 @@
 """`baton status` shows the processes of a cluster in the terminal, as the page `/` does.
 
-The platform reports which processes run, and the routers report their states; either is enough. On
-a terminal the table is live until Ctrl-C; elsewhere it is printed once. The command changes
-nothing.
+The state folder says which processes run, and the routers report their states over HTTP; either is
+enough, so `--url` works on every platform. On a terminal the table is live until Ctrl-C; elsewhere
+it is printed once. A node that several routers know is one row, with its worst state; counts of
+handoffs are summed over all routers.
 """
 
 import os
@@ -17,64 +18,135 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
-from baton.deploy.cluster.arguments import Words
-from baton.deploy.cluster.overview import Overview, RouterAnswer, RouterDocument, StatusRow
-from baton.deploy.cluster.platform import Platform, PlatformOptions, ProcessStatus
-from baton.deploy.cluster.platforms import platform_named
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, plan_of
-from baton.deploy.cluster.reading import read_description
-from baton.deploy.cluster.running import Deployment, read_deployment
-from baton.deploy.cluster.table import lines_of
-from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.process import Interrupts
+from baton.deploy.cluster.arguments import ClusterArguments
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
+from baton.deploy.cluster.state import Platform, ProcessStatus, read_deployment
+from baton.protocol.errors import NodeError
+from baton.runtime.interrupts import Interrupts
 from baton.runtime.tls import client_context
 
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0
-KEY_VARIABLE = "BATON_API_KEY"
+KEY_VARIABLE, KEYS = "BATON_API_KEY", "BATON_ROUTER_API_KEYS"
 MAX_FAULT_CHARS = 60
+# The states of a node at a router, the worst first; "absent" means that the router does not know
+# it.
+STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 HEAD = (
-    "process", "role", "host", "state", "in service at", "running", "waiting", "KV", "handoffs",
-    "per s", "mean", "", "last end", "last fault",
+    "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "mean", "",
+    "last end", "last fault",
 )  # fmt: skip
-COLOURS = {
-    "ready": "green", "running": "green", "lost": "red", "silent": "red", "stuck": "red",
-    "failed": "red", "ended": "red",
-}  # fmt: skip
 
 
-class AskedRouter(msgspec.Struct, frozen=True):
-    """The URL of a router to ask, and the API key to send."""
+class NodeLoad(msgspec.Struct, frozen=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
+class NodeDocument(msgspec.Struct, frozen=True):
+    node_id: str
+    role: str = ""
+    state: str = ""
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    load: NodeLoad = NodeLoad()
+    beat_age_s: float = 0.0
+
+    @property
+    def doing(self) -> str:
+        """Return the state, with the progress if the node is starting."""
+        if self.state != "starting":
+            return self.state
+        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase or self.state
+
+
+class PairDocument(msgspec.Struct, frozen=True):
+    prefill_node: str
+    decode_node: str
+    num_handoffs: int = 0
+    transfer_s: float = 0.0
+
+
+class FaultDocument(msgspec.Struct, frozen=True):
+    at: float  # seconds since 1970
+    code: str
+    message: str
+    prefill_node: str | None = None
+    decode_node: str | None = None
+
+
+class RouterDocument(msgspec.Struct, frozen=True):
+    """The part of `/status.json` that a terminal shows."""
+
+    version: str = ""
+    model: str = ""
+    status: str = ""
+    message: str = ""
+    num_running: int = 0
+    num_queued: int = 0
+    nodes: tuple[NodeDocument, ...] = ()
+    lost: tuple[NodeDocument, ...] = ()
+    pairs: tuple[PairDocument, ...] = ()
+    faults: tuple[FaultDocument, ...] = ()  # the newest first
+
+
+class RouterAnswer(msgspec.Struct, frozen=True):
+    """A router that is asked, and its answer or why there is none."""
 
     name: str
     url: str
     api_key: str = ""
+    document: RouterDocument | None = None
+    problem: str = ""
+
+
+class StatusRow(msgspec.Struct, frozen=True):
+    """One process: its `state` where it runs, and its `health` at the routers."""
+
+    name: str
+    role: str
+    host: str = ""
+    state: str = ""
+    note: str = ""  # its pid
+    last_end: str = ""
+    health: str = ""
+    num_running: int | None = None
+    num_waiting: int | None = None
+    kv_used: float | None = None  # of 1
+    num_handoffs: int | None = None  # since the routers started
+    handoff_s: float | None = None  # mean since the routers started
+    last_fault: str = ""
+    last_fault_at: float | None = None  # seconds since 1970
 
 
 class ClusterView:
     """The current knowledge of one cluster: of its deployment, or of named routers."""
 
     def __init__(
-        self, words: Words, folder: Path | None = None, deployment: Deployment | None = None
+        self,
+        given: ClusterArguments,
+        folder: Path | None = None,
+        platform: Platform | None = None,
+        plan: ClusterPlan | None = None,
     ) -> None:
-        """Without a deployment, only the routers that `words` name are asked.
+        """Take the state folder of a deployment, what runs it, and its plan if its file is there.
+
+        Without a deployment, only the routers that `given` names are asked.
 
         Raises `ConfigError` for certificates that cannot be read.
         """
-        self._words = words
-        self._trust = client_context(words.ca_file)
-        self._folder = folder
-        self._deployment = deployment
-        self._platform: Platform | None = None
-        if deployment is not None:
-            self._platform = platform_named(deployment.platform, PlatformOptions(deployment.hosts))
-        self._plan: ClusterPlan | None = None
-        self._overview = Overview()
+        self._given = given
+        self._trust = client_context(given.ca_file)
+        self._folder, self._platform, self._plan = folder, platform, plan
+        self._deployment = read_deployment(folder) if folder is not None else None
+        self._answers: list[RouterAnswer] = []
         self.problems: list[str] = []
         self.statuses: list[ProcessStatus] = []
         self.rows: list[StatusRow] = []
@@ -91,103 +163,80 @@ class ClusterView:
             return not self.problems
         return all(one.state == "running" for one in self.statuses)
 
-    @property
-    def summary(self) -> str:
-        return self._overview.summary(self._deployment.name if self._deployment else "")
-
     def look(self) -> None:
         """Ask the platform and every router. Raises `NodeError` if the platform does not answer."""
         if self._platform is not None and self._folder is not None:
             self.statuses = self._platform.status(self._folder)
         routers = self._routers()
         with ThreadPoolExecutor(max(1, len(routers))) as threads:
-            answers = list(threads.map(partial(ask, self._trust), routers))
-        self._overview.take(answers)
-        self.problems = [f"{one.name} at {one.url} {one.problem}" for one in answers if one.problem]
-        self.rows = self._overview.rows(self.statuses)
+            self._answers = list(threads.map(partial(ask, self._trust), routers))
+        self.problems = [
+            f"{one.name} at {one.url} {one.problem}" for one in self._answers if one.problem
+        ]
+        self.rows = rows_of(self.statuses, self._answers)
 
-    def _routers(self) -> list[AskedRouter]:
-        own = self._own_routers()
-        key = self._words.api_key or os.environ.get(KEY_VARIABLE, "")
-        urls = [url.rstrip("/").removesuffix("/v1") for url in self._words.urls]
+    def text(self) -> str:
+        """Return the cluster as a table below a line that sums it up."""
+        lines = [summary_of(self._deployment.name if self._deployment else "", self._answers)]
+        if self.rows:
+            table = cells(self.rows, time.time())
+            kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
+            head = [HEAD[i] for i in kept]
+            lines.append(lines_of(head, [[row[i] for i in kept] for row in table]))
+        return "\n".join(filter(None, [*lines, *self.problems]))
+
+    def _routers(self) -> list[RouterAnswer]:
+        """Return the routers to ask: those of `--url`, or those of the deployment."""
+        own: list[RouterAnswer] = []
+        if self._plan is not None and self._platform is not None and self._folder is not None:
+            own = [
+                RouterAnswer(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
+                for spec, url in zip(
+                    self._plan.pool(ROUTERS),
+                    self._platform.urls(self._plan, self._folder),
+                    strict=False,
+                )
+            ]
+        key = self._given.api_key or os.environ.get(KEY_VARIABLE, "")
+        urls = [url.rstrip("/").removesuffix("/v1") for url in self._given.urls]
         if not urls:
             return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
         names = [one.name for one in self.statuses if one.role == "router"]
         if len(names) != len(urls):
             names = [url.partition("://")[2] for url in urls]
         key = key or next((one.api_key for one in own if one.api_key), "")
-        return [AskedRouter(name, url, key) for name, url in zip(names, urls, strict=True)]
-
-    def _own_routers(self) -> list[AskedRouter]:
-        """Return the deployment's reachable routers, with the names in its file."""
-        if self._deployment is None or self._platform is None or self._folder is None:
-            return []
-        if self._plan is None:
-            try:
-                description = read_description(Path(self._deployment.file))
-                self._plan = plan_of(description, self._platform.places(description))
-            except ConfigError:
-                return []  # the file was changed or moved, but the platform still reports what runs
-        plan = self._plan
-        routers, urls = plan.pool(ROUTERS), self._platform.urls(plan, self._folder)
-        return [
-            AskedRouter(
-                spec.name, url, spec.secret_env.get("BATON_ROUTER_API_KEYS", "").partition(",")[0]
-            )
-            for spec, url in zip(routers, urls, strict=False)
-        ]
+        return [RouterAnswer(name, url, key) for name, url in zip(names, urls, strict=True)]
 
 
-def show(view: ClusterView, words: Words) -> int:
+def show(view: ClusterView, given: ClusterArguments) -> int:
     """Print the cluster, live if stdout is a terminal, and return the exit code."""
-    if words.json or words.once or not sys.stdout.isatty():
+    if given.json or given.once or not sys.stdout.isatty():
         view.look()
-        print(msgspec.json.encode(view.rows).decode() if words.json else plain(view))
+        print(msgspec.json.encode(view.rows).decode() if given.json else view.text())
         return 0 if view.is_well else 1
-    return _show_live(view)
+    with Interrupts() as interrupts, Live(console=Console(), auto_refresh=False) as live:
+        while not view.is_down:
+            try:
+                view.look()
+                text = view.text()
+            except NodeError as error:
+                text = error.message
+            live.update(Text(text), refresh=True)
+            if interrupts.wait(PERIOD_S):
+                return 0
+    print("it is down")
+    return 1
 
 
-def plain(view: ClusterView) -> str:
-    """Return the cluster as text for a pipe."""
-    lines = [view.summary] if view.summary else []
-    if view.rows:
-        lines.append(lines_of(*_filled(cells(view.rows, time.time()))))
-    return "\n".join([*lines, *view.problems])
-
-
-def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
-    """Return the text of each row, by the columns of `HEAD`."""
-    return [
-        (
-            row.name,
-            row.role,
-            row.host,
-            _state_of(row),
-            row.in_service_at,
-            _number(row.num_running),
-            _number(row.num_waiting),
-            "" if row.kv_used is None else f"{100 * row.kv_used:.0f} %",
-            _number(row.num_handoffs),
-            "" if row.handoffs_per_s is None else f"{row.handoffs_per_s:.1f}",
-            "" if row.handoff_s is None else f"{1e3 * row.handoff_s:.1f} ms",
-            row.note,
-            row.last_end,
-            _fault(row, now),
-        )
-        for row in rows
-    ]
-
-
-def ask(trust: ssl.SSLContext, router: AskedRouter) -> RouterAnswer:
-    """Return a router's answer at /status.json, or why there is none."""
+def ask(trust: ssl.SSLContext, router: RouterAnswer) -> RouterAnswer:
+    """Return a router with its answer at /status.json, or why there is none."""
     request = urllib.request.Request(f"{router.url}/status.json")
     if router.api_key:
         request.add_header("Authorization", f"Bearer {router.api_key}")
-    problem = ""
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S, context=trust) as reply:
             document = msgspec.json.decode(reply.read(), type=RouterDocument)
-            return RouterAnswer(router.name, router.url, document)
+            return msgspec.structs.replace(router, document=document)
     except urllib.error.HTTPError as error:
         with error:
             problem = {
@@ -201,50 +250,118 @@ def ask(trust: ssl.SSLContext, router: AskedRouter) -> RouterAnswer:
             problem = f"cannot be asked: {why}with --ca-file"
         else:
             problem = f"does not answer: {getattr(reason, 'strerror', None) or reason}"
-    return RouterAnswer(router.name, router.url, None, problem)
+    return msgspec.structs.replace(router, problem=problem)
 
 
-def _show_live(view: ClusterView) -> int:
-    with Interrupts() as interrupts, Live(console=Console(), auto_refresh=False) as live:
-        while not view.is_down:
-            try:
-                view.look()
-                trouble = view.problems
-            except NodeError as error:
-                trouble = [error.message]
-            live.update(_drawn(view, trouble), refresh=True)
-            if interrupts.wait(PERIOD_S):
-                return 0
-    print("it is down")
-    return 1
+def summary_of(name: str, answers: Sequence[RouterAnswer]) -> str:
+    """Return one line on the whole cluster, empty if no router answers."""
+    documents = [one.document for one in answers if one.document is not None]
+    if not documents:
+        return ""
+    parts = [
+        " and ".join(sorted({one.status for one in documents})),
+        ", ".join(sorted({one.model for one in documents if one.model})) or "no model yet",
+        f"baton {', '.join(sorted({one.version for one in documents}))}",
+        f"{sum(one.num_running for one in documents)} running",
+        f"{sum(one.num_queued for one in documents)} queued",
+        *sorted({one.message for one in documents if one.message}),
+    ]
+    return (f"{name}: " if name else "") + " · ".join(parts)
 
 
-def _drawn(view: ClusterView, problems: Sequence[str]) -> Group:
-    head, rows = _filled(cells(view.rows, time.time()))
-    table = Table(box=None, header_style="dim", pad_edge=False)
-    for title in head:
-        is_number = title in ("running", "waiting", "KV", "handoffs", "per s", "mean")
-        table.add_column(title, justify="right" if is_number else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(text, COLOURS.get(text, "")) for text in row))
-    return Group(Text(view.summary), table, *(Text(one, "red") for one in problems))
+def rows_of(statuses: Sequence[ProcessStatus], answers: Sequence[RouterAnswer]) -> list[StatusRow]:
+    """Return the processes of the deployment, then those that only the routers know."""
+    rows = [StatusRow(**msgspec.structs.asdict(one)) for one in statuses]
+    documents = {one.name: one.document for one in answers if one.document is not None}
+    nodes = {
+        node.node_id: node.role
+        for document in documents.values()
+        for node in (*document.nodes, *document.lost)
+    }
+    known = {row.name for row in rows}
+    rows += [StatusRow(one.name, "router") for one in answers if one.name not in known]
+    rows += [StatusRow(name, nodes[name]) for name in sorted(nodes.keys() - known)]
+    return [_row(row, documents) if row.name in documents | nodes else row for row in rows]
 
 
-def _filled(
-    rows: Sequence[tuple[str, ...]],
-) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Return the titles and rows of the columns in which some row has text."""
-    kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in rows)]
-    return tuple(HEAD[i] for i in kept), [tuple(row[i] for i in kept) for row in rows]
+def _row(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
+    """Add what the routers know of a process."""
+    if (own := documents.get(row.name)) is not None:
+        row = msgspec.structs.replace(
+            row, health=own.status, num_running=own.num_running, num_waiting=own.num_queued
+        )
+        pairs, faults = list(own.pairs), list(own.faults[:1])
+    else:
+        row = _with_health(row, documents)
+        all_pairs = [pair for one in documents.values() for pair in one.pairs]
+        pairs = [one for one in all_pairs if row.name in (one.prefill_node, one.decode_node)]
+        all_faults = [fault for one in documents.values() for fault in one.faults]
+        faults = [one for one in all_faults if row.name in (one.prefill_node, one.decode_node)]
+    count = sum(pair.num_handoffs for pair in pairs)
+    last = max(faults, key=lambda one: one.at, default=None)
+    return msgspec.structs.replace(
+        row,
+        num_handoffs=count,
+        handoff_s=sum(pair.transfer_s for pair in pairs) / count if count else None,
+        last_fault=f"{last.code}: {last.message}" if last is not None else "",
+        last_fault_at=last.at if last is not None else None,
+    )
 
 
-def _state_of(row: StatusRow) -> str:
-    """Return the state from the routers, unless the platform's state overrides it."""
-    return row.health if row.health and row.state in ("", "running", "unknown") else row.state
+def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
+    """Add a node's worst state at the routers, and the newest load that one of them has."""
+    seen = {
+        name: next((one for one in document.nodes if one.node_id == row.name), None)
+        or next(
+            (
+                msgspec.structs.replace(one, state="lost")
+                for one in document.lost
+                if one.node_id == row.name
+            ),
+            NodeDocument(row.name, row.role, "absent"),
+        )
+        for name, document in documents.items()
+    }
+    router, worst = min(
+        seen.items(), key=lambda one: STATES.index(one[1].state) if one[1].state in STATES else 0
+    )
+    is_agreed = len({one.state for one in seen.values()}) == 1
+    row = msgspec.structs.replace(
+        row, health=worst.doing if is_agreed else f"{worst.doing} at {router}"
+    )
+    heard = [one for one in seen.values() if one.state not in ("lost", "absent")]
+    if not heard:
+        return row
+    load = min(heard, key=lambda one: one.beat_age_s).load
+    used = load.total_blocks - load.free_blocks
+    return msgspec.structs.replace(
+        row,
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        kv_used=used / load.total_blocks if load.total_blocks else None,
+    )
 
 
-def _number(value: int | None) -> str:
-    return "" if value is None else str(value)
+def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
+    """Return the text of each row, by the columns of `HEAD`."""
+    return [
+        (
+            row.name,
+            row.role,
+            row.host,
+            # The routers know more of a process that runs.
+            row.health if row.health and row.state in ("", "running") else row.state,
+            "" if row.num_running is None else str(row.num_running),
+            "" if row.num_waiting is None else str(row.num_waiting),
+            "" if row.kv_used is None else f"{100 * row.kv_used:.0f} %",
+            "" if row.num_handoffs is None else str(row.num_handoffs),
+            "" if row.handoff_s is None else f"{1e3 * row.handoff_s:.1f} ms",
+            row.note,
+            row.last_end,
+            _fault(row, now),
+        )
+        for row in rows
+    ]
 
 
 def _fault(row: StatusRow, now: float) -> str:
@@ -253,6 +370,23 @@ def _fault(row: StatusRow, now: float) -> str:
     ago_s = max(0, round(now - row.last_fault_at))
     ago = f"{ago_s} s" if ago_s < 120 else f"{ago_s // 60} min"
     text = row.last_fault
-    return f"{ago} ago, " + (
-        text if len(text) <= MAX_FAULT_CHARS else f"{text[: MAX_FAULT_CHARS - 1]}…"
+    short = text if len(text) <= MAX_FAULT_CHARS else f"{text[: MAX_FAULT_CHARS - 1]}…"
+    return f"{ago} ago, {short}"
+
+
+def table_of(statuses: Sequence[ProcessStatus]) -> str:
+    """Return one line per process below the names of the columns."""
+    return lines_of(
+        ("process", "role", "host", "state", "", "last end"),
+        [(one.name, one.role, one.host, one.state, one.note, one.last_end) for one in statuses],
+    )
+
+
+def lines_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows below the names of the columns, each column as wide as its longest text."""
+    lines = [head, *rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
     )

@@ -1,112 +1,60 @@
-"""`--on systemd`: a target, a template per pool, and an environment file per process.
+"""`baton render --on systemd`: a folder for every host, with units and environment files.
 
-`render` writes a folder for every host. `start` installs the files of this machine and starts the
-target, as root or, with `systemd: {scope: user}`, in the user's own manager. Units hold no secrets:
-those are in environment files that only the owner can read. systemd restarts processes that fail.
+One template serves a pool: an instance differs by its environment file alone. Units hold no
+secrets: those are in environment files that only the owner can read. systemd restarts processes
+that fail.
 """
 
-import os
+import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
+from baton.deploy.cluster.description import Description
+from baton.deploy.cluster.hosts import with_shared_memory
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
+from baton.deploy.cluster.state import write_private
 
-from baton.deploy.cluster.description import Description, SystemdScope
-from baton.deploy.cluster.hosts import (
-    check_machine,
-    chosen,
-    on_this_machine,
-    places_by_name,
-    routers_urls,
-)
-from baton.deploy.cluster.platform import PlatformOptions, ProcessState, ProcessStatus
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessRole, ProcessSpec
-from baton.deploy.cluster.programs import order, question
-from baton.deploy.cluster.running import make_private, write_private
-from baton.deploy.cluster.units import files_of, target_of, unit_of
-from baton.protocol.errors import ConfigError, NodeError
+# %E is the folder of configurations, %C that of caches: of the system or of the user.
+CONFIGURATION = "%E/baton"
+SANDBOX = """\
+NoNewPrivileges=yes
+ProtectSystem=strict
+ProtectHome=read-only
+PrivateTmp=yes
+ProtectClock=yes
+ProtectHostname=yes
+ProtectKernelLogs=yes
+ProtectKernelModules=yes
+ProtectKernelTunables=yes
+ProtectControlGroups=yes
+RestrictAddressFamilies=AF_UNIX AF_INET AF_INET6 AF_NETLINK
+RestrictNamespaces=yes
+RestrictRealtime=yes
+RestrictSUIDSGID=yes
+LockPersonality=yes
+SystemCallArchitectures=native
+CapabilityBoundingSet=
+AmbientCapabilities=
+"""
+# Routers open no device. Nodes may use GPUs and RDMA ports.
+ROUTER_SANDBOX = "PrivateDevices=yes\n"
+_PLAIN = re.compile(r"[\w@+=:,./-]+")
 
-INSTALLED = "installed.json"
-SHOWN = ("ActiveState", "SubState", "MainPID", "NRestarts", "ExecMainStatus")
 
-
-class Installed(msgspec.Struct, frozen=True):
-    """The files that `start` has installed on this machine, for `stop` and `status`."""
-
-    scope: SystemdScope
-    target: str
-    files: tuple[str, ...]
-    units: dict[str, tuple[str, ProcessRole, str]]  # unit -> name, role and host of its process
-
-
-class SystemdPlatform:
-    """Implements `Platform`."""
-
-    def __init__(self, options: PlatformOptions) -> None:
-        self._options = options
-
-    def places(self, description: Description) -> ProcessPlaces:
-        return places_by_name(description)
-
-    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
-        return chosen(plan, self._options.hosts)
-
-    def render(self, plan: ClusterPlan, folder: Path) -> list[Path]:
-        written = []
-        for host in dict.fromkeys(spec.host for spec in plan.processes):
-            specs = [spec for spec in plan.processes if spec.host == host]
-            (folder / host).mkdir(exist_ok=True)
-            for name, text in files_of(plan, specs, program_of(plan.description)).items():
-                written.append(_write(folder / host / name, text))
-        return written
-
-    def start(self, plan: ClusterPlan, folder: Path) -> None:
-        specs = self.own(plan)
-        check_machine(plan, specs)
-        specs = on_this_machine(specs)
-        description = plan.description
-        scope = description.systemd.scope
-        units, settings = _folders(scope, description.name)
-        make_private(settings)
-        units.mkdir(parents=True, exist_ok=True)
-        if description.logs:
-            Path(description.logs).mkdir(parents=True, exist_ok=True)
-        files = {
-            (settings if name.endswith(".env") else units) / name: text
-            for name, text in files_of(plan, specs, program_of(description)).items()
-        }
-        installed = Installed(
-            scope,
-            target_of(description.name),
-            tuple(map(str, files)),
-            {unit_of(description.name, s): (s.name, s.role, s.host) for s in specs},
-        )
-        write_private(folder / INSTALLED, msgspec.json.encode(installed))
-        for path, text in files.items():
-            _write(path, text)
-        _systemctl(scope, "daemon-reload")
-        _systemctl(scope, "enable", installed.target)
-        _systemctl(scope, "start", installed.target, *installed.units)
-
-    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
-        installed = _installed(folder)
-        if installed is None:
-            return
-        _systemctl(installed.scope, "stop", installed.target, *installed.units)
-        _systemctl(installed.scope, "disable", installed.target)
-        for name in installed.files:
-            Path(name).unlink(missing_ok=True)
-        _systemctl(installed.scope, "daemon-reload")
-        (folder / INSTALLED).unlink()
-
-    def status(self, folder: Path) -> list[ProcessStatus]:
-        installed = _installed(folder)
-        if installed is None:
-            return []
-        return [_status(installed, unit) for unit in installed.units]
-
-    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
-        return routers_urls(plan)
+def render(plan: ClusterPlan, folder: Path) -> list[Path]:
+    """Write the files of every host into a subfolder with its name."""
+    written = []
+    for host in dict.fromkeys(spec.host for spec in plan.processes):
+        specs = with_shared_memory([spec for spec in plan.processes if spec.host == host])
+        (folder / host).mkdir(exist_ok=True)
+        for name, text in _files_of(plan, specs).items():
+            path = folder / host / name
+            write_private(path, text.encode())
+            if path.suffix != ".env":
+                path.chmod(0o644)
+            written.append(path)
+    return written
 
 
 def program_of(description: Description) -> tuple[str, ...]:
@@ -115,58 +63,118 @@ def program_of(description: Description) -> tuple[str, ...]:
     return (program,) if program else (sys.executable, "-m", "baton")
 
 
-def _status(installed: Installed, unit: str) -> ProcessStatus:
-    name, role, host = installed.units[unit]
-    said = _systemctl(installed.scope, "show", f"--property={','.join(SHOWN)}", unit)
-    shown = dict(line.partition("=")[::2] for line in said.splitlines())
-    state: ProcessState = "ended"
-    if shown["ActiveState"] in ("active", "deactivating", "reloading"):
-        state = "running"
-    elif shown["ActiveState"] == "activating" and shown["SubState"] != "auto-restart":
-        state = "waiting"
-    note = f"pid {shown['MainPID']}" if state == "running" else ""
-    last_end = ""
-    if state == "ended" or shown["NRestarts"] != "0":
-        # systemd forgets the exit code when it restarts a unit.
-        code = f"exit code {shown['ExecMainStatus']}: " if state == "ended" else ""
-        flag = " --user" if installed.scope == "user" else ""
-        last_end = f"{code}see journalctl{flag} -u {unit}"
-    return ProcessStatus(name, role, host, state, note, last_end)
+def _target_of(name: str) -> str:
+    return f"baton-{name}.target"
 
 
-def _installed(folder: Path) -> Installed | None:
-    try:
-        return msgspec.json.decode((folder / INSTALLED).read_bytes(), type=Installed)
-    except FileNotFoundError:
-        return None
+def _unit_of(name: str, spec: ProcessSpec) -> str:
+    """Return the name of the instance that runs a process."""
+    return f"baton-{name}-{spec.pool}@{spec.index}.service"
 
 
-def _folders(scope: SystemdScope, name: str) -> tuple[Path, Path]:
-    """Return the folders of units and of environment files on this machine."""
-    if scope == "system":
-        return Path("/etc/systemd/system"), Path("/etc/baton") / name
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser()
-    return home / "systemd/user", home / "baton" / name
+def _files_of(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> dict[str, str]:
+    """Return the files of one host: the target, the templates and the environments, by name."""
+    name = plan.description.name
+    files = {_target_of(name): _target(plan.description, specs)}
+    for pool in dict.fromkeys(spec.pool for spec in specs):
+        first = next(spec for spec in specs if spec.pool == pool)
+        others = [spec for spec in specs if spec.pool != pool]
+        files[f"baton-{name}-{pool}@.service"] = _template(plan.description, first, others)
+    files |= {f"{spec.name}.env": _environment(spec) for spec in specs}
+    return files
 
 
-def _write(path: Path, text: str) -> Path:
-    """Write a file. Environments hold secrets; all users may read units."""
-    try:
-        write_private(path, text.encode())
-        if path.suffix != ".env":
-            path.chmod(0o644)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot write {path}: {error.strerror}; run as root, or set systemd.scope to user"
-        ) from error
-    return path
+def _target(description: Description, specs: Sequence[ProcessSpec]) -> str:
+    is_system = description.systemd.scope == "system"
+    units = " ".join(_unit_of(description.name, spec) for spec in specs)
+    return f"""\
+[Unit]
+Description=baton cluster {description.name}
+Wants={units}
+
+[Install]
+WantedBy={"multi-user.target" if is_system else "default.target"}
+"""
 
 
-def _systemctl(scope: SystemdScope, *words: str) -> str:
-    """Run systemctl and return what it prints. Raises `NodeError` if it fails."""
-    run = question if words[0] == "show" else order
-    flags = ("--user",) if scope == "user" else ()
-    try:
-        return run(("systemctl", *flags, *words), "use another platform with --on")
-    except NodeError as error:
-        raise NodeError(f"systemctl {words[0]}: {error.message}") from error
+def _template(
+    description: Description,
+    spec: ProcessSpec,
+    others: Sequence[ProcessSpec],
+) -> str:
+    name = description.name
+    # systemd stops a unit before the units that it starts after, so routers end before their nodes.
+    after = ["network-online.target"]
+    if spec.pool == ROUTERS:
+        after += [_unit_of(name, other) for other in others]
+    command = " ".join(_quoted(word) for word in (*program_of(description), *spec.argv[1:]))
+    lines = [
+        "[Unit]",
+        f"Description=baton {name} {spec.pool}-%i ({spec.role})",
+        f"PartOf={_target_of(name)}",
+        "Wants=network-online.target",
+        f"After={' '.join(after)}",
+        "StartLimitIntervalSec=0",
+        "",
+        "[Service]",
+        "Type=exec",
+        f"ExecStart={command}",
+        f"EnvironmentFile={CONFIGURATION}/{name}/{spec.pool}-%i.env",
+        "Environment=PYTHONUNBUFFERED=1 XDG_CACHE_HOME=%C/baton",
+        # Home folders are read-only here, and GPU nodes compile kernels.
+        "Environment=TRITON_CACHE_DIR=%C/baton/triton CUDA_CACHE_PATH=%C/baton/cuda",
+        "CacheDirectory=baton",
+        "Restart=always",
+        "RestartSec=2",
+        "KillMode=mixed",
+        f"TimeoutStopSec={spec.grace_s:g}",
+        "LimitNOFILE=65536",
+        "LimitMEMLOCK=infinity",
+        "UMask=0077",
+        *_limits(description, spec),
+    ]
+    sandbox = SANDBOX + (ROUTER_SANDBOX if spec.role == "router" else "")
+    # A user's own manager lacks the rights that a sandbox needs.
+    return "\n".join(lines) + "\n" + (sandbox if description.systemd.scope == "system" else "")
+
+
+def _limits(description: Description, spec: ProcessSpec) -> list[str]:
+    lines = []
+    if description.systemd.scope == "system":
+        lines.append(f"User={description.systemd.user}")
+    if spec.cpus:
+        lines.append(f"CPUQuota={100 * spec.cpus}%")
+    if spec.memory_mib:
+        lines.append(f"MemoryMax={spec.memory_mib}M")
+    if description.logs:
+        lines.append(f"StandardOutput=append:{_literal(description.logs)}/{spec.pool}-%i.log")
+    records = description.settings.get("log.records")
+    if records:
+        lines.append(f"ReadWritePaths=-{_literal(str(records))}")
+    return lines
+
+
+def _environment(spec: ProcessSpec) -> str:
+    return "".join(
+        f"{name}={_in_file(text)}\n" for name, text in (spec.env | spec.secret_env).items()
+    )
+
+
+def _quoted(word: str) -> str:
+    """Return a word of a command line, quoted for ExecStart=."""
+    if _PLAIN.fullmatch(word):
+        return word
+    text = word.replace("\\", "\\\\").replace('"', '\\"').replace("$", "$$")
+    return f'"{_literal(text)}"'
+
+
+def _literal(text: str) -> str:
+    """Return text in which systemd replaces nothing."""
+    return text.replace("%", "%%")
+
+
+def _in_file(text: str) -> str:
+    """Return a value, quoted for an environment file."""
+    for special in ("\\", '"', "$", "`"):
+        text = text.replace(special, f"\\{special}")
+    return f'"{text}"'

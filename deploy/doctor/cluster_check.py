@@ -17,7 +17,7 @@ import msgspec
 
 from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.reading import read_description
-from baton.deploy.cluster.running import read_deployment, state_folder
+from baton.deploy.cluster.state import read_deployment, state_folder
 from baton.deploy.doctor.arguments import DoctorWords
 from baton.deploy.doctor.comparison import LookedAt, compared
 from baton.deploy.doctor.findings import Finding, fault, warning

@@ -10,12 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.host_seat import HostSeat, Reaching
+from baton.deploy.cluster.host_seat import HostSeat
 from baton.deploy.cluster.hosts import is_here, places_by_name
-from baton.deploy.cluster.platform import PlatformOptions
-from baton.deploy.cluster.platforms import platform_named
 from baton.deploy.cluster.processes import plan_of
-from baton.deploy.cluster.running import read_deployment
 from baton.deploy.cluster.systemd import program_of
 from baton.protocol.errors import ConfigError
 
@@ -29,11 +26,6 @@ def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]
 
     Raises `ConfigError` for a mistake in `via`, and `NodeError` if a platform does not answer.
     """
-    deployment = read_deployment(folder)
-    if deployment is not None:
-        platform = platform_named(deployment.platform, PlatformOptions())
-        if isinstance(platform, Reaching):
-            return platform.seats(plan_of(description, platform.places(description)), folder)
     return _seats_by_name(description, _launch(via) if via else None)
 
 

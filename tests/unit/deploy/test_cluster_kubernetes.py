@@ -1,7 +1,5 @@
 """The manifests of a cluster: valid for every version of Kubernetes, confined, and complete."""
 
-import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,8 +8,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.deploy.cluster.kubernetes import KubernetesPlatform
-from baton.deploy.cluster.platform import PlatformOptions
+from baton.deploy.cluster.kubernetes import places_of, render
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
@@ -53,9 +50,8 @@ def rendered(folder: Path, **changes: Any) -> list[Path]:
 def written(folder: Path, path: Path) -> list[Path]:
     if not (folder / "cluster.key").exists():
         write_key(folder / "cluster.key")
-    platform = KubernetesPlatform(PlatformOptions())
     description = read_description(path)
-    return platform.render(plan_of(description, platform.places(description)), folder / "out")
+    return render(plan_of(description, places_of(description)), folder / "out")
 
 
 def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
@@ -170,53 +166,6 @@ def test_a_model_of_the_hub_is_fetched_before_the_probes_begin(tmp_path: Path) -
         assert {"name": "cache", "mountPath": "/var/cache/baton"} in fetch["volumeMounts"]
         assert {one["name"]: one.get("value") for one in fetch["env"]}["HF_HOME"]
         assert copy["name"] == "key"
-
-
-KUBECTL = """#!/bin/sh
-echo "$@" >>{folder}/asked
-case "$*" in
-  *"get pods"*)
-    if [ ! -e {folder}/failed ]; then
-      touch {folder}/failed
-      echo "Unable to connect to the server" >&2
-      exit 1
-    fi
-    cat {folder}/pods.json ;;
-esac
-"""
-PULLED = {
-    "metadata": {"name": "decode-0", "labels": {}},
-    "status": {
-        "phase": "Pending",
-        "containerStatuses": [
-            {"ready": False, "state": {"waiting": {"reason": "ErrImagePull", "message": "no such"}}}
-        ],
-    },
-}
-
-
-def test_a_question_that_fails_once_is_asked_again_and_a_hurried_end_waits_for_no_pod(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "kubectl").write_text(KUBECTL.format(folder=tmp_path))
-    (tmp_path / "kubectl").chmod(0o755)
-    (tmp_path / "pods.json").write_text(json.dumps({"items": [PULLED]}))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    rendered(tmp_path)
-    description = read_description(tmp_path / "cluster.yaml")
-    platform = KubernetesPlatform(PlatformOptions())
-    state = tmp_path / "state"
-    state.mkdir(mode=0o700)
-    platform.start(plan_of(description, platform.places(description)), state)
-    found = {one.name: one for one in platform.status(state)}
-    assert (tmp_path / "failed").exists()
-    assert (found["decode-0"].state, found["decode-0"].note) == (
-        "waiting", "decode-0: ErrImagePull no such",
-    )  # fmt: skip
-    platform.stop(state, is_hurried=True)
-    last = (tmp_path / "asked").read_text().splitlines()[-1]
-    assert last.startswith("delete -k")
-    assert "--wait=false" in last
 
 
 @pytest.mark.parametrize(

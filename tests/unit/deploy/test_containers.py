@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from baton.command_line import COMMANDS
-from baton.deploy.cluster.manifests import CACHE_FOLDER, KEY_FOLDER, USER
+from baton.deploy.cluster.kubernetes import CACHE_FOLDER, KEY_FOLDER, USER
 from baton.engine import node_http
 from baton.protocol.config import ClusterConfig
 from baton.router.http import app

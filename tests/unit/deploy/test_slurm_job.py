@@ -1,27 +1,19 @@
 """The batch script of a Slurm job, and what a task of it makes of its process."""
 
-import os
-import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 import yaml
 
-from baton.deploy.cluster.platform import PlatformOptions
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
 from baton.deploy.cluster.reading import read_description
-from baton.deploy.cluster.slurm import SlurmPlatform
-from baton.deploy.cluster.slurm_task import placed, read_plan
+from baton.deploy.cluster.slurm import SlurmPlan, placed, places_of, render
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
-from baton.runtime.process import EXIT_INTERRUPTED
 from tests.support.sources import REPOSITORY
-from tests.support.waiting import TIMEOUT_S, until
 
-PLATFORM = SlurmPlatform(PlatformOptions())
 TASK = {"ROUTERS_ADDRESS": "10.0.0.1", "HOST_ADDRESSES": "n1=10.0.0.1\nn2=10.0.0.2"}
 
 
@@ -31,14 +23,14 @@ def planned(folder: Path, **changes: object) -> ClusterPlan:
     (folder / "cluster.yaml").write_text(yaml.safe_dump({**example, **changes}, sort_keys=False))
     write_key(folder / "cluster.key")
     description = read_description(folder / "cluster.yaml")
-    return plan_of(description, PLATFORM.places(description))
+    return plan_of(description, places_of(description))
 
 
 def test_the_job_asks_for_what_the_pools_need(tmp_path: Path) -> None:
     options = {"partition": "gpus", "account": "lab", "time": "2-00", "arguments": ["--qos=high"]}
     plan = planned(tmp_path, slurm=options, settings={"router": {"api_keys": ["s3cret"]}})
     (tmp_path / "out").mkdir()
-    files = PLATFORM.render(plan, tmp_path / "out")
+    files = render(plan, tmp_path / "out")
     assert [path.name for path in files] == ["job.sh", "plan.json", "key"]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
     subprocess.run(["bash", "-n", str(files[0])], check=True)
@@ -68,8 +60,8 @@ def test_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> None:
         },
     }  # fmt: skip
     (tmp_path / "out").mkdir()
-    PLATFORM.render(planned(tmp_path, pools=pools), tmp_path / "out")
-    plan = read_plan(tmp_path / "out")
+    render(planned(tmp_path, pools=pools), tmp_path / "out")
+    plan = msgspec.json.decode((tmp_path / "out/plan.json").read_bytes(), type=SlurmPlan)
     spec = next(one for one in plan.processes if one.name == "decode-3")
     task = {
         **TASK,
@@ -93,13 +85,6 @@ def test_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> None:
         placed(spec, tmp_path, {**task, "CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_a_description_with_hosts_is_refused(tmp_path: Path) -> None:
-    example = Path(shutil.copy(REPOSITORY / "deploy/examples/three-hosts.yaml", tmp_path))
-    write_key(tmp_path / "cluster.key")
-    with pytest.raises(ConfigError, match=r"routers\[0\]\.host: Slurm chooses the hosts"):
-        PLATFORM.places(read_description(example))
-
-
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -115,47 +100,7 @@ def test_what_slurm_cannot_grant_is_refused(
         planned(tmp_path, pools=pools)
 
 
-SBATCH = """#!/bin/sh
-trap 'exit 1' INT
-touch {folder}/submitting
-while [ ! -e {folder}/interrupted ]; do sleep 0.05; done
-echo 7
-"""
-SQUEUE = """#!/bin/sh
-[ -e {folder}/cancelled ] || echo "7 PENDING"
-"""
-SCANCEL = """#!/bin/sh
-echo "$@" >>{folder}/cancelled
-"""
-
-
-def test_ctrl_c_while_the_job_is_submitted_leaves_no_job(tmp_path: Path) -> None:
-    """It reaches the whole foreground group, and `sbatch` must live to say the job's number."""
-    for name, text in (("sbatch", SBATCH), ("squeue", SQUEUE), ("scancel", SCANCEL)):
-        (tmp_path / name).write_text(text.format(folder=tmp_path))
-        (tmp_path / name).chmod(0o755)
-    planned(tmp_path)
-    pools = {"decode": {"role": "decode"}}
-    content = {"name": "small", "key": "cluster.key", "pools": pools}
-    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content))
-    up = subprocess.Popen(
-        [sys.executable, "-m", "baton", "up", "--on", "slurm", "--state", str(tmp_path / "state")],
-        cwd=tmp_path, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"},
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    try:
-        until((tmp_path / "submitting").exists, up.poll)
-        os.killpg(up.pid, signal.SIGINT)
-        (tmp_path / "interrupted").touch()
-        _, said = up.communicate(timeout=TIMEOUT_S)
-    finally:
-        up.kill()
-    assert up.returncode == EXIT_INTERRUPTED, said
-    assert (tmp_path / "cancelled").read_text().split()[-1] == "7"
-    assert not (tmp_path / "state/deployment.json").exists()
-
-
-def test_a_host_without_slurm_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match="sbatch is not installed here"):
-        PLATFORM.start(planned(tmp_path), tmp_path)
+def test_a_description_with_hosts_is_refused(tmp_path: Path) -> None:
+    pools = {"decode": {"role": "decode", "hosts": ["10.0.0.2"]}}
+    with pytest.raises(ConfigError, match=r"routers\[0\]\.host: Slurm chooses the hosts"):
+        planned(tmp_path, routers=[{"host": "10.0.0.1"}], pools=pools)

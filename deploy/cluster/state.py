@@ -1,7 +1,7 @@
-"""The record of a deployment between two commands: its state folder, and processes by id.
+"""The record of a deployment between two commands: its state folder, and the state of processes.
 
-`up` makes the folder, `status` and `down` read it. A process is known by its id and the moment it
-started, so that a signal never reaches another process that got the same id later.
+A process of this host is known by its id and the moment it started, so that a signal never reaches
+another process that got the same id later.
 """
 
 import contextlib
@@ -12,14 +12,58 @@ import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, Protocol
 
 import msgspec
 
 from baton.deploy.cluster.document import read_document
+from baton.deploy.cluster.processes import ClusterPlan, ProcessRole, ProcessSpec
 from baton.protocol.errors import ConfigError
 
 DEPLOYMENT = "deployment.json"
 STATE_VARIABLE = "XDG_STATE_HOME"
+
+ProcessState = Literal["waiting", "running", "ended", "unknown"]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """A process's state where it runs. Only its routers know whether a node is ready."""
+
+    name: str
+    role: ProcessRole
+    host: str
+    state: ProcessState
+    note: str = ""  # its pid, or why it waits
+    last_end: str = ""  # why it ended the last time, in one line, even if it runs again
+
+
+class Platform(Protocol):
+    """Runs the processes of a `ClusterPlan`: on this machine, or on Ray.
+
+    `folder` is the private state folder of one deployment, in which a platform keeps what `stop`
+    and `status` need.
+    """
+
+    def own(self, plan: ClusterPlan) -> tuple[ProcessSpec, ...]:
+        """Return the processes that `start` starts: all of them, or those of the chosen hosts."""
+
+    def start(self, plan: ClusterPlan, folder: Path) -> None:
+        """Start every process and return without waiting for nodes to be ready.
+
+        Raises `ConfigError` if the plan cannot work, and `NodeError` if starting failed.
+        """
+
+    def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
+        """End every process and return when all are gone. Idempotent.
+
+        Each has its `grace_s` for running requests, unless it is hurried.
+        """
+
+    def status(self, folder: Path) -> list[ProcessStatus]:
+        """Return the state of every process, with a reason if it has ended."""
+
+    def urls(self, plan: ClusterPlan, folder: Path) -> tuple[str, ...]:
+        """Return the routers' base URLs; there are none while the platform chooses their hosts."""
 
 
 class ProcessId(msgspec.Struct, frozen=True):
@@ -72,7 +116,8 @@ class Deployment(msgspec.Struct, frozen=True):
     name: str
     platform: str
     file: str
-    hosts: tuple[str, ...]  # hosts whose processes were started; empty means all of them
+    hosts: tuple[str, ...] = ()  # whose processes were started; empty means all of them
+    address: str = ""  # of the Ray cluster
 
 
 def state_folder(name: str, chosen: str = "") -> Path:

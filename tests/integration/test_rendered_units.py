@@ -1,0 +1,53 @@
+"""`baton render --on systemd` writes units that systemd accepts."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+
+@pytest.mark.parametrize("scope", ["system", "user"])
+def test_systemd_accepts_every_unit(scope: str, tmp_path: Path) -> None:
+    if shutil.which("systemd-analyze") is None:
+        pytest.skip("systemd-analyze is missing: install the package systemd")
+    words = ["hostile: 100% $HOME \"quoted\" \\ 'x'", "plain"]
+    content = {
+        "name": "small",
+        "logs": "logs",
+        "routers": [{}, {"port": 8001, "control_port": 5571}],
+        "pools": {
+            "first": {"role": "prefill", "cpus": 2, "memory_mib": 2048},
+            "second": {"role": "decode", "replicas": 2, "env": {"NOTE": words[0]}},
+        },
+        "settings": {"model": {"name": words[0]}, "router": {"api_keys": ["s3cret"]}},
+        "systemd": {"scope": scope},
+    }
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "render", "--on", "systemd", "--out", "out"],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    files = [tmp_path / line for line in done.stdout.splitlines()]
+    units = [path for path in files if path.suffix != ".env"]
+    assert [path.name for path in units] == [
+        "baton-small.target",
+        "baton-small-router@.service",
+        "baton-small-first@.service",
+        "baton-small-second@.service",
+    ]
+    assert not [path for path in units if "s3cret" in path.read_text()]
+    assert {path.stat().st_mode & 0o777 for path in files if path not in units} == {0o600}
+    instances = [path.name.replace("@.", "@0.") for path in units]
+    checked = subprocess.run(
+        ["systemd-analyze", "verify", *[f"./{name}" for name in instances]],
+        cwd=units[0].parent, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (checked.returncode, checked.stderr) == (0, "")
+    for path in units[1:]:
+        text = path.read_text()
+        (stop,) = [line for line in text.splitlines() if line.startswith("TimeoutStopSec=")]
+        assert float(stop.partition("=")[2]) > (30 if "router" not in path.name else 1)
+        assert ("NoNewPrivileges=yes" in text) is (scope == "system")
