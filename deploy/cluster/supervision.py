@@ -33,7 +33,7 @@ class HostJob(msgspec.Struct, frozen=True):
     """The processes of one host. They hold secrets, so only the user may read their file."""
 
     processes: tuple[ProcessSpec, ...]
-    logs: str  # folder
+    logs: str  # folder; empty keeps no logs, because the output of this process is kept
 
 
 class HostProcesses:
@@ -41,7 +41,6 @@ class HostProcesses:
 
     def __init__(self, job: HostJob) -> None:
         self._job = job
-        self._logs = Path(job.logs)
         self._files: dict[str, IO[bytes]] = {}
         self._failing: dict[str, str] = {}  # log that cannot be written -> reason
         self._ends: dict[str, str] = {}  # why a process ended the last time
@@ -52,9 +51,11 @@ class HostProcesses:
 
     def start(self) -> None:
         """Spawn every process."""
-        self._logs.mkdir(parents=True, exist_ok=True)
-        for spec in self._job.processes:
-            self._files[spec.name] = (self._logs / f"{spec.name}.log").open("ab", buffering=0)
+        if self._job.logs:
+            logs = Path(self._job.logs)
+            logs.mkdir(parents=True, exist_ok=True)
+            for spec in self._job.processes:
+                self._files[spec.name] = (logs / f"{spec.name}.log").open("ab", buffering=0)
         self._routers.start()
         self._nodes.start()
 
@@ -95,6 +96,8 @@ class HostProcesses:
         # The process blocks once its pipe is full, so a full disk must not end the reading.
         with contextlib.suppress(OSError):
             print(text, flush=True)
+        if name not in self._files:
+            return
         try:
             self._files[name].write(f"{text}\n".encode(errors="replace"))
         except OSError as error:

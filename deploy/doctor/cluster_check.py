@@ -35,7 +35,7 @@ def check_cluster(words: DoctorWords) -> Iterator[Finding]:
     """Yield the findings, host by host and then path by path. Raises `ConfigError`."""
     description = read_description(Path(words.file))
     folder = state_folder(description.name, words.state)
-    seats, is_up = seats_of(description, folder, words.via), read_deployment(folder) is not None
+    seats, is_up = seats_of(description, words.via), read_deployment(folder) is not None
     reached = [seat for seat in seats if seat.launcher is not None]
     with ThreadPoolExecutor(MAX_AT_ONCE) as threads:
         looks = list(threads.map(lambda seat: _look(seat, seats, is_up=is_up), reached))

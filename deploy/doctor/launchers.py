@@ -7,7 +7,6 @@ processes.
 
 import shlex
 from collections.abc import Callable
-from pathlib import Path
 
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.host_seat import HostSeat
@@ -21,15 +20,9 @@ HOST = "{host}"
 Launch = Callable[[str], tuple[str, ...]]
 
 
-def seats_of(description: Description, folder: Path, via: str) -> list[HostSeat]:
-    """Return every host; `folder` is the state folder of the deployment, if there is one.
-
-    Raises `ConfigError` for a mistake in `via`, and `NodeError` if a platform does not answer.
-    """
-    return _seats_by_name(description, _launch(via) if via else None)
-
-
-def _seats_by_name(description: Description, launch: Launch | None) -> list[HostSeat]:
+def seats_of(description: Description, via: str) -> list[HostSeat]:
+    """Return every host. Raises `ConfigError` for a mistake in `via`."""
+    launch = _launch(via) if via else None
     plan = plan_of(description, places_by_name(description))
     program = program_of(description)
     seats = []
