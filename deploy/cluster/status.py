@@ -26,7 +26,7 @@ from baton.deploy.cluster.arguments import ClusterArguments
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
 from baton.deploy.cluster.state import Platform, ProcessStatus, read_deployment
 from baton.protocol.errors import NodeError
-from baton.runtime.interrupts import Interrupts
+from baton.runtime.process import Interrupts
 from baton.runtime.tls import client_context
 
 PERIOD_S = 1.0

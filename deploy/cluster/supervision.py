@@ -18,9 +18,8 @@ from baton.deploy.cluster.processes import ProcessSpec
 from baton.deploy.cluster.state import ProcessState, ProcessStatus, write_private
 from baton.protocol.config import LogConfig
 from baton.runtime.clock import monotonic
-from baton.runtime.interrupts import Interrupts
 from baton.runtime.log import logger, relayed, setup
-from baton.runtime.process import Command, Exit, Supervisor, die_with_parent, log_exit
+from baton.runtime.process import Command, Exit, Interrupts, Supervisor, die_with_parent, log_exit
 
 WATCH_S = 0.1
 HURRIED_S = 2.5
