@@ -59,7 +59,7 @@ WIRING = {
     "engine/peer_memory.py": {"baton.kv_transfer.pools"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
-RAY_BINDING = "deploy/cluster/ray_binding.py"
+RAY_BINDING = "deploy/cluster/ray.py"
 
 
 @pytest.mark.parametrize("room", ROOMS)
