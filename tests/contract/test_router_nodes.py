@@ -6,7 +6,7 @@ import pytest
 
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import Overloaded, RequestError, TransferError
+from baton.protocol.errors import Overloaded, TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     CacheChanges,
@@ -26,7 +26,6 @@ from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, r
 from tests.support.scripted_nodes import (
     BLOCK_SIZE,
     ScriptedNode,
-    computing,
     node_info,
     toy_answer,
 )
@@ -130,21 +129,6 @@ async def test_a_successor_is_taken_in_although_the_router_reads_late(bench: Rou
     )
 
 
-@routed()
-async def test_the_router_says_once_which_nodes_compute_other_bits(
-    bench: RouterBench, caplog: pytest.LogCaptureFixture
-) -> None:
-    await bench.scripted(computing(node_info("p0", "prefill"), "torch-1"))
-    other = await bench.scripted(computing(node_info("d0", "decode"), "torch-2"))
-    other.beat()
-    await bench.scripted(computing(node_info("d1", "decode"), "torch-1"))
-    lines = [record for record in caplog.records if "different bits" in record.message]
-    assert [vars(line)["fields"] for line in lines] == [
-        {"node": "d0", "other": "p0"},
-        {"node": "d1", "other": "d0"},
-    ]
-
-
 async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -> None:
     """Move the clock until that decode node is out; the others' beats are heard at every second."""
 
@@ -174,17 +158,6 @@ async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBen
     decode.beat()
     await bench.until(lambda: bench.core.health().status == "ready")
     stream.close()
-
-
-@routed()
-async def test_a_stuck_node_is_out_of_service_until_its_step_ends(bench: RouterBench) -> None:
-    _, decode = await bench.pair()
-    decode.beat(step_age_s=11.0, num_running=1)
-    await bench.until(lambda: bench.core.health().status == "failed")
-    assert "d0 is stuck" in (await decode.hear(Peers)).out_of_service
-    decode.beat()
-    await bench.until(lambda: bench.core.health().status == "ready")
-    assert (await decode.hear(Peers)).out_of_service == ""
 
 
 @routed()
@@ -226,26 +199,6 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
     large = await bench.toy(node_info("d2", "decode"))
     assert (await collected(head)).outputs[0].token_ids == toy_answer([1] * 100, 8)
     assert [order.key.attempt for order in large.orders] == [0]
-
-
-@routed()
-async def test_the_longest_sequence_follows_the_nodes_that_join_and_leave(
-    bench: RouterBench,
-) -> None:
-    def advertised() -> int:
-        return bench.router.get_model_config().max_model_len
-
-    await bench.toy(node_info("p0", "prefill"))
-    await bench.toy(node_info("d0", "decode", num_blocks=8))
-    assert advertised() == 32
-    with pytest.raises(RequestError, match="at most 32"):
-        await bench.router.submit([1] * 32, GREEDY)
-    large = await bench.toy(node_info("d1", "decode"))
-    assert advertised() == 200
-    stream = await bench.router.submit([1] * 32, GREEDY)
-    assert (await collected(stream)).outputs[0].token_ids == toy_answer([1] * 32, 8)
-    large.die()
-    await bench.until(lambda: advertised() == 32)
 
 
 @routed()

@@ -204,7 +204,3 @@ def test_a_router_hears_at_intervals_and_not_of_what_came_and_went() -> None:
     cache.journal.forget(ROUTER)
     cache.insert(BLOCKS[0], 0)
     assert list(cache.journal.take(2 * INTERVAL_S)) == []
-
-
-def test_a_key_that_no_hash_fills_is_left_out() -> None:
-    assert unpack_keys(pack_keys(BLOCKS[:2]) + b"half") == tuple(map(key_of, BLOCKS[:2]))

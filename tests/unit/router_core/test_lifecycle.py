@@ -2,7 +2,6 @@
 
 from typing import TypeVar
 
-import msgspec
 import pytest
 
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
@@ -39,7 +38,6 @@ from baton.router.request import (
     HandoffEnded,
     NodeLost,
     NodeMessage,
-    NotPlaced,
     Outcome,
     Place,
     Placed,
@@ -139,14 +137,6 @@ def test_a_gap_loses_the_leg_and_the_choice_resumes_from_what_was_received() -> 
     assert Send(D, Cancel((KEY,))) in commands, "the node does not know of the gap"
 
 
-def test_a_second_producer_of_the_first_token_is_ignored() -> None:
-    drive = Driver()
-    drive.place()
-    drive.says(D, TokenEntry(KEY, 3, [9]))
-    late = FirstTokens(KEY, 3, (FirstToken(9),), TIMES)
-    assert of_type(drive.says(P, late), Deliver) == []
-
-
 def test_choices_that_end_at_the_first_token_need_no_decode() -> None:
     drive = Driver(num_choices=2)
     drive.place()
@@ -167,14 +157,6 @@ def test_a_choice_whose_end_died_with_prefill_is_tried_again() -> None:
     assert drive.says(D, TokenEntry(Key(R, 1), 5, [6])) == [Deliver(1, [6])]
 
 
-def test_a_leg_that_fails_for_its_first_choice_is_cancelled_for_the_others() -> None:
-    drive = Driver(num_choices=3)
-    drive.place()
-    drive.says(D, Accepted(KEY))
-    commands = drive.says(D, Failed(KEY, Failure("preempted", "no room", retryable=True)))
-    assert Send(D, Cancel((Key(R, 1), Key(R, 2)))) in commands
-
-
 def test_the_last_attempt_ends_with_the_failure() -> None:
     drive = Driver(max_attempts=2)
     drive.place()
@@ -183,13 +165,6 @@ def test_the_last_attempt_ends_with_the_failure() -> None:
     commands = drive.says(D, Failed(Key(R, 0, 1), REFUSED))
     assert of_type(commands, Outcome) == [Outcome(REFUSED)]
     assert of_type(commands, Place) == []
-
-
-def test_a_refusal_that_is_final_is_not_tried_again() -> None:
-    drive = Driver()
-    drive.place()
-    final = Failure("invalid_request", "never fits", http_status=400)
-    assert of_type(drive.says(D, Failed(KEY, final)), Outcome) == [Outcome(final)]
 
 
 def test_only_losses_without_progress_use_up_attempts() -> None:
@@ -285,16 +260,6 @@ def test_what_is_no_failure_of_a_handoff_is_not_recorded_for_the_pair(failure: F
     assert place.avoid == {(D, EPOCHS[D])}
 
 
-def test_a_cancelled_request_closes_when_both_nodes_have_confirmed() -> None:
-    drive = Driver()
-    drive.place()
-    commands = drive.step(CallerGone())
-    assert of_type(commands, Send) == [Send(D, Cancel((KEY,))), Send(P, Cancel((KEY,)))]
-    assert len(of_type(commands, Outcome)) == 1
-    assert drive.says(P, CancelDone((KEY,))) == [Release(P, KEY)]
-    assert drive.says(D, CancelDone((KEY,))) == [Release(D, KEY), Closed()]
-
-
 def test_a_node_that_confirms_nothing_is_not_waited_for_for_ever() -> None:
     drive = Driver()
     drive.place()
@@ -340,35 +305,12 @@ def test_giving_up_while_waiting_for_nodes_takes_the_place_back() -> None:
     assert drive.step(Placed(KEY, P, D)) == [Release(D, KEY), Release(P, KEY)]
 
 
-def test_a_request_that_finds_no_nodes_fails_with_the_reason() -> None:
-    drive = Driver()
-    drive.step(Begun())
-    assert drive.step(NotPlaced(KEY, REFUSED)) == [Outcome(REFUSED), Closed()]
-
-
 @pytest.mark.parametrize("position", [2, 4])
 def test_first_tokens_that_do_not_fit_lose_the_leg(position: int) -> None:
     drive = Driver()
     drive.place()
     commands = drive.says(P, FirstTokens(KEY, position, (FirstToken(9),), TIMES))
     assert len(of_type(commands, Place)) == 1
-
-
-def test_strangers_and_unknown_keys_change_nothing() -> None:
-    drive = Driver()
-    drive.place()
-    assert drive.says(NodeId("x"), TokenEntry(KEY, 3, [9])) == []
-    assert drive.says(P, TokenEntry(KEY, 3, [9])) == []
-    assert drive.says(D, FirstTokens(KEY, 3, (FirstToken(9),), TIMES)) == []
-    assert drive.says(D, TokenEntry(Key(R, 7), 3, [9])) == []
-    assert drive.says(D, Failed(Key(R, 0, 3), REFUSED)) == []
-
-
-def test_commands_can_be_written_down() -> None:
-    drive = Driver()
-    encoded = msgspec.json.encode(drive.place())
-    decoded = msgspec.json.decode(encoded, type=list[RequestCommand])
-    assert [type(command) for command in decoded] == [Send, Send]
 
 
 @pytest.mark.parametrize("num_received", [2, 0])

@@ -1,17 +1,20 @@
 """A request's lifecycle under every schedule of messages, failures and second thoughts."""
 
+import os
+
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.request_world import World, expected_answer
 
+EXAMPLES = int(os.environ.get("BATON_EXAMPLES", "100"))
 # (what happens, as a number among what can; whether it is something bad)
 STEPS = st.lists(
     st.tuples(st.integers(0, 999), st.sampled_from([False] * 9 + [True])), max_size=160
 )
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=EXAMPLES, deadline=None)
 @given(
     steps=STEPS,
     num_choices=st.integers(1, 3),
@@ -46,7 +49,7 @@ def test_every_request_ends_once_in_order_and_leaves_nothing_behind(
     assert [node.node_id for node in world.nodes if node.works] == []
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=EXAMPLES // 2, deadline=None)
 @given(steps=st.lists(st.integers(0, 999), max_size=60), num_choices=st.integers(1, 3))
 @example(steps=[], num_choices=2)
 def test_without_failures_every_choice_gets_its_whole_answer(

@@ -3,7 +3,6 @@
 import msgspec
 import pytest
 
-from baton.protocol.blocks import blocks_needed
 from baton.protocol.config import LocalPrefill, RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
@@ -11,14 +10,12 @@ from baton.protocol.messages import NodeInfo
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import limits_of, nodes_health
 from baton.router.pairs import FIRST_AVOID_S
-from baton.router.policy import CheapestPair
 from baton.router.queue import (
     MAX_QUEUED_TOKENS,
     Admission,
     Limits,
     check_prompt,
     fit,
-    sampling_of,
 )
 from baton.router.registry import ReservedLoad
 from baton.router.request import NodeProcess, Place
@@ -119,15 +116,6 @@ def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
     assert choose(registry, place("d", 90), "always") == (None, "d1")
 
 
-def test_without_prefill_nodes_decode_computes_only_where_the_setting_lets_it() -> None:
-    registry = cluster(node_info("d0", "decode"))
-    decision = CheapestPair("auto", 32).choose(0.0, registry, place())
-    assert decision.is_fallback
-    assert decision.path == "local_prefill"
-    assert choose(registry, place(), "never") is None
-    assert choose(registry, place("one", wants_decode=False)) == (None, "d0")
-
-
 def test_nodes_whose_pool_is_too_small_are_passed_over() -> None:
     small = [node_info("p0", "prefill", num_blocks=9), node_info("d0", "decode", num_blocks=12)]
     large = [node_info("p1", "prefill"), node_info("d1", "decode")]
@@ -147,12 +135,6 @@ def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take()
     assert limit(tiny) == 32
     assert limit(tiny, decode, prefill) == 80
     assert limit(tiny, decode, prefill, mode="always") == 200
-
-
-def test_choices_share_the_whole_blocks_of_the_prompt() -> None:
-    assert blocks_needed(4, 8, 10, 1) == 3
-    assert blocks_needed(4, 8, 10, 3) == 5
-    assert blocks_needed(4, 9, 10, 3) == 5
 
 
 @pytest.mark.parametrize(
@@ -197,12 +179,6 @@ def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int], co
         check_prompt(token_ids, LIMITS)
     assert error.value.code == code
     assert error.value.param == "prompt"
-
-
-def test_what_travels_keeps_every_token_when_all_are_asked_for() -> None:
-    sampling = sampling_of(SamplingParams(top_k=-1, stop_token_ids=[7]), 5, 9)
-    assert (sampling.top_k, sampling.seed, sampling.max_tokens) == (0, 5, 9)
-    assert sampling.stop_token_ids == (7,)
 
 
 def line(**fields: float) -> Admission:
@@ -259,18 +235,6 @@ def test_the_line_is_bounded_in_bytes_too() -> None:
     assert error.value.code == "queue_full"
     admission.leave(place("a").key)
     admission.check_room(1, could_place=False)
-
-
-@pytest.mark.parametrize("num_before", [0, 5, 20])
-def test_one_pause_of_the_line_refuses_nobody_after_it(num_before: int) -> None:
-    admission = line(max_queued_s=30)
-    for number in range(num_before + 7):
-        admission.wait(0.0, place(str(number)))
-    admission.rests(0.0)
-    for number in range(num_before):
-        admission.placed(0.1 * (number + 1), place(str(number)).key)
-    admission.placed(20.0, place(str(num_before)).key)
-    admission.check_room(40, could_place=False)
 
 
 def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
@@ -333,13 +297,3 @@ def test_each_leg_waits_so_long_and_a_stream_that_began_longer() -> None:
     ((key, failure),) = admission.take_overdue(301.0)
     assert (key, failure.code) == (resume.key, "no_nodes")
     assert admission.num_queued == 0
-
-
-def test_a_request_that_is_forgotten_waits_no_more() -> None:
-    admission = line()
-    for name in "ab":
-        admission.wait(0.0, place(name))
-    admission.set_aside(place("a").key)
-    admission.forget(RequestId("a"))
-    admission.forget(RequestId("b"))
-    assert (admission.num_queued, head(admission, 1)) == (0, None)

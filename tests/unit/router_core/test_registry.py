@@ -136,13 +136,6 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
     assert registry.lost_nodes(1.0) == ()
 
 
-def test_beats_of_another_epoch_count_for_nobody() -> None:
-    registry, info = Registry(), node_info("d0", "decode")
-    join(registry, info)
-    registry.beat(3.0, Beat(info.node_id, Epoch("older"), BUSY))
-    assert [type(change) for change in registry.tick(4.0)] == [Left]
-
-
 def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() -> None:
     registry, old = Registry(), node_info("d0", "decode", "e0")
     join(registry, old)
@@ -168,19 +161,6 @@ def test_a_hello_that_cannot_be_right_is_refused(hello: Hello, code: str) -> Non
     assert isinstance(change, Refuse)
     assert change.failure.code == code
     assert nodes_health(0.0, registry) == ()
-
-
-def test_ready_without_hello_or_as_another_role_is_refused() -> None:
-    registry, info = Registry(), node_info("d0", "decode")
-    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
-    registry.hello(0.0, info.node_id, Hello(PROTOCOL_VERSION, info.node_id, "prefill", info.epoch))
-    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
-
-
-def test_a_node_with_nothing_to_offer_is_refused() -> None:
-    registry, info = Registry(), node_info("d0", "decode", num_blocks=0)
-    registry.hello(0.0, info.node_id, hello_of(info))
-    assert [type(c) for c in registry.ready(0.0, info.node_id, Ready(info))] == [Refuse]
 
 
 def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
@@ -273,29 +253,6 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
     assert isinstance(unpaired, Notice)
     assert (unpaired.node, unpaired.other) == ("p3", "d2")
     assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
-
-
-def test_peers_are_those_of_the_other_role_in_service() -> None:
-    registry = Registry()
-    infos = [node_info("p0", "prefill"), node_info("d1", "decode"), node_info("d0", "decode")]
-    for info in infos:
-        join(registry, info)
-    assert [info.node_id for info in registry.peers_of("prefill")] == ["d0", "d1"]
-    assert [info.node_id for info in registry.peers_of("decode")] == ["p0"]
-
-
-def test_what_is_kept_of_the_nodes_follows_every_change() -> None:
-    registry = Registry()
-    assert registry.largest_pool("decode") is None
-    join(registry, node_info("d0", "decode", num_blocks=8))
-    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
-    join(registry, node_info("d1", "decode", num_blocks=32))
-    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0", "d1"], 32)
-    registry.tick(SILENCE_S + 1)
-    assert (ids(registry, "decode"), registry.largest_pool("decode")) == ([], 32)
-    registry.beat(9.0, beat(node_info("d0", "decode")))
-    registry.gone(NodeId("d1"))
-    assert (ids(registry, "decode"), registry.largest_pool("decode")) == (["d0"], 8)
 
 
 def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:

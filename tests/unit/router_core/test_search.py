@@ -64,14 +64,6 @@ def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
     assert one.running_keys == {B: [Key(ID)]}
 
 
-def test_what_no_node_holds_is_gone_when_all_have_answered() -> None:
-    one = search()
-    one.heard(A, NOTHING)
-    assert one.verdict(0.0) is None
-    one.heard(B, NOTHING)
-    assert code(one.verdict(0.0)) == "stream_gone"
-
-
 def test_a_router_that_just_started_waits_for_its_nodes() -> None:
     one = search(is_old=False, nodes=(A,))
     one.heard(A, NOTHING)
@@ -191,17 +183,3 @@ def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
     assert one.asks(B)
     one.heard(B, attached(held(is_running=True)))
     assert isinstance(one.verdict(ANSWER_S), FoundRequest)
-
-
-def test_an_id_with_another_number_of_choices_fits_nothing() -> None:
-    one = search(ReceivedPart(1, True), nodes=(A,))
-    one.heard(A, attached(held(is_running=True), num_choices=2))
-    assert code(one.verdict(0.0)) == "stream_gone"
-
-
-def test_a_node_that_is_lost_takes_its_part_along() -> None:
-    one = search(nodes=(A,))
-    one.heard(A, msgspec.structs.replace(attached(held(0, is_running=True)), num_choices=2))
-    one.lost(A)
-    assert one.running_keys == {}
-    assert one.asks(A)

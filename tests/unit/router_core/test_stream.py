@@ -25,21 +25,6 @@ def tokens(text: str) -> list[int]:
 
 
 @on_a_loop
-async def test_deltas_come_in_order_and_then_the_end() -> None:
-    stream = stream_of(SamplingParams())
-    stream.push(0, tokens(" the"), None)
-    stream.push(0, tokens(" end"), "length")
-    stream.finish()
-    got: list[CompletionOutput] = []
-    stream.send_to(got.append)
-    assert await stream.changed()
-    assert [delta.text for delta in got] == [" the", " end"]
-    assert not await stream.changed()
-    assert stream.metrics.num_output_tokens == 2
-    assert stream.metrics.time_to_first_token_s is not None
-
-
-@on_a_loop
 async def test_an_error_follows_what_came_before_it() -> None:
     stream = stream_of(SamplingParams())
     stream.push(0, tokens(" the"), None)
@@ -68,21 +53,6 @@ async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it()
     assert output.finished
 
 
-@pytest.mark.parametrize("num_again", [1, 2])
-@on_a_loop
-async def test_tokens_that_the_caller_has_are_not_handed_out_again(num_again: int) -> None:
-    stream = stream_of(SamplingParams())
-    ids = tokens("hello world the end")
-    stream.expect_again(0, num_again)
-    assert not stream.push(0, ids[:1], None)
-    assert not stream.push(0, ids[1:], "length")
-    stream.finish()
-    output = await collected(stream)
-    assert output.outputs[0].token_ids == ids[num_again:]
-    assert "hello" not in output.outputs[0].text
-    assert stream.metrics.num_output_tokens == len(ids)
-
-
 @on_a_loop
 async def test_a_sink_gets_what_was_there_and_what_comes() -> None:
     stream = stream_of(SamplingParams())
@@ -97,17 +67,6 @@ async def test_a_sink_gets_what_was_there_and_what_comes() -> None:
     assert "".join(delta.text for delta in got) == " the"
 
 
-def test_closing_tells_the_router_only_while_the_request_lives() -> None:
-    stream = stream_of(SamplingParams())
-    calls: list[str] = []
-    stream.on_close(lambda: calls.append("close"))
-    stream.close()
-    stream.finish()
-    stream.finish()
-    stream.close()
-    assert calls == ["close"]
-
-
 def test_snapshots_do_not_change_afterwards() -> None:
     whole = Merged(2)
     whole.add(CompletionOutput(1, "a", [1]))
@@ -117,13 +76,3 @@ def test_snapshots_do_not_change_afterwards() -> None:
         ("", [], None), ("a", [1], None),
     ]  # fmt: skip
     assert whole.outputs()[1] == CompletionOutput(1, "ab", [1, 2], None, "stop", "b")
-
-
-def test_what_was_taken_is_new_again_only_with_the_next_delta() -> None:
-    fresh = Merged()
-    fresh.add(CompletionOutput(2, "c", [3]))
-    fresh.add(CompletionOutput(0, "a", [1]))
-    assert [output.index for output in fresh.take()] == [0, 2]
-    assert fresh.take() == []
-    fresh.add(CompletionOutput(2, "d", [4]))
-    assert fresh.take() == [CompletionOutput(2, "d", [4])]
