@@ -1,11 +1,10 @@
 """An index of the blocks that each node's prefix cache holds, by the nodes' announcements.
 
-`registry` holds the index, updates it with announcements and drops the entries of a node that is
-gone; `policy` reads it. It holds only announced blocks. Its answer may be out of date by the time a
-prompt arrives at the node, so it is a guess, and the node's own cache decides.
+It holds only announced blocks. Its answer may be out of date by the time a prompt arrives at the
+node, so it is a guess, and the node's own cache decides.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -16,8 +15,6 @@ from baton.protocol.messages import CacheChanges
 # Blocks per node, each of which takes about 200 bytes here. Of a larger cache, the first blocks
 # count.
 MAX_BLOCKS_PER_NODE = 1 << 17
-# Masks whose nodes are kept: the prompts of one time mostly begin with the same few blocks.
-MAX_KEPT_MASKS = 16
 
 
 @dataclass(slots=True)
@@ -39,7 +36,6 @@ class CacheIndex:
         self._nodes: dict[NodeId, _KnownCache] = {}
         self._names: dict[int, NodeId] = {}  # by place
         self._holders: dict[BlockKey, int] = {}
-        self._kept_masks: dict[int, tuple[NodeId, ...]] = {}
 
     def hear(self, node: NodeId, changes: CacheChanges) -> bool:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
@@ -65,7 +61,6 @@ class CacheIndex:
         if known is not None:
             self._clear(known.place, known.keys)
             del self._names[known.place]
-            self._kept_masks.clear()
 
     def num_blocks(self, node: NodeId) -> int:
         """Return how many announced blocks a node holds."""
@@ -110,18 +105,5 @@ class CacheIndex:
                 del holders[key]
 
     def _nodes_in(self, mask: int) -> tuple[NodeId, ...]:
-        nodes = self._kept_masks.get(mask)
-        if nodes is None:
-            nodes = tuple(self._names[place] for place in _places_in(mask))
-            if len(self._kept_masks) == MAX_KEPT_MASKS:
-                self._kept_masks.clear()
-            self._kept_masks[mask] = nodes
-        return nodes
-
-
-def _places_in(mask: int) -> Iterator[int]:
-    bits = bin(mask)[:1:-1]  # from place 0 on
-    place = bits.find("1")
-    while place >= 0:
-        yield place
-        place = bits.find("1", place + 1)
+        bits = bin(mask)[:1:-1]  # from place 0 on
+        return tuple(self._names[place] for place, bit in enumerate(bits) if bit == "1")

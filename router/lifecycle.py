@@ -25,7 +25,6 @@ from baton.protocol.messages import (
     StageTimes,
     TokenEntry,
 )
-from baton.router.reattach import gone
 from baton.router.request import (
     AVOID_S,
     Adopted,
@@ -54,6 +53,7 @@ from baton.router.request import (
     Timed,
     TriedAgain,
     Unplace,
+    gone,
     kills_nodes,
 )
 

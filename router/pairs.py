@@ -6,6 +6,7 @@ cannot be read does not attract the whole load because it is idle.
 """
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import msgspec
@@ -31,15 +32,15 @@ class PairHealth(msgspec.Struct, frozen=True):
     avoided_s: float  # for how much longer; 0 if one attempt at a time may try it
 
 
-class PairTransfers(msgspec.Struct, frozen=True):
+class PairTransfers(msgspec.Struct):
     """The handoffs from one node to another since the router started."""
 
     prefill_node: NodeId
     decode_node: NodeId
-    num_handoffs: int  # successful handoffs
-    num_failures: int
-    num_bytes: int
-    transfer_s: float  # added up over all handoffs
+    num_handoffs: int = 0  # successful handoffs
+    num_failures: int = 0
+    num_bytes: int = 0
+    transfer_s: float = 0.0  # added up over all handoffs
 
 
 @dataclass(slots=True)
@@ -50,19 +51,11 @@ class _Trouble:
     probe: Key | None = None  # the attempt that tries it again
 
 
-@dataclass(slots=True)
-class _HandoffCount:
-    num_handoffs: int = 0
-    num_failures: int = 0
-    num_bytes: int = 0
-    transfer_s: float = 0.0
-
-
 class Pairs:
     def __init__(self) -> None:
         self._trouble: dict[tuple[NodeProcess, NodeProcess], _Trouble] = {}
         self._probes: dict[Key, tuple[NodeProcess, NodeProcess]] = {}
-        self._counts: dict[tuple[NodeId, NodeId], _HandoffCount] = {}
+        self._counts: dict[tuple[NodeId, NodeId], PairTransfers] = {}
 
     def failed(
         self, now_s: float, prefill: NodeProcess, decode: NodeProcess, failure: Failure
@@ -136,20 +129,17 @@ class Pairs:
             count.transfer_s += times.transfer_s
 
     def transfers(self) -> tuple[PairTransfers, ...]:
-        return tuple(
-            PairTransfers(*pair, one.num_handoffs, one.num_failures, one.num_bytes, one.transfer_s)
-            for pair, one in self._counts.items()
-        )
+        return tuple(map(copy, self._counts.values()))
 
     @property
     def num_failures(self) -> dict[tuple[NodeId, NodeId], int]:
         """Return the number of failed handoffs per pair of node ids since the router's start."""
         return {pair: one.num_failures for pair, one in self._counts.items() if one.num_failures}
 
-    def _count(self, prefill: NodeId, decode: NodeId) -> _HandoffCount:
+    def _count(self, prefill: NodeId, decode: NodeId) -> PairTransfers:
         found = self._counts.get((prefill, decode))
         if found is None:
-            found = self._counts[prefill, decode] = _HandoffCount()
+            found = self._counts[prefill, decode] = PairTransfers(prefill, decode)
             if len(self._counts) > MAX_COUNTED:
                 del self._counts[next(iter(self._counts))]
         return found

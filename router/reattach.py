@@ -24,7 +24,7 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.router.registry import Registry
-from baton.router.request import AdoptedChoice, NodeMessage, Place, Request
+from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone
 from baton.router.stream import RequestStream
 from baton.runtime.log import logger
 
@@ -34,6 +34,19 @@ ANSWER_S = 5.0
 # A node may notice the end of the old router later than the client.
 IN_USE_S = 3.0
 RETRY_S = 1.0
+MAX_SEARCHES = 1_024
+# The number of failures of its request that a search holds back until all nodes have answered. A
+# node reports at most one per sequence, so more failures come from a broken node.
+MAX_EARLY = 1_000
+
+AskNode = Callable[[NodeId, Attach | Cancel], object]
+# Makes the stream of a request that was found. Raises `BatonError` if that is impossible.
+Accept = Callable[["FoundRequest"], RequestStream]
+Early = list[tuple[NodeId, NodeMessage]]
+# Begins a request that was found and accepted, then feeds it the early messages.
+Adopt = Callable[["Claim", RequestStream, "FoundRequest", Early], None]
+
+log = logger("router")
 
 
 class ReceivedPart(msgspec.Struct, frozen=True):
@@ -185,8 +198,6 @@ class Search:
     def received_of(self, choice: int) -> ReceivedPart:
         return self._received[choice] if self._received is not None else ReceivedPart()
 
-    # --- inside --------------------------------------------------------------------------------
-
     def _found(self, attached: Attached) -> FoundRequest:
         return FoundRequest(attached, self._choices, self._first_attempt)
 
@@ -206,11 +217,6 @@ class Search:
         return held.is_running or held.finish_reason is not None
 
 
-def gone() -> Failure:
-    text = "no node holds this stream any more: send the request again"
-    return RequestError(text, code="stream_gone", http_status=404).to_failure()
-
-
 def _unanswered() -> Failure:
     text = "a decode node that may hold this stream does not answer: try again"
     return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
@@ -219,21 +225,6 @@ def _unanswered() -> Failure:
 def in_use() -> RequestError:
     text = "this stream still has a connection: try again when that has ended"
     return RequestError(text, code="stream_in_use", http_status=409)
-
-
-MAX_SEARCHES = 1_024
-# The number of failures of its request that a search holds back until all nodes have answered. A
-# node reports at most one per sequence, so more failures come from a broken node.
-MAX_EARLY = 1_000
-
-AskNode = Callable[[NodeId, Attach | Cancel], object]
-# Makes the stream of a request that was found. Raises `BatonError` if that is impossible.
-Accept = Callable[[FoundRequest], RequestStream]
-Early = list[tuple[NodeId, NodeMessage]]
-# Begins a request that was found and accepted, then feeds it the early messages.
-Adopt = Callable[["Claim", RequestStream, FoundRequest, Early], None]
-
-log = logger("router")
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -327,8 +318,6 @@ class Reattaching:
             for node in searching.search.asks_again():
                 self._ask_one(searching, node)
             self._judge(now_s, searching)
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _ask_first(self, searching: Searching, node: NodeId) -> None:
         if searching.search.asks(node):

@@ -174,8 +174,6 @@ class Registry:
         self._largest_pool: dict[Role, int | None] = {}
         self._hosts: Hosts | None = None
 
-    # --- what nodes say -------------------------------------------------------------------------
-
     def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
         if message.version != PROTOCOL_VERSION:
             text = f"this router speaks protocol version {PROTOCOL_VERSION}, not {message.version}"
@@ -279,8 +277,6 @@ class Registry:
                 changes.append(Left(node.node_id, node.role, failure))
         return changes
 
-    # --- what it knows --------------------------------------------------------------------------
-
     def in_service(self, role: Role) -> list[Node]:
         """Return the ready nodes of a role, in order of their ids."""
         found = self._in_service.get(role)
@@ -335,8 +331,6 @@ class Registry:
         """Return whether two nodes could exchange KV blocks, by what both have published."""
         return decode.node_id not in prefill.obstacles
 
-    # --- load -----------------------------------------------------------------------------------
-
     def forget(self, request_id: RequestId) -> None:
         """Remove the load of a request from all nodes."""
         for node in self._nodes.values():
@@ -359,8 +353,6 @@ class Registry:
             self.num_releases += 1
             if node.role == "decode":  # prefill is given back before decode has read the blocks
                 self.pairs.released(key)
-
-    # --- inside ---------------------------------------------------------------------------------
 
     def _node(self, node_id: NodeId, epoch: Epoch) -> Node | None:
         node = self._nodes.get(node_id)

@@ -40,9 +40,6 @@ class RequestMessage(msgspec.Struct, frozen=True, tag=True):
     """The root of all events and commands of one request."""
 
 
-# --- events -------------------------------------------------------------------------------------
-
-
 class Begun(RequestMessage, frozen=True):
     """The request has been accepted. This is its first event."""
 
@@ -112,9 +109,6 @@ RequestEvent = (
     NodeMessage | Begun | Adopted | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone
     | Tick
 )  # fmt: skip
-
-
-# --- commands -----------------------------------------------------------------------------------
 
 
 class Place(RequestMessage, frozen=True):
@@ -388,3 +382,8 @@ def kills_nodes(num_nodes: int) -> Failure:
     """Return why a request gets no more nodes. Clients would repeat it if it were a 5xx status."""
     text = f"{num_nodes} nodes died of an error in a step of this request"
     return RequestError(text, code="request_kills_nodes", http_status=422).to_failure()
+
+
+def gone() -> Failure:
+    text = "no node holds this stream any more: send the request again"
+    return RequestError(text, code="stream_gone", http_status=404).to_failure()
