@@ -1,29 +1,53 @@
-"""The class that starts a child process which owns KV blocks, for the tools that measure reads.
+"""A process of its own that owns KV blocks, for the tools that measure reads of them.
 
-The child is a module of a tool. It takes a struct as JSON, fills its pool with marks, publishes its
-address with `publish`, and waits for its parent to end it. `tools.gpu.lender` and
-`tools.transfer.marked_blocks` are such modules.
+The child fills a pool on its device with marks, publishes its address in one line, and waits for
+its parent to end it. `BlockOwner` is the parent's side.
 """
 
 import queue
+import select
+import sys
+from collections.abc import Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
+from baton.kv_transfer.agent import make_port
+from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import NodeError
+from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
-from baton.runtime.process import Child, Command
+from baton.runtime.process import Child, Command, die_with_parent
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
+MODULE = "tools.block_owner"
+OWNER = Epoch("owner")
 START_TIMEOUT_S = 60.0
 PREFIX = "owner "
+
+
+class Owned(msgspec.Struct, frozen=True):
+    """The blocks that the process is to own, and how they can be read."""
+
+    num_blocks: int
+    block_bytes: int
+    transports: tuple[TransportChoice, ...]
+    device: str = "cpu"
 
 
 class BlockOwner:
     """The process, as a context manager. Raises `NodeError` if it does not start."""
 
-    def __init__(self, module: str, owned: msgspec.Struct) -> None:
-        self._command = Command("owner", (msgspec.json.encode(owned).decode(),), module)
+    def __init__(self, owned: Owned) -> None:
+        self._command = Command("owner", (msgspec.json.encode(owned).decode(),), MODULE)
         self._lines: queue.Queue[str] = queue.Queue()
         self._child: Child | None = None
         self.address = RankAddress({})
@@ -59,6 +83,58 @@ class BlockOwner:
         raise NodeError(f"the process that owns the blocks did not start: {why}")
 
 
-def publish(address: RankAddress) -> None:
-    """Tell the parent how the blocks of this process can be read."""
-    print(PREFIX + msgspec.json.encode(address).decode(), flush=True)
+def words_of(pool: HostPool) -> NDArray[np.int32]:
+    """Return the blocks of a pool in host memory as words: [num_blocks, words]."""
+    return np.frombuffer(pool.buffer, np.int32).reshape(pool.shape.num_blocks, -1)
+
+
+def device_pool(device: str, num_blocks: int, block_bytes: int) -> tuple[DevicePool, "Tensor"]:
+    """Return a pool of zeros in a GPU's memory, and its blocks: [num_blocks, words] int32."""
+    import torch
+
+    from baton.engine.peer_memory import CudaPeerMemory
+
+    words = torch.zeros(num_blocks + 1, block_bytes // 4, dtype=torch.int32, device=device)
+    blocks = words[:num_blocks]
+    memory = PoolMemory(blocks.data_ptr(), num_blocks, block_bytes, str(blocks.device), 1)
+    return DevicePool(memory, HostPool(num_blocks, 0), CudaPeerMemory(blocks, num_blocks)), blocks
+
+
+def marks(block_ids: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the value of every word of these blocks: neighbours differ, and no block is zero."""
+    return (np.asarray(block_ids, np.int64) * 37 % 251 + 1).astype(np.int32)
+
+
+def wrong_blocks(pool: HostPool, remote: NDArray[np.int32], local: NDArray[np.int32]) -> int:
+    """Return how many of the blocks `local` differ from the owner's blocks `remote`."""
+    return int((words_of(pool)[local] != marks(remote)[:, None]).any(axis=1).sum())
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the child process."""
+    die_with_parent()
+    owned = msgspec.json.decode(arguments[0], type=Owned)
+    pool: HostPool | DevicePool
+    marked = marks(range(owned.num_blocks))[:, None]
+    if owned.device == "cpu":
+        pool = HostPool(owned.num_blocks, owned.block_bytes)
+        words_of(pool)[:] = marked
+    else:
+        import torch
+
+        pool, blocks = device_pool(owned.device, owned.num_blocks, owned.block_bytes)
+        blocks.copy_(torch.from_numpy(marked).expand(blocks.shape))
+        torch.cuda.synchronize()  # the parent reads at once
+    ports = [make_port(pool, OWNER, TransferConfig(transport=name)) for name in owned.transports]
+    metadata: dict[str, bytes] = {}
+    for port in ports:
+        metadata |= port.address().metadata
+    print(PREFIX + msgspec.json.encode(RankAddress(metadata)).decode(), flush=True)
+    while True:
+        select.select([port.fileno() for port in ports], [], [], 60.0)
+        for port in ports:
+            port.poll()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

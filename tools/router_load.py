@@ -1,18 +1,22 @@
-"""The other side of `router_cost`: the nodes and the clients of a router, in a process of its own.
+"""The nodes and the clients of `router_scale`, in a process of their own.
 
-It reads one `Traffic` per line from its input, and prints a line when the streams run and when all
-requests have ended. The nodes compute nothing: they send the tokens of the prompt over and over.
+It reads one `Crowd` per line from its input and answers each with `STARTED` when it runs and with a
+line of JSON, a `CrowdFigures`, when it has run. The nodes compute nothing: they send the tokens of
+the prompt over and over.
 """
 
 import asyncio
 import json
+import re
 import sys
+import time
+from collections import deque
 
 import msgspec
 import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
@@ -36,25 +40,39 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.host import raise_descriptor_limit
 
-STARTED, DONE = b"started\n", b"done\n"
+STARTED = b"started\n"
 PROMPT = "The second runner never looks behind. "
-NUM_CONNECTIONS = 8  # for short requests, sent one at a time on each connection
 BEAT_S = 1.0
 LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
+DIALS = 64  # connections that are opened side by side
+NUM_CONNECTIONS = 128  # for short requests
+LONG = 1 << 16  # more tokens than any stream gets
+_RESPONSE_ID = re.compile(rb'"id":"(cmpl-[0-9a-f]+)"')
+_TOKEN = b'"finish_reason":null'
 
 
-class Traffic(msgspec.Struct, frozen=True):
-    """Requests of `num_tokens` tokens each.
+class Crowd(msgspec.Struct, frozen=True):
+    """`num` streams for `seconds`, or with `rate` short requests of two tokens.
 
-    With `step_s`, all are streamed side by side and get a token at that interval; without it, they
-    are whole answers, requested as fast as the connections allow.
+    With `step_s`, each stream gets a token at that interval; without it, the streams stay idle
+    after their first.
     """
 
-    num_requests: int
-    num_tokens: int
+    num: int
+    seconds: float
     step_s: float | None = None
-    stop: list[str] | None = None
+    rate: float | None = None
+
+
+class CrowdFigures(msgspec.Struct, frozen=True):
+    """The clients' results. A lag is the time from a node's sending of a token to its arrival."""
+
+    num_ended: int  # tokens of streams, or short requests
+    seconds: float
+    lag_p50_ms: float = 0.0
+    lag_p99_ms: float = 0.0
 
 
 class PlayedNode:
@@ -132,75 +150,154 @@ class PlayedNode:
                 pass
 
 
-class Player:
-    """All clients of the router at `url`, and the nodes behind it."""
+class Lags:
+    """When the tokens of each stream were sent, until they have arrived."""
 
-    def __init__(self, url: str, control: str) -> None:
+    def __init__(self) -> None:
+        self.sent_s: dict[RequestId, deque[float]] = {}
+        self.lags_s: list[float] = []
+        self.is_counting = False
+
+    def sent(self, keys: list[Key]) -> None:
+        now_s = time.monotonic()
+        for key in keys:
+            self.sent_s.setdefault(key.request_id, deque()).append(now_s)
+
+    def came(self, request_id: RequestId, num_tokens: int) -> None:
+        now_s, waiting = time.monotonic(), self.sent_s.get(request_id, ())
+        for _ in range(min(num_tokens, len(waiting))):
+            lag_s = now_s - waiting.popleft()  # type: ignore[union-attr]
+            if self.is_counting:
+                self.lags_s.append(lag_s)
+
+
+class StreamReader(asyncio.Protocol):
+    """One client's stream. `opened` is done when its first token has come."""
+
+    def __init__(self, request: bytes, lags: Lags) -> None:
+        self._request, self._lags = request, lags
+        self._id: RequestId | None = None
+        self.opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(self._request)
+
+    def data_received(self, data: bytes) -> None:
+        if self._id is not None:
+            self._lags.came(self._id, data.count(_TOKEN))
+        elif (found := _RESPONSE_ID.search(data)) is not None:
+            self._id = RequestId(f"{found[1].decode()}-0")
+            self.opened.set_result(None)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(exc or ConnectionError("the router closed a connection"))
+
+
+class CrowdPlayer:
+    """All clients of the routers at `url`, and the nodes that dial each of `controls`."""
+
+    def __init__(self, url: str, controls: list[str], num_decodes: int) -> None:
         host, port = url.removeprefix("http://").split(":")
         self._host, self._port = host, int(port)
-        self._prefill = PlayedNode(control, "prefill-0", "prefill")
-        self._decode = PlayedNode(control, "decode-0", "decode")
-        self._prefill.join()
-        self._decode.join()
-        self._num_left = 0
+        self._prefills = [PlayedNode(control, "prefill-0", "prefill") for control in controls]
+        self._decodes = [
+            [PlayedNode(control, f"decode-{index}", "decode") for control in controls]
+            for index in range(num_decodes)
+        ]
+        for node in (*self._prefills, *(one for group in self._decodes for one in group)):
+            node.join()
+        self._lags = Lags()
 
-    async def until_served(self) -> None:
-        while b" 200 " not in await self._get_health():  # noqa: ASYNC110 - no event signals it
-            await asyncio.sleep(0.05)
-
-    async def play(self, traffic: Traffic) -> None:
-        if traffic.step_s is None:
-            say(STARTED)
-            self._num_left = traffic.num_requests
-            await asyncio.gather(*[self._ask(traffic) for _ in range(NUM_CONNECTIONS)])
+    async def play(self, crowd: Crowd) -> CrowdFigures:
+        if crowd.rate is not None:
+            return await self._ask_at(crowd.rate, crowd.seconds)
+        readers = await self._open(crowd.num)
+        say(STARTED)
+        began_s = time.monotonic()
+        if crowd.step_s is None:
+            await asyncio.sleep(crowd.seconds)
         else:
-            streams = [
-                asyncio.create_task(self._stream(traffic)) for _ in range(traffic.num_requests)
-            ]
-            await self._decode.until_running(traffic.num_requests)
-            say(STARTED)
-            for index in range(1, traffic.num_tokens):
-                await asyncio.sleep(traffic.step_s)
-                self._decode.step(index)
-            await asyncio.gather(*streams)
-        say(DONE)
+            self._lags.is_counting = True
+            async with asyncio.TaskGroup() as group:
+                for index, nodes in enumerate(self._decodes):
+                    offset_s = crowd.step_s * index / len(self._decodes)
+                    group.create_task(self._step(nodes, crowd, began_s + offset_s))
+        figures = _figures(self._lags.lags_s, time.monotonic() - began_s)
+        self._lags = Lags()
+        for reader in readers:
+            assert reader.transport is not None
+            reader.transport.abort()
+        while any(node.running for group in self._decodes for node in group):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)  # nothing signals that nodes were told to stop
+        return figures
 
-    async def _get_health(self) -> bytes:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        writer.write(b"GET /health HTTP/1.1\r\nHost: router\r\nConnection: close\r\n\r\n")
-        reply = await reader.read()
-        writer.close()
-        return reply
+    async def _open(self, num: int) -> list[StreamReader]:
+        request = request_of(LONG, is_streamed=True)
+        loop, room = asyncio.get_running_loop(), asyncio.Semaphore(DIALS)
 
-    async def _stream(self, traffic: Traffic) -> None:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        writer.write(request_of(traffic, "close"))
-        last = b""
-        while data := await reader.read(1 << 16):
-            last = last[-32:] + data
-        assert b"[DONE]" in last, last
-        writer.close()
+        async def open_one() -> StreamReader:
+            async with room:
+                _, reader = await loop.create_connection(
+                    lambda: StreamReader(request, self._lags), self._host, self._port
+                )
+                await reader.opened
+                return reader
 
-    async def _ask(self, traffic: Traffic) -> None:
-        reader, writer = await asyncio.open_connection(self._host, self._port)
-        request = request_of(traffic, "keep-alive")
-        while self._num_left > 0:
-            self._num_left -= 1
-            writer.write(request)
-            head = await reader.readuntil(b"\r\n\r\n")
-            assert b" 200 " in head, head
-            length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
-            await reader.readexactly(int(length))
-        writer.close()
+        return list(await asyncio.gather(*(open_one() for _ in range(num))))
+
+    async def _step(self, nodes: list[PlayedNode], crowd: Crowd, at_s: float) -> None:
+        """Send a token for every sequence of a node at each interval, late ones at once."""
+        assert crowd.step_s is not None
+        end_s, index = at_s + crowd.seconds, 1
+        while at_s < end_s:
+            await asyncio.sleep(at_s - time.monotonic())
+            for node in nodes:
+                self._lags.sent(list(node.running))
+                node.step(index)
+            at_s, index = at_s + crowd.step_s, index + 1
+
+    async def _ask_at(self, rate: float, seconds: float) -> CrowdFigures:
+        """Send short requests at a constant rate. A lag is then the time of the whole answer."""
+        request, due = request_of(2, is_streamed=False), asyncio.Queue[float]()
+        lags_s: list[float] = []
+
+        async def ask() -> None:
+            reader, writer = await asyncio.open_connection(self._host, self._port)
+            while (at_s := await due.get()) >= 0:
+                writer.write(request)
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert b" 200 " in head, head
+                length = head.lower().partition(b"content-length:")[2].partition(b"\r\n")[0]
+                await reader.readexactly(int(length))
+                lags_s.append(time.monotonic() - at_s)
+            writer.close()
+
+        say(STARTED)
+        began_s = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for _ in range(NUM_CONNECTIONS):
+                group.create_task(ask())
+            for number in range(int(rate * seconds)):
+                at_s = began_s + number / rate
+                if (wait_s := at_s - time.monotonic()) > 0:
+                    await asyncio.sleep(wait_s)
+                due.put_nowait(at_s)
+            for _ in range(NUM_CONNECTIONS):
+                due.put_nowait(-1.0)
+        return _figures(lags_s, time.monotonic() - began_s)
 
 
-def request_of(traffic: Traffic, connection: str) -> bytes:
-    fields = {"prompt": PROMPT, "max_tokens": traffic.num_tokens, "temperature": 0}
-    body = json.dumps(
-        {**fields, "stream": traffic.step_s is not None, "stop": traffic.stop}
-    ).encode()
+def request_of(num_tokens: int, *, is_streamed: bool) -> bytes:
+    """Return a request, whose connection stays open if it is a short one."""
+    fields = {"prompt": PROMPT, "max_tokens": num_tokens, "temperature": 0, "stream": is_streamed}
+    body = json.dumps(fields).encode()
     head = (
-        f"POST /v1/completions HTTP/1.1\r\nHost: router\r\nConnection: {connection}\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: router\r\n"
+        f"Connection: {'close' if is_streamed else 'keep-alive'}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     )
     return head.encode() + body
@@ -211,11 +308,18 @@ def say(line: bytes) -> None:
     sys.stdout.buffer.flush()
 
 
-async def _main(url: str, control: str) -> None:
-    player = Player(url, control)
-    await player.until_served()
+def _figures(lags_s: list[float], seconds: float) -> CrowdFigures:
+    ordered = sorted(lags_s) or [0.0]
+    p50, p99 = (ordered[int(share * (len(ordered) - 1))] * 1e3 for share in (0.5, 0.99))
+    return CrowdFigures(len(lags_s), seconds, p50, p99)
+
+
+async def _main(url: str, controls: str, num_decodes: str) -> None:
+    raise_descriptor_limit()
+    player = CrowdPlayer(url, controls.split(","), int(num_decodes))
     while line := await asyncio.to_thread(sys.stdin.readline):
-        await player.play(msgspec.json.decode(line, type=Traffic))
+        figures = await player.play(msgspec.json.decode(line, type=Crowd))
+        say(msgspec.json.encode(figures) + b"\n")
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ from baton.deploy.health import ask_health
 from baton.deploy.ports import ReservedPort
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.runtime.settings import to_yaml
-from tools.json_file import json_file, save
-from tools.router_crowd import Crowd, CrowdFigures
-from tools.router_load import STARTED
+from tools.router_load import STARTED, Crowd, CrowdFigures
 
 NUM_DECODES = 16
 START_S = 60.0
@@ -136,7 +134,7 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
             routers.append(psutil.Process(process.pid))
         url = f"http://127.0.0.1:{port.port}"
         player = subprocess.Popen(
-            [sys.executable, "-m", "tools.router_crowd", url, ",".join(controls), str(NUM_DECODES)],
+            [sys.executable, "-m", "tools.router_load", url, ",".join(controls), str(NUM_DECODES)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
         )
@@ -173,7 +171,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each load")
     parser.add_argument("--json", default="", help="write the figures to this file too")
     given = parser.parse_args(arguments)
-    file = json_file(given.json)
+    out = Path(given.json or os.devnull)
+    out.touch()  # it must be writable before the measurement
     loads = {
         "short requests": Crowd(0, given.seconds, rate=given.rate),
         "streams of 50 ms": Crowd(given.streams, given.seconds, step_s=0.05),
@@ -188,8 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 time.sleep(SETTLE_S)
                 figures.append(stage.measure(name, crowd))
                 print(_line(figures[-1]), flush=True)
-    if file is not None:
-        save(file, ScaleReport(platform.python_version(), os.cpu_count() or 0, figures))
+    report = ScaleReport(platform.python_version(), os.cpu_count() or 0, figures)
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     return 0
 
 

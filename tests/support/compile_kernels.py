@@ -11,9 +11,9 @@ from functools import partial
 import msgspec
 import torch
 
+from baton.kernels.tilings import DECODE, PREFILL
 from tests.support.kernel_cases import rotation_table
-from tools.gpu.cubins import compiled
-from tools.gpu.tilings import DECODE, PREFILL, launch
+from tools.gpu.cubins import compiled, launch
 
 
 def main() -> None:

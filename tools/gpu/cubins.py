@@ -1,13 +1,15 @@
 """Compile what a launcher would launch for a Hopper GPU, on any machine, and read the cubin.
 
 A launcher runs on CPU tensors while Triton's `run` only records the call, so constants,
-specialisation and options are those of service. `tools.gpu.tilings` prints the facts, and the
-tests hold every row of the table of tilings to them. Triton must not interpret here.
+specialisation and options are those of service. The tests hold every row
+of the table of tilings to the facts. Triton must not interpret here.
 """
 
+import dataclasses
 import re
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -17,11 +19,17 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.tilings import Row
+from tools.gpu.batches import Batch, Heads, Layout, paged_batch
+
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # Of a Hopper multiprocessor. A block takes 1 KiB of shared memory more than it asks for.
 REGISTERS, SHARED_BYTES, MAX_THREADS, RESERVED_BYTES = 65_536, 228 * 1024, 2048, 1024
+HEADS, KV_HEADS = 32, 8
 TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -128,3 +136,30 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         raise RuntimeError(f"cuobjdump tells no registers: {usage}")
     registers, stack, local = map(int, found.groups())
     return registers, stack + local
+
+
+def launch(
+    name: str, row: Row, window: int | None = None, *, ordered: bool = False
+) -> Callable[[], object]:
+    """Return a call of a kernel on CPU tensors, to be compiled and not made."""
+    dtype, head_dim = row
+    layout = Layout(torch.device("cpu"), dtype)
+    batch = paged_batch(Heads(HEADS, KV_HEADS, head_dim), (1100,), (100,), layout)
+    if name == "prefill":
+        return partial(_prefill, batch, 1, window, ordered=ordered)
+    batch = dataclasses.replace(batch, q=batch.q[:1])
+    return partial(_decode, batch, 1, window, ordered=ordered)
+
+
+def _decode(batch: Batch, layer: int, window: int | None = None, *, ordered: bool = False) -> None:
+    paged_decode_attention(
+        batch.q, batch.pool, layer, batch.block_tables, batch.context_lens, batch.scale, window,
+        ordered=ordered,
+    )  # fmt: skip
+
+
+def _prefill(batch: Batch, layer: int, window: int | None = None, *, ordered: bool = False) -> None:
+    paged_prefill_attention(
+        batch.q, batch.pool, layer, batch.block_tables, batch.query_starts, batch.context_lens,
+        batch.scale, window, ordered=ordered,
+    )  # fmt: skip

@@ -14,6 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
+from baton.engine.records import ReadRecord, StepRecord, read_records
 from baton.llm import LLM
 from baton.protocol.config import (
     CacheConfig,
@@ -34,7 +35,6 @@ from tools.gpu.floors import Shape, Work
 from tools.gpu.rows import Check, Measured, Note
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
-from tools.handover import Handover, handovers
 from tools.random_model import write_model
 
 # With 36 layers as narrow as those of 0.6B, a token's KV has the 144 KiB of an 8B model.
@@ -161,6 +161,61 @@ def _report_first_tokens(desk: Desk, plan: SplitPlan, arms: dict[str, Arm]) -> N
             timing = timing_of(arm.first_token_s[length][plan.warm_ups :])
             key = f"first token after {length} tokens, {name}"
             desk.emit(Measured(key, "ms", timing=timing, note="one request at a time"))
+
+
+class Handover(msgspec.Struct, frozen=True):
+    """One request, in milliseconds.
+
+    `overhead_ms` is the time from the end of its last prompt step to the start of its first decode
+    step, `exposed_ms` the reading after the last chunk, `last_share` the last read's share of the
+    bytes.
+    """
+
+    num_chunks: int
+    num_bytes: int
+    overhead_ms: float
+    reading_ms: float
+    exposed_ms: float
+    last_share: float
+
+
+def handovers(folder: Path) -> list[Handover]:
+    """Return the handoff of each request that was computed on one node and continued on another."""
+    steps: dict[str, list[StepRecord]] = {}
+    reads: list[ReadRecord] = []
+    for path in sorted(folder.glob("*.jsonl")):
+        for record in read_records(path):
+            if isinstance(record, ReadRecord):
+                reads.append(record)
+                continue
+            for part in record.slices:
+                steps.setdefault(part.key.request_id, []).append(record)
+    found = []
+    for own in steps.values():
+        chunks = [step for step in own if step.num_prompt_tokens]
+        decoding = [step for step in own if not step.num_prompt_tokens]
+        if chunks and decoding:
+            found.append(_handover(chunks, decoding, reads))
+    return found
+
+
+def _handover(
+    chunks: list[StepRecord], decoding: list[StepRecord], reads: list[ReadRecord]
+) -> Handover:
+    last_s = max(step.ended_s for step in chunks)
+    first_s = min(step.started_s for step in decoding)
+    begin_s = min(step.started_s for step in chunks)
+    own = [read for read in reads if begin_s <= read.posted_s <= first_s]
+    num_bytes = sum(read.num_bytes for read in own)
+    exposed_s = max((read.ended_s for read in own), default=last_s) - last_s
+    return Handover(
+        len(chunks),
+        num_bytes,
+        1e3 * (first_s - last_s),
+        1e3 * sum(read.ended_s - read.posted_s for read in own),
+        1e3 * max(0.0, exposed_s),
+        own[-1].num_bytes / num_bytes if num_bytes else 0.0,
+    )
 
 
 def report_handovers(desk: Desk, plan: SplitPlan, found: Sequence[Handover]) -> None:

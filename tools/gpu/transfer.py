@@ -24,15 +24,15 @@ from baton.kv_transfer.interfaces import (
     Read,
     ReadEnded,
 )
+from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
-from tools.block_owner import BlockOwner
+from tools.block_owner import OWNER, BlockOwner, Owned, device_pool, marks, words_of
 from tools.gpu.cases import KV_READS, KvRead
 from tools.gpu.floors import Work
-from tools.gpu.lender import MODULE, OWNER, Lent, make_pool, marks
 from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
@@ -68,11 +68,16 @@ def lane_key(transport: str) -> str:
 def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Check:
     """Report a row for each size. Return whether every block arrived unchanged."""
     num_blocks = 2 * max(read.num_blocks for read in plan.reads)
-    pool, blocks = make_pool(plan.device, num_blocks, plan.block_bytes)
+    pool: HostPool | DevicePool
+    if plan.device == "cpu":
+        pool = HostPool(num_blocks, plan.block_bytes)
+        blocks = torch.from_numpy(words_of(pool))
+    else:
+        pool, blocks = device_pool(plan.device, num_blocks, plan.block_bytes)
     port = make_port(pool, READER, TransferConfig(transport=transport))
     try:
-        lent = Lent(plan.device, num_blocks, plan.block_bytes, transport)
-        with BlockOwner(MODULE, lent) as owner:
+        owned = Owned(num_blocks, plan.block_bytes, (transport,), plan.device)
+        with BlockOwner(owned) as owner:
             whole = BlockPiece(0, 0, plan.block_bytes)
             port.send(AddPeer(RANK, transport, owner.address, num_blocks, plan.block_bytes, whole))
             up = _next(port)
@@ -117,7 +122,7 @@ def _rounds(
 
 
 def _num_wrong(blocks: Tensor, remote: Sequence[int], local: Sequence[int]) -> int:
-    wanted = marks(remote).to(blocks.device)
+    wanted = torch.from_numpy(marks(remote)).to(blocks.device)
     found = blocks[torch.tensor(local, device=blocks.device)]
     return int((found != wanted[:, None]).any(1).sum())
 

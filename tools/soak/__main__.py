@@ -6,6 +6,7 @@ of their own may run side by side: they share nothing but the machine.
 """
 
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -32,8 +33,7 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
-from tools.json_file import json_file, save
-from tools.settings_line import settings_from
+from baton.runtime.fields import FlagParser, fields_of, with_values
 from tools.soak.cluster import Footprint, SoakCluster
 from tools.soak.faults import Fault, Faults
 from tools.soak.streams import Record, Streams, draw
@@ -232,18 +232,30 @@ def table(report: SoakReport) -> str:
     return "\n".join([*lines, *(f"PROBLEM {problem}" for problem in report.problems)])
 
 
+def parse(arguments: Sequence[str]) -> SoakSettings:
+    """Return the settings; `--help` prints and exits. Raises `ConfigError`."""
+    parser = FlagParser("python -m tools.soak", description="Soak a cluster on this host.")
+    fields = fields_of(SoakSettings)
+    parser.add_settings(fields, group_of=lambda _: "settings")
+    texts = vars(parser.parse_args(arguments))
+    given = {
+        f.name: f.from_text(texts[f.name], f.flag) for f in fields if texts[f.name] is not None
+    }
+    return with_values(SoakSettings(), given)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
-        settings = settings_from(SoakSettings, "soak", "Soak a cluster on this host.", given)
-        file = json_file(settings.json)
+        settings = parse(given)
+        out = Path(settings.json or os.devnull)
+        out.touch()  # it must be writable before hours of work
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             print(f"seed {settings.seed}", flush=True)
             report = asyncio.run(soak(settings, Path(settings.folder or folder)))
         print(table(report))
-        if file is not None:
-            save(file, report)
-    except BatonError as error:
+        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+    except (BatonError, OSError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1
     return 1 if report.problems else 0

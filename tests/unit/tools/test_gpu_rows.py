@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from baton.bench.report.provenance import collect
-from tools import host_cost
 from tools.gpu import __main__ as gpu
-from tools.gpu import engine, serving, split
+from tools.gpu import engine, split
 from tools.gpu.cases import KERNELS, KV_READS, STEPS, Target, handover_key, targets
 from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Floors, Work, causal_flops, decode_work
 from tools.gpu.rows import (
@@ -282,17 +281,3 @@ def test_last_lines_say_pass_fail_or_values() -> None:
     assert said["decode ms, served by the loop"] == "Qwen3-8B decode b1 ctx 1k 5 ms"
     assert said["capture"] == "capture of Qwen3-8B, time 4.25 s"
     assert said["decode ms, eager"] == "not tried"
-
-
-@pytest.mark.parametrize(("batch", "context"), [(1, 1024), (32, 1024), (128, 1024), (128, 4096)])
-def test_all_sequences_of_a_served_case_decode_in_every_step_that_is_timed(
-    batch: int, context: int
-) -> None:
-    """The prompts of many sequences go in over several plans, and none may end before the last."""
-    case = next(c for c in STEPS if (c.kind, c.batch, c.context) == ("decode", batch, context))
-    launched: list[int] = []
-    runner = host_cost.runner(engine.blocks_of(case))
-    launch = runner.launch
-    runner.launch = lambda plan: (launched.append(len(plan.slices)), launch(plan))  # type: ignore[assignment, return-value]
-    assert len(serving.stamps_of(runner, case, 19)) == 19
-    assert launched == [batch] * 20

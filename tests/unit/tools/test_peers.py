@@ -1,13 +1,10 @@
-"""The peers' commands, and the table of two load generators: no process is started."""
+"""The peers' commands; no process is started."""
 
 from pathlib import Path
 
 import pytest
 
-from baton.bench.figures.metrics import Distribution, Summary, Window
 from baton.protocol.errors import ConfigError
-from tools.peers import agreement
-from tools.peers.agreement import Load, Theirs
 from tools.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm
 
 PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
@@ -80,42 +77,3 @@ def test_options_reach_the_command_line() -> None:
     assert "engine.chunk_tokens=128" in node.argv
     assert "cache.prefix=false" in node.argv
     assert "engine.chunk_tokens=128" in flags_of([node])
-
-
-def distribution(value: float) -> Distribution:
-    return Distribution(10, value, value, value, value, value, value, value)
-
-
-def summary(scale: float) -> Summary:
-    """Every figure that is compared is `100 * scale`."""
-    empty: dict[str, object] = dict.fromkeys(Summary.__struct_fields__)
-    figures = {
-        name: distribution(100 * scale)
-        for name in ("ttft", "ttft_from_sent", "itl", "chunk_gap", "tpot", "e2e", "e2e_from_sent")
-    }
-    rates = {"answered_rate": 100 * scale, "tokens_per_s": 100 * scale}
-    return Summary(**(empty | figures | rates | {"window": Window(0.0, 1.0)}))  # type: ignore[arg-type]
-
-
-def theirs(value: float) -> Theirs:
-    return {metric.theirs: value for metric in agreement.METRICS}
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    # The machine was twice as slow in the second round, for both.
-    lines = agreement.compare([(theirs(100), summary(1.02)), (theirs(200), summary(2.04))])
-    assert len(lines) == len(agreement.METRICS)
-    for line in lines:
-        assert line.ratio == pytest.approx(1.02)
-        assert line.theirs == 150
-        assert line.agrees
-
-
-def test_what_is_further_apart_is_marked_beside_the_definition() -> None:
-    lines = agreement.compare([(theirs(100), summary(1.0)), (theirs(100), summary(1.2))])
-    assert not any(line.agrees for line in lines)
-    page = agreement.table(lines, Load(8, 2, 64, 16), "vllm", 2)
-    assert "**no**" in page
-    assert "1.000 to 1.200" in page
-    assert "k tokens as k gaps" in page
-    assert agreement.PERCENTILES in page

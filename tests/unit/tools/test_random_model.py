@@ -6,7 +6,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from baton.bench.plan.traces import read_prompts
 from baton.engine.model_config import read_decoder_config
 from baton.engine.models.loading import Placement, load_decoder
 from baton.engine.tensor_parallel import SingleRank
@@ -16,7 +15,6 @@ from baton.router.text import Text
 from tests.support.compute import no_progress
 from tools import random_model
 from tools.gpu.floors import Shape
-from tools.peers.agreement import Load, write_prompts
 
 TINY = Shape("tiny", 64, 96, 2, 4, 2, 32, 300, is_tied=False)
 CPU = torch.device("cpu")
@@ -58,14 +56,3 @@ def test_any_text_can_be_its_prompt(tmp_path: Path) -> None:
 def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="exists already"):
         random_model.write_model(tmp_path, TINY, CPU)
-
-
-def test_prompts_of_both_load_generators_have_the_length(tmp_path: Path) -> None:
-    folder, file = tmp_path / "model", tmp_path / "prompts.jsonl"
-    random_model.write_model(folder, TINY, CPU)
-    write_prompts(folder, file, Load(5, 2, 60, 8), seed=1)
-    rows = read_prompts(file)
-    assert len(rows) == 5
-    # A token per byte here: a word may be missing at the end.
-    assert all(50 <= len(row.prompt) <= 60 for row in rows)
-    assert len({row.prompt for row in rows}) == 5
