@@ -181,123 +181,69 @@ def _usage(load: Load) -> float:
 
 
 _Value = Callable[[NodeHealth], float]
-_TABLE: tuple[tuple[Family, _Value], ...] = (
-    (
-        Family(
-            "baton_node_up", "gauge",
-            "1 while a node sends beats and is not stuck, 0 for a node that is silent, stuck or "
-            "lost",
-            _NODE,
-        ),
-        lambda one: one.state not in ("silent", "stuck"),
-    ),
-    (
-        Family("baton_node_running_requests", "gauge",
-               "Sequences (decode) or prompts (prefill) that the node is computing", _NODE,
-               "vllm:num_requests_running"),
-        lambda one: one.load.num_running,
-    ),
-    (
-        Family("baton_node_waiting_requests", "gauge",
-               "Requests that wait on the node for KV blocks or a place in its steps", _NODE,
-               "vllm:num_requests_waiting"),
-        lambda one: one.load.num_waiting,
-    ),
-    (
-        Family("baton_kv_cache_usage_perc", "gauge",
-               "Share of the KV blocks in use, 1 is full; merely cached blocks count as free",
-               _NODE, "vllm:kv_cache_usage_perc"),
-        lambda one: _usage(one.load),
-    ),
-    (
-        Family("baton_node_total_blocks", "gauge", "KV blocks in the pool", _NODE),
-        lambda one: one.load.total_blocks,
-    ),
-    (
-        Family("baton_node_free_blocks", "gauge", "KV blocks that are free or can be evicted",
-               _NODE),
-        lambda one: one.load.free_blocks,
-    ),
-    (
-        Family("baton_node_cached_blocks", "gauge", "KV blocks that the prefix cache holds", _NODE),
-        lambda one: one.load.cached_blocks,
-    ),
-    (
-        Family("baton_node_quarantined_blocks", "gauge",
-               "KV blocks out of use because bytes of a read may still land in them", _NODE),
-        lambda one: one.load.quarantined_blocks,
-    ),
-    (
-        Family("baton_prefix_cache_queries", "counter",
-               "Tokens of prompts that were looked up in the prefix cache", _NODE,
-               "vllm:prefix_cache_queries"),
-        lambda one: one.totals.prefix_queried_tokens,
-    ),
-    (
-        Family("baton_prefix_cache_hits", "counter",
-               "Tokens of prompts that the prefix cache held", _NODE, "vllm:prefix_cache_hits"),
-        lambda one: one.totals.prefix_hit_tokens,
-    ),
-    (
-        Family("baton_num_preemptions", "counter",
-               "Sequences that were sent back to the router because no KV block was left", _NODE,
-               "vllm:num_preemptions"),
-        lambda one: one.totals.preemptions,
-    ),
-    (
-        Family("baton_node_prompt_tokens", "counter", "Prompt tokens that the node computed",
-               _NODE),
-        lambda one: one.totals.prompt_tokens,
-    ),
-    (
-        Family("baton_node_generation_tokens", "counter", "Tokens that the node sampled", _NODE),
-        lambda one: one.totals.output_tokens,
-    ),
-    (
-        Family("baton_node_steps", "counter", "Steps of the model", _NODE),
-        lambda one: one.totals.steps,
-    ),
-    (
-        Family("baton_node_step_seconds", "counter", "Seconds in which steps ran", _NODE),
-        lambda one: one.totals.steps_s,
-    ),
-    (
-        Family("baton_node_kv_reads", "counter", "Reads of KV blocks from prefill nodes", _NODE),
-        lambda one: one.totals.reads,
-    ),
-    (
-        Family("baton_node_kv_read_bytes", "counter", "Bytes of those reads", _NODE),
-        lambda one: one.totals.read_bytes,
-    ),
-    (
-        Family("baton_node_kv_read_seconds", "counter",
-               "Seconds from the post to the end of each read, added up", _NODE),
-        lambda one: one.totals.reads_s,
-    ),
-    (
-        Family("baton_node_kv_read_failures", "counter", "Reads that failed", _NODE),
-        lambda one: one.totals.failed_reads,
-    ),
-    (
-        Family("baton_node_kv_corrupt_reads", "counter",
-               "Reads whose checksum was wrong (transfer.verify_kv)", _NODE),
-        lambda one: one.totals.corrupt_reads,
-    ),
-    (
-        Family("baton_node_leases_expired", "counter",
-               "Handoffs whose blocks were taken back because decode did not renew the lease",
-               _NODE),
-        lambda one: one.totals.leases_expired,
-    ),
-    (
-        Family("baton_node_beat_age_seconds", "gauge", "Seconds since the last beat", _NODE),
-        lambda one: one.beat_age_s,
-    ),
-    (
-        Family("baton_node_step_age_seconds", "gauge",
-               "Seconds for which the oldest unfinished step has run, 0 without one", _NODE),
-        lambda one: one.step_age_s,
-    ),
+
+
+def _gauge(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Family, _Value]:
+    return Family(name, "gauge", meaning, _NODE, vllm), value
+
+
+def _counter(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Family, _Value]:
+    return Family(name, "counter", meaning, _NODE, vllm), value
+
+
+_TABLE = (
+    _gauge("baton_node_up", lambda one: one.state not in ("silent", "stuck"),
+           "1 while a node sends beats and is not stuck, 0 for a node that is silent, stuck or "
+           "lost"),
+    _gauge("baton_node_running_requests", lambda one: one.load.num_running,
+           "Sequences (decode) or prompts (prefill) that the node is computing",
+           "vllm:num_requests_running"),
+    _gauge("baton_node_waiting_requests", lambda one: one.load.num_waiting,
+           "Requests that wait on the node for KV blocks or a place in its steps",
+           "vllm:num_requests_waiting"),
+    _gauge("baton_kv_cache_usage_perc", lambda one: _usage(one.load),
+           "Share of the KV blocks in use, 1 is full; merely cached blocks count as free",
+           "vllm:kv_cache_usage_perc"),
+    _gauge("baton_node_total_blocks", lambda one: one.load.total_blocks,
+           "KV blocks in the pool"),
+    _gauge("baton_node_free_blocks", lambda one: one.load.free_blocks,
+           "KV blocks that are free or can be evicted"),
+    _gauge("baton_node_cached_blocks", lambda one: one.load.cached_blocks,
+           "KV blocks that the prefix cache holds"),
+    _gauge("baton_node_quarantined_blocks", lambda one: one.load.quarantined_blocks,
+           "KV blocks out of use because bytes of a read may still land in them"),
+    _counter("baton_prefix_cache_queries", lambda one: one.totals.prefix_queried_tokens,
+             "Tokens of prompts that were looked up in the prefix cache",
+             "vllm:prefix_cache_queries"),
+    _counter("baton_prefix_cache_hits", lambda one: one.totals.prefix_hit_tokens,
+             "Tokens of prompts that the prefix cache held", "vllm:prefix_cache_hits"),
+    _counter("baton_num_preemptions", lambda one: one.totals.preemptions,
+             "Sequences that were sent back to the router because no KV block was left",
+             "vllm:num_preemptions"),
+    _counter("baton_node_prompt_tokens", lambda one: one.totals.prompt_tokens,
+             "Prompt tokens that the node computed"),
+    _counter("baton_node_generation_tokens", lambda one: one.totals.output_tokens,
+             "Tokens that the node sampled"),
+    _counter("baton_node_steps", lambda one: one.totals.steps,
+             "Steps of the model"),
+    _counter("baton_node_step_seconds", lambda one: one.totals.steps_s,
+             "Seconds in which steps ran"),
+    _counter("baton_node_kv_reads", lambda one: one.totals.reads,
+             "Reads of KV blocks from prefill nodes"),
+    _counter("baton_node_kv_read_bytes", lambda one: one.totals.read_bytes,
+             "Bytes of those reads"),
+    _counter("baton_node_kv_read_seconds", lambda one: one.totals.reads_s,
+             "Seconds from the post to the end of each read, added up"),
+    _counter("baton_node_kv_read_failures", lambda one: one.totals.failed_reads,
+             "Reads that failed"),
+    _counter("baton_node_kv_corrupt_reads", lambda one: one.totals.corrupt_reads,
+             "Reads whose checksum was wrong (transfer.verify_kv)"),
+    _counter("baton_node_leases_expired", lambda one: one.totals.leases_expired,
+             "Handoffs whose blocks were taken back because decode did not renew the lease"),
+    _gauge("baton_node_beat_age_seconds", lambda one: one.beat_age_s,
+           "Seconds since the last beat"),
+    _gauge("baton_node_step_age_seconds", lambda one: one.step_age_s,
+           "Seconds for which the oldest unfinished step has run, 0 without one"),
 )  # fmt: skip
 _INFO = Family(
     "baton_node_info", "gauge", "What a node computes with; always 1",
