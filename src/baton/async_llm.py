@@ -1,13 +1,15 @@
 """`AsyncLLM`, the class for event loops, which takes prompts and yields outputs as they arrive.
 
-`baton.LLM` and users call it. It joins a `TextRouter` with the nodes that it starts on this host,
-or lets nodes dial in. It never computes anything itself and never loads torch.
+It joins a `TextRouter` with the nodes that it starts on this host, or lets nodes dial in. It never
+computes anything itself and never loads torch.
 """
 
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncGenerator
+import shutil
+from collections.abc import AsyncGenerator, Callable
+from pathlib import Path
 from types import TracebackType
 
 from baton.llm_settings import Model, config_of
@@ -19,10 +21,14 @@ from baton.router.health import Health, ServedModel
 from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter, default_params
-from baton.runtime.local_cluster import LocalCluster
+from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import logger
-from baton.started_nodes import Launcher, StartedNodes
 from baton.tokenizer import ModelTokenizer
+
+WATCH_S = 0.2
+
+# Starts the nodes of a config, which dial the endpoint.
+Launcher = Callable[[ClusterConfig, str], LocalCluster]
 
 log = logger("router")
 
@@ -209,3 +215,54 @@ class AsyncLLM:
         if self._seeds is None or params.seed is not None:
             return params
         return params.clone(seed=self._seeds.getrandbits(SEED_BITS))
+
+
+class StartedNodes:
+    """The nodes of an `AsyncLLM` on its own host.
+
+    Call `start` on the event loop of their router, and `stop` at the end. If a node ends before any
+    node was ever ready, the router fails too, because a restart would not help. Later, the launcher
+    restarts a node that has ended.
+    """
+
+    def __init__(self, config: ClusterConfig, router: TextRouter, launcher: Launcher) -> None:
+        self._config = config
+        self._router = router
+        self._launcher = launcher
+        self._nodes: LocalCluster | None = None
+        self._folder: Path | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        """Open the router's endpoint and start the nodes, without waiting for them."""
+        endpoint = self._router.start(self._config.router.control or self._private_endpoint())
+        self._nodes = self._launcher(self._config, endpoint)
+        self._nodes.start()
+        self._watch()
+
+    async def stop(self) -> None:
+        """End the nodes. It may be called again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        nodes, self._nodes = self._nodes, None
+        if nodes is not None:
+            try:
+                await asyncio.to_thread(nodes.stop)
+            except RuntimeError:  # the interpreter is ending and no longer starts threads
+                nodes.stop()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _private_endpoint(self) -> str:
+        self._folder = private_folder()
+        return f"ipc://{self._folder}/control"
+
+    def _watch(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(WATCH_S, self._watch)
+        assert self._nodes is not None
+        for exit_ in self._nodes.poll():
+            log.warning("node process ended", node=exit_.name, code=exit_.code)
+            if not self._router.was_ever_ready:
+                tail = "\n".join(exit_.tail)
+                text = f"{exit_.name} ended with code {exit_.code} while it started:\n{tail}"
+                self._router.fail(NodeError(text, code="start_failed").to_failure())

@@ -14,20 +14,16 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
-from baton.runtime.fields import did_you_mean
+from baton.runtime.fields import FlagParser, did_you_mean
 from baton.runtime.host import spin_briefly
 from baton.runtime.log import own_process, tell_failure, tell_warning
 from baton.runtime.process import die_with_parent, end_by_signal
 from baton.runtime.settings import Subcommand, ignored_variables, load
-
-if TYPE_CHECKING:
-    from baton.runtime.fields import FlagParser
 
 EXIT_FAILED, EXIT_MISUSED = 1, 2
 SHELLS = ("bash", "zsh", "fish", "tcsh")
@@ -55,17 +51,8 @@ COMMANDS = {
     )
 }
 DRAIN_HELP = "Remove a node from a running cluster and wait until it is gone."
-DRAIN_USAGE = f"""\
-usage: baton drain NODE [--control ENDPOINT] [--keys FILE] [--config FILE]
-
-{DRAIN_HELP}
-
-The node takes no new requests, finishes or hands over its requests within its node.drain_s, and
-exits with 0. `serve` does not start it again.
-
-  NODE                the node's id, as /health shows it
-  --control ENDPOINT  endpoint of a router that the node dials (default: {DEFAULT_CONTROL})
-  --keys FILE         the cluster's key, if it has one"""
+DRAIN_MORE = """ The node takes no new requests, finishes or hands over its requests within its
+node.drain_s, and exits with 0. `serve` does not start it again."""
 KEY_MADE = """\
 {path} is a new key (mode 0600). Anyone who has it can join the cluster: keep it like an ssh key.
 Copy it to each host, and start every router and node with it:
@@ -96,7 +83,7 @@ class OtherCommand:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command and return the exit code of the process. `__main__` calls it."""
+    """Run one command and return the exit code of the process."""
     # This comes first, because a parent that is gone by now must not leave this process behind.
     die_with_parent()
     end_by_signal()
@@ -195,55 +182,61 @@ def _bench(name: str, summary: str, rest: list[str]) -> int:
 
 
 def _drain(name: str, summary: str, rest: list[str]) -> int:
-    if rest in (["-h"], ["--help"]):
-        print(DRAIN_USAGE)
-        return 0
-    if not rest or rest[0].startswith("-"):
-        raise ConfigError("name one node: baton drain NODE [--control ENDPOINT]")
+    parsed, others = _drain_parser().parse_known_args(rest)
     from baton.deploy.drain import drain
 
-    return drain(load(Subcommand(name, summary, ("router", "keys")), rest[1:]), NodeId(rest[0]))
+    given = {flag: getattr(parsed, flag) for flag in ("control", "keys", "config")}
+    flags = [f"--{flag}={text}" for flag, text in given.items() if text is not None]
+    config = load(Subcommand(name, summary, ("router", "keys")), flags + others)
+    return drain(config, NodeId(parsed.node))
+
+
+def _drain_parser() -> FlagParser:
+    built = FlagParser("baton drain", description=DRAIN_HELP + DRAIN_MORE)
+    built.add_argument("node", metavar="NODE", help="the node's id, as /health shows it")
+    built.add_argument(
+        "--control",
+        metavar="ENDPOINT",
+        help=f"endpoint of a router that the node dials (default: {DEFAULT_CONTROL})",
+    )
+    built.add_argument("--keys", metavar="FILE", help="the cluster's key, if it has one")
+    built.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    return built
 
 
 def _keygen(name: str, summary: str, rest: list[str]) -> int:
-    if (words := _operands(name, rest)) is None:
-        return 0
+    path = Path(_operands(name, rest)[0])
     from baton.runtime.channels.keys import write_key
 
-    path = Path(words[0])
     write_key(path)
     print(KEY_MADE.format(path=path, name=path.name), end="")
     return 0
 
 
 def _api_key(name: str, summary: str, rest: list[str]) -> int:
-    if (words := _operands(name, rest)) is None:
-        return 0
+    path, owner = _operands(name, rest)
     from baton.router.http.key_file import add_key
 
-    print(add_key(Path(words[0]), words[1]))
-    print(API_KEY_MADE.format(path=words[0]), end="", file=sys.stderr)
+    print(add_key(Path(path), owner))
+    print(API_KEY_MADE.format(path=path), end="", file=sys.stderr)
     return 0
 
 
 def _demo_model(name: str, summary: str, rest: list[str]) -> int:
-    if (words := _operands(name, rest)) is None:
-        return 0
+    folder = Path(_operands(name, rest)[0]).absolute()
     from baton.deploy.demo_model import write_demo_model
 
-    folder = Path(words[0]).absolute()
     write_demo_model(folder)
     print(folder)
     return 0
 
 
 def _completion(name: str, summary: str, rest: list[str]) -> int:
-    if (words := _operands(name, rest)) is None:
-        return 0
+    (shell,) = _operands(name, rest)
     import shtab
 
-    if words[0] not in SHELLS:
-        raise ConfigError(f"{words[0]!r} is not a shell that is known: {', '.join(SHELLS)}")
+    if shell not in SHELLS:
+        raise ConfigError(f"{shell!r} is not a shell that is known: {', '.join(SHELLS)}")
     root = argparse.ArgumentParser("baton")
     groups = {"": root.add_subparsers()}
     for command, parser in parsers().items():
@@ -253,19 +246,20 @@ def _completion(name: str, summary: str, rest: list[str]) -> int:
             groups[group] = groups[""].add_parser(group, help=OTHERS[group].help).add_subparsers()
         summary = parser.description or ""
         groups[group].add_parser(last, parents=[parser], add_help=False, help=summary)
-    print(COMPLETION_USE + shtab.complete(root, words[0]))
+    print(COMPLETION_USE + shtab.complete(root, shell))
     return 0
 
 
-def _operands(name: str, rest: list[str]) -> list[str] | None:
-    """Return the words after a command without flags, or None after printing its help."""
-    operands = OTHERS[name].operands
-    if rest in (["-h"], ["--help"]):
-        print(f"usage: baton {name} {operands}\n\n{OTHERS[name].help}")
-        return None
-    if len(rest) != len(operands.split()) or any(word.startswith("-") for word in rest):
-        raise ConfigError(f"usage: baton {name} {operands}")
-    return rest
+def _operands(name: str, rest: list[str]) -> list[str]:
+    parsed = vars(_operand_parser(name).parse_args(rest))
+    return [parsed[operand] for operand in OTHERS[name].operands.split()]
+
+
+def _operand_parser(name: str) -> FlagParser:
+    built = FlagParser(f"baton {name}", description=OTHERS[name].help)
+    for operand in OTHERS[name].operands.split():
+        built.add_argument(operand, metavar=operand)
+    return built
 
 
 # They are in the order of the help.
@@ -308,14 +302,13 @@ OTHERS = {
 }
 
 
-def parsers() -> "dict[str, FlagParser]":
+def parsers() -> dict[str, FlagParser]:
     """Return the parser of every command, and of each command of `bench`."""
     from baton.bench.cli import COMMANDS as LOADS
     from baton.bench.cli import parser as bench_parser
     from baton.chat import parser as chat_parser
     from baton.deploy.cluster.arguments import parser_of
     from baton.deploy.doctor.arguments import parser_of as doctor_parser_of
-    from baton.runtime.fields import FlagParser
     from baton.runtime.settings import parser
 
     found = {name: parser(command) for name, command in COMMANDS.items()}
@@ -323,15 +316,10 @@ def parsers() -> "dict[str, FlagParser]":
         if other.run is _cluster:
             found[name] = parser_of(name, other.help)
         elif other.operands:
-            found[name] = FlagParser(f"baton {name}")
-            for operand in other.operands.split():
-                found[name].add_argument(operand, metavar=operand)
+            found[name] = _operand_parser(name)
     found["doctor"] = doctor_parser_of("doctor", OTHERS["doctor"].help)
     found["chat"] = chat_parser()
-    found["drain"] = FlagParser("baton drain")
-    found["drain"].add_argument("node", metavar="NODE")
-    for flag in ("--control", "--keys", "--config"):
-        found["drain"].add_argument(flag, metavar="ENDPOINT" if flag == "--control" else "FILE")
+    found["drain"] = _drain_parser()
     found["completion"].words["SHELL"] = SHELLS
     return found | {f"bench {name}": bench_parser(load.settings) for name, load in LOADS.items()}
 
@@ -343,16 +331,13 @@ def _summaries() -> dict[str, str]:
 
 
 def _overview() -> str:
-    lines = [f"  {name:<12}{text}" for name, text in _summaries().items()]
-    return "\n".join(
-        [
-            "usage: baton COMMAND [flags]",
-            "",
-            "Disaggregated prefill/decode serving for large language models.",
-            "",
-            *lines,
-            "",
-            "`baton COMMAND --help` lists its settings with defaults and units; all of them are in",
-            "docs/config.md. `baton --version` prints the version.",
-        ]
-    )
+    lines = "\n".join(f"  {name:<12}{text}" for name, text in _summaries().items())
+    return f"""\
+usage: baton COMMAND [flags]
+
+Disaggregated prefill/decode serving for large language models.
+
+{lines}
+
+`baton COMMAND --help` lists its settings with defaults and units; all of them are in
+docs/config.md. `baton --version` prints the version."""

@@ -14,7 +14,7 @@ from typing import TypeVar
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from baton.async_llm import AsyncLLM
+from baton.async_llm import AsyncLLM, Launcher
 from baton.llm_settings import Model, config_of
 from baton.prompts import Prompt, TokensPrompt, as_list
 from baton.protocol.config import ClusterConfig
@@ -22,7 +22,6 @@ from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
 from baton.router.health import ServedModel
 from baton.router.outputs import RequestOutput
-from baton.started_nodes import Launcher
 from baton.tokenizer import Conversation, ModelTokenizer
 
 JOIN_TIMEOUT_S = 5.0

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton import AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from baton.async_llm import Launcher
 from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
-from baton.started_nodes import Launcher
 from tests.support.async_tests import on_a_loop
 from tests.support.scripted_nodes import toy_answer
 from tests.support.small_tokenizers import Family

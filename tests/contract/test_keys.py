@@ -287,8 +287,8 @@ def test_a_key_that_is_there_is_not_overwritten(
     for words, hint in (
         ([str(path)], "is there already"),
         ([str(tmp_path / "no" / "folder")], "cannot write"),
-        ([], "usage: baton keygen FILE"),
-        (["--file"], "usage: baton keygen FILE"),
+        ([], "required: FILE; see baton keygen --help"),
+        (["--file"], "required: FILE"),
     ):
         assert main(["keygen", *words]) == 2
         assert hint in capsys.readouterr().err

@@ -57,8 +57,8 @@ def test_no_command_is_a_mistake_that_is_answered_with_help(
         (["sevre"], "unknown command 'sevre'"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["decode", "--set", "engine.thread=2"], "did you mean engine.threads?"),
-        (["demo-model"], "usage: baton demo-model FOLDER"),
-        (["demo-model", "--folder"], "usage: baton demo-model FOLDER"),
+        (["demo-model"], "required: FOLDER; see baton demo-model --help"),
+        (["demo-model", "--folder"], "required: FOLDER; see baton demo-model --help"),
     ],
 )
 def test_a_mistake_is_one_line(
