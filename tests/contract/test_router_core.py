@@ -62,21 +62,6 @@ async def test_no_token_reaches_the_client_before_decode_has_accepted(bench: Rou
 
 
 @routed()
-async def test_choices_share_one_pair_of_messages_and_come_interleaved(bench: RouterBench) -> None:
-    prefill, decode = await bench.toy_pair()
-    params = SamplingParams(n=3, max_tokens=5, seed=1, output_kind="delta")
-    got: dict[int, list[int]] = {0: [], 1: [], 2: []}
-    stream = await bench.router.submit(PROMPT, params)
-    async for output in stream.outputs():
-        for part in output.outputs:
-            got[part.index] += part.token_ids
-    assert got == {choice: toy_answer(PROMPT, 5, choice) for choice in range(3)}
-    await bench.until(lambda: bool(prefill.orders))
-    assert len(prefill.orders) == len(decode.orders) == 1
-    await bench.settled()
-
-
-@routed()
 async def test_output_kinds_agree(bench: RouterBench) -> None:
     await bench.toy_pair()
     outputs: dict[str, list[RequestOutput]] = {}
@@ -186,7 +171,7 @@ async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench)
 
 
 @routed(msgspec.structs.replace(REMOTE, max_inflight=1, max_queued=1))
-async def test_a_full_line_is_429_and_says_when_to_come_back(bench: RouterBench) -> None:
+async def test_a_full_queue_is_429_and_says_when_to_come_back(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
     decode.max_steps = 1
     first = await bench.router.submit(PROMPT, GREEDY)

@@ -1,4 +1,4 @@
-"""A registry with nodes that never spoke, and the choice of nodes for one leg after the other."""
+"""A registry whose nodes never spoke, and the choice of nodes for attempts in turn."""
 
 from baton.protocol.blocks import prompt_keys
 from baton.protocol.config import LocalPrefill
@@ -40,9 +40,9 @@ def place(
 
 
 def choose(
-    registry: Registry, leg: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
+    registry: Registry, attempt: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
 ) -> tuple[str | None, str | None] | None:
-    decision = CheapestPair(mode, 32).choose(now_s, registry, leg)
+    decision = CheapestPair(mode, 32).choose(now_s, registry, attempt)
     if decision is None:
         return None
     charge(registry, decision)

@@ -73,7 +73,7 @@ def expected_answer(request: Request, choice: int) -> list[int]:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """What a node has of one leg: the whole prompt first, then one sequence per live choice."""
+    """What a node has of one attempt: the whole prompt first, then one sequence per live choice."""
 
     message: Prefill | Decode
     live: set[int]
@@ -254,7 +254,7 @@ class World:
         node.works[message.key] = Work(message, set(choices_of(message)))
 
     def drop(self, node: WorldNode, key: Key) -> None:
-        """End one sequence, and with the last one the leg."""
+        """End one sequence, and with the last one the attempt."""
         for leg_key, work in list(node.works.items()):
             if leg_key.attempt == key.attempt and key.choice in work.live:
                 work.live.discard(key.choice)
@@ -265,7 +265,7 @@ class World:
         self.feed(node.outbox.popleft(), node.node_id)
 
     def fail(self, node: WorldNode, key: Key, which: Callable[[set[int]], int]) -> None:
-        """Lose a leg, or preempt one of its sequences once they run."""
+        """Lose an attempt, or preempt one of its sequences once they run."""
         work = node.works[key]
         if work.sequences is not None:
             chosen = which(work.live)

@@ -1,4 +1,4 @@
-"""Which nodes a leg goes to when some of its prompt is cached."""
+"""Which nodes an attempt goes to when some of its prompt is cached."""
 
 import msgspec
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
+from baton.protocol.messages import CacheChanges, NodeInfo
 from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.registry import Registry, ReservedLoad
 from tests.support.choosing import PAIRS, choose, cluster, join, place
@@ -52,33 +52,20 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
     assert choose(registry, place("d", 60)) == ("p1", "d0")
 
 
-def test_a_node_with_room_comes_before_one_that_has_the_prompt() -> None:
-    step = NodeFacts(step=StepLimits(4, 32))
-    registry = cluster(*[msgspec.structs.replace(info, facts=step) for info in PAIRS])
-    holding(registry, p1=200, d1=200)
-    for number in range(5):
-        registry.reserve(NodeId("p1"), Key(RequestId(f"p{number}")), ReservedLoad(13, 1))
-        registry.reserve(NodeId("d1"), Key(RequestId(f"d{number}")), ReservedLoad(1, 1))
-    decision = CheapestPair("auto", 32).choose(0.0, registry, place("a", 200))
-    assert decision.placed.decode_node == "d0"
-    assert decision.placed.prefill_node == "p0"
-    assert decision.full == ()
-
-
 @given(
     queued=st.lists(st.integers(0, 300), min_size=3, max_size=3),
     cached=st.lists(st.integers(0, 40).map(BLOCK_SIZE.__mul__), min_size=3, max_size=3),
-    num_legs=st.integers(1, 30),
+    num_attempts=st.integers(1, 30),
 )
 def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
-    queued: list[int], cached: list[int], num_legs: int
+    queued: list[int], cached: list[int], num_attempts: int
 ) -> None:
     names = [f"p{number}" for number in range(3)]
     registry = cluster(*(node_info(name, "prefill") for name in names), node_info("d0", "decode"))
     holding(registry, **dict(zip(names, cached, strict=True)))
     for name, num_tokens in zip(names, queued, strict=True):
         registry.reserve(NodeId(name), Key(RequestId(name)), ReservedLoad(num_tokens, 1))
-    for number in range(num_legs):
+    for number in range(num_attempts):
         before = {node.node_id: node.num_tokens for node in registry.in_service("prefill")}
         pair = choose(registry, place(f"r{number}", 160), "never")
         chosen, saved = NodeId(pair[0] or ""), max(cached) - min(cached)

@@ -20,7 +20,6 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import Sampling
 from baton.router.lifecycle import (
-    CONFIRM_DEADLINE_S,
     SILENCE_DEADLINE_S,
     STREAM_DEADLINE_S,
     Lifecycle,
@@ -31,7 +30,6 @@ from baton.router.request import (
     Adopted,
     AdoptedChoice,
     Begun,
-    CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
@@ -49,7 +47,6 @@ from baton.router.request import (
     Tick,
     Timed,
     TriedAgain,
-    Unplace,
 )
 
 C = TypeVar("C", bound=RequestCommand)
@@ -77,7 +74,7 @@ class Driver:
         return self.step(Placed(place.key, prefill, decode, EPOCHS))
 
     def place_again(self, commands: list[RequestCommand]) -> Key:
-        """Give the one leg that these commands ask for the same nodes again."""
+        """Give the one attempt that these commands ask for the same nodes again."""
         (place,) = of_type(commands, Place)
         self.step(Placed(place.key, P, D, EPOCHS))
         return place.key
@@ -125,7 +122,7 @@ def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed() -> N
     assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [Outcome(refusal)]
 
 
-def test_a_gap_loses_the_leg_and_the_choice_resumes_from_what_was_received() -> None:
+def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received() -> None:
     drive = Driver()
     drive.place()
     drive.says(D, TokenEntry(KEY, 3, [9]))
@@ -144,17 +141,6 @@ def test_choices_that_end_at_the_first_token_need_no_decode() -> None:
     commands = drive.says(P, firsts)
     assert of_type(commands, Deliver) == [Deliver(0, [9], "stop"), Deliver(1, [8], "stop")]
     assert commands[-2:] == [Outcome(), Closed()]
-
-
-def test_a_choice_whose_end_died_with_prefill_is_tried_again() -> None:
-    drive = Driver(num_choices=2)
-    drive.place()
-    drive.says(D, TokenEntry(Key(R, 1), 3, [8, 7]))
-    commands = drive.step(NodeLost(P, LOST))
-    (place,) = of_type(commands, Place)
-    assert (place.key, place.num_tokens) == (Key(R, 0, 1), 3)
-    assert Send(D, Cancel((KEY,))) in commands
-    assert drive.says(D, TokenEntry(Key(R, 1), 5, [6])) == [Deliver(1, [6])]
 
 
 def test_the_last_attempt_ends_with_the_failure() -> None:
@@ -182,20 +168,6 @@ def test_only_losses_without_progress_use_up_attempts() -> None:
     assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
 
 
-@pytest.mark.parametrize("code", ["preempted", "transfer_failed"])
-def test_one_token_is_progress_unless_the_node_died(code: str) -> None:
-    drive = Driver(max_tokens=50, max_attempts=1)
-    drive.place()
-    key = KEY
-    for position in range(3, 8):
-        drive.says(D, TokenEntry(key, position, [9]))
-        commands = drive.says(D, Failed(key, Failure(code, "no room", retryable=True)))
-        key = drive.place_again(commands)
-    # The first token is computed with the prompt: the node died in its first decode step.
-    drive.says(D, TokenEntry(key, 8, [9]))
-    assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
-
-
 def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -> None:
     drive = Driver(max_tokens=50, max_attempts=9)
     drive.place()
@@ -205,7 +177,7 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -
     (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
     assert place.is_suspect
     drive.step(Placed(place.key, P, D, EPOCHS))
-    assert drive.says(D, Crashed((KEY,), LOST)) == [], "that leg is over"
+    assert drive.says(D, Crashed((KEY,), LOST)) == [], "that attempt is over"
     drive.says(D, TokenEntry(place.key, 5, [9, 9]))
     commands = drive.says(D, Crashed((place.key,), LOST))
     (outcome,) = of_type(commands, Outcome)
@@ -213,7 +185,7 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -
     assert of_type(drive.step(NodeLost(D, LOST)), Place) == []
 
 
-def test_a_node_that_drains_sends_a_leg_elsewhere_at_no_cost() -> None:
+def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost() -> None:
     drive = Driver(max_attempts=1)
     drive.place()
     draining = Failure(DRAINING, "it is to end", retryable=True, http_status=503)
@@ -260,14 +232,6 @@ def test_what_is_no_failure_of_a_handoff_is_not_recorded_for_the_pair(failure: F
     assert place.avoid == {(D, EPOCHS[D])}
 
 
-def test_a_node_that_confirms_nothing_is_not_waited_for_for_ever() -> None:
-    drive = Driver()
-    drive.place()
-    drive.step(CallerGone())
-    drive.now_s = CONFIRM_DEADLINE_S
-    assert drive.step(Tick()) == [Release(D, KEY), Release(P, KEY), Closed()]
-
-
 def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
     drive = Driver()
     drive.place()
@@ -296,17 +260,8 @@ def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
 
 
-def test_giving_up_while_waiting_for_nodes_takes_the_place_back() -> None:
-    drive = Driver()
-    drive.step(Begun())
-    commands = drive.step(CallerGone())
-    assert [type(command) for command in commands] == [Outcome, Unplace, Closed]
-    # The answer may have been on its way.
-    assert drive.step(Placed(KEY, P, D)) == [Release(D, KEY), Release(P, KEY)]
-
-
 @pytest.mark.parametrize("position", [2, 4])
-def test_first_tokens_that_do_not_fit_lose_the_leg(position: int) -> None:
+def test_first_tokens_that_do_not_fit_lose_the_attempt(position: int) -> None:
     drive = Driver()
     drive.place()
     commands = drive.says(P, FirstTokens(KEY, position, (FirstToken(9),), TIMES))

@@ -1,4 +1,4 @@
-"""Which nodes a leg goes to, and who is let in."""
+"""Which nodes an attempt goes to, and who is let in."""
 
 import msgspec
 import pytest
@@ -48,7 +48,7 @@ def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
     assert choose(cluster(*PAIRS), place("b", avoid=restarted)) == ("p0", "d0")
 
 
-def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_leg_at_a_time() -> None:
+def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at_a_time() -> None:
     """A prefill node whose blocks cannot be read has no load, but must not get every request."""
     registry = cluster(*PAIRS)
     for name in ("d0", "d1"):
@@ -80,16 +80,6 @@ def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another() -> No
         assert choose(registry, place(name, 90)) == ("p1", "d1")
     registry.forget(suspect.key.request_id)
     assert choose(registry, place("d")) == ("p0", "d0")
-
-
-def test_a_probe_that_ends_without_an_answer_makes_room_for_another() -> None:
-    registry = cluster(*PAIRS[1:3])  # p0 and d1
-    registry.pairs.failed(0.0, process("p0"), process("d1"), UNREADABLE)
-    assert choose(registry, place("a"), "auto") == (None, "d1")
-    assert choose(registry, place("b"), "never") == ("p0", "d1"), "better than none"
-    assert choose(registry, place("c"), now_s=FIRST_AVOID_S) == (None, "d1")
-    registry.release(NodeId("d1"), place("b").key)
-    assert choose(registry, place("d"), now_s=FIRST_AVOID_S) == ("p0", "d1")
 
 
 def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown() -> None:
@@ -181,31 +171,31 @@ def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int], co
     assert error.value.param == "prompt"
 
 
-def line(**fields: float) -> Admission:
+def queue(**fields: float) -> Admission:
     return Admission(RouterConfig(**fields))  # type: ignore[arg-type]
 
 
 def head(admission: Admission, version: int = 0) -> str | None:
-    leg = admission.head(version)
-    return None if leg is None else str(leg.place.key.request_id)
+    attempt = admission.head(version)
+    return None if attempt is None else str(attempt.place.key.request_id)
 
 
 def begin(admission: Admission, name: str) -> None:
-    """Put a request in line and give it nodes."""
+    """Put a request in the queue and give it nodes."""
     admission.wait(0.0, place(name))
     admission.placed(0.0, Key(RequestId(name)))
 
 
 def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room() -> None:
-    admission = line(max_inflight=2)
+    admission = queue(max_inflight=2)
     begin(admission, "a")
     begin(admission, "b")
     admission.wait(0.0, place("c"))
     assert head(admission) is None
     again = Place(Key(RequestId("a"), 0, 1), 40, 1, True, 50)
     resume = Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
-    for leg in (again, resume):
-        admission.wait(0.0, leg)
+    for attempt in (again, resume):
+        admission.wait(0.0, attempt)
     assert head(admission) == "b"
     admission.placed(0.0, resume.key)
     assert head(admission) == "a"
@@ -214,20 +204,8 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     assert head(admission) == "c"
 
 
-def test_the_line_is_bounded_and_empty_lines_admit_even_with_no_bound_left() -> None:
-    admission = line(max_queued=0, max_inflight=1)
-    admission.check_room(40, could_place=True)
-    with pytest.raises(Overloaded):
-        admission.check_room(40, could_place=False)
-    begin(admission, "a")
-    with pytest.raises(Overloaded) as error:
-        admission.check_room(40, could_place=True)
-    assert error.value.http_status == 429
-    assert error.value.retry_after_s is not None
-
-
-def test_the_line_is_bounded_in_bytes_too() -> None:
-    admission = line()
+def test_the_queue_is_bounded_in_bytes_too() -> None:
+    admission = queue()
     admission.check_room(2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any prompt may wait
     admission.wait(0.0, place("a", MAX_QUEUED_TOKENS))
     with pytest.raises(Overloaded, match="prompt tokens are waiting") as error:
@@ -237,8 +215,8 @@ def test_the_line_is_bounded_in_bytes_too() -> None:
     admission.check_room(1, could_place=False)
 
 
-def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
-    admission = line(max_queued_s=30)
+def test_the_service_rate_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
+    admission = queue(max_queued_s=30)
     for number in range(12):
         admission.wait(0.0, place(str(number)))
     admission.rests(0.0)
@@ -250,7 +228,7 @@ def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain
     with pytest.raises(Overloaded, match=r"for 32\.0 s") as error:
         admission.check_room(40, could_place=True)
     assert (error.value.http_status, error.value.retry_after_s) == (429, 32.0)
-    # A line that is empty again says nothing about the next one.
+    # A queue that is empty again says nothing about the next one.
     for name in ("10", "11", "c"):
         admission.leave(place(name).key)
     admission.rests(1000.0)
@@ -258,7 +236,7 @@ def test_the_pace_of_the_line_tells_when_to_try_again_and_who_would_wait_in_vain
 
 
 def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nodes_come() -> None:
-    admission = line()
+    admission = queue()
     for name in "abc":
         admission.wait(0.0, place(name))
     assert admission.set_aside(place("a").key) is None
@@ -269,25 +247,12 @@ def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nod
     assert admission.num_queued == 2
 
 
-@pytest.mark.parametrize(
-    ("bounds", "num_tokens"), [({"max_queued": 1}, 40), ({}, MAX_QUEUED_TOKENS // 2 + 1)]
-)
-def test_no_more_stand_aside_than_may_wait(bounds: dict[str, float], num_tokens: int) -> None:
-    admission = line(**bounds)
-    for name in "ab":
-        admission.wait(0.0, place(name, num_tokens))
-    assert admission.set_aside(place("a").key) is None
-    failure = admission.set_aside(place("b").key)
-    assert (failure.http_status, failure.code) == (503, "no_nodes")
-    assert admission.num_queued == 1
-
-
-def test_each_leg_waits_so_long_and_a_stream_that_began_longer() -> None:
-    admission = line(max_queued_s=30, max_inflight=1)
+def test_each_attempt_waits_so_long_and_a_stream_that_began_longer() -> None:
+    admission = queue(max_queued_s=30, max_inflight=1)
     begin(admission, "s")
     resume = Place(Key(RequestId("s"), 0, 1), 40, 1, True, 50, is_resume=True)
-    for now_s, leg in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
-        admission.wait(now_s, leg)
+    for now_s, attempt in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
+        admission.wait(now_s, attempt)
     admission.set_aside(resume.key)
     assert admission.take_overdue(29.9) == []
     ((key, failure),) = admission.take_overdue(30.0)

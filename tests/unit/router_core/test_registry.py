@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Beat,
@@ -148,21 +148,6 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() 
     assert nodes_health(1.0, registry)[0].num_tokens == 0
 
 
-@pytest.mark.parametrize(
-    ("hello", "code"),
-    [
-        (Hello(99, NodeId("d0"), "decode", Epoch("e0")), "protocol_mismatch"),
-        (Hello(PROTOCOL_VERSION, NodeId("d1"), "decode", Epoch("e0")), "identity_mismatch"),
-    ],
-)
-def test_a_hello_that_cannot_be_right_is_refused(hello: Hello, code: str) -> None:
-    registry = Registry()
-    (change,) = registry.hello(0.0, NodeId("d0"), hello)
-    assert isinstance(change, Refuse)
-    assert change.failure.code == code
-    assert nodes_health(0.0, registry) == ()
-
-
 def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
@@ -253,17 +238,3 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
     assert isinstance(unpaired, Notice)
     assert (unpaired.node, unpaired.other) == ("p3", "d2")
     assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
-
-
-def test_charges_come_off_once_and_a_forgotten_request_has_none() -> None:
-    registry = Registry()
-    join(registry, node_info("d0", "decode"))
-    d0, one, other = NodeId("d0"), Key(RequestId("r")), Key(RequestId("s"))
-    registry.reserve(d0, one, ReservedLoad(10, 2))
-    registry.reserve(d0, other, ReservedLoad(5, 1))
-    registry.release(d0, one)
-    registry.release(d0, one)
-    (node,) = registry.in_service("decode")
-    assert (node.num_tokens, node.num_sequences) == (5, 1)
-    registry.forget(RequestId("s"))
-    assert (node.num_tokens, node.num_sequences, node.reserved) == (0, 0, {})

@@ -1,6 +1,5 @@
 """Which nodes hold a request that another router began, and when that is decided."""
 
-import msgspec
 import pytest
 
 from baton.protocol.errors import Failure
@@ -88,16 +87,6 @@ def test_a_stream_of_another_router_is_left_alone() -> None:
     assert code(one.verdict(IN_USE_S)) == "stream_in_use"
 
 
-def test_a_node_that_hears_late_of_the_old_router_is_asked_again() -> None:
-    one = search(nodes=(A,))
-    one.heard(A, NotAttached(ID, is_in_use=True))
-    assert one.asks_again() == [A]
-    assert one.asks_again() == [], "it has not answered yet"
-    one.heard(A, attached(held(is_running=True)))
-    assert isinstance(one.verdict(1.0), FoundRequest)
-    assert one.asks_again() == []
-
-
 def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
     one = search(ReceivedPart(5, True))
     one.heard(A, attached(held(num_tokens=5)))
@@ -125,35 +114,8 @@ def test_a_node_that_knows_less_than_the_client_does_not_help() -> None:
     assert code(one.verdict(0.0)) == "stream_gone"
 
 
-def test_a_stream_whose_prompt_lands_has_the_token_that_its_client_has() -> None:
-    landing = attached(held(num_tokens=0, is_running=True))
-    landing = msgspec.structs.replace(landing, landing=(0,))
-    one = search(ReceivedPart(1, True), nodes=(A,))
-    one.heard(A, landing)
-    assert isinstance(one.verdict(0.0), FoundRequest)
-    one = search(ReceivedPart(2, True), nodes=(A,))
-    one.heard(A, landing)
-    assert code(one.verdict(0.0)) == "stream_gone", "prefill knows one token and no more"
-
-
 def entry(position: int, *token_ids: int, end: FinishReason | None = None) -> TokenEntry:
     return TokenEntry(Key(ID), 1 + position, list(token_ids), end)
-
-
-def test_tokens_that_come_while_others_are_asked_are_part_of_what_is_found() -> None:
-    one = search()
-    one.heard(A, attached(held(num_tokens=3, is_running=True)))
-    for position in range(3, 20_000):
-        one.goes_on(A, entry(position, position))
-    one.goes_on(A, entry(19_998, 19_998, 19_999, 20_000, end="length"))
-    one.goes_on(B, entry(20_001, 0))  # of another attempt
-    one.heard(B, NOTHING)
-    verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
-    choice = verdict.choices[0].held
-    assert choice.token_ids == list(range(20_001))
-    assert (choice.is_running, choice.finish_reason) == (False, "length")
-    assert one.running_keys == {}
 
 
 def test_a_lower_attempt_that_catches_up_does_not_pass_for_the_clients() -> None:
