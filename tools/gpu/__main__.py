@@ -4,9 +4,8 @@ The command has a time budget and writes a JSON and a Markdown report that grow 
 Each section runs in a process of its own, so that a kernel that breaks or hangs costs that section
 only, and its memory is free when the next begins. This process touches no device. The exit code is
 0 when every section is complete: all of it was reached, and no row and no check failed. Missing
-software on this machine is reported and does not count as a failure, nor does a missed target. The
-exit code is 2 for unknown arguments, else 1. The last lines say PASS, FAIL or a value for each
-claim.
+software on this machine is reported and does not count as a failure. The exit code is 2 for unknown
+arguments, else 1. The last lines say PASS, FAIL or a value for each claim.
 """
 
 import argparse
@@ -20,24 +19,22 @@ from baton.bench.report.provenance import collect, complete
 from baton.protocol.errors import BatonError, NodeError
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.process import Child, Command, die_with_parent
-from tools.gpu.cases import targets
 from tools.gpu.floors import Floors
 from tools.gpu.rows import (
     Check,
     Environment,
     Event,
     GpuReport,
-    Judge,
     Measured,
     Note,
     Section,
     Unreached,
     events_file,
     heading,
+    last_lines,
     markdown,
-    targets_for,
+    row_of,
 )
-from tools.gpu.summary import last_lines
 
 MODULE = "tools.gpu"
 TOTAL_S, SMOKE_S = 465.0, 118.0
@@ -214,8 +211,7 @@ def fill(report: GpuReport, section: Section, events: Sequence[Event]) -> None:
             case Unreached(key):
                 unreached.append(key)
             case Measured():
-                judge = Judge(report.floors, targets_for(report.environment, targets()))
-                section.rows.append(judge.row(event))
+                section.rows.append(row_of(event, report.floors))
     section.settle(unreached)
 
 

@@ -1,26 +1,12 @@
-"""The cases of the GPU benchmark and their targets on an H200, as data.
-
-The sections that measure take their sizes from here, and the tables take their targets by a case's
-key, so no row can lose its target. This file imports no torch.
-"""
+"""The cases of the GPU benchmark, as data: what each section measures. It imports no torch."""
 
 from typing import Literal
 
 import msgspec
 
-from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape
+from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape, Unit
 
-Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "s", "GiB", "%", "x floor"]
-TARGETS_HOLD_FOR = "H200"
 COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
-
-
-class Target(msgspec.Struct, frozen=True):
-    """A bound for a figure: `release` is required, `stretch` desired. A rate is a least value."""
-
-    release: float
-    stretch: float | None = None
-    adds_floor: bool = False  # the floor's time is added
 
 
 class PrefillCase(msgspec.Struct, frozen=True):
@@ -28,7 +14,6 @@ class PrefillCase(msgspec.Struct, frozen=True):
 
     key: str
     num_tokens: int
-    target: Target | None = None
     unit: Unit = "TFLOP/s"
 
 
@@ -37,7 +22,6 @@ class DecodeCase(msgspec.Struct, frozen=True):
 
     key: str
     contexts: tuple[int, ...]
-    target: Target | None = None
     unit: Unit = "TB/s"
     block_size: int = 16
     num_layers: int = 8
@@ -48,7 +32,6 @@ class CopyCase(msgspec.Struct, frozen=True):
 
     key: str
     num_blocks: int
-    target: Target | None = None
     unit: Unit = "TB/s"
 
     def rotation(self, block_bytes: int) -> tuple[int, int]:
@@ -63,7 +46,6 @@ class KvRead(msgspec.Struct, frozen=True):
 
     name: str
     num_blocks: int
-    target: Target | None = None
 
     def key(self, transport: str) -> str:
         return f"KV reads {self.name}, {transport}"
@@ -75,7 +57,6 @@ class TokensCase(msgspec.Struct, frozen=True):
     key: str
     kernel: Literal["norm", "rope", "silu"]
     num_tokens: int
-    target: Target | None = None
     unit: Unit = "TB/s"
 
 
@@ -87,7 +68,6 @@ class SamplingCase(msgspec.Struct, frozen=True):
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    target: Target | None = None
     unit: Unit = "µs"
     spread: float = 5.0
 
@@ -119,7 +99,6 @@ class StepCase(msgspec.Struct, frozen=True):
     kind: Literal["decode", "prefill"]
     batch: int
     context: int
-    target: Target | None = None
     chunk_tokens: int = 0
 
     @property
@@ -135,113 +114,96 @@ def short(count: int) -> str:
     return f"{count // 1024}k" if count and count % 1024 == 0 else str(count)
 
 
-_LONG, _LONGER, _QUICK = Target(3.6), Target(4.1), Target(20.0)
-_FUSED, _FUSED_QUICK = Target(3.6), Target(4.0)
-
 # Heads, widths and blocks of Qwen3-8B: a block of 16 tokens has 2.25 MiB.
 KERNELS = KernelCases(
     num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=12_288,
     vocab_size=151_936, block_values=8 * 36 * 2 * 16 * 128,
     prefill=(
-        PrefillCase("prefill attention 4k", 4096, Target(340, 440)),
-        PrefillCase("prefill attention 8k", 8192, Target(400, 500)),
-        PrefillCase("prefill attention 16k", 16_384, Target(430, 550)),
+        PrefillCase("prefill attention 4k", 4096),
+        PrefillCase("prefill attention 8k", 8192),
+        PrefillCase("prefill attention 16k", 16_384),
     ),
     decode=(
-        DecodeCase("decode attention b1 ctx 1k", (1024,), _QUICK, "µs", num_layers=36),
-        DecodeCase("decode attention b8 ctx 1k", (1024,) * 8, _QUICK, "µs", num_layers=36),
+        DecodeCase("decode attention b1 ctx 1k", (1024,), "µs", num_layers=36),
+        DecodeCase("decode attention b8 ctx 1k", (1024,) * 8, "µs", num_layers=36),
         DecodeCase("decode attention b32 ctx 1k", (1024,) * 32),
-        DecodeCase("decode attention b128 ctx 1k", (1024,) * 128, _LONG),
-        DecodeCase("decode attention b32 ctx 4k", (4096,) * 32, _LONG),
-        DecodeCase("decode attention b8 ctx 16k", (16_384,) * 8, _LONG),
-        DecodeCase("decode attention b128 ctx 4k", (4096,) * 128, _LONGER),
-        DecodeCase("decode attention b32 ctx 16k", (16_384,) * 32, _LONGER),
-        DecodeCase("decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, _LONG, block_size=32),
-        DecodeCase("decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, _LONG, block_size=64),
+        DecodeCase("decode attention b128 ctx 1k", (1024,) * 128),
+        DecodeCase("decode attention b32 ctx 4k", (4096,) * 32),
+        DecodeCase("decode attention b8 ctx 16k", (16_384,) * 8),
+        DecodeCase("decode attention b128 ctx 4k", (4096,) * 128),
+        DecodeCase("decode attention b32 ctx 16k", (16_384,) * 32),
+        DecodeCase("decode attention b32 ctx 4k, blocks of 32", (4096,) * 32, block_size=32),
+        DecodeCase("decode attention b32 ctx 4k, blocks of 64", (4096,) * 32, block_size=64),
         DecodeCase(
-            "decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, _LONG, block_size=128
+            "decode attention b32 ctx 4k, blocks of 128", (4096,) * 32, block_size=128
         ),
-        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32, _LONG,
+        DecodeCase("decode attention b32 ctx 4k, pool of 36 layers", (4096,) * 32,
                    num_layers=36),
         DecodeCase("decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63),
-                   Target(1.15), "x floor"),
+                   "x floor"),
     ),
     copies=(
-        CopyCase("1 block", 1, Target(6.0), "µs"),
-        CopyCase("9 MiB", 4, Target(1.4)),
-        CopyCase("65 MiB", 29, Target(1.9)),
-        CopyCase("261 MiB", 116, Target(1.9)),
+        CopyCase("1 block", 1, "µs"),
+        CopyCase("9 MiB", 4),
+        CopyCase("65 MiB", 29),
+        CopyCase("261 MiB", 116),
     ),
     fused=(
-        TokensCase("add + norm, 32 MiB", "norm", 4096, _FUSED),
-        TokensCase("add + norm, b64", "norm", 64, _FUSED_QUICK, "µs"),
-        TokensCase("QK norm + rotation + store, 48 MiB", "rope", 4096, _FUSED),
-        TokensCase("QK norm + rotation + store, b64", "rope", 64, _FUSED_QUICK, "µs"),
-        TokensCase("SiLU · mul, 96 MiB", "silu", 2048, _FUSED),
-        TokensCase("SiLU · mul, b64", "silu", 64, _FUSED_QUICK, "µs"),
+        TokensCase("add + norm, 32 MiB", "norm", 4096),
+        TokensCase("add + norm, b64", "norm", 64, "µs"),
+        TokensCase("QK norm + rotation + store, 48 MiB", "rope", 4096),
+        TokensCase("QK norm + rotation + store, b64", "rope", 64, "µs"),
+        TokensCase("SiLU · mul, 96 MiB", "silu", 2048),
+        TokensCase("SiLU · mul, b64", "silu", 64, "µs"),
     ),
     sampling=(
-        SamplingCase("sampling b128, greedy", 128, target=Target(45)),
-        SamplingCase("sampling b128, top-k 50 and top-p 0.9", 128, 0.8, 50, 0.9, Target(110)),
-        SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9, Target(110)),
+        SamplingCase("sampling b128, greedy", 128),
+        SamplingCase("sampling b128, top-k 50 and top-p 0.9", 128, 0.8, 50, 0.9),
+        SamplingCase("sampling b128, top-p 0.9", 128, 0.8, 0, 0.9),
         # Some of these rows need the order of the whole vocabulary, and the batch waits for them.
         SamplingCase("sampling b128, top-p 0.9, flat", 128, 0.8, 0, 0.9, spread=3.0),
     ),
 )  # fmt: skip
 
 
-def _decode(shape: Shape, batch: int, context: int, release: float, stretch: float) -> StepCase:
-    return StepCase(shape, "decode", batch, context, Target(release, stretch))
+def _decode(shape: Shape, batch: int, context: int) -> StepCase:
+    return StepCase(shape, "decode", batch, context)
 
 
-def _prefill(shape: Shape, context: int, release: float, stretch: float) -> StepCase:
-    return StepCase(shape, "prefill", 1, context, Target(release, stretch))
+def _prefill(shape: Shape, context: int) -> StepCase:
+    return StepCase(shape, "prefill", 1, context)
 
 
 def _in_chunks(shape: Shape, context: int, chunk_tokens: int) -> StepCase:
-    """Return the case of a prompt as it is served; targets exist for a prompt in one piece only."""
-    return StepCase(shape, "prefill", 1, context, None, chunk_tokens)
+    """Return the case of a prompt as it is served."""
+    return StepCase(shape, "prefill", 1, context, chunk_tokens)
 
 
 # The cases in the order of measuring: those that cost much memory or time come last.
 STEPS = (
-    _decode(QWEN3_06B, 1, 1024, 1.9, 1.7),
-    _decode(QWEN3_06B, 32, 1024, 2.9, 2.6),
-    _decode(QWEN3_06B, 128, 1024, 6.5, 5.7),
-    _prefill(QWEN3_06B, 2048, 6.7, 5.9),
-    _prefill(QWEN3_06B, 8192, 34.5, 30.4),
+    _decode(QWEN3_06B, 1, 1024),
+    _decode(QWEN3_06B, 32, 1024),
+    _decode(QWEN3_06B, 128, 1024),
+    _prefill(QWEN3_06B, 2048),
+    _prefill(QWEN3_06B, 8192),
     _in_chunks(QWEN3_06B, 8192, 512),
-    _decode(QWEN3_8B, 1, 1024, 6.3, 5.6),
-    _decode(QWEN3_8B, 32, 1024, 8.3, 7.3),
-    _decode(QWEN3_8B, 128, 1024, 13.3, 11.7),
-    _prefill(QWEN3_8B, 2048, 56, 49),
-    _prefill(QWEN3_8B, 8192, 260, 228),
+    _decode(QWEN3_8B, 1, 1024),
+    _decode(QWEN3_8B, 32, 1024),
+    _decode(QWEN3_8B, 128, 1024),
+    _prefill(QWEN3_8B, 2048),
+    _prefill(QWEN3_8B, 8192),
     _in_chunks(QWEN3_8B, 8192, 512),
-    _decode(QWEN3_8B, 128, 4096, 28.8, 25.3),
-    _decode(LLAMA3_8B, 1, 1024, 6.1, 5.3),
-    _decode(LLAMA3_8B, 32, 1024, 7.9, 7.0),
-    _decode(LLAMA3_8B, 128, 1024, 12.4, 10.9),
+    _decode(QWEN3_8B, 128, 4096),
+    _decode(LLAMA3_8B, 1, 1024),
+    _decode(LLAMA3_8B, 32, 1024),
+    _decode(LLAMA3_8B, 128, 1024),
 )
 
 # 9 and 65 MiB: the blocks of 64 and of 464 tokens of an 8B model.
-KV_READS = (KvRead("8 MB", 4, Target(1.4)), KvRead("64 MB", 29, Target(1.9)))
+KV_READS = (KvRead("8 MB", 4), KvRead("64 MB", 29))
 GATHER, SCATTER = "gather", "scatter"
 HANDOVER_PROMPTS = (512, 2048, 4096)
-HANDOVER_TARGET = Target(2.0, adds_floor=True)
 
 
 def handover_key(num_tokens: int) -> str:
     return f"hand-over overhead, {num_tokens} tokens"
-
-
-def targets() -> dict[str, Target]:
-    """Return every target by its row's key."""
-    cases: list[PrefillCase | DecodeCase | TokensCase | SamplingCase | StepCase] = [
-        *KERNELS.prefill, *KERNELS.decode, *KERNELS.fused, *KERNELS.sampling, *STEPS,
-    ]  # fmt: skip
-    found = {case.key: case.target for case in cases if case.target is not None}
-    for copy in KERNELS.copies:
-        if copy.target is not None:
-            found |= {f"{way} {copy.key}": copy.target for way in (GATHER, SCATTER)}
-    found |= {read.key("cuda_ipc"): read.target for read in KV_READS if read.target is not None}
-    return found | {handover_key(tokens): HANDOVER_TARGET for tokens in HANDOVER_PROMPTS}

@@ -31,10 +31,10 @@ from baton.protocol.ids import Key, RequestId
 from baton.runtime.clock import monotonic
 from tools.gpu import serving
 from tools.gpu.cases import STEPS, StepCase
-from tools.gpu.eager_steps import BLOCK_SIZE, decode, prefill
 from tools.gpu.floors import Shape
 from tools.gpu.rows import Check, Measured, Unreached
 from tools.gpu.section import Desk
+from tools.gpu.serving import BLOCK_SIZE, decode, prefill
 
 EPS = 1e-6
 THETA = 1e6

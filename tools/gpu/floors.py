@@ -4,8 +4,11 @@ This is pure arithmetic over model shapes for the GPU benchmark's tables; a call
 rates, which the same run has measured. It imports no torch and knows no kernel.
 """
 
+from typing import Literal
+
 import msgspec
 
+Unit = Literal["TFLOP/s", "TB/s", "µs", "ms", "s", "GiB", "%", "x floor"]
 BYTES_PER_VALUE = 2  # bf16 weights and KV
 
 

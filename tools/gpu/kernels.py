@@ -1,7 +1,7 @@
 """Measure the speed of each Triton kernel on this GPU, at the shapes of Qwen3-8B.
 
-This is a section of the GPU benchmark; sizes and keys come from `cases`, and `rows` adds floors and
-targets to the events. Pools have several layers, calls go from one layer to the next, and staging
+This is a section of the GPU benchmark; sizes and keys come from `cases`, and `rows` adds
+floors to the events. Pools have several layers, calls go from one layer to the next, and staging
 buffers rotate: each call reads cold memory, as in service. Cases of 64 tokens stay warm, as there.
 """
 
@@ -32,12 +32,11 @@ from tools.gpu.cases import (
     TokensCase,
 )
 from tools.gpu.floors import Work, causal_flops
-from tools.gpu.rows import Measured, ratio_check, spread_check
+from tools.gpu.rows import Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import Call
 
 VALUE_BYTES = 2
-MAX_SPREAD = 0.05  # the largest spread of decode attention over block sizes
 WARM_CALLS = 20
 EPS = 1e-6
 
@@ -55,14 +54,12 @@ class Kernels:
         self.desk = desk
         self.cases = cases
         self.heads = Heads(cases.num_heads, cases.num_kv_heads, cases.head_dim)
-        self._decode_s: dict[str, float] = {}  # by case
 
     def run(self) -> None:
         """Measure the kernels that matter most first: a section may be cut short."""
         measure, cases = self.desk.measure, self.cases
         for decode in cases.decode:
             measure(Measured(decode.key, decode.unit), partial(self.decode, decode))
-        self._compare_block_sizes()
         for prefill in cases.prefill:
             measure(Measured(prefill.key, prefill.unit), partial(self.prefill, prefill), 10.0)
         for copy in cases.copies:
@@ -85,21 +82,8 @@ class Kernels:
         timing = self.desk.watch.kernels(
             [self._decode_call(batch, layer) for layer in range(case.num_layers)]
         )
-        self._decode_s[case.key] = timing.median_s
         flops = 4 * total * self.heads.num_heads * self.heads.head_dim
         return Measured(case.key, case.unit, Work(total * token_bytes, flops), timing)
-
-    def _compare_block_sizes(self) -> None:
-        """Compare the cases that differ in their block size only."""
-        alike: dict[tuple[tuple[int, ...], int], dict[int, float]] = {}
-        for case in self.cases.decode:
-            if case.key in self._decode_s:
-                sizes = alike.setdefault((case.contexts, case.num_layers), {})
-                sizes[case.block_size] = self._decode_s[case.key]
-        for sizes in alike.values():
-            if len(sizes) > 1:
-                key = "decode attention takes as long at every block size"
-                self.desk.emit(spread_check(key, list(sizes.values()), MAX_SPREAD))
 
     @staticmethod
     def _decode_call(batch: Batch, layer: int) -> Call:
@@ -127,13 +111,10 @@ class Kernels:
         return measured
 
     def _sdpa(self, ours: Measured) -> Measured:
-        """Measure the same work in torch, and check that baton is not slower."""
+        """Measure the same work in torch."""
         size = ours.key.removeprefix("prefill attention ")
         tokens = next(case.num_tokens for case in self.cases.prefill if case.key == ours.key)
         theirs = self.desk.watch.kernels([self._sdpa_call(tokens) for _ in range(2)])
-        assert ours.timing is not None
-        faster = theirs.median_s / ours.timing.median_s
-        self.desk.emit(ratio_check(f"{ours.key} is not slower than torch SDPA", faster, 1.0))
         return Measured(f"torch SDPA {size}", ours.unit, ours.work, theirs)
 
     @staticmethod

@@ -1,9 +1,11 @@
-"""Turn the measurements of the GPU sections into rows with a floor and a target for each figure.
+"""Turn the measurements of the GPU sections into rows, tables and a last line for each claim.
 
 A section runs in a process of its own and reports `Event`s; the command that started it makes rows
-and tables of the events here. This file is pure: it has no torch and no clock.
+and tables of them here, each figure beside its floor. A claim selects checks and rows by patterns
+of their keys.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -11,12 +13,9 @@ from typing import Literal
 import msgspec
 
 from baton.bench.report.provenance import Provenance
-from tools.gpu.cases import TARGETS_HOLD_FOR, Target, Unit
-from tools.gpu.floors import Floors, Work
+from tools.gpu.floors import Floors, Unit, Work
 
-Verdict = Literal["stretch", "met", "missed", ""]
 State = Literal["complete", "cut short", "failed", "skipped"]
-RATES = ("TFLOP/s", "TB/s")
 SCHEMA = "baton.tools.gpu/1"
 
 
@@ -53,17 +52,17 @@ class Measured(msgspec.Struct, frozen=True, tag="measured"):
 class Check(msgspec.Struct, frozen=True, tag="check"):
     """A claim that holds or not. `passed` is None if this machine cannot try it.
 
-    A missed target is a figure like any other; every other claim that does not hold is a failure.
+    Only claims that are `required` fail the report; the others are figures.
     """
 
     key: str
     passed: bool | None
     detail: str
-    is_target: bool = False
+    required: bool = True
 
     @property
     def has_failed(self) -> bool:
-        return self.passed is False and not self.is_target
+        return self.passed is False and self.required
 
 
 class Note(msgspec.Struct, frozen=True, tag="note"):
@@ -109,9 +108,6 @@ class Row(msgspec.Struct, frozen=True):
     high: float | None = None
     floor_share: float | None = None
     host_us: float | None = None
-    target: float | None = None
-    stretch: float | None = None
-    verdict: Verdict = ""
     note: str = ""
     error: str = ""
 
@@ -159,51 +155,23 @@ class GpuReport(msgspec.Struct):
         return all(section.state == "complete" for section in self.sections)
 
 
-class Judge(msgspec.Struct, frozen=True):
-    """The maker of rows, with the run's floors, and targets where they hold."""
-
-    floors: Floors | None
-    targets: dict[str, Target]
-
-    def row(self, measured: Measured) -> Row:
-        timing = measured.timing
-        if timing is None:
-            return Row(
-                measured.key, measured.unit, measured.value, note=measured.note,
-                error=measured.error,
-            )  # fmt: skip
-        floor_s = None if self.floors is None else self.floors.seconds(measured.work)
-        value, low, high = (
-            _value(measured, seconds, floor_s)
-            for seconds in (timing.median_s, timing.low_s, timing.high_s)
-        )
-        if low is not None and high is not None and low > high:  # the longest time, the least rate
-            low, high = high, low
-        target, stretch = self._target(measured, floor_s)
+def row_of(measured: Measured, floors: Floors | None) -> Row:
+    """Return the row of a measurement, with the floor at this run's own rates."""
+    timing = measured.timing
+    if timing is None:
         return Row(
-            measured.key, measured.unit, value, low, high,
-            floor_s / timing.median_s if floor_s else None,
-            None if timing.host_s is None else 1e6 * timing.host_s,
-            target, stretch, _verdict(measured.unit, value, target, stretch), measured.note,
-        )  # fmt: skip
-
-    def _target(
-        self, measured: Measured, floor_s: float | None
-    ) -> tuple[float | None, float | None]:
-        wanted = self.targets.get(measured.key)
-        if wanted is None:
-            return None, None
-        if not wanted.adds_floor:
-            return wanted.release, wanted.stretch
-        if floor_s is None:
-            return None, None
-        return wanted.release + {"ms": 1e3, "µs": 1e6}.get(measured.unit, 1.0) * floor_s, None
-
-
-def targets_for(environment: Environment | None, targets: dict[str, Target]) -> dict[str, Target]:
-    """Return the targets, which hold for one GPU; on any other there are none."""
-    holds = environment is not None and TARGETS_HOLD_FOR in environment.gpu
-    return targets if holds else {}
+            measured.key, measured.unit, measured.value, note=measured.note, error=measured.error
+        )
+    floor_s = None if floors is None else floors.seconds(measured.work)
+    value, low, high = (
+        _value(measured, seconds, floor_s)
+        for seconds in (timing.median_s, timing.low_s, timing.high_s)
+    )
+    if low is not None and high is not None and low > high:  # the longest time, the least rate
+        low, high = high, low
+    share = floor_s / timing.median_s if floor_s else None
+    host_us = None if timing.host_s is None else 1e6 * timing.host_s
+    return Row(measured.key, measured.unit, value, low, high, share, host_us, measured.note)
 
 
 def _value(measured: Measured, seconds: float, floor_s: float | None) -> float | None:
@@ -222,20 +190,6 @@ def _value(measured: Measured, seconds: float, floor_s: float | None) -> float |
             return seconds
 
 
-def _verdict(
-    unit: Unit, value: float | None, target: float | None, stretch: float | None
-) -> Verdict:
-    if value is None or target is None:
-        return ""
-
-    def reaches(wanted: float) -> bool:
-        return value >= wanted if unit in RATES else value <= wanted
-
-    if stretch is not None and reaches(stretch):
-        return "stretch"
-    return "met" if reaches(target) else "missed"
-
-
 def markdown(section: Section) -> str:
     """Return the section as Markdown: its rows, its checks and its notes."""
     lines = [f"## {section.title}", ""]
@@ -243,8 +197,8 @@ def markdown(section: Section) -> str:
         lines += [f"**{section.state}**: {section.reason}", ""]
     if section.rows:
         lines += [
-            "| case | value | range | of floor | launch µs | target | | note |",
-            "|---|---|---|---|---|---|---|---|",
+            "| case | value | range | of floor | launch µs | note |",
+            "|---|---|---|---|---|---|",
             *(_line(row) for row in section.rows),
             "",
         ]
@@ -269,8 +223,6 @@ def heading(report: GpuReport) -> str:
             f"{machine.num_cpus} CPUs; torch {machine.torch}, CUDA {machine.cuda}, triton "
             f"{machine.triton}, nixl {machine.nixl}, Python {machine.python}.",
         ]
-        if TARGETS_HOLD_FOR not in machine.gpu:
-            lines.append(f"Targets are of one {TARGETS_HOLD_FOR}; none holds for this GPU.")
     if report.floors is not None:
         lines.append(
             f"Floors, measured in this run: copy {report.floors.copy_tb_per_s:.2f} TB/s (read and "
@@ -284,7 +236,7 @@ DEFINITIONS = (
     "different data, by CUDA events. Steps: wall time of the runner's `execute`, host work "
     "included. *of floor*: the time that the bytes and operations need at this run's copy and GEMM "
     "rates, over the measured time. Causal attention counts 2·n²·heads·head size operations. "
-    "*launch µs*: CPU time to launch it eagerly. Targets are release / stretch."
+    "*launch µs*: CPU time to launch it eagerly."
 )
 
 
@@ -292,13 +244,9 @@ def _line(row: Row) -> str:
     spread = f"{_number(row.low)} to {_number(row.high)}" if row.low is not None else ""
     share = f"{100 * row.floor_share:.0f} %" if row.floor_share is not None else ""
     host = f"{row.host_us:.0f}" if row.host_us is not None else ""
-    goals = [_number(goal) for goal in (row.target, row.stretch) if goal is not None]
-    target = " / ".join(goals)
-    if goals:
-        target = ("≥ " if row.unit in RATES else "≤ ") + target
     value = f"{_number(row.value)} {row.unit}" if row.value is not None else "-"
-    mark, note = ("**FAILED**", row.error) if row.error else (row.verdict, row.note)
-    cells = (row.key, value, spread, share, host, target, mark, _cell(note))
+    note = f"**FAILED** {row.error}" if row.error else row.note
+    cells = (row.key, value, spread, share, host, _cell(note))
     return "| " + " | ".join(cells) + " |"
 
 
@@ -316,16 +264,81 @@ def _cell(text: str) -> str:
 def _mark(check: Check) -> str:
     if check.has_failed:
         return "**FAILED**"
-    return {True: "ok", False: "missed", None: "not tried"}[check.passed]
+    return {True: "ok", False: "no", None: "not tried"}[check.passed]
 
 
-def ratio_check(key: str, ratio: float, least: float) -> Check:
-    return Check(key, ratio >= least, f"{ratio:.2f}x, at least {least:g}x wanted", True)
+# --- the last lines -----------------------------------------------------------------------------
+
+NOT_TRIED = "not tried"
 
 
-def spread_check(key: str, values: Sequence[float], most: float) -> Check:
-    """Check that the values lie within `most` of their middle, each way."""
-    middle = (max(values) + min(values)) / 2
-    spread = (max(values) - middle) / middle
-    detail = f"±{100 * spread:.1f} %, at most ±{100 * most:.0f} % wanted"
-    return Check(key, spread <= most, detail, is_target=True)
+class Claim(msgspec.Struct, frozen=True):
+    """One line. `checks` and `rows` are patterns of keys; rows show values, checks a verdict."""
+
+    title: str
+    checks: str = ""
+    rows: str = ""
+
+
+CLAIMS = (
+    Claim("kernels = twins",
+          r"(decode attention|prefill attention|QK norm|add \+ norm|SiLU|gather and scatter"
+          r"|sampling: device = CPU|a decoder on the kernels).*"),
+    Claim("bits in any batch and chunking",
+          r"(ordered|prefill attention: bits|sampling: tokens in any batch).*"),
+    Claim("graph = eager", r"a replayed step has the bits.*"),
+    Claim("capture", r"capture of .*", r"capture of .*"),
+    Claim("waits per step", r"waits in a replayed step.*"),
+    Claim("copies per step", r"copies to the device.*"),
+    Claim("invariance per weight shape", r"rows keep their bits.*"),
+    Claim("decode ms, eager", rows=r".* decode b\d+ ctx .*, eager"),
+    Claim("decode ms, graph", rows=r".* decode b\d+ ctx .*, graph"),
+    Claim("decode ms, served by the loop", rows=r"(?!idle share).* decode b\d+ ctx \w+"),
+    Claim("prefill ms", rows=r".* prefill \w+( in chunks of \d+)?"),
+    Claim("prefill attention and SDPA", rows=r"(prefill attention|torch SDPA) .*"),
+    Claim("sampler", rows=r"sampling .*"),
+    Claim("idle share", rows=r"idle share.*"),
+    Claim("lane", r"lane .*"),
+    Claim("KV reads", rows=r"KV reads .*"),
+    Claim("hand-over p50 / p99", rows=r"hand-over .*"),
+    Claim("split tokens = colocated", r"greedy tokens, split against colocated"),
+)  # fmt: skip
+
+
+def last_lines(report: GpuReport) -> list[str]:
+    """Return one line for each claim."""
+    checks = [check for section in report.sections for check in section.checks]
+    rows = [row for section in report.sections for row in section.rows]
+    return [_claim_line(claim, checks, rows) for claim in CLAIMS]
+
+
+def _claim_line(claim: Claim, checks: Sequence[Check], rows: Sequence[Row]) -> str:
+    own = [check for check in checks if claim.checks and re.fullmatch(claim.checks, check.key)]
+    shown = [row for row in rows if claim.rows and re.fullmatch(claim.rows, row.key)]
+    failed = [check.key for check in own if check.has_failed]
+    failed += [row.key for row in shown if row.error]
+    said = [*_verdict(own), *(_shown(row) for row in shown if not row.error)]
+    if failed:
+        said.insert(0, f"FAIL ({failed[0]}, of {len(failed)})")
+    return f"{claim.title}: {'; '.join(said) or NOT_TRIED}"
+
+
+def _verdict(checks: Sequence[Check]) -> list[str]:
+    tried = [check for check in checks if check.passed is not None]
+    if not tried:
+        return [f"{NOT_TRIED} ({checks[0].detail})"] if checks else []
+    if any(check.has_failed for check in tried):
+        return []
+    missed = [check.key for check in tried if check.passed is False]
+    if missed:
+        return [f"{len(tried) - len(missed)} of {len(tried)} hold, not {missed[0]}"]
+    detail = f" {tried[0].detail}" if len(tried) == 1 else f" ({len(tried)})"
+    return ["PASS" + detail]
+
+
+def _shown(row: Row) -> str:
+    if row.value is None:
+        return f"{row.key} {row.note or NOT_TRIED}"
+    high = f" / {row.high:.3g}" if row.key.startswith("hand-over") and row.high else ""
+    share = f", {100 * row.floor_share:.0f} % of floor" if row.floor_share else ""
+    return f"{row.key} {row.value:.3g}{high} {row.unit}{share}"

@@ -1,7 +1,8 @@
-"""The arguments of a section of the GPU benchmark: its device, its time, and the sink of results.
+"""One section of the GPU benchmark, in a process of its own: its device, its time, and its sink.
 
 Each section is a function of a `Desk`. It reports as it goes, so that a section that is cut short
-keeps its results; one case that fails is a row with an error, and the next case runs.
+keeps its results; one case that fails is a row with an error, and the next case runs. Every event
+is written at once: the parent may end this process at any moment.
 """
 
 from collections.abc import Callable

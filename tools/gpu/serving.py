@@ -1,4 +1,4 @@
-"""Measure decode steps as they are served: captured, replayed, and planned by the real scheduler.
+"""Measure steps: eager, replayed, and as they are served, planned by the real scheduler.
 
 The engine section calls it with a runner that has captured nothing yet. `served` keeps two steps
 launched, as the engine's loop does, and takes the time from one result to the next. The idle share
@@ -21,19 +21,21 @@ from baton.decode_node.intake import MAX_PASSING
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.block_pool import BlockPool
 from baton.engine.graphs import buckets_up_to
-from baton.engine.plan import StepPlan, StepResult
+from baton.engine.plan import Slice, StepPlan, StepResult
 from baton.engine.runner import Runner
 from baton.engine.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode
 from baton.protocol.sampling import Sampling
 from tools.gpu.cases import StepCase
-from tools.gpu.eager_steps import BLOCK_SIZE, WARM_UPS, decode, decoding
-from tools.gpu.floors import decode_work
+from tools.gpu.floors import decode_work, prefill_work
 from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
 
+GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
+BLOCK_SIZE = 16
+WARM_UPS = 3
 MAX_LAUNCHED = 2  # the same number as in the engine's loop
 FIRST_TOKEN = 3
 BURST = 8  # steps that are launched without a look at their results
@@ -195,3 +197,59 @@ def _busy_s(runner: Runner, case: StepCase) -> float:
             runner.collect()
         took.append((time.perf_counter() - start_s) / BURST)
     return statistics.median(took)
+
+
+# --- steps one by one ---------------------------------------------------------------------------
+
+
+def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
+    """Measure one step again and again; it stores the same keys and values every time."""
+    plan = StepPlan(0, decoding(case))
+    took = [_step_s(runner, plan) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
+    work = decode_work(case.shape, case.batch, case.context)
+    return Measured(key, "ms", work, timing_of(took))
+
+
+def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
+    """Measure a prompt from its first token to its first sampled one."""
+    chunk = case.chunk_tokens or case.context
+    plans = [
+        StepPlan(number, (_chunk(case, start, min(chunk, case.context - start)),))
+        for number, start in enumerate(range(0, case.context, chunk))
+    ]
+    took = []
+    for number in range(1 + max(3, rounds // 2)):
+        seconds = sum(_step_s(runner, plan) for plan in plans)
+        if number:
+            took.append(seconds)
+    note = f"{len(plans)} steps" if len(plans) > 1 else ""
+    work = prefill_work(case.shape, case.context)
+    return Measured(case.key, "ms", work, timing_of(took), note=note)
+
+
+def _step_s(runner: Runner, plan: StepPlan) -> float:
+    result = runner.execute(plan)
+    return result.ended_s - result.started_s
+
+
+def decoding(case: StepCase) -> tuple[Slice, ...]:
+    """Return one token each for sequences whose blocks are scattered over the pool."""
+    per = -(-case.context // BLOCK_SIZE)
+    order = torch.randperm(case.batch * per, generator=torch.Generator().manual_seed(1)).tolist()
+    return tuple(
+        Slice(
+            Key(RequestId(f"sequence-{number}")), case.context - 1, 1, (number % 600 + 3,),
+            tuple(order[number * per : (number + 1) * per]), (0,), GREEDY, 1,
+        )
+        for number in range(case.batch)
+    )  # fmt: skip
+
+
+def _chunk(case: StepCase, start: int, length: int) -> Slice:
+    tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
+    is_last = start + length == case.context
+    table = tuple(range(-(-(start + length) // BLOCK_SIZE)))
+    return Slice(
+        Key(RequestId("prompt")), start, length, tokens, table, (0,) if is_last else (),
+        GREEDY if is_last else None, case.context,
+    )  # fmt: skip

@@ -4,7 +4,7 @@ import pytest
 
 from tests.support.checkpoints import model_folder
 from tools import floor
-from tools.steps import BLOCK, CHUNK, Case
+from tools.floor import BLOCK, CHUNK, Case
 
 
 def test_a_prompt_is_cut_into_chunks_and_draws_once() -> None:

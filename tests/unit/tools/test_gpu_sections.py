@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.sources import REPOSITORY
 from tools.gpu import __main__ as gpu
-from tools.gpu.rows import Check, GpuReport, Row
-from tools.gpu.summary import CLAIMS
+from tools.gpu.rows import CLAIMS, Check, GpuReport, Row
 
 pytest.importorskip("triton")
 # Some 60 seconds of CPU time; several times that on a machine that others use.
