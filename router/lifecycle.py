@@ -191,7 +191,7 @@ class Lifecycle:
         attempt = (choice := self._choices[index]).attempt
         if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
             return
-        attempt.heard_s = self._now_s
+        attempt.heard_s, attempt.has_entries = self._now_s, True
         if not attempt.streaming:
             attempt.streaming = attempt.accepted = True
             if attempt.prefill is not None:
@@ -300,7 +300,7 @@ class Lifecycle:
             unasked = set(keys) - attempt.unconfirmed.get(node, set())
             attempt.confirm(node, keys)
             self._close_if_confirmed(attempt)
-            if attempt.streaming and attempt.is_named(node, unasked):
+            if attempt.streaming and node == attempt.decode and attempt.is_named(node, unasked):
                 # The node ended sequences that are still wanted, for example by a stale cancel.
                 ended = {key.choice for key in unasked if key in attempt.keys} & attempt.open
                 self._lose_choices(attempt, ended, Loss.broken("the node ended this stream", node))
@@ -472,7 +472,7 @@ class Lifecycle:
             if attempt.state is AttemptState.LEAVING and self._now_s >= attempt.leave_by_s:
                 self._close(attempt)
             elif attempt.state is AttemptState.LIVE:
-                deadline_s = STREAM_DEADLINE_S if attempt.streaming else SILENCE_DEADLINE_S
+                deadline_s = STREAM_DEADLINE_S if attempt.has_entries else SILENCE_DEADLINE_S
                 if self._now_s - attempt.heard_s >= deadline_s:
                     text = f"no node has sent anything about this request for {deadline_s:g} s"
                     self._lose(attempt, Loss.broken(text), None)

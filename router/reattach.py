@@ -128,12 +128,12 @@ class Search:
         self._first_attempt = max(self._first_attempt, answer.first_attempt)
         for held in answer.choices:
             known = self._choices.get(held.key.choice)
-            if known is None or known.held.key.attempt < held.key.attempt:
+            is_again = known is not None and (known.node, known.held.key) == (node, held.key)
+            loser: FoundChoice | None = FoundChoice(node, held)
+            if known is None or is_again or known.held.key.attempt < held.key.attempt:
                 is_landing = held.key.choice in answer.landing
                 self._choices[held.key.choice] = FoundChoice(node, held, is_landing)
-                loser = known
-            else:
-                loser = FoundChoice(node, held)
+                loser = None if is_again else known
             if loser is not None and loser.held.is_running:
                 self.outdated.append((loser.node, loser.held.key))
 

@@ -260,6 +260,7 @@ class Attempt:
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
+    has_entries: bool = False  # decode has sent tokens to this router
     first_tokens: tuple[FirstToken, ...] | None = None
     reserved: set[NodeId] = field(default_factory=set)
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels

@@ -256,6 +256,7 @@ def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
     drive.says(D, TokenEntry(Key(R, 1), 3, [8]))
     drive.step(ChoiceStopped(1))
     assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Place) == [], "it was asked for"
+    assert of_type(drive.says(P, CancelDone((KEY,))), Place) == [], "prefill is no longer needed"
     (place,) = of_type(drive.says(D, CancelDone((KEY,))), Place)
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
 
@@ -274,6 +275,8 @@ def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_recei
     choice = AdoptedChoice(KEY, [7, 8], num_received, process=(D, EPOCHS[D]))
     commands = driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER))
     assert commands == ([] if num_received else [Deliver(0, [7, 8])])
+    driver.now_s = STREAM_DEADLINE_S
+    assert driver.step(Tick()) == [], "its prompt may still be on its way to the node"
     assert driver.says(D, TokenEntry(KEY, 5, [9])) == [Deliver(0, [9])]
     assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
 

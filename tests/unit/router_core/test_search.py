@@ -97,6 +97,18 @@ def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
     assert (verdict.choices[0].node, verdict.choices[0].held.key.attempt) == (B, 1)
 
 
+def test_a_node_that_answers_twice_gives_one_sequence() -> None:
+    """It was asked again when its channel came back, before its first answer was read."""
+    one = search()
+    for num_tokens in (3, 5):
+        one.heard(A, attached(held(num_tokens=num_tokens, is_running=True)))
+    one.heard(B, NOTHING)
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert len(verdict.choices[0].held.token_ids) == 5
+    assert one.outdated == []
+
+
 def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them() -> None:
     received = (ReceivedPart(2, True), ReceivedPart(4, True, True), ReceivedPart())
     one = search(*received)
