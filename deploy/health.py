@@ -1,7 +1,6 @@
 """Read a router's /health, for commands that wait for a cluster.
 
-`serve` and `baton up` call it while nodes start, and `baton doctor` at any time. It needs no HTTP
-library.
+It needs no HTTP library.
 """
 
 import http.client
@@ -23,9 +22,6 @@ class NodeReply(msgspec.Struct, frozen=True):
     done: int = 0
     total: int = 0
     reason: str = ""  # why it is degraded
-    device: str = ""
-    dtype: str = ""
-    transports: str = ""
 
     @property
     def doing(self) -> str:
@@ -34,38 +30,11 @@ class NodeReply(msgspec.Struct, frozen=True):
         return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
 
 
-class LostReply(msgspec.Struct, frozen=True):
-    node_id: str
-    lost_s: float
-
-
-class PairReply(msgspec.Struct, frozen=True):
-    """A pair of nodes that is avoided, because its handoffs failed."""
-
-    prefill_node: str
-    decode_node: str
-    reason: str
-
-
-class TransferReply(msgspec.Struct, frozen=True):
-    """The handoffs from one node to another since the router started."""
-
-    prefill_node: str
-    decode_node: str
-    num_handoffs: int = 0
-    num_failures: int = 0
-    num_bytes: int = 0
-    transfer_s: float = 0.0
-
-
 class HealthReply(msgspec.Struct, frozen=True):
-    """The part of GET /health that start-up and `baton doctor` need."""
+    """The part of GET /health that a start needs."""
 
     router: str = ""  # the name of the router that answered
     nodes: tuple[NodeReply, ...] = ()
-    lost: tuple[LostReply, ...] = ()
-    pairs: tuple[PairReply, ...] = ()
-    transfers: tuple[TransferReply, ...] = ()
     can_serve: bool = False  # whether the answer's status was 200
 
     @property

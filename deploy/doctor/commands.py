@@ -1,89 +1,168 @@
-"""`baton doctor` checks this machine, a cluster's hosts, one path, or the transfers of a router.
+"""`baton doctor` checks this machine, a cluster's hosts, or one path.
 
-The command line calls `main`. The exit code is 1 if there is a fault, else 0.
+The exit code is 1 if there is a fault, else 0. Flags that are settings of nodes have their names.
 """
 
 import socket
 import sys
+from argparse import Namespace
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.deploy.doctor.arguments import DoctorWords, words_of
-from baton.deploy.doctor.cluster_check import check_cluster
-from baton.deploy.doctor.findings import Finding, Lines, fault, is_healthy, summary_of
-from baton.deploy.doctor.machine_report import MachineReport
-from baton.deploy.doctor.path_ends import PathReader, offer_pool
-from baton.deploy.doctor.path_messages import PathMeasured, PoolOffered
-from baton.deploy.doctor.path_rules import path_findings
-from baton.deploy.doctor.prober import machine_facts
-from baton.deploy.doctor.rules import findings_of
-from baton.deploy.doctor.serving import check_router
-from baton.protocol.errors import NodeError
+from baton.deploy.doctor.cluster_check import SETTINGS, check_cluster
+from baton.deploy.doctor.findings import (
+    Finding,
+    fault,
+    is_healthy,
+    line_of,
+    summary_of,
+)
+from baton.deploy.doctor.machine import Wants, check_machine
+from baton.deploy.doctor.path import READ_S, PathReader, offer_pool
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.fields import Field, FlagParser, fields_of, timeout_of, with_values
 from baton.runtime.host import active_ports
 from baton.runtime.process import Interrupts
+from baton.runtime.settings import flags_of
 
 
 def main(name: str, summary: str, arguments: Sequence[str]) -> int:
     """Run `baton doctor` and return the exit code. Raises `ConfigError`."""
-    words = words_of(name, summary, arguments)
-    if words.listen:
-        return _listen(words)
-    if words.connect:
-        return _report(_connect(words), words)
-    if words.url:
-        return _report(check_router(words.url), words)
-    if words.file:
-        return _report(check_cluster(words), words)
-    facts = machine_facts(words.config, words.wants)
-    findings = findings_of(facts)
-    if words.json:
-        print(msgspec.json.encode(MachineReport(facts, tuple(findings))).decode())
-        return 0 if is_healthy(findings) else 1
-    return _report(findings, words)
+    given = parser_of(name, summary).parse_args(arguments)
+    if sum(map(bool, (given.file, given.listen, given.connect))) > 1:
+        raise ConfigError("give one of FILE, --listen and --connect; see baton doctor --help")
+    values = {
+        field.name: field.from_text(text)
+        for field in _fields()
+        if (text := getattr(given, field.name)) is not None
+    }
+    config = with_values(ClusterConfig(), values)
+    if given.listen:
+        return _listen(config, given)
+    given.timeout_s = given.timeout_s or READ_S
+    if given.connect:
+        return _report(_connect(config, given), is_json=given.json)
+    if given.file:
+        found = check_cluster(
+            given.file, via=given.via or "", state=given.state or "", timeout_s=given.timeout_s
+        )
+        return _report(found, is_json=given.json)
+    report = check_machine(config, _wants(config, given))
+    if given.json:
+        print(msgspec.json.encode(report).decode())
+        return 0 if is_healthy(report.findings) else 1
+    return _report(report.findings, is_json=False)
 
 
-def _report(found: Iterable[Finding], words: DoctorWords) -> int:
+def _wants(config: ClusterConfig, given: Namespace) -> Wants:
+    for address in (*given.port, *given.reach):
+        if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
+            raise ConfigError(f"{address}: write it as HOST:PORT")
+    if given.gpus is not None and not given.gpus.isdecimal():
+        raise ConfigError(f"--gpus {given.gpus}: give a number of GPUs")
+    return Wants(
+        gpus=int(given.gpus or 0),
+        pool_mib=config.cache.memory_mib,
+        needs_nixl=given.nixl or config.transfer.transport == "nixl",
+        ports=tuple(given.port),
+        reach=tuple(given.reach),
+    )
+
+
+def _report(found: Iterable[Finding], *, is_json: bool) -> int:
     """Print each finding when it is made, or all of them as JSON. Return the exit code."""
     findings = []
-    lines = Lines(is_coloured=sys.stdout.isatty())
+    host = ""
     for finding in found:
         findings.append(finding)
-        if not words.json:
-            print("\n".join(lines.of(finding)), flush=True)
-    print(msgspec.json.encode(findings).decode() if words.json else summary_of(findings))
+        if not is_json and finding.host != host:
+            host = finding.host
+            print(f"{host}:")
+        if not is_json:
+            print(line_of(finding), flush=True)
+    print(msgspec.json.encode(findings).decode() if is_json else summary_of(findings))
     return 0 if is_healthy(findings) else 1
 
 
-def _listen(words: DoctorWords) -> int:
-    failures = 0
-
-    def tell(offer: PoolOffered, measured: PathMeasured) -> None:
-        nonlocal failures
-        failures += measured.failure is not None
-        print(f"this host reads {offer.host}: {measured}", file=sys.stderr, flush=True)
-
-    reader = PathReader(words.config, _endpoint(words.listen))
+def _listen(config: ClusterConfig, given: Namespace) -> int:
+    reader = PathReader(config, _endpoint(given.listen))
     try:
         address = reader.endpoint.removeprefix("tcp://")
-        if words.json:
+        if given.json:
             print(msgspec.json.encode({"address": address}).decode(), flush=True)
         else:
             print(f"on the prefill node's host, run: baton doctor --connect {address}", flush=True)
         with Interrupts() as interrupts:
-            is_done = reader.serve(interrupts, words.timeout_s, tell, is_once=words.once)
+            found = reader.read(interrupts, given.timeout_s or 0.0)
     finally:
         reader.close()
-    return 0 if is_done and not failures else 1
+    if found is None:
+        return 1
+    host, measured = found
+    print(f"this host reads {host}: {measured}", file=sys.stderr, flush=True)
+    return 0 if measured.failure is None else 1
 
 
-def _connect(words: DoctorWords) -> list[Finding]:
+def _connect(config: ClusterConfig, given: Namespace) -> list[Finding]:
     try:
-        row = offer_pool(words.config, _endpoint(words.connect), words.timeout_s)
+        return [offer_pool(config, _endpoint(given.connect), given.timeout_s, active_ports())]
     except NodeError as error:
-        return [fault(f"{words.connect} reads {socket.gethostname()}", error.message)]
-    return path_findings(row, active_ports())
+        return [fault(f"{given.connect} reads {socket.gethostname()}", error.message)]
 
 
 def _endpoint(text: str) -> str:
     return text if "://" in text else f"tcp://{text}"
+
+
+def _fields() -> list[Field]:
+    return [field for field in fields_of(ClusterConfig) if field.name in SETTINGS]
+
+
+def parser_of(name: str, summary: str) -> FlagParser:
+    """Return the parser of `baton doctor`."""
+    parser = FlagParser(prog=f"baton {name}", description=summary)
+    parser.add_argument(
+        "file",
+        metavar="FILE",
+        nargs="?",
+        help="a cluster.yaml: check its hosts and measure every path between them; without it, "
+        "check this machine",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--timeout",
+        dest="timeout_s",
+        metavar="S",
+        type=timeout_of,
+        help=f"longest wait for an answer of another host, in seconds (default: {READ_S:g})",
+    )
+    texts = {
+        "--via": ("COMMAND", "how to run a command on another host of FILE, as 'ssh {host}'"),
+        "--state": ("FOLDER", "state folder of `baton up`, if it was started with --state"),
+        "--gpus": ("N", "number of GPUs that nodes need on this machine"),
+        "--listen": (
+            "ADDRESS",
+            "one path by hand, on the decode node's host: wait at an address of it, as HOST or "
+            "HOST:PORT, and read the pool of the first host that connects",
+        ),
+        "--connect": (
+            "HOST:PORT",
+            "one path by hand, on the prefill node's host: let the host that listens there read a "
+            "pool of this host",
+        ),
+    }
+    for flag, (metavar, text) in texts.items():
+        parser.add_argument(flag, metavar=metavar, help=text)
+    lists = {
+        "--port": "an address that must be free to listen on; may be repeated",
+        "--reach": "an address of another host that must answer; may be repeated",
+    }
+    for flag, text in lists.items():
+        parser.add_argument(flag, metavar="HOST:PORT", action="append", default=[], help=text)
+    parser.add_argument(
+        "--nixl", action="store_true", help="report a fault if NIXL does not work on this machine"
+    )
+    parser.add_settings(_fields(), flags_of)
+    return parser

@@ -1,4 +1,4 @@
-"""A finding, which is one line of `baton doctor`, and the printing of findings."""
+"""A finding, which is one line of `baton doctor`."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -7,11 +7,14 @@ import msgspec
 
 Level = Literal["ok", "warning", "fault"]
 CHECK_WIDTH = 10
-COLOURS = {"ok": "32", "warning": "33", "fault": "31"}
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """`text` says what was found and, if that is a problem, what to do."""
+    """`text` says what was found and, if that is a problem, what to do.
+
+    With a fault, nodes would not start or not reach each other; a warning costs speed, or may be
+    unintended.
+    """
 
     check: str
     level: Level
@@ -35,22 +38,8 @@ def is_healthy(findings: Sequence[Finding]) -> bool:
     return all(one.level != "fault" for one in findings)
 
 
-class Lines:
-    """Prints findings as lines, those of a host below a line with its name."""
-
-    def __init__(self, *, is_coloured: bool) -> None:
-        self._is_coloured = is_coloured
-        self._host = ""
-
-    def of(self, finding: Finding) -> list[str]:
-        lines = []
-        if finding.host != self._host:
-            self._host = finding.host
-            lines.append(f"{finding.host}:")
-        level = finding.level.ljust(7)
-        if self._is_coloured:
-            level = f"\x1b[{COLOURS[finding.level]}m{level}\x1b[0m"
-        return [*lines, f"  {level}  {finding.check.ljust(CHECK_WIDTH)}  {finding.text}"]
+def line_of(finding: Finding) -> str:
+    return f"  {finding.level.ljust(7)}  {finding.check.ljust(CHECK_WIDTH)}  {finding.text}"
 
 
 def summary_of(findings: Sequence[Finding]) -> str:

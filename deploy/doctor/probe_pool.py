@@ -9,7 +9,8 @@ import secrets
 import select
 from statistics import median
 
-from baton.deploy.doctor.path_messages import PathMeasured, PoolOffered
+import msgspec
+
 from baton.kv_transfer.agent import make_port
 from baton.kv_transfer.interfaces import (
     AddPeer,
@@ -25,7 +26,7 @@ from baton.kv_transfer.interfaces import (
 from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports.addresses import choose_transport
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import TransferError
+from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
@@ -35,6 +36,39 @@ NUM_SINGLE = 50  # reads of one block
 NUM_WHOLE = 5  # reads of all blocks, fewer where they would take longer than
 WHOLE_S = 3.0
 WHOLE_BLOCK = BlockPiece(0, 0, BLOCK_BYTES)
+
+
+class PoolOffered(msgspec.Struct, frozen=True):
+    """Sent by the owner of a pool: its address, and the checksums of its blocks."""
+
+    host: str  # the address from which it dials
+    epoch: Epoch
+    rank: RankAddress
+    num_blocks: int
+    block_bytes: int
+    checksums: tuple[int, ...]
+    tcp_ports: tuple[int, ...] = ()  # on which its process listens; UCX picks them
+
+
+class PathMeasured(msgspec.Struct, frozen=True):
+    """Sent by the reader: how fast it read the pool, or why it could not."""
+
+    transport: str = ""
+    lane: str = ""  # the part of the transport that was used, if it is known
+    num_bytes: int = 0
+    read_s: float = 0.0  # the median of some reads of the whole pool
+    block_s: float = 0.0  # the median of some reads of one block
+    block_bytes: int = 0
+    failure: Failure | None = None
+
+    def __str__(self) -> str:
+        if self.failure is not None:
+            return self.failure.message
+        return (
+            f"{self.num_bytes / self.read_s / 1e9:.2f} GB/s, {1e3 * self.block_s:.2f} ms for a "
+            f"block of {self.block_bytes >> 10} KiB, by {self.transport}"
+            + (f": {self.lane}" if self.lane else "")
+        )
 
 
 class ProbePool:
@@ -47,14 +81,13 @@ class ProbePool:
         self._agent = make_port(self._pool, self.epoch, config)
         self._ticket = 0
 
-    @property
-    def address(self) -> RankAddress:
-        return self._agent.address()
-
-    def fill(self) -> tuple[int, ...]:
-        """Fill the pool with unique bytes, and return the checksums of the blocks."""
+    def offer(self, host: str, tcp_ports: tuple[int, ...]) -> PoolOffered:
+        """Fill the pool with unique bytes, and return what its reader needs."""
         self._pool.buffer[:] = os.urandom(self._pool.shape.pool_bytes)
-        return self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES)
+        checksums = self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES)
+        return PoolOffered(
+            host, self.epoch, self._agent.address(), NUM_BLOCKS, BLOCK_BYTES, checksums, tcp_ports
+        )
 
     def measure(self, offer: PoolOffered, timeout_s: float) -> PathMeasured:
         """Read the offered pool some times. A problem becomes the `failure` of the answer."""
@@ -92,7 +125,7 @@ class ProbePool:
     def _choose(self, offer: PoolOffered, failed: dict[str, str]) -> str:
         forced = self._config.transport
         try:
-            return choose_transport(offer.rank, self.address, forced, failed.keys())
+            return choose_transport(offer.rank, self._agent.address(), forced, failed.keys())
         except TransferError as error:
             tried = "".join(f"; {name} was tried: {why}" for name, why in failed.items())
             raise TransferError(error.message + tried, code=error.code) from error

@@ -1,15 +1,14 @@
 """`baton doctor` on this machine, between two of its processes, and between network namespaces."""
 
 import json
-import os
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
@@ -17,7 +16,6 @@ from baton.__main__ import main
 from baton.deploy.demo_model import write_demo_model
 from baton.protocol import VERSION
 from baton.runtime.channels.keys import write_key
-from tests.support.cluster import free_port
 from tests.support.hosts import Hosts, hosts
 
 DOCTOR = (sys.executable, "-m", "baton", "doctor")
@@ -45,78 +43,38 @@ def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
 
 
 def test_this_machine_is_looked_at() -> None:
-    with psutil_listener() as (port, process):
-        taken = f"127.0.0.1:{port}"
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        taken = f"127.0.0.1:{listener.getsockname()[1]}"
         done = doctor("--json", "--port", taken, "--reach", taken, "--model", "/no/such/model")
     report = json.loads(done.stdout)
-    facts, levels = report["facts"], {one["check"]: one["level"] for one in report["findings"]}
+    levels = {one["check"]: one["level"] for one in report["findings"]}
     assert done.returncode == 1
     assert {name for name, level in levels.items() if level == "fault"} == {"model", "ports"}
-    assert facts["version"] == VERSION
-    assert facts["python"] == list(sys.version_info[:3])
-    assert facts["compute"]["torch"]
-    assert facts["memory"]["total_mib"] == pytest.approx(psutil.virtual_memory().total >> 20, abs=1)
-    assert 0 < facts["cpu"]["num_usable"] <= (os.cpu_count() or 1)
-    assert facts["ports"][0]["holder"].endswith(f"pid {process}")
-    assert facts["reach"] == [{"address": taken, "state": "open", "reason": ""}]
-
-
-@contextmanager
-def psutil_listener() -> Iterator[tuple[int, int]]:
-    """A program that listens on a port, and its process id."""
-    code = "import socket; s = socket.create_server(('127.0.0.1', 0))\n"
-    code += "print(s.getsockname()[1], flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield int(process.stdout.readline()), process.pid
-        process.kill()
-
-
-NVIDIA_SMI = """\
-#!/bin/sh
-case "$*" in
-*query-gpu*) echo "0, GPU-1, NVIDIA H100 80GB HBM3, 81559, 60011"; echo "No further devices";;
-*) echo "GPU-1, 77, /usr/bin/train, 59000"; echo "GPU-1, 78, [N/A], [N/A]";;
-esac
-"""
-
-
-def test_what_nvidia_smi_prints_is_understood(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    report = json.loads(doctor("--json").stdout)
-    users = [
-        {"pid": 77, "name": "train", "used_mib": 59000},
-        {"pid": 78, "name": "unknown", "used_mib": 0},
-    ]
-    name = "NVIDIA H100 80GB HBM3"
-    assert report["facts"]["gpus"] == [
-        {"index": 0, "name": name, "total_mib": 81559, "used_mib": 60011, "users": users}
-    ]
+    assert levels["torch"] == levels["reach"] == levels["memory"] == "ok"
+    assert VERSION in report["version"]
 
 
 def test_two_processes_of_a_host_measure_their_shared_memory() -> None:
-    with listening("--once") as (reader, address):
+    with listening() as (reader, address):
         done = doctor("--connect", address)
         assert reader.wait(TIMEOUT_S) == 0
     assert done.returncode == 0, done.stdout + done.stderr
-    path, *_ = done.stdout.splitlines()
+    path, _ = done.stdout.splitlines()
     assert re.fullmatch(
         r"  ok       127.0.0.1 reads 127.0.0.1  \d+\.\d\d GB/s, \d+\.\d\d ms for a block of 64 "
-        r"KiB, by shm: mapped memory",
+        r"KiB, by shm",
         path,
     )
 
 
 def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> None:
-    nowhere = f"127.0.0.1:{free_port()}"
-    done = doctor("--connect", nowhere, "--timeout", "1")
+    # Bound, but nothing listens.
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        nowhere = f"127.0.0.1:{bound.getsockname()[1]}"
+        done = doctor("--connect", nowhere, "--timeout", "1")
     assert done.returncode == 1
-    assert f"no answer from {nowhere} within 1 s while dialling" in done.stdout
+    assert f"no answer from {nowhere} within 1 s" in done.stdout
     for name in ("ours.key", "theirs.key"):
         write_key(tmp_path / name)
     with listening("--keys", str(tmp_path / "ours.key")) as (_, address):
@@ -129,7 +87,7 @@ def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> N
     ("words", "said"),
     [
         (("--connect", "10.0.0.9:5"), "reaches beyond this host: make a key"),
-        (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen, --connect"),
+        (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen and --connect"),
         (("--port", "8000"), "8000: write it as HOST:PORT"),
     ],
 )
@@ -193,6 +151,6 @@ def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path: Path
         code, said = looked_at(on, tmp_path, *SHORT)
         assert code == 1
         blocked, unread = re.findall(r"fault +\S+ reads \S+  (.*)", said)
-        assert re.search(r"no answer from 10.0.0.2:\d+ within 10 s while dialling", blocked)
+        assert re.search(r"no answer from 10.0.0.2:\d+ within 10 s", blocked)
         assert re.search(r"no answer in time from nixl at 10.0.0.1, TCP port \d+", unread)
-        assert "open all TCP ports of 10.0.0.1 to 10.0.0.3" in unread
+        assert "open all TCP ports of the host that is read" in unread

@@ -1,0 +1,312 @@
+"""The checks of one machine: whether nodes can start here, and reach each other.
+
+torch and NIXL, which may crash or take long, are tried in separate processes. Nothing is changed on
+the machine. Facts that other tools show, such as CPU features and clocks, are left to them.
+"""
+
+import csv
+import hashlib
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from baton.deploy.doctor.findings import Finding, fault, ok, warning
+from baton.deploy.model_folder import with_model
+from baton.deploy.ports import check_port
+from baton.engine.compute_facts import ComputeFacts
+from baton.kv_transfer.pools import available_bytes
+from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.protocol import VERSION
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.messages import PROTOCOL_VERSION
+from baton.runtime.channels.keys import load_keys
+from baton.runtime.host import active_ports
+
+CHILD_TIMEOUT_S = 60.0
+REACH_TIMEOUT_S = 3.0
+DIGEST_BYTES, SAMPLE_BYTES = 6, 1 << 16
+SMALL_SHM_MIB = 64
+NVIDIA_SMI = ("nvidia-smi", "--format=csv,noheader,nounits")
+NIXL_HINT = "run `pip install -e '.[nixl]'` in baton's folder"
+MIB = 1 << 20
+
+
+class Wants(msgspec.Struct, frozen=True):
+    """What processes need from their machine."""
+
+    gpus: int = 0
+    pool_mib: int = 0
+    needs_nixl: bool = False  # blocks travel between hosts, or between GPUs
+    ports: tuple[str, ...] = ()  # host:port on which processes will listen
+    reach: tuple[str, ...] = ()  # host:port that processes will dial
+
+
+class GpuFacts(msgspec.Struct, frozen=True):
+    index: int
+    name: str
+    total_mib: int
+    used_mib: int
+
+
+class MachineReport(msgspec.Struct, frozen=True):
+    """The report on one machine. Equal digests mean equal contents; an empty one is unknown."""
+
+    version: str
+    key: str  # digest; it reveals nothing of the key
+    model: str  # digest
+    findings: tuple[Finding, ...]
+
+
+def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
+    """Return the report; `config` names the model, the key and the network device."""
+    compute, gpus, rdma_ports = _compute(), _gpus(), active_ports()
+    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    model, model_digest = _model(config)
+    key, key_digest = _key(config)
+    findings = [
+        ok("python", f"{sys.version.partition(' ')[0]}, baton {VERSION}"),
+        torch_finding(compute),
+        cuda_finding(compute, wants.gpus, has_gpus=bool(gpus)),
+        gpus_finding(gpus, wants.gpus),
+        gpu_memory_finding(gpus),
+        nixl_finding(_nixl(config.transfer.device), needs_nixl=wants.needs_nixl),
+        memory_finding(wants.pool_mib, available_bytes() // MIB),
+        shm_finding(shm.f_bavail * shm.f_frsize // MIB if shm else 0),
+        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma_ports),
+        model,
+        key,
+        _ports(wants.ports),
+        _reach(wants.reach),
+    ]
+    version = f"baton {VERSION}, protocol {PROTOCOL_VERSION}"
+    return MachineReport(version, key_digest, model_digest, tuple(filter(None, findings)))
+
+
+def torch_finding(found: ComputeFacts) -> Finding:
+    if found.failure:
+        return fault(
+            "torch", f"torch does not load ({found.failure}): install baton again in a new folder"
+        )
+    build = f"for CUDA {found.cuda}" if found.cuda else "without CUDA"
+    return ok("torch", f"{found.torch}, built {build}")
+
+
+def cuda_finding(found: ComputeFacts, num_wanted: int, *, has_gpus: bool) -> Finding | None:
+    if found.failure or not (num_wanted or has_gpus):
+        return None
+    bad = fault if num_wanted else warning
+    if not found.cuda:
+        return bad(
+            "cuda",
+            "there is a GPU, but this torch is built without CUDA: install torch with it (`make "
+            "serve` without TORCH_INDEX, in a new environment)",
+        )
+    if found.driver_cuda and _major(found.driver_cuda) < _major(found.cuda):
+        return bad(
+            "cuda",
+            f"the driver supports CUDA up to {found.driver_cuda}, and torch is built for "
+            f"{found.cuda}: install a newer NVIDIA driver, or a torch built for CUDA "
+            f"{_major(found.driver_cuda)}",
+        )
+    if found.no_gpu:
+        return bad("cuda", f"torch can use no GPU: {found.no_gpu}")
+    return ok("cuda", f"torch uses {found.num_gpus} GPUs; the driver supports {found.driver_cuda}")
+
+
+def gpus_finding(gpus: Sequence[GpuFacts], num_wanted: int) -> Finding:
+    if len(gpus) < num_wanted:
+        return fault(
+            "gpus",
+            f"{num_wanted} GPUs are wanted and nvidia-smi shows {len(gpus)}: install the NVIDIA "
+            "driver, lower gpus or replicas, or name more hosts",
+        )
+    return ok("gpus", ", ".join(f"{one.index}: {one.name}" for one in gpus) or "none")
+
+
+def gpu_memory_finding(gpus: Sequence[GpuFacts]) -> Finding | None:
+    if not gpus:
+        return None
+    # Some MiB are the driver's own.
+    busy = [one for one in gpus if one.used_mib > one.total_mib // 20]
+    if not busy:
+        return ok("gpu memory", f"free; {gpus[0].total_mib} MiB each")
+    shown = ", ".join(f"GPU {one.index} {one.used_mib} of {one.total_mib} MiB" for one in busy)
+    return warning(
+        "gpu memory",
+        f"in use: {shown}; pools take what is left: see nvidia-smi, and end what is not baton's",
+    )
+
+
+def nixl_finding(failure: str | None, *, needs_nixl: bool) -> Finding:
+    """Judge why NIXL makes no agent: None if it is not installed, empty if it makes one."""
+    bad = fault if needs_nixl else warning
+    if failure is None:
+        return bad(
+            "nixl", f"not installed, so blocks travel within this host's CPUs alone: {NIXL_HINT}"
+        )
+    return bad("nixl", f"it does not work: {failure}") if failure else ok("nixl", "an agent starts")
+
+
+def memory_finding(pool_mib: int, available_mib: int) -> Finding:
+    if pool_mib > available_mib:
+        return fault(
+            "memory",
+            f"the pools need {pool_mib} MiB and {available_mib} MiB are free: lower "
+            "cache.memory_mib, or end other programs",
+        )
+    return ok("memory", f"{available_mib} MiB are free for pools")
+
+
+def shm_finding(free_mib: int) -> Finding:
+    if free_mib < SMALL_SHM_MIB:
+        return warning(
+            "/dev/shm",
+            f"{free_mib} MiB are free, and UCX and torch put small segments there: give it "
+            f"{SMALL_SHM_MIB} MiB or more (--shm-size for a container); pools do not lie in it",
+        )
+    return ok("/dev/shm", f"{free_mib} MiB free; pools are memfds and do not lie in it")
+
+
+def memlock_finding(limit_bytes: int, rdma_ports: Sequence[str]) -> Finding:
+    is_unlimited = limit_bytes == resource.RLIM_INFINITY
+    shown = "unlimited" if is_unlimited else f"{limit_bytes // 1024} KiB"
+    if rdma_ports and not is_unlimited:
+        return fault(
+            "memlock",
+            f"the limit is {shown}, and RDMA locks the whole pool: set `ulimit -l unlimited` "
+            "(LimitMEMLOCK=infinity in a unit, --ulimit memlock=-1 for a container)",
+        )
+    return ok("memlock", shown)
+
+
+def _major(version: str) -> int:
+    return int(version.partition(".")[0])
+
+
+def _compute() -> ComputeFacts:
+    line, complaint = _last_line_of("baton.engine.check_compute")
+    try:
+        return msgspec.json.decode(line, type=ComputeFacts)
+    except msgspec.MsgspecError:
+        return ComputeFacts(failure=complaint)
+
+
+def _nixl(device: str) -> str | None:
+    """Return why NIXL makes no agent; None if it is not installed."""
+    if not is_installed():
+        return None
+    line, complaint = _last_line_of("baton.deploy.doctor.nixl_check", device)
+    return line or complaint
+
+
+def _last_line_of(module: str, *words: str) -> tuple[str, str]:
+    """Run a module; return its last line, and why it has failed or an empty text."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", module, *words],
+            capture_output=True, text=True, check=False, timeout=CHILD_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return "", f"no answer within {CHILD_TIMEOUT_S:g} s"
+    lines = done.stdout.rstrip("\n").splitlines() or [""]
+    complaints = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+    return lines[-1], complaints[-1] if done.returncode else ""
+
+
+def _gpus() -> list[GpuFacts]:
+    """Return the GPUs that nvidia-smi lists; none if it is missing or does not work."""
+    words = (*NVIDIA_SMI, "--query-gpu=index,name,memory.total,memory.used")
+    try:
+        done = subprocess.run(
+            words, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [
+        row
+        for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)
+        if len(row) == len(GpuFacts.__struct_fields__)  # it may say that there are no others
+    ]
+    return [
+        GpuFacts(int(index), name, _number(total), _number(used))
+        for index, name, total, used in rows
+    ]
+
+
+def _number(text: str) -> int:
+    """Return a number of nvidia-smi, which writes [N/A] for unknown values."""
+    return int(text) if text.strip().isdecimal() else 0
+
+
+def _model(config: ClusterConfig) -> tuple[Finding | None, str]:
+    """Check the model. The digest covers names, sizes and first bytes, which takes milliseconds."""
+    if not config.model.path:
+        return None, ""
+    try:
+        folder = Path(with_model(config).model.path)
+        digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
+        for path in sorted([*folder.glob("*.json"), *folder.glob("*.safetensors")]):
+            digest.update(f"\0{path.name} {path.stat().st_size}\0".encode())
+            with path.open("rb") as file:
+                digest.update(file.read(SAMPLE_BYTES))
+    except ConfigError as error:
+        return fault("model", error.message), ""
+    except OSError as error:
+        return fault("model", f"cannot read the model: {error}"), ""
+    return ok("model", str(folder)), digest.hexdigest()
+
+
+def _key(config: ClusterConfig) -> tuple[Finding | None, str]:
+    path = config.keys.file
+    if not path:
+        return None, ""
+    try:
+        first = load_keys(config.keys).first
+    except ConfigError as error:
+        return fault("key", error.message), ""
+    assert first is not None, "a file without a key is refused"
+    digest = hashlib.blake2b(first.public, digest_size=DIGEST_BYTES).hexdigest()
+    return ok("key", f"{path}, digest {digest}"), digest
+
+
+def _ports(addresses: Sequence[str]) -> Finding | None:
+    """Check that processes can listen here."""
+    problems = []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            check_port(host.strip("[]"), int(port), "")
+        except ConfigError as error:
+            problems.append(f"{address}: {error.message.removesuffix(': ')}")
+    if problems:
+        return fault("ports", f"{'; '.join(problems)}: end what holds it, or choose another port")
+    return ok("ports", f"{', '.join(addresses)} free") if addresses else None
+
+
+def _reach(addresses: Sequence[str]) -> Finding | None:
+    """Check that other hosts answer, even if nothing listens there yet."""
+    shown, silent = [], []
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), REACH_TIMEOUT_S).close()
+            shown.append(f"{address} answers")
+        except ConnectionRefusedError:
+            shown.append(f"{address} is reached, nothing listens")
+        except OSError as error:
+            is_late = isinstance(error, TimeoutError)
+            silent.append(f"{address} ({'timed out' if is_late else error.strerror or error})")
+    if silent:
+        return fault(
+            "reach",
+            f"no answer from {'; '.join(silent)}: see that the host is up, and open the port in "
+            f"every firewall between it and {socket.gethostname()}",
+        )
+    return ok("reach", ", ".join(shown)) if shown else None
