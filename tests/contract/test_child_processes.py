@@ -103,14 +103,6 @@ def test_a_child_that_cannot_be_started_again_is_tried_again(
         supervisor.stop()
 
 
-def test_exit_code_and_last_lines_are_kept() -> None:
-    with running("exit", "7") as (child, lines):
-        assert child.wait(monotonic() + DEADLINE_S)
-        assert child.exit_code == 7
-        assert child.tail == ("first line", "last line")
-        assert lines.first("child", 2) == ["first line", "last line"]
-
-
 def test_a_child_ends_when_it_is_asked_to() -> None:
     with running("wait") as (child, lines):
         lines.first("child")
@@ -124,13 +116,6 @@ def test_what_a_child_leaves_behind_is_cleared_away() -> None:
         left = pid_in(lines.first("child")[0])
         assert child.wait(monotonic() + DEADLINE_S)
         wait_until_gone(left)
-
-
-def test_a_child_leads_a_group_of_its_own() -> None:
-    """So that Ctrl-C reaches the parent alone, which then ends everybody in order."""
-    with running("group") as (child, lines):
-        words = lines.first("child")[0].split()
-        assert words[1] == words[3] == words[5] == str(child.pid)
 
 
 def test_a_grandchild_does_not_outlive_a_parent_that_was_killed() -> None:
@@ -152,17 +137,6 @@ def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread() -> None:
         assert made[0].poll() is None
     finally:
         made[0].stop(0.0)
-
-
-def test_a_child_gets_the_environment_it_was_given() -> None:
-    lines = Lines()
-    given = Command(
-        "child", ("environment", "BATON_TEST"), MODULE,
-        (("PYTHONPATH", str(REPOSITORY)), ("BATON_TEST", "value")),
-    )  # fmt: skip
-    child = Child(given, lines)
-    assert child.wait(monotonic() + DEADLINE_S)
-    assert lines.first("child") == ["value"]
 
 
 def test_a_child_that_dies_is_started_again_after_its_delay() -> None:

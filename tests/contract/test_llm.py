@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from baton import LLM, AsyncLLM, CompletionOutput, RequestOutput, SamplingParams
+from baton import LLM, AsyncLLM, SamplingParams
 from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
@@ -110,17 +110,6 @@ def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path)
     llm.shutdown()  # a second time
     with pytest.raises(BatonError, match="shut down"):
         llm.generate("xyz", GREEDY, use_tqdm=False)
-
-
-def test_what_baton_does_not_compute_is_none_and_the_rest_is_vllm_s(tmp_path: Path) -> None:
-    with toy_llm(tmp_path) as llm:
-        (output,) = llm.generate([1, 2], GREEDY, use_tqdm=False)
-        (choice,) = output.outputs
-        assert isinstance(output, RequestOutput)
-        assert isinstance(choice, CompletionOutput)
-        assert (choice.cumulative_logprob, choice.logprobs, output.prompt_logprobs) == (None,) * 3
-        assert choice.finished()
-        assert output.num_cached_tokens == output.metrics.num_cached_tokens == 0
 
 
 def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import os
 import signal
 import socket
-import stat
 from pathlib import Path
 
 import psutil
@@ -78,24 +77,12 @@ def test_a_node_that_cannot_start_says_why_in_its_last_line(tmp_path: Path) -> N
         nodes.stop()
 
 
-def test_a_cluster_that_never_started_can_be_stopped(tmp_path: Path) -> None:
-    nodes = cluster(tmp_path, [])
-    assert list(nodes.poll()) == []
-    nodes.stop()
-
-
 def test_the_keys_of_clients_do_not_reach_the_nodes(tmp_path: Path) -> None:
     router = RouterConfig(api_keys=("a secret",), api_key_file="/a/secret/file")
     nodes = LocalCluster(ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control")
     settings = [Path(command.args[-1]).read_text() for command in nodes._commands(tmp_path)]
     assert len(settings) == 2
     assert not any("secret" in text for text in settings)
-
-
-def test_only_this_user_can_enter_the_folder_of_sockets() -> None:
-    folder = private_folder()
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.rmdir()
 
 
 def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(

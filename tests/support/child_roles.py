@@ -33,10 +33,6 @@ def main(role: str, *rest: str) -> int:
             grandchild = Child(Command("grandchild", ("wait",), "tests.support.child_roles"))
             print(f"pid {os.getpid()} over {grandchild.pid}")
             time.sleep(FOREVER_S)
-        case "group":
-            print(f"group {os.getpgid(0)} session {os.getsid(0)} pid {os.getpid()}")
-        case "environment":
-            print(os.environ.get(rest[0], "unset"))
     return 0
 
 

@@ -33,17 +33,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return printed.err.splitlines()
 
 
-def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--version"]) == 0
-    assert capsys.readouterr().out == f"baton {baton.__version__}\n"
-
-
-def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"  {name} " in out for name in (*COMMANDS, "demo-model"))
-
-
 def test_no_command_is_a_mistake_that_is_answered_with_help(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

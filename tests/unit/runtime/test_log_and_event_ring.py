@@ -18,7 +18,7 @@ from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Load, Prefill
 from baton.protocol.sampling import Sampling
-from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger, setup
+from baton.runtime.log import logger, setup
 
 
 @pytest.fixture
@@ -38,23 +38,6 @@ def test_a_field_cannot_forge_a_line(stream: io.StringIO) -> None:
     setup(LogConfig(), "router", stream)
     logger("node").warning("odd\nmessage", client="x\n12:00:00.000 ERROR router: forged")
     assert len(stream.getvalue().splitlines()) == 1
-
-
-def test_json_lines_hold_the_same_fields(stream: io.StringIO) -> None:
-    setup(LogConfig(json=True), "router", stream)
-    logger("node").error("lost", node="d0", level="not the level")
-    line = json.loads(stream.getvalue())
-    assert (line["message"], line["node"], line["level"]) == ("lost", "d0", "error")
-    assert line["process"] == "router"
-
-
-def test_an_exception_keeps_its_traceback(stream: io.StringIO) -> None:
-    setup(LogConfig(json=True), "router", stream)
-    try:
-        raise ValueError("why")
-    except ValueError:
-        logger("node").exception("broke")
-    assert "ValueError: why" in json.loads(stream.getvalue())["traceback"]
 
 
 OWNED = """
@@ -109,11 +92,6 @@ def test_setting_up_twice_prints_once(stream: io.StringIO) -> None:
     logger("node").info("once")
     assert stream.getvalue().count("once") == 1
     assert not logging.getLogger("baton").propagate
-
-
-def test_prompts_are_cut() -> None:
-    assert clip("short") == "short"
-    assert len(clip("x" * 10_000)) == MAX_PROMPT_CHARS + 1
 
 
 def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
