@@ -17,6 +17,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from types import FrameType, TracebackType
 from typing import IO
 
@@ -88,44 +89,35 @@ class Child:
         self.name = command.name
         self.exit_code: int | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
-        try:
-            read_end, self._death_pipe = os.pipe()
-        except OSError as error:
-            raise NodeError(f"cannot start {command.name}: {error}") from error
         # The child gets its settings from its arguments, into which this process has put the
         # variables.
         env = {key: text for key, text in os.environ.items() if not key.startswith("BATON_")}
-        env |= {**dict(command.env), DEATH_FD_VARIABLE: str(read_end), "PYTHONUNBUFFERED": "1"}
+        env |= {**dict(command.env), "PYTHONUNBUFFERED": "1"}
         # The signal comes when the spawning *thread* ends, so only the main one may ask for it.
         if threading.current_thread() is threading.main_thread():
             env[DEATH_SIGNAL_VARIABLE] = "1"
-        try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", command.module, *command.args],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                pass_fds=(read_end, *command.pass_fds),
-                start_new_session=True,
-            )
-        except OSError as error:
-            os.close(self._death_pipe)
-            raise NodeError(f"cannot start {command.name}: {error}") from error
-        finally:
-            os.close(read_end)
+        with contextlib.ExitStack() as undo:
+            try:
+                read_end, self._death_pipe = os.pipe()
+                undo.callback(os.close, self._death_pipe)
+                with contextlib.closing(os.fdopen(read_end)):
+                    self._process = subprocess.Popen(
+                        [sys.executable, "-m", command.module, *command.args],
+                        env=env | {DEATH_FD_VARIABLE: str(read_end)},
+                        stdin=subprocess.DEVNULL,
+                        stdout=subprocess.PIPE,
+                        stderr=subprocess.STDOUT,
+                        pass_fds=(read_end, *command.pass_fds),
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise NodeError(f"cannot start {command.name}: {error}") from error
+            undo.pop_all()
         assert self._process.stdout is not None
         self._reader = threading.Thread(
             target=self._read, args=(self._process.stdout, relay), name=command.name, daemon=True
         )
-        try:
-            self._reader.start()
-        except RuntimeError as error:  # the system cannot start another thread
-            self._kill_group()
-            self._process.wait()
-            self._process.stdout.close()
-            os.close(self._death_pipe)
-            raise NodeError(f"cannot start {command.name}: {error}") from error
+        self._reader.start()
 
     @property
     def pid(self) -> int:
@@ -220,6 +212,35 @@ def log_exit(log: Log, ended: Exit) -> None:
         )
 
 
+class Backoff:
+    """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
+
+    def __init__(
+        self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
+    ) -> None:
+        self._first_s, self._longest_s, self._good_run_s = first_s, longest_s, good_run_s
+        self._next_s = first_s
+
+    def after(self, ran_s: float) -> float:
+        """Return the delay after a run of `ran_s`."""
+        if ran_s >= self._good_run_s:
+            self._next_s = self._first_s
+        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
+        return delay_s
+
+
+@dataclass(slots=True)
+class _Post:
+    """The place of one supervised child, which may be empty for a while."""
+
+    command: Command
+    child: Child | None = None
+    started_s: float = 0.0
+    restart_at_s: float = 0.0
+    num_exits: int = 0
+    backoff: Backoff = field(default_factory=Backoff)
+
+
 class Supervisor:
     """Keeps a set of children running. `poll` it a few times a second; it never blocks.
 
@@ -240,22 +261,23 @@ class Supervisor:
         self._relay = relay
 
     def start(self) -> None:
+        """Start all children. Raises `NodeError` if the system cannot start one."""
         for post in self._posts:
-            post.spawn(self._clock(), self._relay)
+            self._spawn(post)
 
     def poll(self) -> list[Exit]:
         """Restart the children that are due, and return the exits since the last call."""
         exits = []
         for post in self._posts:
-            now_s = self._clock()
-            if post.child is not None and post.child.poll() is not None:
-                exits.append(post.ended(now_s, may_leave=self._may_leave))
-            elif post.child is None and now_s >= post.restart_at_s:
+            if post.child is not None:
+                if (code := post.child.poll()) is not None:
+                    ran_s = self._clock() - post.started_s
+                    exits.append(self._ended(post, code, post.child.tail, ran_s))
+            elif self._clock() >= post.restart_at_s:
                 try:
-                    post.spawn(now_s, self._relay)
-                # The system may be out of memory or processes for a while.
-                except NodeError as error:
-                    exits.append(post.not_started(now_s, error))
+                    self._spawn(post)
+                except NodeError as error:  # the system may lack memory or processes for a while
+                    exits.append(self._ended(post, NOT_STARTED, (error.message,), 0.0))
         return exits
 
     def pid_of(self, name: str) -> int | None:
@@ -286,55 +308,16 @@ class Supervisor:
             if post.child is not None:
                 post.child.kill()
 
+    def _spawn(self, post: _Post) -> None:
+        post.child = Child(post.command, self._relay)
+        post.started_s = self._clock()
 
-class _Post:
-    """The place of one supervised child, which may be empty for a while."""
-
-    def __init__(self, command: Command) -> None:
-        self.command = command
-        self.child: Child | None = None
-        self.restart_at_s = 0.0
-        self.num_exits = 0
-        self._started_s = 0.0
-        self._backoff = Backoff()
-
-    def spawn(self, now_s: float, relay: RelayLine) -> None:
-        self.child = Child(self.command, relay)
-        self._started_s = now_s
-
-    def not_started(self, now_s: float, error: NodeError) -> Exit:
-        delay_s = self._backoff.after(0.0)
-        self.restart_at_s = now_s + delay_s
-        return Exit(self.command.name, NOT_STARTED, (error.message,), self.num_exits, delay_s)
-
-    def ended(self, now_s: float, *, may_leave: bool) -> Exit:
-        child, self.child = self.child, None
-        assert child is not None
-        assert child.exit_code is not None
-        self.num_exits += 1
-        if may_leave and child.exit_code == 0:
-            self.restart_at_s = math.inf
-            return Exit(child.name, child.exit_code, child.tail, self.num_exits, None)
-        delay_s = self._backoff.after(now_s - self._started_s)
-        self.restart_at_s = now_s + delay_s
-        return Exit(child.name, child.exit_code, child.tail, self.num_exits, delay_s)
-
-
-class Backoff:
-    """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
-
-    def __init__(
-        self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
-    ) -> None:
-        self._first_s, self._longest_s, self._good_run_s = first_s, longest_s, good_run_s
-        self._next_s = first_s
-
-    def after(self, ran_s: float) -> float:
-        """Return the delay after a run of `ran_s`."""
-        if ran_s >= self._good_run_s:
-            self._next_s = self._first_s
-        delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
-        return delay_s
+    def _ended(self, post: _Post, code: int, tail: tuple[str, ...], ran_s: float) -> Exit:
+        post.child = None
+        post.num_exits += 1
+        delay_s = None if self._may_leave and code == 0 else post.backoff.after(ran_s)
+        post.restart_at_s = math.inf if delay_s is None else self._clock() + delay_s
+        return Exit(post.command.name, code, tail, post.num_exits, delay_s)
 
 
 def end_by_signal() -> None:
