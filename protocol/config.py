@@ -51,7 +51,7 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     path: Annotated[
         str,
         about(
-            "folder of the model, or its name on the Hugging Face hub; empty takes the demo model",
+            "folder of the model, or its name on the Hugging Face hub; empty takes the demo",
             kind="path",
         ),
     ] = ""
@@ -61,21 +61,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     generation_config: Annotated[
         Literal["auto", "none"],
-        about(
-            "sampling defaults of HTTP requests: auto takes them from the model's "
-            "generation_config.json, none takes those of the API"
-        ),
+        about("sampling defaults; auto takes those of generation_config.json, none the API's"),
     ] = "auto"
     dtype: Annotated[
         Dtype, about("number type of weights and KV blocks; auto takes the checkpoint's")
     ] = "auto"
     max_len: Annotated[
-        int,
-        about(
-            "longest sequence, prompt and output together; 0 takes the model's limit",
-            "tokens",
-            ge=0,
-        ),
+        int, about("longest prompt and output together; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
 
     @property
@@ -106,20 +98,10 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = 0.0
     shared_by: Annotated[
-        int,
-        about(
-            "number of nodes on this host that share its memory for their pools; `serve` "
-            "sets it for the nodes that it starts",
-            ge=1,
-        ),
+        int, about("nodes that share this host's memory for their pools; `serve` sets it", ge=1)
     ] = 1
     gpu_shared_by: Annotated[
-        int,
-        about(
-            "number of nodes that share this node's GPU and its memory; `serve` sets "
-            "it for the nodes that it starts",
-            ge=1,
-        ),
+        int, about("nodes that share this node's GPU and its memory; `serve` sets it", ge=1)
     ] = 1
     num_blocks: Annotated[
         int,
@@ -142,26 +124,14 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1
     shared_cpus: Annotated[
         str,
-        about(
-            "file in which the nodes of one host note when they compute, so that a node can use "
-            "the CPUs of idle nodes; `serve` sets it for its nodes",
-            kind="path",
-        ),
+        about("file through which nodes of one host lend idle CPUs; `serve` sets it", kind="path"),
     ] = ""
     threads: Annotated[
         int,
-        about(
-            "number of CPU threads that compute one rank; 0 divides the CPUs of this process "
-            "among the nodes that one command starts and their ranks",
-            ge=0,
-        ),
+        about("CPU threads of a rank; 0 divides the CPUs among the nodes and their ranks", ge=0),
     ] = 0
     kernels: Annotated[
-        KernelChoice,
-        about(
-            "kernels on CPUs: compiled ones, plain torch, or auto, which compiles them where that "
-            "is possible"
-        ),
+        KernelChoice, about("kernels on CPUs; auto compiles them where that is possible")
     ] = "auto"
     deterministic: Annotated[
         bool,
@@ -171,23 +141,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     graphs: Annotated[
-        bool,
-        about(
-            "replay decode steps as CUDA graphs, which take some GPU memory; it has no effect on "
-            "CPUs"
-        ),
+        bool, about("replay decode steps as CUDA graphs, which take some GPU memory")
     ] = True
     max_num_seqs: Annotated[
-        int,
-        about("largest number of sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0),
+        int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
     ] = 0
     chunk_tokens: Annotated[
-        int,
-        about(
-            "largest number of tokens that one step computes; 0 takes 512 on CPUs and 2048 on GPUs",
-            "tokens",
-            ge=0,
-        ),
+        int, about("most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs", "tokens", ge=0)
     ] = 0
 
 
@@ -197,11 +157,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         8000
     )
     shares_port: Annotated[
-        bool,
-        about(
-            "let other routers of this user listen on the same port; the system gives each of "
-            "them some of the connections"
-        ),
+        bool, about("let other routers of this user listen on the same port")
     ] = False
     own_port: Annotated[
         int,
@@ -228,11 +184,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = None
     max_queued: Annotated[
-        int,
-        about(
-            "largest number of requests that wait for a node; a further request gets status 429",
-            ge=0,
-        ),
+        int, about("most requests that wait for a node; a further one gets status 429", ge=0)
     ] = 1024
     max_queued_s: Annotated[
         float, about("how long a request may wait for a node before it gets status 503", "s", gt=0)
@@ -241,18 +193,11 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, about("largest number of requests that the nodes work on at once", ge=1)
     ] = 1024
     routing: Annotated[
-        Routing,
-        about(
-            "how the router chooses nodes: by their load and by what their prefix caches hold, or "
-            "by their load alone"
-        ),
+        Routing, about("choose nodes by their load, or also by what their prefix caches hold")
     ] = "cache-aware"
     local_prefill: Annotated[
         LocalPrefill,
-        about(
-            "which prompts decode nodes compute themselves: auto means those with few uncached "
-            "tokens"
-        ),
+        about("whether decode nodes compute prompts; auto lets them if few tokens are not cached"),
     ] = "auto"
     local_prefill_tokens: Annotated[
         int,
@@ -272,20 +217,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 3
     max_body_mib: Annotated[
         int,
-        about(
-            "largest body of an HTTP request; the router takes a lower limit if the model's "
-            "longest prompt needs less",
-            "MiB",
-            ge=1,
-        ),
+        about("largest body of a request, or less if the longest prompt needs less", "MiB", ge=1),
     ] = 16
     max_connections: Annotated[
-        int,
-        about(
-            "largest number of open client connections; the router takes a lower limit if the "
-            "process may open few files",
-            ge=1,
-        ),
+        int, about("most client connections, or fewer if the process may open few files", ge=1)
     ] = 16384
     idle_s: Annotated[
         float,
@@ -293,11 +228,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 75.0
     unread_s: Annotated[
         float,
-        about(
-            "how long a client may leave its answer unread before the router closes the connection",
-            "s",
-            gt=0,
-        ),
+        about("how long a client may leave its answer unread before it is cut off", "s", gt=0),
     ] = 30.0
     api_keys: Annotated[
         tuple[str, ...],
@@ -318,18 +249,12 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tls_cert: Annotated[
         str,
         about(
-            "PEM file with the router's certificate chain; the router then speaks only https; "
-            "empty speaks http",
-            kind="path",
+            "PEM file of the certificate chain; with it, the router speaks only https", kind="path"
         ),
     ] = ""
     tls_key: Annotated[
         str,
-        about(
-            "PEM file with the private key of the certificate, without a password; empty takes it "
-            "from the file of router.tls_cert",
-            kind="path",
-        ),
+        about("PEM file with its private key; empty takes it from router.tls_cert", kind="path"),
     ] = ""
     page: Annotated[
         bool,
@@ -339,11 +264,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = True
     otlp_traces: Annotated[
-        str,
-        about(
-            "URL to which the router sends traces of requests, such as "
-            "http://host:4318/v1/traces; empty sends none; it needs the extra otel"
-        ),
+        str, about("URL to which traces of requests go (needs the extra otel); empty sends none")
     ] = ""
     allowed_origins: Annotated[
         tuple[str, ...],
@@ -390,10 +311,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     routers: Annotated[
         tuple[str, ...],
-        about(
-            "control endpoints of the routers that the node dials; file:///path names a file that "
-            "holds one and is read again when it changes"
-        ),
+        about("control endpoints of the routers to dial, or file:///path of a file with one"),
     ] = (DEFAULT_CONTROL,)
     bind: Annotated[
         str, about("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
@@ -412,45 +330,23 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     detached_s: Annotated[
         float,
-        about(
-            "how long a node keeps a stream whose router is gone, for a client that comes back; 0 "
-            "keeps no stream",
-            "s",
-            ge=0,
-        ),
+        about("how long a node keeps a stream whose router is gone; 0 keeps none", "s", ge=0),
     ] = 30.0
     start_timeout_s: Annotated[
-        float,
-        about(
-            "how long a node may take from its start until it is ready; after that it exits",
-            "s",
-            gt=0,
-        ),
+        float, about("how long a node may take until it is ready; then it exits", "s", gt=0)
     ] = 120.0
 
 
 class TransferConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport: Annotated[
         TransportChoice,
-        about(
-            "how decode nodes read KV blocks; auto takes shm on one host, cuda_ipc between GPUs "
-            "of one host, and nixl between hosts"
-        ),
+        about("how KV blocks travel; auto takes shm or cuda_ipc within a host, and nixl between"),
     ] = "auto"
     lease_s: Annotated[
-        float,
-        about(
-            "how long a prefill node holds blocks for a decode node that does not renew its lease",
-            "s",
-            gt=0,
-        ),
+        float, about("how long prefill holds blocks for a decode node that is silent", "s", gt=0)
     ] = 30.0
     verify_kv: Annotated[
-        bool,
-        about(
-            "verify a checksum of every KV block that is read; set it to the same value on all "
-            "nodes"
-        ),
+        bool, about("verify a checksum of every KV block that is read; the same on all nodes")
     ] = False
     device: Annotated[
         str,
@@ -473,9 +369,7 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     records: Annotated[
         str,
         about(
-            "folder to which each node writes its records of steps and transfers; empty turns "
-            "them off",
-            kind="path",
+            "folder for each node's records of steps and transfers; empty writes none", kind="path"
         ),
     ] = ""
 
@@ -483,16 +377,10 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class KeysConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     file: Annotated[
         str,
-        about(
-            "file with the cluster's key, made by `baton keygen FILE` and the same on all hosts; "
-            "it is read again when it changes; the first of several keys is the one in use"
-        ),
+        about("file made by `baton keygen`, the same on all hosts; listeners use its first key"),
     ] = ""
     insecure: Annotated[
-        bool,
-        about(
-            "talk to other hosts without a key; use this only where the control network is private"
-        ),
+        bool, about("talk to other hosts without a key, for private control networks only")
     ] = False
 
 
