@@ -7,12 +7,11 @@ prompt, ends the conversation.
 
 import argparse
 import contextlib
-import functools
 import http.client
 import os
 import ssl
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
@@ -35,15 +34,6 @@ COMMANDS = """\
 /help   this list
 /exit   end (also Ctrl-D)
 \"\"\"     begin and end a message of several lines"""
-
-
-class _Choice(msgspec.Struct):
-    delta: dict[str, object] = {}
-
-
-class _Event(msgspec.Struct):
-    choices: list[_Choice] = []
-    error: object = None
 
 
 def main(words: Sequence[str]) -> int:
@@ -155,43 +145,43 @@ class Chat:
     def _choose_model(self) -> None:
         if not self.model:
             with self._request("GET", "/v1/models") as response:
-                try:
-                    self.model = str(msgspec.json.decode(response.read())["data"][0]["id"])
-                except (msgspec.DecodeError, LookupError, TypeError) as error:
-                    raise NodeError(f"{self.url}/v1/models lists no model") from error
+                match msgspec.json.decode(response.read()):
+                    case {"data": [{"id": str(name)}, *_]}:
+                        self.model = name
+                    case _:
+                        raise NodeError(f"{self.url}/v1/models lists no model")
 
     def _stream(self, body: object) -> Iterator[dict[str, object]]:
-        with self._request("POST", "/v1/chat/completions", body) as response:
+        """Yield the deltas of the response."""
+        with self._request("POST", "/v1/chat/completions", msgspec.json.encode(body)) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
-                if not line.startswith(b"data:") or data == b"[DONE]":
-                    continue
-                try:
-                    event = msgspec.json.decode(data, type=_Event)
-                except msgspec.DecodeError as error:
-                    raise NodeError(f"{self.url} sent no chat chunk: {error}") from error
-                if event.error is not None:
-                    raise NodeError(f"{self.url} ended the response: {_reason(event.error)}")
-                yield from (choice.delta for choice in event.choices[:1])
+                if line.startswith(b"data:") and data != b"[DONE]":
+                    match msgspec.json.decode(data):
+                        case {"error": error} if error:
+                            raise NodeError(f"{self.url} ended the response: {_reason(error)}")
+                        case {"choices": [{"delta": dict(delta)}, *_]}:
+                            yield delta
 
     @contextlib.contextmanager
     def _request(
-        self, method: str, path: str, body: object = None
+        self, method: str, path: str, body: bytes | None = None
     ) -> Iterator[http.client.HTTPResponse]:
         """Send a request; a failure until the end of the context is a `NodeError`."""
         parts, headers = urlsplit(self.url), {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        make: Callable[..., http.client.HTTPConnection] = http.client.HTTPConnection
+        connection = http.client.HTTPConnection(parts.netloc, timeout=CONNECT_TIMEOUT_S)
         if parts.scheme == "https":
-            make = functools.partial(
-                http.client.HTTPSConnection, context=client_context(self.ca_file)
+            tls = client_context(self.ca_file)
+            connection = http.client.HTTPSConnection(
+                parts.netloc, timeout=CONNECT_TIMEOUT_S, context=tls
             )
         try:
-            with contextlib.closing(make(parts.netloc, timeout=CONNECT_TIMEOUT_S)) as connection:
+            with contextlib.closing(connection):
                 connection.connect()
                 connection.sock.settimeout(SILENCE_TIMEOUT_S)
-                connection.request(method, parts.path + path, msgspec.json.encode(body), headers)
+                connection.request(method, parts.path + path, body, headers)
                 response = connection.getresponse()
                 if response.status != 200:
                     why = _reason(response.read().decode(errors="replace"))
@@ -200,7 +190,7 @@ class Chat:
         except ssl.SSLCertVerificationError as error:
             why = f"the server's certificate is not trusted ({error.verify_message})"
             raise NodeError(f"{self.url}: {why}; name its authority with --ca-file") from error
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             hint = "start a server, or name one with --url"
             raise NodeError(f"no response from {self.url}: {why}; {hint}") from error
