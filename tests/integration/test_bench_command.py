@@ -151,29 +151,6 @@ def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_
     assert shown(report) in said
 
 
-def test_a_second_interrupt_ends_at_once_and_leaves_no_process(
-    cluster: Cluster, tmp_path: Path
-) -> None:
-    words = ("run", "--url", cluster.url(""), "--concurrency", "2", *ASKED, "--processes", "2")
-    running = subprocess.Popen(
-        command(*words, "--requests", "3000", "--out", "report"), cwd=tmp_path,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    try:
-        assert "serves tiny" in running.stderr.readline()
-        running.send_signal(signal.SIGINT)
-        # Not the same one again: of two at one moment a process may see only one.
-        running.send_signal(signal.SIGTERM)
-        # The client processes have the same stderr: it ends when the last of them did.
-        _, said = running.communicate(timeout=30.0)
-    finally:
-        running.kill()
-        running.wait()
-    assert running.returncode == 130
-    assert said.splitlines()[-1] == "baton: ended at once; nothing was written"
-    assert not list((tmp_path / "report").iterdir())
-
-
 def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
     arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
     flags = ("--flags", "a=--quantization fp8 --threads 1", "--flags", "b=quantization: none")

@@ -112,23 +112,6 @@ def test_a_connection_is_used_again_unless_it_is_closed(
     assert {record.outcome for record in records} == {Outcome.ANSWERED}
 
 
-def test_an_answer_is_over_with_its_last_event_whenever_its_body_ends() -> None:
-    asked: list[asyncio.Event] = []
-
-    async def script(call: Call) -> None:
-        asked.append(asyncio.Event())
-        await call.write(*ONE)
-        if len(asked) == 1:
-            await asked[0].wait()
-        asked[0].set()
-        await call.send()
-
-    with ScriptedServer(script) as server:
-        records = put(server.url, planned(0, num_tokens=1), planned(1, num_tokens=1))
-        assert server.num_connections == 2
-    assert {record.outcome for record in records} == {Outcome.ANSWERED}
-
-
 def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
     with ScriptedServer() as server:
         late, due = put(server.url, planned(0, at_s=-1.0), planned(1, at_s=0.4))
@@ -164,18 +147,6 @@ def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words:
     assert words in record.detail
     assert "\n" not in record.detail
     assert record.end_s >= record.sent_s
-
-
-@pytest.mark.parametrize(
-    ("fields", "wait_s"),
-    [
-        ({"retry_after_ms": "20"}, 0.02),
-        ({"Retry_After": "2"}, 2.0),
-        ({"Retry_After": "soon"}, None),
-    ],
-)
-def test_a_refusal_says_when_to_come_back(fields: dict[str, str], wait_s: float | None) -> None:
-    assert play(replies(429, error(""), **fields)).retry_after_s == wait_s
 
 
 def test_tokens_that_came_before_a_failure_are_kept() -> None:
@@ -242,22 +213,6 @@ def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
     assert isinstance(waiting, Stopped)
 
 
-def test_a_stop_while_a_connection_is_opened_is_no_failure_of_the_server() -> None:
-    async def run() -> Record:
-        with socket.create_server(("127.0.0.1", 0)) as silent:
-            silent.setblocking(False)
-            target = Target(f"https://127.0.0.1:{silent.getsockname()[1]}", MODEL)
-            async with Session(target) as session:
-                asked = asyncio.ensure_future(send(session, target, planned()))
-                # Never a word to it, so that the TLS handshake goes on.
-                accepted, _ = await asyncio.get_running_loop().sock_accept(silent)
-                with accepted:
-                    session.stop()
-                    return await asked
-
-    assert asyncio.run(run()).outcome is Outcome.STOPPED
-
-
 def test_a_key_is_sent_and_a_long_prompt_arrives_whole() -> None:
     request = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=tuple(range(100_000)))
     with ScriptedServer() as server:
@@ -293,47 +248,3 @@ def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certifica
         assert words in refused.detail
     assert trusted.outcome is unchecked.outcome is Outcome.ANSWERED
     assert plain.outcome is not Outcome.ANSWERED
-
-
-def test_tls_with_a_server_that_has_none_is_told() -> None:
-    with ScriptedServer() as server:
-        (record,) = put(server.url.replace("http", "https"), planned())
-    assert record.outcome is Outcome.UNREACHABLE
-    assert "http:// instead of https://" in record.detail
-
-
-def test_waiting_for_a_connection_counts_in_a_closed_loop_too(certificate: Path) -> None:
-    waited_s = 0.3
-
-    async def run(port: int) -> Record:
-        async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await asyncio.sleep(waited_s)
-            from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
-            pumps = (_pump(reader, to_server), _pump(from_server, writer))
-            await asyncio.gather(*pumps)
-            over.set()
-
-        over = asyncio.Event()
-        async with await asyncio.start_server(relay, "127.0.0.1", 0) as slow:
-            url = f"https://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
-            target = Target(url, MODEL, insecure=True, timeout_s=TIMEOUT_S)
-            async with Session(target) as session:
-                record = await send(session, target, planned())
-            await over.wait()
-            return record
-
-    with ScriptedServer(tls=tls(certificate)) as server:
-        record = asyncio.run(run(int(server.url.rpartition(":")[2])))
-    assert record.outcome is Outcome.ANSWERED
-    assert record.intended_s == record.sent_s
-    assert record.arrivals[0].at_s - record.intended_s >= waited_s
-
-
-async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Until either end is gone."""
-    with contextlib.suppress(ConnectionError):
-        while data := await reader.read(1 << 16):
-            writer.write(data)
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()

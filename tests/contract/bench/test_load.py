@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 
@@ -134,32 +134,6 @@ def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> No
     assert 2 <= len(result.records) <= 12
 
 
-def test_a_client_asks_again_when_the_server_said() -> None:
-    script = refuses(lambda number, _: number == 0, Retry_After="1")
-    result, _ = run(script, requests(2, None), concurrency=1)
-    assert outcomes(result) == {Outcome.REFUSED: 1, Outcome.ANSWERED: 1}
-    assert result.records[1].sent_s >= result.records[0].end_s + 1.0
-
-
-@pytest.mark.parametrize(
-    ("num", "stop_after_s", "is_stopped"), [(9, None, True), (9, 2.0, False), (1, None, False)]
-)
-def test_a_pause_ends_with_the_load(num: int, stop_after_s: float, is_stopped: bool) -> None:
-    stop = threading.Event()
-
-    def watch(progress: Progress) -> None:
-        if progress.ended and is_stopped:
-            stop.set()
-
-    script, planned = refuses(lambda *_: True, Retry_After="10"), requests(num, None)
-    result, _ = run(
-        script, planned, watch=watch, stop=stop, concurrency=1,
-        stop_after_s=stop_after_s,
-    )  # fmt: skip
-    assert outcomes(result) == {Outcome.REFUSED: 1}
-    assert result.clients[0].wall_s < 8
-
-
 def test_a_stop_brings_back_what_there_is() -> None:
     stop = threading.Event()
 
@@ -176,40 +150,6 @@ def test_a_stop_brings_back_what_there_is() -> None:
 def _children() -> list[str]:
     with open(f"/proc/{os.getpid()}/task/{threading.get_native_id()}/children") as file:
         return file.read().split()
-
-
-def test_a_stop_ends_the_warm_up_of_a_closed_loop() -> None:
-    stop = threading.Event()
-
-    async def script(call: Call) -> None:
-        stop.set()
-        await hang(call)
-
-    result, _ = run(script, requests(2, None, 1), stop=stop, concurrency=1)
-    assert outcomes(result) == {Outcome.STOPPED: 1}
-
-
-@pytest.fixture
-def _hears_ctrl_c() -> Iterator[None]:
-    """A parent of the tests may have told them to ignore it."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.usefixtures("_hears_ctrl_c")
-def test_ctrl_c_ends_a_load_at_once_and_its_client_processes() -> None:
-    pids: list[str] = []
-
-    def interrupt(progress: Progress) -> None:
-        if progress.sent - progress.ended == 2:
-            pids.extend(_children())
-            signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        run(hang, requests(2), watch=interrupt, processes=2)
-    assert len(pids) >= 2
-    assert not set(pids) & set(_children())
 
 
 def test_a_client_process_that_dies_is_an_error() -> None:

@@ -1,16 +1,14 @@
 """Probing finds what a server can do before a load, and names an obstacle in one clear line."""
 
-import contextlib
 import os
 import socket
-import threading
 from collections.abc import Sequence
 
 import pytest
 
-from baton.bench.client.probe import Probed, pages_of, probe
+from baton.bench.client.probe import Probed, probe
 from baton.bench.client.request import body_of
-from baton.bench.compare import connect, facts_said
+from baton.bench.compare import connect
 from baton.bench.experiment import Experiment, Server
 from baton.bench.records import Planned
 from baton.bench.settings import CompareSettings, LoadSettings, Target
@@ -77,21 +75,6 @@ def test_what_a_server_does_not_know_is_not_asked_for(
     assert (fitted.usage, fitted.ignore_eos) == (knows_usage, forces)
 
 
-def test_a_model_that_is_not_served_is_refused_with_those_that_are() -> None:
-    with (
-        ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server,
-        pytest.raises(ConfigError, match=r"does not serve the model 'three'; it serves one, two"),
-    ):
-        probe(Target(server.url, "three"))
-
-
-def test_one_of_several_models_has_to_be_named() -> None:
-    with ScriptedServer(pages={"/v1/models": TWO_MODELS}) as server:
-        with pytest.raises(ConfigError, match=r"serves one, two: name one with --model"):
-            probe(Target(server.url))
-        assert probe(Target(server.url, "two")).model == "two"
-
-
 @pytest.mark.parametrize(
     ("models", "kind", "words"),
     [
@@ -151,27 +134,6 @@ def test_a_server_that_is_not_there_is_told() -> None:
         probe(Target("http://nowhere.invalid", ""))
 
 
-def test_a_program_that_speaks_before_it_is_asked_is_told() -> None:
-    def greet(listener: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                with listener.accept()[0] as connection:
-                    connection.sendall(b"SSH-2.0-a server of another kind\r\n")
-
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=greet, args=(listener,))
-        thread.start()
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        try:
-            with pytest.raises(
-                ConfigError, match=rf"{url} (sent data or closed|gives no response)"
-            ):
-                probe(Target(url, "", timeout_s=5.0))
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
 def test_a_probe_ends_when_it_is_told_to() -> None:
     read_end, write_end = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as mute:
@@ -181,29 +143,6 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
             probe(Target(url), read_end)
     os.close(read_end)
     os.close(write_end)
-
-
-def test_a_server_is_asked_about_itself_and_a_key_is_not_carried_elsewhere() -> None:
-    asked: list[str] = []
-
-    async def info(call: Call) -> None:
-        asked.append(call.headers["Authorization"])
-        await call.reply(200, b'{"dtype": "half"}')
-
-    async def metrics(call: Call) -> None:
-        await call.reply(200, b"# HELP x\n", "text/plain")
-
-    with ScriptedServer() as other:
-
-        async def moved(call: Call) -> None:
-            await call.reply(302, b"{}", Location=f"{other.url}/server_info")
-
-        pages = {"/server_info": info, "/get_server_info": moved, "/metrics": metrics}
-        with ScriptedServer(pages=pages) as server:
-            found = pages_of(Target(server.url, MODEL, api_key="secret"))
-        assert (asked, other.num_calls) == (["Bearer secret"], 0)
-    assert found == {"/server_info": '{"dtype": "half"}', "/metrics": "# HELP x\n"}
-    assert facts_said(found) == {"dtype": "half"}
 
 
 def test_chats_are_probed_as_chats() -> None:

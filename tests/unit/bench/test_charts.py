@@ -9,7 +9,7 @@ import pytest
 from baton.bench.figures.metrics import Bounds, summarise
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
-from baton.bench.report.charts import MAX_BINS, MAX_CURVES, Chart, Curve, Mark, charts, groups
+from baton.bench.report.charts import Chart, Curve, Mark, charts, groups
 from baton.bench.report.document import Report, Run
 from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
@@ -47,53 +47,6 @@ def test_a_distribution_rises_to_one_over_answered_measured_requests() -> None:
     assert x == pytest.approx([1.0, 1.0, 2.0, 3.0, 4.0])
     assert y == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert not found.log_x
-
-
-def test_gaps_are_counted_per_token_and_rare_long_ones_stay_visible() -> None:
-    records = [answered(0, 0.0, [0.1, 0.11, 0.12, 0.13]), answered(1, 1.0, [0.1, 0.6])]
-    found = chart(report_of([run_of(records, Bounds(gap_max_ms=200))]), "Gaps")
-    assert points(found.curves[0])[0][1:] == pytest.approx([10.0, 10.0, 10.0, 500.0])
-    assert found.log_x
-    assert found.marks == [Mark(200, "bound 200 ms")]
-    nothing = chart(report_of([run_of([answered(0, 0.0, [0.1, 0.1, 0.1])])]), "Gaps")
-    assert "<svg" in nothing.svg(), "a clock's resolution can make gaps of nothing"
-
-
-def test_over_time_every_request_counts_once() -> None:
-    records = [
-        answered(0, 0.2, [0.1, 0.2, 1.3]),
-        answered(1, 1.0, [0.5, 0.51]),
-        failed(2, 2.5, Outcome.TRUNCATED),
-    ]
-    run = run_of(records, Bounds(ttft_ms=300))
-    report = report_of([run])
-    report.bounds = Bounds(ttft_ms=300)
-    found = chart(report, "Requests over time")
-    assert {curve.label: points(curve)[1][1:] for curve in found.curves} == {
-        "met all bounds": [1.0, 0.0, 0.0],
-        "answered, missed a bound": [0.0, 1.0, 0.0],
-        "failed": [0.0, 0.0, 1.0],
-    }
-    assert found.curves[0].x.tolist() == [0.0, 1.0, 2.0, 3.0]
-    long = run_of([answered(at, 10.0 * at, [0.1]) for at in range(100)])
-    (curve,) = chart(report_of([long]), "Requests over time").curves
-    assert len(curve.x) <= MAX_BINS + 1
-    bin_s = curve.x[1] - curve.x[0]
-    assert curve.y[1:].sum() * bin_s == pytest.approx(100)
-
-
-def test_rounds_of_an_arm_are_one_curve_and_of_many_rates_some_are_shown() -> None:
-    runs = [scene_run(SHORT, f"{arm}, round {place}") for place in (1, 2) for arm in ("old", "new")]
-    for run in runs:
-        run.arm, run.round = run.label[:3], int(run.label[-1])
-    found = groups(report_of(runs, command="compare"))
-    assert list(found) == ["old", "new"]
-    num_answered = runs[0].summary.outcomes["answered"] + runs[2].summary.outcomes["answered"]
-    assert len(found["old"]) == num_answered
-    rates = sweep(*(float(rate) for rate in range(12, 0, -1)))
-    labels = list(groups(rates))
-    assert (len(labels), labels[0], labels[-1]) == (MAX_CURVES, "1/s", "12/s")
-    assert "At most 8 of the runs are shown" in chart(rates, "Time to first").caption
 
 
 def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_marked() -> None:

@@ -30,13 +30,6 @@ def test_flags_set_their_settings_and_leave_the_others() -> None:
     assert settings.load == RunSettings().load
 
 
-def test_a_switch_needs_no_value() -> None:
-    assert not run("--ignore-eos", "false").target.ignore_eos
-    # A certificate is checked unless the flag that curl has is given.
-    assert not run("--url", "https://a").target.insecure
-    assert run("--url", "https://a", "--insecure").target.insecure
-
-
 def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> None:
     words = ("a=http://a", "--rounds", "7", "b=http://b#name", "--flags", "a=--x 1,2")
     settings, arms = cli.parse(CompareSettings, words)
@@ -60,23 +53,6 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
     words = example.split()
     assert words[:3] == ["baton", "bench", name]
     cli.parse(settings_of(name), words[3:])
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("sweep", "--shape SHAPE distribution of the arrivals: poisson, constant, gamma,cv=N or"),
-        ("run", "trace for the times as recorded (the default with --workload trace), trace:5 to"),
-        ("run", "common start of all prompts, in front of the tokens of --prompt"),
-        ("run", "--url URL"),
-        ("compare", "NAME=URL ... [flags]"),  # whose arms alone name the servers
-        ("run", "--ca-file PATH"),  # which a refused certificate names
-        ("run", "--path PATH a JSONL file of prompts, a trace file, or a shipped trace"),
-        ("run", "time limit of a response (default: 300 s)"),
-    ],
-)
-def test_help_says_how_to_write_it(name: str, said: str) -> None:
-    assert said in help_of(name)
 
 
 def test_the_overview_names_every_command_on_one_screen(

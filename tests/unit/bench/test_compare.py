@@ -7,15 +7,13 @@ from baton.bench.compare import (
     arms_of,
     contrast,
     facts_of,
-    facts_said,
     flags_of,
     parity,
     warnings,
     whole_rounds,
 )
 from baton.bench.figures.validity import invalid
-from baton.bench.records import Outcome
-from baton.bench.report.document import UNKNOWN, Report, Run
+from baton.bench.report.document import Report, Run
 from baton.bench.settings import Target
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, report_of, scene_run
@@ -73,24 +71,6 @@ def test_a_figure_that_one_round_lacks_is_said_to_be_left_out() -> None:
     assert [one for one in report.notes if "is not compared" in one] == [note]
 
 
-def test_a_figure_that_no_arm_has_is_not_missed() -> None:
-    runs = rounds(6)
-    for run in runs:
-        change(run, goodput=None)
-    assert not [note for note in compared(runs).notes if "not compared" in note]
-
-
-def test_an_arm_that_answers_less_shows() -> None:
-    runs = rounds(6)
-    for run in runs[1::2]:
-        good = run.summary.outcomes[Outcome.ANSWERED]
-        fewer = {Outcome.ANSWERED.value: good // 2, Outcome.REFUSED.value: good - good // 2}
-        change(run, outcomes=fewer)
-    (row,) = [row for row in compared(runs).comparison if row.name == "answered"]
-    assert row.ratios["b"].median == pytest.approx(0.5, abs=0.05)
-    assert row.better == "higher"
-
-
 # --- arms ----------------------------------------------------------------------------------------
 
 
@@ -107,12 +87,6 @@ def test_flags_are_for_an_arm_that_exists() -> None:
     assert flags == {"a": {"dtype": "half", "threads": "2"}, "b": {}}
     with pytest.raises(ConfigError, match="one of a, b"):
         flags_of(("c=--tp 2",), ["a", "b"])
-
-
-@pytest.mark.parametrize("text", ["nosuch.yaml", "configs/split yaml", "", "baton serve"])
-def test_flags_without_a_setting_are_refused_as_a_mistyped_file_is(text: str) -> None:
-    with pytest.raises(ConfigError, match="neither a file nor a flag"):
-        flags_of((f"a={text}",), ["a"])
 
 
 # --- how they were started -----------------------------------------------------------------------
@@ -141,22 +115,6 @@ def test_flags_without_a_setting_are_refused_as_a_mistyped_file_is(text: str) ->
 )
 def test_a_setting_is_read_as_it_was_written(text: str, name: str, value: str) -> None:
     assert facts_of(text)[name] == value
-
-
-def test_what_a_server_says_of_itself_is_read_too() -> None:
-    text = (
-        "# HELP vllm:cache_config_info of threads\n"
-        'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0"} 1.0\n'
-        'vllm:num_requests_running{threads="0"} 3.0\n'
-    )
-    assert facts_said({"/metrics": text}) == {"block-size": "16", "cache-dtype": "auto"}
-    assert facts_said({"/server_info": '{"args": {"dtype": "bf16"}}'}) == {"dtype": "bf16"}
-    assert facts_said({"/version": '"nothing"'}) == {}
-
-
-def test_a_servers_own_word_counts_before_a_flag_and_silence_is_shown() -> None:
-    (row,) = parity({"a": {"dtype": "auto"}, "b": {}}, {"a": {"dtype": "bfloat16"}})
-    assert row.values == {"a": "bfloat16", "b": UNKNOWN}
 
 
 def test_only_what_a_comparison_depends_on_is_compared() -> None:

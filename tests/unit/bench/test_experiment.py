@@ -10,11 +10,10 @@ from baton.bench import cli
 from baton.bench.client.probe import Probed
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import PRESETS
-from baton.bench.figures.validity import Case, invalid
-from baton.bench.plan.plan import reseeded
-from baton.bench.report.document import Report, Run, read_json, write_json
+from baton.bench.figures.validity import Case
+from baton.bench.report.document import Report, Run, read_json
 from baton.bench.report.page import UNTOLD, finish
-from baton.bench.settings import RunSettings, Target, Workload
+from baton.bench.settings import RunSettings, Target
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, answered, load, report_of, run_of, scene_run
 
@@ -118,24 +117,7 @@ def test_loads_that_were_never_run_make_a_report_unusable(
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
-def test_pages_of_an_invalid_or_empty_report_are_no_success(tmp_path: Path) -> None:
-    good, bad = (scene_run(Scene(duration_s=5.0), "a load") for _ in range(2))
-    bad.problems = [invalid("late")]
-    for name, runs, code in (("good", [good], 0), ("bad", [good, bad], 1), ("empty", [], 1)):
-        write_json(report_of(runs), tmp_path / name)
-        assert cli.main(["report", str(tmp_path / name)]) == code
-
-
 # --- prompts that a server may know -----------------------------------------------------------
-
-
-def test_no_load_of_an_experiment_has_the_seed_of_another_experiment() -> None:
-    seeds = [
-        [reseeded(Workload(seed=seed), place).seed for place in range(20)] for seed in range(20)
-    ]
-    assert [own[0] for own in seeds] == list(range(20))
-    assert len({seed for own in seeds for seed in own}) == 20 * 20
-    assert reseeded(Workload(seed=3), 7) == reseeded(Workload(seed=3), 7)
 
 
 def told(arm: str, cached_share: float | None) -> Run:

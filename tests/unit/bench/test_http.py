@@ -87,11 +87,6 @@ def test_the_end_of_a_connection_is_the_end_of_a_body_that_has_no_other(
     assert words in found.problem.detail
 
 
-def test_names_of_headers_are_lower_case_and_repeated_ones_joined() -> None:
-    found = read(b"HTTP/1.1 200\r\nX-A: 1\r\nx-a:2\r\nContent-Length: 0\r\n\r\n")
-    assert found.headers == {"x-a": "1, 2", "content-length": "0"}
-
-
 @pytest.mark.parametrize(
     ("data", "words"),
     [

@@ -2,9 +2,9 @@
 
 import pytest
 
-from baton.bench.figures.validity import CACHED, sent_so_far
+from baton.bench.figures.validity import CACHED
 from baton.bench.plan.plan import make_plan
-from baton.bench.records import Outcome, Planned
+from baton.bench.records import Outcome
 from baton.bench.report.document import Run
 from baton.bench.settings import Workload
 from baton.protocol.errors import BatonError
@@ -22,12 +22,6 @@ def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
     assert not run.invalid
     assert run.summary.attainment == 1.0
     assert run.notes == ["a note"]
-
-
-def test_a_load_of_which_nothing_was_answered_is_an_invalid_run() -> None:
-    run = run_of(case_of(2), ended(REFUSED, REFUSED))
-    assert any("the server's words" in text for text in texts(run, is_invalid=True))
-    assert run.summary.attainment == 0.0
 
 
 def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
@@ -52,22 +46,6 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
     for nothing in (warm, ended(STOPPED, STOPPED)):
         with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
             run_of(case_of(2), nothing, "the first 1 failed")
-
-
-def test_how_far_a_load_came_is_said_without_warm_up() -> None:
-    result = ended(ANSWERED, ANSWERED, STOPPED)
-    result.records[0].warm_up = True
-    planned = [Planned(index, None, 2, (1,), warm_up=not index) for index in range(9)]
-    far = sent_so_far(result.records, planned)
-    assert far == "2 of 8 requests had been sent; not ended by then, and in no figure: 1"
-    assert sent_so_far(result.records[:2], planned) == "1 of 8 requests had been sent"
-
-
-@pytest.mark.parametrize("concurrency", [2, 3])
-def test_clients_that_have_nothing_to_ask_are_no_concurrency(concurrency: int) -> None:
-    run = run_of(case_of(2, concurrency=concurrency), ended(ANSWERED, ANSWERED))
-    is_said = "2 requests cannot keep 3 clients busy" in texts(run, is_invalid=False)
-    assert is_said is (concurrency == 3)
 
 
 @pytest.mark.parametrize("why_stopped", ["", "interrupted: 4 of 5 requests had been sent"])

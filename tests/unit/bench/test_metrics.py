@@ -6,18 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.figures.metrics import (
-    DEFINITIONS,
     Bounds,
     Distribution,
-    Summary,
     Window,
-    counted,
-    distribution,
     measure,
     meets,
     summarise,
 )
-from baton.bench.records import LoadResult, Outcome, Record
+from baton.bench.records import Outcome, Record
 from baton.protocol.errors import BatonError
 from tests.support.bench_records import load, loads, request, steady
 
@@ -136,16 +132,6 @@ def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> No
     assert summary.concurrency == pytest.approx(0.57 / 0.3)
 
 
-def test_a_request_that_ends_long_after_its_window_still_counts() -> None:
-    late = request(0.0, (0.1, 30.0))
-    with pytest.raises(BatonError, match="no request arrived between 5 and 6 s"):
-        summarise(load([late]), window=Window(5.0, 6.0))
-    summary = summarise(load([late, *steady(3)]), window=Window(0.0, 1.0), bounds=BOUNDS)
-    assert summary.num_requests == 4
-    assert summary.num_unfinished == 1
-    assert summary.attainment == 0.75
-
-
 def test_the_cached_share_is_of_prompts_whose_cache_is_known() -> None:
     records = steady(3)
     assert summarise(load(records)).cached_share is None
@@ -153,23 +139,6 @@ def test_the_cached_share_is_of_prompts_whose_cache_is_known() -> None:
     records[1].prompt_tokens, records[1].cached_tokens = 300, 0
     records[2].prompt_tokens = 1000
     assert summarise(load(records)).cached_share == 0.125
-
-
-def test_a_load_of_failures_only_has_a_summary_without_latencies() -> None:
-    summary = summarise(load([request(0.0, (), outcome=Outcome.UNREACHABLE)]), bounds=BOUNDS)
-    assert summary.ttft is None
-    assert summary.e2e is None
-    assert summary.attainment == 0
-    assert summary.goodput is None
-
-
-def test_loads_and_summaries_survive_being_written_as_json_and_records_being_read() -> None:
-    result = load(steady(50))
-    before = msgspec.json.encode(result)
-    summary = summarise(result, bounds=BOUNDS)
-    assert msgspec.json.decode(msgspec.json.encode(summary), type=Summary) == summary
-    assert msgspec.json.encode(result) == before
-    assert msgspec.json.decode(before, type=LoadResult) == result
 
 
 @settings(max_examples=100)
@@ -197,30 +166,3 @@ def test_the_figures_of_any_load_agree_with_each_other(
     spans_ms = sum(1e3 * (one.arrivals[-1].at_s - one.arrivals[0].at_s) for one in good)
     total_ms = summary.itl.mean * summary.itl.count if summary.itl else 0.0
     assert total_ms == pytest.approx(spans_ms)
-
-
-@settings(max_examples=60)
-@given(records=loads(), start_ms=st.integers(0, 5_000), length_ms=st.integers(1, 5_000))
-def test_windows_side_by_side_share_all_requests_out(
-    records: list[Record], start_ms: int, length_ms: int
-) -> None:
-    start_s, end_s = start_ms / 1e3, (start_ms + length_ms) / 1e3
-    windows = [Window(-1.0, start_s), Window(start_s, end_s), Window(end_s, 99.0)]
-    parts = [counted(records, window) for window in windows]
-    found = sorted(record.index for part in parts for record in part)
-    assert found == sorted(record.index for record in records)
-    assert all(start_s <= record.intended_s < end_s for record in parts[1])
-
-
-def test_a_distribution_interpolates_nothing() -> None:
-    found = distribution([float(number) for number in range(1, 1001)])
-    assert found == Distribution(1000, 500.5, 500, 900, 950, 990, 1000, 1)
-    assert distribution([]) is None
-
-
-def test_every_figure_has_a_definition() -> None:
-    plain = {
-        "num_requests", "outcomes", "num_tokens", "num_prompt_tokens", "tokens_per_chunk", "bounds",
-        "attainment_interval", "num_unfinished",
-    }  # fmt: skip
-    assert set(Summary.__struct_fields__) - plain <= set(DEFINITIONS)

@@ -99,13 +99,6 @@ def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None
     assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
 
 
-def test_prompts_share_what_was_asked_for_and_no_more() -> None:
-    plan = make_plan(Workload(prompt="8", shared_prefix=5), None, count=6)
-    assert len({one.prompt_ids[:5] for one in plan.requests}) == 1
-    assert len({one.prompt_ids[5:] for one in plan.requests}) == 6
-    assert all(len(one.prompt_ids) == 13 for one in plan.requests)
-
-
 @pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
 @pytest.mark.parametrize("shared_prefix", [0, 20])
 def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_prefix: int) -> None:
@@ -121,31 +114,9 @@ def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_pre
     assert not starts("40", shared_prefix) & starts("80", 2 * shared_prefix)
 
 
-def test_ids_stay_within_the_vocabulary_and_reach_both_ends() -> None:
-    requests = make_plan(Workload(prompt="100", vocabulary="7-9"), None, count=5).requests
-    assert {token for one in requests for token in one.prompt_ids} == {7, 8, 9}
-
-
 def test_prompts_that_cannot_all_differ_are_refused() -> None:
     with pytest.raises(ConfigError, match="not enough prompts of 1 tokens that differ"):
         make_plan(TINY, None, count=11)
-
-
-def test_a_prefix_that_chats_share_is_their_system_message() -> None:
-    workload = Workload(workload="chat", prompt="4", shared_prefix=2)
-    first, other = make_plan(workload, None, count=2).requests
-    assert [message.role for message in first.messages] == ["system", "user"]
-    assert first.messages[0] == other.messages[0]
-
-
-def test_a_plan_says_what_it_is() -> None:
-    plan = make_plan(SMALL, POISSON, count=200, warm_up=2)
-    assert (plan.offered_rate, plan.realised.num_arrivals) == (5, 200)
-    assert plan.duration_s == plan.requests[-1].at_s
-    for words in ("poisson:5: 200 arrivals", "outputs, tokens: mean", "seed 0"):
-        assert words in said(plan)
-    assert make_plan(SMALL, POISSON, duration_s=10.0).duration_s == 10
-    assert make_plan(SMALL, None, count=3).offered_rate is None
 
 
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
@@ -170,26 +141,6 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert "3 of 3 inputs were clamped" in said(plan)
 
 
-@pytest.mark.parametrize("rate", [0.5, 1.0, 2.0, 4.0])
-@pytest.mark.parametrize("path", ["azure-code", "azure-conv"])
-def test_a_recorded_shape_offers_the_rate_asked_for_within_its_duration(
-    path: str, rate: float
-) -> None:
-    workload = Workload(workload="trace", path=path, max_input=20, max_output=20)
-    plan = make_plan(workload, Recorded(rate), duration_s=120.0)
-    assert len(plan.requests) == 120 * rate
-    assert plan.offered_rate == rate
-    assert plan.realised.rate == pytest.approx(rate)
-    assert plan.requests[-1].at_s == pytest.approx(120 - 1 / rate)
-    assert plan.requests == make_plan(workload, Recorded(rate), count=int(120 * rate)).requests
-    shorter = make_plan(workload, Recorded(rate), count=30, duration_s=120.0)
-    assert (len(shorter.requests), shorter.realised.rate) == (30, pytest.approx(rate))
-    # The rows keep their shape: the same gaps as recorded, all by one factor.
-    recorded = times(make_plan(workload, Recorded(), count=30))
-    factor = 29 / rate / recorded[-1]
-    assert times(shorter) == pytest.approx([at_s * factor for at_s in recorded])
-
-
 def test_a_recording_too_short_for_its_rate_ends_early_and_says_so(tmp_path: Path) -> None:
     workload = of_file(tmp_path, TRACE, "trace")
     plan = make_plan(workload, Recorded(rate=2.0), duration_s=60.0)
@@ -198,19 +149,6 @@ def test_a_recording_too_short_for_its_rate_ends_early_and_says_so(tmp_path: Pat
     assert times(make_plan(workload, Recorded(rate=0.01), duration_s=60.0)) == [0]
     with pytest.raises(ConfigError, match="no recorded request arrives within 10"):
         make_plan(workload, Recorded(rate=0.01), duration_s=10.0)
-
-
-def test_a_recorded_rate_is_that_of_the_played_rows_from_the_first_on(tmp_path: Path) -> None:
-    rows = "".join(f'{{"prompt": "{at}", "at_s": {at}}}\n' for at in (100, 101, 103, 103, 103))
-    workload = of_file(tmp_path, rows)
-    plan = make_plan(workload, Recorded(rate=1.0), duration_s=3.0)
-    assert times(plan) == pytest.approx([0, 2 / 3, 2])
-    bursts = of_file(
-        tmp_path, "".join(f'{{"prompt": "{n}", "at_s": {n // 3}}}\n' for n in range(9))
-    )
-    assert len(make_plan(bursts, Recorded(rate=1.0), duration_s=4.0).requests) == 4
-    with pytest.raises(ConfigError, match="the first 3 recorded requests come at one moment"):
-        make_plan(bursts, Recorded(rate=1.0), duration_s=3.0)
 
 
 def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
@@ -226,14 +164,6 @@ def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
     assert len(likewise[1].prompt_ids) == 3
     assert len(likewise[2].messages[0].content.split()) == 2
     assert not set(prompts(likewise)) & set(prompts(measured))
-
-
-def test_a_file_is_played_once_and_the_rows_that_it_repeats_are_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"4 requests are wanted.*has 3"):
-        make_plan(of_file(tmp_path, FILE), None, count=4)
-    assert "repeat an earlier" not in said(make_plan(of_file(tmp_path, FILE), None))
-    plan = make_plan(of_file(tmp_path, FILE + FILE.splitlines()[-1]), None)
-    assert "1 of 4 prompts repeat an earlier one" in said(plan)
 
 
 @pytest.mark.parametrize(
@@ -286,11 +216,6 @@ def test_mean_and_spread_are_those_of_the_text(text: str, mean: float, sd: float
     lengths = drawn(text)
     assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.02)
     assert statistics.pstdev(lengths) == pytest.approx(sd, rel=0.05)
-
-
-def test_both_edges_come_up_and_nothing_beyond() -> None:
-    assert set(drawn("uniform:3-5", 200)) == {3, 4, 5}
-    assert min(drawn("normal:5,sd=50")) == 1
 
 
 @pytest.mark.parametrize(

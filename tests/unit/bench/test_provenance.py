@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 import baton
-from baton.bench.report.provenance import Provenance, collect, complete, cpu_model_of
+from baton.bench.report.provenance import Provenance, collect, complete
 
 
 def test_a_checkout_is_named_by_its_commit_and_else_by_the_version() -> None:
@@ -32,9 +32,3 @@ def test_the_machine_and_its_load_are_told_and_survive_json() -> None:
     assert after.created_at.endswith("+00:00")
     assert msgspec.structs.replace(after, load_after=None, gpus_after=[]) == before
     assert msgspec.json.decode(msgspec.json.encode(after), type=Provenance) == after
-
-
-def test_a_processor_is_found_under_each_of_its_names() -> None:
-    assert cpu_model_of("processor : 0\nmodel name\t: AMD  EPYC\n") == "AMD EPYC"
-    assert cpu_model_of("Hardware : BCM2835\n") == "BCM2835"
-    assert cpu_model_of("") == ""

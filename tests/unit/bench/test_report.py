@@ -2,13 +2,12 @@
 
 from collections.abc import Callable
 from html import unescape
-from html.parser import HTMLParser
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from baton.bench.figures.metrics import DEFINITIONS, summarise
+from baton.bench.figures.metrics import DEFINITIONS
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
 from baton.bench.figures.validity import invalid, warning
@@ -18,7 +17,6 @@ from baton.bench.report.document import (
     Compared,
     Parity,
     Report,
-    Run,
     Table,
     flat_settings,
     read_json,
@@ -26,10 +24,10 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.page import begin, finish, html, write_again
-from baton.bench.report.sections import number, sections, share, shown
+from baton.bench.report.sections import number, sections, share
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
+from tests.support.bench_records import Scene, failed, report_of, scene_run
 
 SHORT = Scene(duration_s=8.0, warm_up=2, failed_share=0.05)
 EVIL = '</title><script>alert(1)</script> $x_1$ & "q" | `p`\n<img src=x onerror=alert(1)>'
@@ -170,59 +168,6 @@ def test_a_search_stands_by_what_it_confirmed_whatever_was_invalid_on_the_way(
     ]
 
 
-def test_a_comparison_shows_medians_ratios_and_what_they_prove() -> None:
-    found = compared()
-    table = table_of(found, "Comparison")
-    assert table.columns == ["figure", "old", "new", "new / old", "better"]
-    assert table.rows == [
-        ["TTFT p50", "120 ms", "77.0 ms", "0.640 (0.61 to 0.68)", "lower"],
-        ["TPOT p50", "13.0 ms", "13.1 ms", "1.010 (0.98 to 1.02) *", "lower"],
-        ["goodput", "5.00 requests/s", "4.00 requests/s", "0.800 (0.75 to 0.85) *", "higher"],
-    ]
-    assert "need not be the ratio of the two medians" in table.caption
-    told = table_of(found, "Ratios to old of each round that is compared")
-    assert told.columns == ["figure", "1.", "2.", "3.", "4.", "5.", "6."]
-    assert told.rows == [["TTFT p50, new", "0.610", "0.680", "0.630", "0.640", "0.640", "0.650"]]
-    assert table_of(found, "Flag parity").rows == [
-        ["block_size", "16", "32", "NO"], ["dtype", "bf16", "bf16", "yes"],
-    ]  # fmt: skip
-    page, text = html(found), shown(found)
-    assert "block_size" in page
-    assert "block_size" in text
-    assert '<td class="flag">NO</td>' in page
-
-
-class Elements(HTMLParser):
-    """The elements of a page and the addresses that they name."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.addresses: list[str] = []
-        self.handlers: list[str] = []
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.names.append(tag)
-        for name, value in attrs:
-            if name in ("src", "href", "xlink:href", "data", "action"):
-                self.addresses.append(value or "")
-            if name.startswith("on"):
-                self.handlers.append(name)
-
-
-@pytest.mark.parametrize("make", [one_run, evil])
-def test_a_page_is_one_file_that_loads_and_runs_nothing(make: Make) -> None:
-    page = html(make())
-    elements = Elements(page)
-    assert "svg" in elements.names
-    assert "default-src 'none'" in page
-    assert "light-dark(" in page
-    assert not {"script", "link", "iframe", "img", "object", "image"} & set(elements.names)
-    assert not elements.handlers
-    assert not elements.addresses
-
-
 @pytest.mark.parametrize("key", [KEY, "hunter2-hunter2", "xyq"])
 def test_no_key_reaches_any_file_or_the_terminal(
     key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -285,11 +230,3 @@ def test_settings_are_flat_and_numbers_have_few_digits_and_never_claim_all() -> 
     assert [share(v) for v in (1.0, 0.99999, 0.9996, 0.9, 0.0, 0.0004)] == [
         "100 %", "99.999 %", "99.96 %", "90 %", "0 %", "0.04 %",
     ]  # fmt: skip
-
-
-def test_a_last_request_that_ended_as_it_arrived_is_counted() -> None:
-    records = [answered(0, 0.0, [0.1, 0.2]), failed(1, 5.0, Outcome.REFUSED)]
-    records[1].end_s = 5.0
-    run = Run(label="a", summary=summarise(load(records)), records=records)
-    assert run.summary.num_requests == 2
-    assert run.counted == records

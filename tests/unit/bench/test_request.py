@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from baton.bench.client.request import body_of, check, settled
+from baton.bench.client.request import body_of, check
 from baton.bench.records import Message, Planned
-from baton.bench.settings import API_KEY_VARIABLE, Place, Target, place_of
+from baton.bench.settings import Place, Target, place_of
 from baton.protocol.errors import ConfigError
 
 PLANNED = Planned(index=0, at_s=None, output_tokens=5, prompt_ids=(1, 2))
@@ -83,15 +83,6 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
 def test_the_body_of_a_request(target: Target, planned: Planned, body: dict[str, object]) -> None:
     always = {"model": "m", "max_tokens": 5, "temperature": 0, "stream": True}
     assert json.loads(body_of(target, planned)) == always | body
-
-
-def test_what_the_settings_leave_open_is_filled_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(API_KEY_VARIABLE, "of the environment")
-    assert settled(Target(), [PLANNED]) == Target(api="completions", api_key="of the environment")
-    assert settled(Target(api_key="given"), [CHAT]) == Target(api="chat", api_key="given")
-    assert settled(Target(api="completions"), [CHAT]).api == "completions"
-    with pytest.raises(ConfigError, match="--extra-body '1' is not a JSON object"):
-        settled(Target(extra_body="1"), [])
 
 
 @pytest.mark.parametrize(

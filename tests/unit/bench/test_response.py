@@ -162,13 +162,6 @@ def test_a_contradiction_is_named(pieces: list[bytes], outcome: str, words: str)
     assert words in record.detail
 
 
-def test_an_answer_may_stop_early_where_nothing_was_forced() -> None:
-    assert read(token("a", end="stop"), DONE).outcome is Outcome.ANSWERED
-    assert read(token("a", end="length"), DONE).outcome is Outcome.WRONG_LENGTH
-    assert read(token("", end="stop"), DONE).outcome is Outcome.WRONG_LENGTH
-    assert read(*[token("a")] * 4, DONE).outcome is Outcome.WRONG_LENGTH
-
-
 @pytest.mark.parametrize(
     ("data", "outcome", "words"),
     [

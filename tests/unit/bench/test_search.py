@@ -2,7 +2,6 @@
 
 import math
 import random
-import re
 from collections.abc import Callable
 
 import pytest
@@ -10,14 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
-from baton.bench.figures.validity import invalid
-from baton.bench.loads import is_servers_fault, probe_of
+from baton.bench.loads import probe_of
 from baton.bench.plan.arrivals import realised
 from baton.bench.plan.plan import Plan
 from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Run
-from baton.bench.report.sections import shown
-from tests.support.bench_records import answered, case_of, ended, load, report_of, run_of
+from tests.support.bench_records import answered, case_of, ended, load, run_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -110,57 +107,6 @@ def test_each_run_decides_the_next_one(
         assert probe.is_broken == ("broken" in flaws)
 
 
-@pytest.mark.parametrize(
-    ("steps", "options", "ending", "rate", "line"),
-    [
-        # Bounds that a request misses when it is alone end the search at once.
-        ([(4.0, 0.0, {}), (2.0, 0.0, {"alone": True})], {"start_rate": 4.0},
-         Ending.NEVER_ATTAINED, None, "not even 2/s holds an attainment of 90%: the bounds are out "
-         "of reach"),
-        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD), (1.0, 1.0, {})],
-         {"tolerance": 1, "confirmations": 1}, Ending.FOUND, 1.0,
-         "1/s holds an attainment of 90%, confirmed by 1 runs; 2/s does not"),
-        # A server that breaks every run is not said to be too slow.
-        ([(2.0, 0.95, {"broken": True}), (1.0, 0.95, {"broken": True})],
-         {"start_rate": 2.0, "min_rate": 1.0}, Ending.NEVER_ATTAINED, None,
-         "no run was valid, down to 1/s, and that is the server's fault"),
-        # A rate that was never run validly is not said to be out of reach.
-        ([(2.0, 0.0, {}), (1.0, 0.0, BAD), (1.0, 0.0, BAD)], {"start_rate": 2.0, "min_rate": 1.0},
-         Ending.NO_VALID_RUN, None,
-         "no run at 1/s was valid, and 2/s does not hold an attainment of 90%: the client cannot "
-         "measure here"),
-    ],
-)  # fmt: skip
-def test_a_search_ends_with_what_is_known(
-    steps: list[Step], options: dict[str, float], ending: Ending, rate: float | None, line: str
-) -> None:
-    search = observed(steps, **options)
-    found = search.result()
-    assert search.next_rate() is None
-    assert (found.ending, found.rate, found.line) == (ending, rate, line)
-    assert found.confirmed == (ending is Ending.FOUND)
-
-
-def test_one_bad_run_far_below_the_knee_is_found_out() -> None:
-    """The first run at 2/s meets a hiccup of the machine; the server holds 100/s."""
-    hiccups = [0.0]
-    found = run(lambda rate: hiccups.pop() if rate == 2.0 and hiccups else knee(100.0)(rate))
-    assert found.confirmed
-    assert found.rate == pytest.approx(100, rel=0.05)
-
-
-def test_a_rate_that_holds_only_sometimes_is_not_confirmed() -> None:
-    """At 4 to 6/s every third run fails, so three in a row never pass; below all of them do."""
-    turns = iter(range(1000))
-
-    def curve(rate: float) -> float:
-        return float(rate <= 4 or (rate < 6 and next(turns) % 3 < 2))
-
-    found = run(curve, SearchOptions(max_probes=100))
-    assert found.confirmed
-    assert 3.8 <= found.rate <= 4
-
-
 @settings(max_examples=200)
 @given(
     edge=st.floats(0.02, 5000), width=st.floats(0.5, 20), start=st.floats(0.01, 100),
@@ -227,51 +173,6 @@ def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
 
 
 @pytest.mark.parametrize(
-    ("rate", "off"), [(4.0, ""), (3.7, ""), (3.0, "3/s, 25% below"), (5.0, "5/s, 25% above")]
-)
-def test_arrivals_that_were_planned_far_off_the_rate_are_warned_of(rate: float, off: str) -> None:
-    run = judged(rate, 4.0)
-    assert run.summary.offered_rate == pytest.approx(rate)
-    text = f"the arrivals were drawn at {off} the 4/s asked for: a longer load comes closer"
-    assert [problem.text for problem in run.problems] == ([text] if off else [])
-    assert not run.invalid
-
-
-def test_a_search_says_what_the_runs_offered_that_confirmed_its_rate() -> None:
-    options = SearchOptions(start_rate=2.0, tolerance=1.0)
-    search, report = RateSearch(options), report_of([])
-    assert search.result().offered_rate is None
-    # 2/s holds, 4/s does not, nor when it runs again; 2/s is confirmed three times.
-    runs = iter(((9.0, 0), (9.0, 100), (9.0, 100), (3.7, 0), (4.2, 0), (3.9, 0)))
-    while (rate := search.next_rate()) is not None:
-        offered, num_wrong = next(runs)
-        run = judged(offered, rate, num_wrong)
-        report.runs.append(run)
-        search.observe(probe_of(rate, run))
-    report.search = search.result()
-    assert report.search.offered_rate == pytest.approx(3.9)
-    assert report.search.line.endswith("; 3.9/s were offered (median of the confirming runs)")
-    assert report.search.line in shown(report)
-
-
-def test_a_rate_at_which_answers_have_a_wrong_length_is_never_confirmed() -> None:
-    run = judged(4.0, 4.0, num_wrong=5)
-    assert run.invalid
-    assert run.summary.attainment == 0.95
-    search = RateSearch(SearchOptions(min_rate=1.0))
-    while (rate := search.next_rate()) is not None:
-        search.observe(probe_of(rate, run))
-    assert [probe.attainment for probe in search.probes] == [0.95]
-    report = report_of([run])
-    report.search = search.result()
-    assert report.search.ending is Ending.NEVER_ATTAINED
-    assert re.search(r"up +95 % +server's fault +no\n", shown(report))
-    assert shown(report).endswith("NOT CONFIRMED")
-    # One of a hundred is a warning, and a failed request like any other.
-    assert probe_of(4.0, judged(4.0, 4.0, num_wrong=1)).attainment == 0.99
-
-
-@pytest.mark.parametrize(
     ("outcomes", "is_valid"),
     [
         ((Outcome.REFUSED,), True),
@@ -286,12 +187,3 @@ def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
     found = probe_of(1.0, run_of(case_of(len(outcomes)), ended(*outcomes), ""))
     assert found.is_valid is is_valid
     assert found.attainment == 0.0 or not is_valid
-
-
-def test_answers_of_a_wrong_length_under_load_are_the_servers_fault() -> None:
-    outcomes = [Outcome.ANSWERED] * 3 + [Outcome.WRONG_LENGTH]
-    found = run_of(case_of(4), ended(*outcomes), "")
-    assert found.invalid
-    assert is_servers_fault(found)
-    found.problems.append(invalid("the client sent late"))
-    assert not is_servers_fault(found)

@@ -4,7 +4,6 @@ import math
 import random
 from fractions import Fraction
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -24,14 +23,6 @@ def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
     # In whole numbers, where no rounding can hide a mistake.
     assert 100 * sum(one <= found for one in samples) >= percent * len(samples)
     assert 100 * sum(one < found for one in samples) < percent * len(samples)
-
-
-@pytest.mark.parametrize(
-    ("count", "percent", "rank"),
-    [(1, 99, 1), (2, 50, 1), (3, 50, 2), (100, 99, 99), (101, 99, 100), (41_000, 99.9, 40_959)],
-)
-def test_ranks_do_not_suffer_from_floating_point(count: int, percent: float, rank: int) -> None:
-    assert nearest_rank([float(number) for number in range(1, count + 1)], percent) == rank
 
 
 def test_a_ratio_is_taken_round_by_round() -> None:
@@ -59,12 +50,6 @@ def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -
         assert covered >= Fraction(95, 100) > narrower
 
 
-@pytest.mark.parametrize(("a", "b"), [([1.0, 2.0], [1.0]), ([], [])])
-def test_rounds_of_one_server_only_cannot_be_paired(a: list[float], b: list[float]) -> None:
-    with pytest.raises(ValueError, match=f"{len(a)} rounds of one and {len(b)} of the other"):
-        paired(a, b)
-
-
 def test_batch_means_are_wider_where_neighbours_depend_on_each_other() -> None:
     dice = random.Random(2)
     lone = [dice.gauss(0, 1) for _ in range(2000)]
@@ -78,13 +63,6 @@ def test_batch_means_are_wider_where_neighbours_depend_on_each_other() -> None:
     # As independent samples of its variance (3.2 squared) they would claim 0.14 to either side.
     assert together.high - together.low > 4 * 0.14
     assert batch_means([1.0] * 39) is None
-
-
-def test_a_share_that_was_always_met_is_not_certain() -> None:
-    found = share_interval([True] * 20)
-    assert found.estimate == 1
-    assert found.high == 1
-    assert found.low == pytest.approx(20 / (20 + 1.96**2))
 
 
 def test_failures_that_come_together_widen_the_interval_of_a_share() -> None:

@@ -16,8 +16,6 @@ from hypothesis import strategies as st
 
 from baton.bench.plan.plan import make_plan
 from baton.bench.plan.traces import (
-    FOLDER,
-    SHIPPED,
     Replay,
     TraceRow,
     read_prompts,
@@ -82,14 +80,6 @@ def test_a_shipped_trace_is_the_published_one(
         assert statistics.fmean(lengths) == pytest.approx(mean, abs=0.5)
         assert statistics.median(lengths) == pytest.approx(median, abs=0.5)
     assert repeated_share(rows, 512) == pytest.approx(repeated, abs=0.002)
-
-
-def test_every_shipped_trace_is_named_with_its_licence() -> None:
-    about = (FOLDER / "README.md").read_text()
-    for name, file in SHIPPED.items():
-        assert name in about
-        assert file in about
-        assert any(file in notice.read_text() for notice in FOLDER.glob("LICENSE-*"))
 
 
 def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path: Path) -> None:
@@ -272,15 +262,6 @@ def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
     assert ("7 of 7 rows share a stamp" in notes(played, options)) == (spread_s == 0)
 
 
-def test_a_start_skips_rows_and_counts_from_the_first_that_is_left() -> None:
-    rows = [TraceRow(at_s, 5, 5) for at_s in (0.0, 4.0, 9.0)]
-    options = Workload(trace_start_s=3, time_scale=2)
-    played = replay(rows, options)
-    assert stamps(played.rows) == [0, 10]
-    with pytest.raises(ConfigError, match="no rows from 10 s on"):
-        replay(rows, Workload(trace_start_s=10))
-
-
 def test_what_was_clamped_and_scaled_is_said_of_the_rows_that_are_played() -> None:
     rows = [TraceRow(0.0, 512, 80, (1,)), TraceRow(1.0, 1024, 8, (1, 2)), TraceRow(2.0, 99, 0)]
     options = Workload(length_scale=0.5, max_input=300)
@@ -291,15 +272,3 @@ def test_what_was_clamped_and_scaled_is_said_of_the_rows_that_are_played() -> No
     assert "1 of 3 outputs were clamped to 1 or more tokens" in said
     assert "clamped" not in "".join(replay_notes(played, options, 1))
     assert "clamped" not in notes(replay(rows[:2], Workload()), Workload())
-
-
-@pytest.mark.parametrize(
-    "options", [{"length_scale": 1 / 256}, {"vocabulary": "5-6", "length_scale": 1 / 16}]
-)
-def test_blocks_too_small_to_differ_are_refused(
-    tmp_path: Path, options: dict[str, str | float]
-) -> None:
-    path = written(tmp_path, mooncake((0, 600, 9, [1, 2])))
-    workload = msgspec.convert({"workload": "trace", "path": path, **options}, Workload)
-    with pytest.raises(ConfigError, match="equal by chance: raise --length-scale or widen"):
-        make_plan(workload, None)

@@ -14,8 +14,6 @@ from baton.bench.figures.validity import (
     check,
     find_growth,
     is_valid,
-    lag_gate_ms,
-    slope_in_errors,
 )
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from tests.support.bench_records import load, plan_of, request, steady
@@ -158,11 +156,6 @@ def test_a_single_problem_is_told_in_a_line(
     assert "\n" not in found.text
 
 
-@pytest.mark.parametrize(("ttft_s", "gate_ms"), [(0.1, 5), (2.0, 20)])
-def test_the_lag_gate_widens_with_the_ttft(ttft_s: float, gate_ms: float) -> None:
-    assert lag_gate_ms(summarise(load(steady(9, ttft_s=ttft_s)))) == pytest.approx(gate_ms)
-
-
 def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> None:
     records = changed(ended(Outcome.WRONG_LENGTH, num_tokens=4), 10)
     few = problems_of(records)
@@ -174,22 +167,6 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> N
     # A client that did not notice changes nothing.
     records[10].arrivals = records[10].arrivals[:4]
     assert not is_valid(problems_of(records))
-
-
-def test_what_makes_a_run_invalid_comes_first() -> None:
-    records = changed(ended(Outcome.REFUSED), 2)
-    ended(Outcome.NO_SOCKET, "too many open files")(records[2])
-    assert problems_of(records) == [
-        Problem(
-            INVALID,
-            "the client's machine had no socket for 1 of 1000 requests (too many open files): "
-            "raise its limit of open files (ulimit -n), or ask for less at once",
-        ),
-        Problem(
-            WARNING,
-            "3 of 1000 requests failed: 1 no socket, 2 refused; for one: too many open files",
-        ),
-    ]
 
 
 @pytest.mark.parametrize(
@@ -246,16 +223,3 @@ def burst() -> list[Record]:
 )
 def test_what_is_no_growth(records: list[Record], window: Window | None) -> None:
     assert find_growth(records, window) == ""
-
-
-def test_requests_from_before_a_window_are_in_flight_within_it() -> None:
-    slow = [request(n / 10, (n / 90 + 0.1, n * 0.08 + 10), index=n) for n in range(900)]
-    assert figures_in(find_growth(slow, Window(40.0, 90.0)))[2] > 200
-
-
-def test_a_slope_is_measured_in_its_own_errors() -> None:
-    assert slope_in_errors([1, 3, 5, 7]) > 1e6
-    assert slope_in_errors([7, 5, 3, 1]) < -1e6
-    assert slope_in_errors([5, 5, 5]) == 0
-    # By hand: a slope of 1.5, and 0.5, -1 and 0.5 off the line: an error of sqrt(1.5 / 2).
-    assert slope_in_errors([1, 1, 4]) == pytest.approx(3**0.5)
