@@ -2,9 +2,8 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike. Flags and the servers' own reports show whether the
-servers were started alike: settings are compared by the names and values with which they were
-written.
+from hour to hour changes all arms alike. `--flags` show whether the servers
+were started alike: settings are compared by the names and values with which they were written.
 """
 
 import random
@@ -15,7 +14,6 @@ from pathlib import Path
 
 import msgspec
 
-from baton.bench.client.probe import pages_of
 from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import figures_of, unit_of
 from baton.bench.figures.paired import paired
@@ -55,8 +53,7 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.title = " against ".join(arms)
         servers = connect(experiment, arms)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
-        said = {name: facts_said(pages_of(server.target)) for name, server in servers.items()}
-        report.parity = parity(flags, said)
+        report.parity = parity(flags)
         report.notes += warnings(report.parity, list(arms))
         dice = random.Random(settings.workload.seed)
         for number in range(1, settings.rounds + 1):
@@ -171,22 +168,11 @@ def facts_of(text: str) -> Facts:
     }
 
 
-def facts_said(pages: Mapping[str, str]) -> Facts:
-    """Return what a server reports about itself on these pages, in JSON or in info metrics."""
-    facts: Facts = {}
-    for text in pages.values():
-        is_json = text.lstrip().startswith(("{", "["))
-        lines = [line for line in text.splitlines() if is_json or "_info{" in line]
-        facts |= facts_of("\n".join(lines))
-    return facts
-
-
-def parity(flags: Mapping[str, Facts], said: Mapping[str, Facts]) -> list[Parity]:
-    """Return a row per setting with each arm's value, from its server or else from its flags."""
-    seen = {arm: facts | said.get(arm, {}) for arm, facts in flags.items()}
-    names = dict.fromkeys(name for facts in seen.values() for name in facts)
+def parity(flags: Mapping[str, Facts]) -> list[Parity]:
+    """Return a row per setting with each arm's value."""
+    names = dict.fromkeys(name for facts in flags.values() for name in facts)
     return [
-        Parity(name, {arm: facts.get(name, UNKNOWN) for arm, facts in seen.items()})
+        Parity(name, {arm: facts.get(name, UNKNOWN) for arm, facts in flags.items()})
         for name in names
     ]
 
@@ -204,5 +190,5 @@ def warnings(rows: Sequence[Parity], arms: Sequence[str]) -> list[str]:
         lacking = [arm for arm in arms if all(row.values[arm] == UNKNOWN for row in own)]
         silent += [f"{subject} ({', '.join(lacking)})"] if lacking else []
     if silent:
-        lines.append(f"neither flags nor servers show {', '.join(silent)}; see --flags")
+        lines.append(f"--flags do not show {', '.join(silent)}")
     return lines

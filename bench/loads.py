@@ -17,9 +17,6 @@ from baton.bench.report.document import Run
 from baton.bench.settings import RunSettings, SearchSettings, SweepSettings
 from baton.protocol.errors import BatonError, ConfigError
 
-# Below this mean number of requests in flight, most requests run alone.
-ALONE = 0.2
-
 
 def run(settings: RunSettings) -> int:
     arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
@@ -97,7 +94,6 @@ def probe_of(rate: float, run: Run) -> Probe:
         is_broken or not run.invalid,
         is_saturated=bool(find_growth(run.records, None)),
         is_broken=is_broken,
-        is_alone=summary.concurrency < ALONE,
         offered_rate=summary.offered_rate,
     )
 

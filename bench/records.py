@@ -70,7 +70,6 @@ class Record(msgspec.Struct, kw_only=True):
     forced_tokens: int = 0
     token_ids: list[int] | None = None  # where the server returns them
     warm_up: bool = False
-    retry_after_s: float | None = None
 
     @property
     def num_tokens(self) -> int:

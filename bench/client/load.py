@@ -1,16 +1,15 @@
 """Run one load: client processes that each send a share of the requests and return the records.
 
 All processes count from one start on the host's monotonic clock; this process sleeps while they
-run, so that it takes no CPU from them. Records are sent when the load is over. If a process ends
-without its records, the load fails instead of having fewer records.
+run, so that it takes no CPU from them. If a process ends without its records, the load fails
+instead of having fewer records.
 """
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
-from multiprocessing.connection import Pipe, wait
-from typing import Self, assert_never
+from multiprocessing.connection import Connection, Pipe, wait
 
 import msgspec
 
@@ -79,24 +78,23 @@ def run_load(
 ) -> LoadResult:
     """Run a load to its end; a `stop` keeps the records so far, Ctrl-C keeps none.
 
-    Running requests at a stop are `STOPPED`, and later ones have no record. Raises
-    `ConfigError` for a load that cannot run.
+    Running requests at a stop are `STOPPED`, and later ones have no record. Raises `ConfigError`
+    for a load that cannot run, and `BatonError` if a client process fails.
     """
-    with Workers(deal(load), on_progress, stop or threading.Event()) as workers:
-        workers.wait_until(lambda: workers.progress.ready == len(workers.ends))
+    clients = _Clients(on_progress, stop or threading.Event())
+    with clients.running(_shares(load)):
+        clients.wait_until(lambda progress: progress.ready == len(clients.progress))
         # The first request of an open loop may be due before the start, to warm up.
         first_s = min([0.0, *(one.at_s for one in load.requests if one.at_s is not None)])
         start_s = monotonic() + START_DELAY_S + LEAD_S - first_s
         started_at = datetime.now(UTC).isoformat(timespec="milliseconds")
-        if not workers.stopping:
-            for end in workers.ends:
-                end.send(start_s)
-        workers.wait_until(lambda: all(end.finished for end in workers.ends))
-        on_progress(workers.progress)
-        found = [end.finished for end in workers.ends if end.finished is not None]
+        if not clients.stopping:
+            clients.tell(start_s)
+        clients.wait_until(lambda _: len(clients.finished) == len(clients.progress))
+    found = [clients.finished[number] for number in sorted(clients.finished)]
     records = [_since(start_s, _record.decode(data)) for one in found for data in one.records]
     records.sort(key=lambda record: record.index)
-    may_be_fewer = workers.stopping or load.stop_after_s is not None
+    may_be_fewer = clients.stopping or load.stop_after_s is not None
     if len(records) != len(load.requests) and not may_be_fewer:
         text = f"{len(load.requests)} requests were planned and {len(records)} records came back"
         raise BatonError(text)
@@ -104,7 +102,7 @@ def run_load(
     return LoadResult(records, [one.client for one in found], wall_s, started_at)
 
 
-def deal(load: Load) -> list[Load]:
+def _shares(load: Load) -> list[Load]:
     """Return the share of each process, dealt in turn. Raises `ConfigError`."""
     if not load.requests:
         raise ConfigError("the load has no request")
@@ -125,108 +123,99 @@ def deal(load: Load) -> list[Load]:
     ]
 
 
-class Workers:
-    """The client processes and their messages. A context manager; at its end all are gone."""
+class _Clients:
+    """The client processes, by number, and their messages."""
 
-    def __init__(
-        self, shares: list[Load], show: Callable[[Progress], None], stop: threading.Event
-    ) -> None:
-        self.ends: list[_End] = []
+    def __init__(self, show: Callable[[Progress], None], stop: threading.Event) -> None:
+        self.progress: list[Progress] = []
+        self.finished: dict[int, Finished] = {}
         self.stopping = False
-        self._shares, self._show, self._stop = shares, show, stop
-        self._shown_s, self._deadline_s = monotonic(), 0.0
-        self._stack = contextlib.ExitStack()
+        self._show, self._stop = show, stop
+        self._pipes: list[Connection] = []
+        self._children: list[Child] = []
 
-    @property
-    def progress(self) -> Progress:
-        counts = [msgspec.structs.astuple(end.progress) for end in self.ends]
-        return Progress(*map(sum, zip(*counts, strict=True)))
+    @contextlib.contextmanager
+    def running(self, shares: list[Load]) -> Iterator[None]:
+        """Start the processes; at the end of the context all are gone."""
+        try:
+            for number in range(len(shares)):  # all of them first, because each takes a moment
+                ours, theirs = Pipe()
+                self._pipes.append(ours)
+                self.progress.append(Progress())
+                descriptor = theirs.fileno()
+                name = f"client-{number}"
+                command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
+                with theirs:
+                    # The child keeps its last lines for the error message.
+                    self._children.append(Child(command, relay=lambda *_: None))
+            for number, share in enumerate(shares):
+                self._send(number, share)
+            yield
+            for child in self._children:
+                child.wait(monotonic() + EXIT_TIMEOUT_S)
+        finally:
+            for pipe in self._pipes:
+                pipe.close()
+            for child in self._children:
+                child.kill()
+                child.wait(monotonic() + EXIT_TIMEOUT_S)
 
-    def __enter__(self) -> Self:
-        with self._stack as stack:
-            # Start all of them first, because each takes a moment.
-            for number in range(len(self._shares)):
-                self.ends.append(_End(f"client-{number}"))
-                stack.callback(self.ends[-1].close)
-            for end, share in zip(self.ends, self._shares, strict=True):
-                end.send(share)
-            self._stack = stack.pop_all()
-        return self
+    def tell(self, start_s: float) -> None:
+        for number in range(len(self._pipes)):
+            self._send(number, start_s)
 
-    def __exit__(self, *_error: object) -> None:
-        self._stack.close()
-
-    def wait_until(self, is_over: Callable[[], bool]) -> None:
+    def wait_until(self, is_over: Callable[[Progress], bool]) -> None:
         """Show the progress of the processes, and stop them once `stop` is set."""
-        while not is_over():
-            self.poll(LOOK_EVERY_S)
+        shown_s = monotonic()
+        deadline_s = shown_s + STOP_TIMEOUT_S
+        while not is_over(self._sum()):
+            self._receive(LOOK_EVERY_S)
             now_s = monotonic()
             if self._stop.is_set() and not self.stopping:
-                self.stopping, self._deadline_s = True, now_s + STOP_TIMEOUT_S
-                for end in self.ends:
-                    with contextlib.suppress(OSError):  # `poll` finds out how the process ended
-                        end.pipe.send_bytes(encode(None))
-            if self.stopping and now_s > self._deadline_s:
+                self.stopping = True
+                for pipe in self._pipes:
+                    with contextlib.suppress(OSError):  # `_receive` finds out how it ended
+                        pipe.send_bytes(encode(None))
+            if not self.stopping:
+                deadline_s = now_s + STOP_TIMEOUT_S
+            if now_s > deadline_s:
                 raise BatonError("the client processes did not stop when told to")
-            if now_s - self._shown_s >= SHOW_EVERY_S:
-                self._shown_s = now_s
-                self._show(self.progress)
+            if now_s - shown_s >= SHOW_EVERY_S:
+                shown_s = now_s
+                self._show(self._sum())
+        self._show(self._sum())
 
-    def poll(self, timeout_s: float) -> None:
+    def _sum(self) -> Progress:
+        counts = [msgspec.structs.astuple(one) for one in self.progress]
+        return Progress(*map(sum, zip(*counts, strict=True)))
+
+    def _receive(self, timeout_s: float) -> None:
         """Handle messages for `timeout_s`. Raises `BatonError` if a process failed."""
-        listening = [end for end in self.ends if end.finished is None]
-        heard = wait([end.pipe for end in listening], timeout_s)
-        for end in listening:
-            if end.pipe in heard:
-                end.receive()
+        listening = [one for one in range(len(self._pipes)) if one not in self.finished]
+        ready = wait([self._pipes[one] for one in listening], timeout_s)
+        for number in listening:
+            if self._pipes[number] in ready:
+                try:
+                    message = _from_worker.decode(self._pipes[number].recv_bytes())
+                except (EOFError, OSError):
+                    raise self._failed(number, "it ended before the load did") from None
+                if isinstance(message, Finished):
+                    self.finished[number] = message
+                else:
+                    self.progress[number] = message
 
-
-class _End:
-    """A client process and this side of its pipe."""
-
-    def __init__(self, name: str) -> None:
-        self.progress = Progress()
-        self.finished: Finished | None = None
-        self.pipe, theirs = Pipe()
-        descriptor = theirs.fileno()
-        command = Command(name, (str(descriptor),), MODULE, pass_fds=(descriptor,))
-        with theirs:
-            # The child keeps its last lines for the error message.
-            self._child = Child(command, relay=lambda *_: None)
-
-    def send(self, message: Load | Start) -> None:
+    def _send(self, number: int, message: Load | Start) -> None:
         try:
-            self.pipe.send_bytes(encode(message))
+            self._pipes[number].send_bytes(encode(message))
         except OSError as error:
-            raise self._gone(str(error)) from None
+            raise self._failed(number, str(error)) from None
 
-    def receive(self) -> None:
-        """Take in the next message, of which a part has arrived."""
-        try:
-            message = _from_worker.decode(self.pipe.recv_bytes())
-        except (EOFError, OSError):
-            raise self._gone("it ended before the load did") from None
-        match message:
-            case Progress():
-                self.progress = message
-            case Finished():
-                self.finished = message
-            case _:
-                assert_never(message)
-
-    def close(self) -> None:
-        self.pipe.close()
-        if self.finished is not None:
-            self._child.wait(monotonic() + EXIT_TIMEOUT_S)
-        self._child.kill()
-        self._child.wait(monotonic() + EXIT_TIMEOUT_S)
-
-    def _gone(self, why: str) -> BatonError:
-        self._child.wait(monotonic() + EXIT_TIMEOUT_S)
-        last = f": {self._child.tail[-1]}" if self._child.tail else ""
-        code = self._child.exit_code
-        status = "is running" if code is None else f"exit code {code}"
-        return BatonError(f"client process {self._child.name} failed ({why}, {status}){last}")
+    def _failed(self, number: int, why: str) -> BatonError:
+        child = self._children[number]
+        child.wait(monotonic() + EXIT_TIMEOUT_S)
+        last = f": {child.tail[-1]}" if child.tail else ""
+        status = "is running" if child.exit_code is None else f"exit code {child.exit_code}"
+        return BatonError(f"client process {child.name} failed ({why}, {status}){last}")
 
 
 def _since(start_s: float, record: Record) -> Record:

@@ -24,9 +24,6 @@ EXTENSIONS = ("ignore_eos", "token_ids")
 ABILITIES = ("usage", *EXTENSIONS)
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
-# vLLM (with its development endpoints), SGLang, and servers that follow them.
-PAGE_TIMEOUT_S = 5.0
-PAGES = ("/server_info", "/get_server_info", "/metrics")
 
 
 class Probed(msgspec.Struct, frozen=True):
@@ -129,24 +126,6 @@ def accepted(target: Target) -> Vocabulary:
         f"{target.url} takes no prompt of token ids ({record.detail}): name ids of the model with "
         "--vocabulary LOW-HIGH, or choose --workload text or chat"
     )
-
-
-def pages_of(target: Target) -> dict[str, str]:
-    """Return what the server says about itself on `PAGES`, by path, without redirections."""
-
-    quick = msgspec.structs.replace(target, timeout_s=min(target.timeout_s, PAGE_TIMEOUT_S))
-
-    async def read() -> dict[str, str]:
-        async with Session(quick) as session:
-            root = session.base_path.removesuffix("/v1")
-            found = {page: await _send(session, quick, "GET", root + page) for page in PAGES}
-        return {
-            page: one.body.decode(errors="replace")
-            for page, one in found.items()
-            if one.status == 200
-        }
-
-    return asyncio.run(read())
 
 
 async def _send(

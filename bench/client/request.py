@@ -7,7 +7,6 @@ server: that is an `Outcome`.
 
 import asyncio
 import os
-import re
 from collections.abc import Sequence
 
 import msgspec
@@ -144,12 +143,3 @@ def _fill(record: Record, exchange: Exchange, planned: Planned) -> None:
         record.outcome, record.detail = exchange.problem
     record.end_s, record.first_byte_s = exchange.end_s, exchange.first_byte_s
     record.status = exchange.status
-    record.retry_after_s = _retry_after_s(exchange.headers)
-
-
-def _retry_after_s(headers: dict[str, str]) -> float | None:
-    """Return the wait by `retry-after-ms` of OpenAI's clients or HTTP's seconds; ignore dates."""
-    for name, unit_s in (("retry-after-ms", 0.001), ("retry-after", 1.0)):
-        if re.fullmatch(r"\d{1,9}(?:\.\d{1,9})?", value := headers.get(name, "")):
-            return float(value) * unit_s
-    return None

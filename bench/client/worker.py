@@ -35,8 +35,7 @@ CPU_EVERY_S = 0.5
 CPU_SPAN_S = 5.0
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
-# The pause of a closed loop's client after the server refused it.
-PAUSE_S, SHORTEST_RETRY_AFTER_S, LONGEST_RETRY_AFTER_S = 0.5, 0.1, 10.0
+PAUSE_S = 0.5  # of a closed loop's client after the server refused it
 # These outcomes count as a refusal only without a token: a proxy may accept and then close.
 TURNED_AWAY = (
     Outcome.UNREACHABLE,
@@ -166,8 +165,9 @@ class Worker:
         async def client() -> None:
             while waiting and not session.stopped and monotonic() < over_s:
                 record = await self._send(waiting.popleft(), None)
-                if record is not None and waiting:
-                    await session.until(min(monotonic() + pause_s(record), over_s))
+                is_refused = record and record.outcome in TURNED_AWAY and not record.arrivals
+                if is_refused and waiting:
+                    await session.until(min(monotonic() + PAUSE_S, over_s))
 
         async with asyncio.TaskGroup() as group:
             for _ in range(min(self._share.concurrency, len(waiting))):
@@ -183,15 +183,6 @@ class Worker:
             return None
         self.add(record)
         return record
-
-
-def pause_s(record: Record) -> float:
-    """Return how long a client waits after this request: 0 unless the server refused it."""
-    if record.outcome not in TURNED_AWAY or record.arrivals:
-        return 0.0
-    if record.retry_after_s is None:
-        return PAUSE_S
-    return min(max(record.retry_after_s, SHORTEST_RETRY_AFTER_S), LONGEST_RETRY_AFTER_S)
 
 
 class Strain:

@@ -53,7 +53,6 @@ class Probe(msgspec.Struct, frozen=True):
 
     Saturated: the queue grew throughout, so that a longer run would attain less. Broken: its
     figures must not be used, by the server's fault. Neither attains, even with a good attainment.
-    Alone: hardly any two requests were in flight at once, so a lower rate would attain no more.
     """
 
     rate: float
@@ -62,7 +61,6 @@ class Probe(msgspec.Struct, frozen=True):
     purpose: Purpose = Purpose.UP
     is_saturated: bool = False
     is_broken: bool = False
-    is_alone: bool = False
     offered_rate: float | None = None  # drawn arrivals never have quite the rate
 
 
@@ -95,7 +93,6 @@ class _Rate:
     num_confirmed: int = 0
     num_invalid: int = 0  # in a row
     is_rechecked: bool = False
-    is_alone: bool = False
 
 
 @dataclass(slots=True)
@@ -139,7 +136,7 @@ class RateSearch:
             # If the rate attained before, this failure is already the second result.
             was_held = known.verdict == "held"
             known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
-            known.verdict, known.is_alone = "held" if is_good else "failed", probe.is_alone
+            known.verdict = "held" if is_good else "failed"
             known.num_confirmed += is_good and purpose is Purpose.CONFIRM
         elif known.num_invalid >= MAX_INVALID:
             known.is_rechecked = True
@@ -171,7 +168,7 @@ class RateSearch:
         low, high = self._low(), self._high()
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
-            if high > self.options.min_rate and not self._known[high].is_alone:
+            if high > self.options.min_rate:
                 return max(_rounded(high / 2), self.options.min_rate), Purpose.DOWN
             has_failed = self._has_failed(high)
             self._ending = Ending.NEVER_ATTAINED if has_failed else Ending.NO_VALID_RUN

@@ -5,7 +5,7 @@ is left out.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from statistics import median
@@ -25,7 +25,6 @@ WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 628.0, 22.0, 256.0  # of the frame
 MAX_TICKS = 6
 MAX_POINTS = 400  # of a curve; more would not be seen
-FAR = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,59 +39,48 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
-    """A vertical line."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
 class Chart:
     title: str
     caption: str
     x_label: str
     y_label: str
-    curves: Sequence[Curve]
-    marks: Sequence[Mark] = ()
+    curves: list[Curve]
+    marks: tuple[tuple[float, str], ...] = ()  # vertical lines: x and label
     log_x: bool = False
     is_share: bool = False  # y is a share, and its axis ends at 100 %
 
     def svg(self) -> str:
         """Return one `<svg>` element, fit for any page: every text in it is escaped."""
-        x, y = self._axes()
-        marks = [mark for mark in self.marks if mark.at <= x.high]
-        rows = [(y.at(value), 100 * value if self.is_share else value) for value in y.ticks]
-        columns = [(x.at(value), value) for value in x.ticks]
-        sign = " %" if self.is_share else ""
-        grid = [f"M{LEFT} {at:.1f}H{RIGHT}" for at, _ in rows]
-        grid += [f"M{at:.1f} {TOP}V{BOTTOM}" for at, _ in columns]
-        return "".join([
-            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
-            _path("grid", "".join(grid)),
-            *(_text(LEFT - 6, at + 4, f"{value:,g}{sign}", "end") for at, value in rows),
-            *(_text(at, BOTTOM + 16, f"{value:,g}", "middle") for at, value in columns),
-            _text((LEFT + RIGHT) / 2, HEIGHT - 8, self.x_label, "middle"),
-            _text(4, 12, self.y_label, "start"),
-            *(_marked(mark, x) for mark in marks),
-            *(_path(curve.hue, _drawn(curve, x, y)) for curve in self.curves),
-            "</svg>",
-        ])  # fmt: skip
-
-    def _axes(self) -> "tuple[_Axis, _Axis]":
-        xs, ys = (
-            np.concatenate([values[np.isfinite(values)] for values in each])
-            for each in zip(*((curve.x, curve.y) for curve in self.curves), strict=True)
-        )
+        xs = np.concatenate([curve.x[np.isfinite(curve.x)] for curve in self.curves])
+        ys = np.concatenate([curve.y[np.isfinite(curve.y)] for curve in self.curves])
         low, high = float(xs.min()), max(float(xs.max()), 1e-9)
         # A mark far beyond the values would squeeze them into a corner.
-        high = max(high, *(mark.at for mark in self.marks if mark.at <= FAR * high), low * 1.001)
+        high = max(high, *(at for at, _ in self.marks if at <= 3 * high), low * 1.001)
         if self.log_x:
             low = max(low, high / 1e5)
         elif low < 0.4 * high:
             low = 0.0
         top = 1.0 if self.is_share else 1.05 * float(ys.max(initial=0.0)) or 1.0
-        return _Axis(low, high, LEFT, RIGHT, self.log_x), _Axis(0.0, top, BOTTOM, TOP)
+        x, y = _Axis(low, high, LEFT, RIGHT, self.log_x), _Axis(0.0, top, BOTTOM, TOP)
+        grid = "".join(f"M{LEFT} {y.at(value):.1f}H{RIGHT}" for value in y.ticks())
+        grid += "".join(f"M{x.at(value):.1f} {TOP}V{BOTTOM}" for value in x.ticks())
+        rows = [(y.at(v), f"{100 * v:g} %" if self.is_share else f"{v:,g}") for v in y.ticks()]
+        parts = [
+            f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(self.title)}">',
+            _path("grid", grid),
+            *(_text(LEFT - 6, at + 4, label, "end") for at, label in rows),
+            *(_text(x.at(v), BOTTOM + 16, f"{v:,g}", "middle") for v in x.ticks()),
+            _text((LEFT + RIGHT) / 2, HEIGHT - 8, self.x_label, "middle"),
+            _text(4, 12, self.y_label, "start"),
+        ]
+        for value, label in self.marks:
+            if value <= high:
+                at = x.at(value)
+                gap, anchor = (-5, "end") if at > (LEFT + RIGHT) / 2 else (5, "start")
+                parts.append(_path("mark", f"M{at:.1f} {TOP}V{BOTTOM}"))
+                parts.append(_text(at + gap, BOTTOM - 8, label, anchor))
+        parts += [_path(curve.hue, _drawn(curve, x, y)) for curve in self.curves]
+        return "".join([*parts, "</svg>"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +98,6 @@ class _Axis:
         low, high, place = map(math.log, scaled) if self.is_log else scaled
         return self.begin + (self.end - self.begin) * (place - low) / (high - low)
 
-    @property
     def ticks(self) -> list[float]:
         """Return a few round numbers of the axis."""
         if self.is_log and self.high > 10 * self.low:
@@ -134,13 +121,6 @@ def _drawn(curve: Curve, x: _Axis, y: _Axis) -> str:
     return "".join([*start, *(form.format(*point) for point in points)])
 
 
-def _marked(mark: Mark, x: _Axis) -> str:
-    at = x.at(mark.at)
-    gap, anchor = (-5, "end") if at > (LEFT + RIGHT) / 2 else (5, "start")
-    line = _path("mark", f"M{at:.1f} {TOP}V{BOTTOM}")
-    return line + _text(at + gap, BOTTOM - 8, mark.label, anchor)
-
-
 def _path(kind: str, drawn: str) -> str:
     return f'<path class="{kind}" d="{drawn}"/>'
 
@@ -151,12 +131,9 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 def charts(report: Report) -> list[Chart]:
     """Return them in the order of the page."""
-    over_time = report.runs if len(report.runs) == 1 else []
-    return [
-        *_against_rate(report),
-        *_distributions(report),
-        *(_over_time(run, report.bounds) for run in over_time if run.measured),
-    ]
+    alone = [run for run in report.runs if len(report.runs) == 1 and run.measured]
+    over_time = [_over_time(run, report.bounds) for run in alone]
+    return [*_against_rate(report), *_distributions(report), *over_time]
 
 
 def groups(report: Report) -> dict[str, list[Record]]:
@@ -178,26 +155,26 @@ def _distributions(report: Report) -> Iterator[Chart]:
         ("tpot", "Time per output token", bounds.tpot_ms),
         ("itl", "Gaps between tokens", bounds.gap_max_ms),
     ):
-        each = {label: np.sort(_times_ms(name, records)) for label, records in found.items()}
+        each = [(label, np.sort(_times_ms(name, records))) for label, records in found.items()]
         # The share of the times at or below each of them.
         curves = [
             Curve(_short(label), np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
                   f"c{place}", is_steps=True)
-            for place, (label, x) in enumerate(each.items())
+            for place, (label, x) in enumerate(each)
             if len(x)
         ]  # fmt: skip
         if curves:
             every = np.concatenate([curve.x for curve in curves])
-            skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
-            marks = [] if bound_ms is None else [Mark(bound_ms, f"bound {bound_ms:g} ms")]
+            is_skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
+            marks = () if bound_ms is None else ((bound_ms, f"bound {bound_ms:g} ms"),)
             caption = f"{name.upper()}: {DEFINITIONS[name]}."
             if len(found) == MAX_CURVES:
                 caption += f" At most {MAX_CURVES} of the runs are shown."
-            yield Chart(title, caption, f"{name.upper()}, ms", "share", curves, marks,
-                        log_x=skewed, is_share=True)  # fmt: skip
+            x_label = f"{name.upper()}, ms"
+            yield Chart(title, caption, x_label, "share", curves, marks, is_skewed, is_share=True)
 
 
-def _times_ms(name: str, records: Sequence[Record]) -> Floats:
+def _times_ms(name: str, records: list[Record]) -> Floats:
     if name == "itl":
         return gaps_ms(records)[1]
     times = [getattr(measure(record), f"{name}_ms") for record in records]
@@ -206,18 +183,17 @@ def _times_ms(name: str, records: Sequence[Record]) -> Floats:
 
 def _over_time(run: Run, bounds: Bounds | None) -> Chart:
     """Draw arrivals per second by their outcome."""
-    records = run.measured
-    start_s = math.floor(records[0].intended_s)
-    took_s = max(record.end_s for record in records) - start_s
+    start_s = math.floor(run.measured[0].intended_s)
+    took_s = max(record.end_s for record in run.measured) - start_s
     bin_s = max(1, math.ceil(took_s / MAX_BINS))
     edges_s = start_s + bin_s * np.arange(max(1, math.ceil(took_s / bin_s)) + 1, dtype=np.float64)
     good = "met all bounds" if bounds else "answered"
     hues = {good: "c0", "answered, missed a bound": "c1", "failed": "bad"}
     at_s: dict[str, list[float]] = {kind: [] for kind in hues}
-    for record in records:
-        answered = record.outcome is Outcome.ANSWERED
-        met = answered and (bounds is None or meets(record, bounds))
-        kind = good if met else "answered, missed a bound" if answered else "failed"
+    for record in run.measured:
+        is_answered = record.outcome is Outcome.ANSWERED
+        is_good = is_answered and (bounds is None or meets(record, bounds))
+        kind = good if is_good else "answered, missed a bound" if is_answered else "failed"
         at_s[kind].append(record.intended_s)
     rates = {kind: np.histogram(found, edges_s)[0] / bin_s for kind, found in at_s.items() if found}
     curves = [
@@ -236,14 +212,21 @@ def _against_rate(report: Report) -> Iterator[Chart]:
         by_rate.setdefault(run.rate or 0.0, []).append(run)
     if len(by_rate) < 2 or any(run.arm for run in report.runs):
         return
-    x = _medians(by_rate, "offered_rate")
-    invalid = [any(run.invalid for run in runs) for runs in by_rate.values()]
-    marks = [Mark(float(at), "INVALID") for at, wrong in zip(x, invalid, strict=True) if wrong]
-    fields = {"attainment": "Attainment", "goodput": "Goodput"}
-    for field, title in (fields if report.bounds else {"tokens_per_s": "Throughput"}).items():
-        label = field if field == "attainment" else f"{field.partition('_')[0]}/s"
-        y = _medians(by_rate, field)
-        curves = [Curve(label, x, y, "c0")]
+
+    def medians(field: str) -> Floats:
+        each = [[getattr(run.summary, field) for run in runs] for runs in by_rate.values()]
+        known = [[value for value in values if value is not None] for values in each]
+        return np.array([median(values) if values else math.nan for values in known], np.float64)
+
+    x = medians("offered_rate")
+    is_invalid = [any(run.invalid for run in runs) for runs in by_rate.values()]
+    marks = tuple((float(at), "INVALID") for at, bad in zip(x, is_invalid, strict=True) if bad)
+    if not report.bounds:
+        fields = {"tokens_per_s": ("Throughput", "tokens/s")}
+    else:
+        fields = {"attainment": ("Attainment", "attainment"), "goodput": ("Goodput", "goodput/s")}
+    for field, (title, label) in fields.items():
+        curves = [Curve(label, x, medians(field), "c0")]
         if field == "goodput":
             curves.append(Curve("all of them", x, x, "muted"))
         if field == "attainment" and report.target is not None:
@@ -251,13 +234,6 @@ def _against_rate(report: Report) -> Iterator[Chart]:
             curves.append(Curve(f"--attainment {report.target:g}", x, goal, "muted"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
                     label, curves, marks, is_share=field == "attainment")  # fmt: skip
-
-
-def _medians(by_rate: Mapping[float, list[Run]], field: str) -> Floats:
-    """Return the median of a figure over the runs of each rate, NaN where no run has it."""
-    each = [[getattr(run.summary, field) for run in runs] for runs in by_rate.values()]
-    known = [[value for value in values if value is not None] for values in each]
-    return np.array([median(values) if values else math.nan for values in known], np.float64)
 
 
 def _short(label: str) -> str:

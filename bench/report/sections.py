@@ -33,7 +33,6 @@ PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MIN_FOR_P99 = 1000
 MAX_REASONS = 12
 NONE = "–"  # noqa: RUF001 - the dash that a table shows
-MAX_CELL, GAP = 48, 2
 UNBROKEN = 10_000  # columns
 STYLES = {"INVALID": "bold red", "NOT CONFIRMED": "bold red", "WARNING": "yellow"}
 
@@ -287,18 +286,14 @@ def utc(stamp: str) -> str:
 
 
 def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
-    """Return the text; tables beyond `width` are broken by columns, and 0 breaks none.
-
-    `styled` is for a terminal; rich then heeds NO_COLOR and TERM.
-    """
+    """Return the text, folded to `width` columns; 0 folds nothing. Only a terminal is `styled`."""
     text = io.StringIO()
     console = Console(file=text, width=width or UNBROKEN, force_terminal=styled, highlight=False)
     for section in (one for one in sections(report) if not one.folded):
         _say(console, section.title)
         for table in section.tables:
             _say(console, *filter(None, [table.title]))
-            for grid in _grids(table, width):
-                console.print(grid)
+            console.print(_grid(table))
             _say(console, *filter(None, [table.caption]), "")
         # This comes last, because people read what is printed last.
         _say(console, *section.lines, *([""] if section.lines else []))
@@ -306,30 +301,14 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
-def _grids(table: Table, width: int) -> Iterator[Grid]:
-    """Return the parts of a table that fit; the first column names the rows in each of them."""
-    sizes = [
-        GAP + min(MAX_CELL, max(map(len, column)))
-        for column in zip(table.columns, *table.rows, strict=True)
-    ]
-    parts = [[0]]
-    for place in range(1, len(sizes)):
-        taken = sum(sizes[one] for one in parts[-1]) + sizes[place] - GAP
-        if width and taken > width and len(parts[-1]) > 1 and not table.is_pairs:
-            parts.append([0])
-        parts[-1].append(place)
-    for part in parts:
-        grid = Grid(box=None, padding=(0, GAP, 0, 0), pad_edge=False)
-        grid.show_header = not table.is_pairs
-        for place in part:
-            grid.add_column(_text(table.columns[place]))
-            if not table.is_pairs:
-                column = grid.columns[-1]
-                column.justify = "right" if place and table.is_narrow else "left"
-                column.no_wrap, column.max_width = True, MAX_CELL
-        for row in table.rows:
-            grid.add_row(*(_text(row[place]) for place in part))
-        yield grid
+def _grid(table: Table) -> Grid:
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=not table.is_pairs)
+    for place, name in enumerate(table.columns):
+        is_number = place and table.is_narrow and not table.is_pairs
+        grid.add_column(_text(name), justify="right" if is_number else "left")
+    for row in table.rows:
+        grid.add_row(*map(_text, row))
+    return grid
 
 
 def _say(console: Console, *lines: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 from baton.bench.figures.metrics import Bounds, summarise
 from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
-from baton.bench.report.charts import Chart, Curve, Mark, charts, groups
+from baton.bench.report.charts import Chart, Curve, charts, groups
 from baton.bench.report.document import Report, Run
 from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
@@ -61,7 +61,7 @@ def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_marked() -
     )
     offered = report.runs[0].summary.offered_rate
     assert offered is not None
-    assert found.marks == [Mark(offered, "INVALID")]
+    assert found.marks == ((offered, "INVALID"),)
     report.target = 0.9  # asked for by a search only
     assert "--attainment 0.9" in [curve.label for curve in chart(report, "Attainment").curves]
 
@@ -91,7 +91,7 @@ def test_a_chart_is_small_well_formed_and_within_its_frame(log_x: bool) -> None:
         Curve("line", x, y, "c1"),
         Curve("none", np.array([5.0, np.nan]), np.array([np.nan, 1.0]), "bad"),
     ]
-    marks = [Mark(300.0, evil)]
+    marks = ((300.0, evil),)
     found = Chart(evil, "", evil, evil, curves, marks, log_x=log_x, is_share=True)
     text = found.svg()
     assert len(text) < 60_000

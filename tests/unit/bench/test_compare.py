@@ -120,18 +120,17 @@ def test_a_setting_is_read_as_it_was_written(text: str, name: str, value: str) -
 def test_only_what_a_comparison_depends_on_is_compared() -> None:
     text = "HF_TOKEN=x serve --api-key {} --max-len {} --seed 1 --dtype half"
     flags = {arm: facts_of(text.format(arm, len(arm))) for arm in ("a", "bb")}
-    assert [(row.name, row.same) for row in parity(flags, {})] == [("dtype", "yes")]
+    assert [(row.name, row.same) for row in parity(flags)] == [("dtype", "yes")]
 
 
 def test_a_difference_is_a_warning_and_what_is_not_known_is_told_once() -> None:
     flags = {"a": facts_of("--threads 1"), "b": facts_of("--threads 2 --dtype half")}
-    rows = parity(flags, {})
+    rows = parity(flags)
     assert [row.same for row in rows] == ["NO", "not known"]
     assert warnings(rows, ["a", "b"]) == [
         "WARNING: the arms differ in threads (a: 1, b: 2)",
-        "neither flags nor servers show dtype (a), quantization (a, b), block size (a, b), "
-        "CUDA graphs (a, b); see --flags",
+        "--flags do not show dtype (a), quantization (a, b), block size (a, b), CUDA graphs (a, b)",
     ]
     alike = "--dtype half --quantization none --block-size 1 --threads 1 --enforce-eager"
     facts = facts_of(alike)
-    assert warnings(parity({"a": facts, "b": facts}, {}), ["a", "b"]) == []
+    assert warnings(parity({"a": facts, "b": facts}), ["a", "b"]) == []
