@@ -18,10 +18,9 @@ from baton.protocol.errors import BatonError, ConfigError
 TIMEOUT_S = 60.0  # the first response of a server may wait for a compiler
 NUM_TOKENS = 2
 MAX_NAMES = 8
-PATH_OR_MODEL = "correct the path of --url, or name the model with --model if it has no such list"
-# The fields of `Target` that ask for an extension.
-EXTENSIONS = ("ignore_eos", "token_ids")
-ABILITIES = ("usage", *EXTENSIONS)
+# Fields of `Target` that a server may refuse; the first attempt that it accepts is used.
+FIELDS = ("usage", "ignore_eos", "token_ids")
+ATTEMPTS = (FIELDS, ("usage", "ignore_eos"), ("ignore_eos",), ("usage",), ())
 LOWEST_ID, HIGHEST_ID = AUTO_VOCABULARY
 HIGHEST_IDS = (HIGHEST_ID, 4000, 2000, 1000, 500)
 
@@ -32,12 +31,12 @@ class Probed(msgspec.Struct, frozen=True):
     model: str
     server: str  # the header `Server`
     version: str  # empty if the server does not report it
-    # The `ABILITIES` that it showed; the check of each length shows whether it obeys `ignore_eos`.
+    # The `FIELDS` that it accepts; the check of each length shows whether it obeys `ignore_eos`.
     gives: frozenset[str]
 
     def fit(self, target: Target) -> Target:
         """Return `target` with the model's name, without fields that the server does not know."""
-        fields = {name: getattr(target, name) and name in self.gives for name in ABILITIES}
+        fields = {name: getattr(target, name) and name in self.gives for name in FIELDS}
         return msgspec.structs.replace(target, model=self.model, **fields)
 
 
@@ -45,7 +44,7 @@ class _Named(msgspec.Struct):
     id: str
 
 
-class _Said(msgspec.Struct):
+class _Page(msgspec.Struct):
     """A list of models, or a version."""
 
     data: list[_Named] | None = None
@@ -76,34 +75,24 @@ def probe(target: Target, stop_fd: int | None = None) -> Probed:
 
 async def _probe(target: Target) -> Probed:
     async with Session(target) as session:
-        listed = await _send(session, target, "GET", session.base_path + "/models")
-        # The bare request goes first, so that a later refusal must be about the extension.
-        bare = msgspec.structs.replace(
-            target, model=_model(target, listed), usage=True, **dict.fromkeys(EXTENSIONS, False)
-        )
-        plain = await _try(session, bare)
-        if plain.problem is not None and plain.problem.outcome is Outcome.CLIENT_ERROR:
-            bare = msgspec.structs.replace(bare, usage=False)
-            without = await _try(session, bare)
-            is_refused = without.problem and without.problem.outcome is Outcome.CLIENT_ERROR
-            plain = plain if is_refused else without
-        _check_streams(target, plain)
-        gives = {"usage"} if plain.reader.usage is not None else set()
-        for name in EXTENSIONS:
-            extended = msgspec.structs.replace(bare, **{name: True})
-            if _has(name, await _try(session, extended)):
-                gives.add(name)
+        listed = await _exchange(session, target, "GET", session.base_path + "/models")
+        model = _model(target, listed)
+        planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
+        for accepted_fields in ATTEMPTS:
+            fields = {name: name in accepted_fields for name in FIELDS}
+            attempt = msgspec.structs.replace(target, model=model, **fields)
+            path, body = session.base_path + target.path, body_of(attempt, planned)
+            tried = await _exchange(session, target, "POST", path, body)
+            if tried.problem is None or tried.problem.outcome is not Outcome.CLIENT_ERROR:
+                break
+        _check_streams(target, tried)
+        reader = tried.reader
+        shown = {"usage": reader.usage is not None, "token_ids": bool(reader.token_ids)}
+        gives = {name for name in accepted_fields if shown.get(name, True)}
         root = session.base_path.removesuffix("/v1")
-        version = _said(await _send(session, target, "GET", root + "/version"))
+        version = _page(await _exchange(session, target, "GET", root + "/version"))
         server = one_line(listed.headers.get("server", ""))
-        said = one_line(version.version) if version else ""
-        return Probed(bare.model, server, said, frozenset(gives))
-
-
-async def _try(session: Session, target: Target) -> Exchange:
-    planned = Planned(index=0, at_s=None, output_tokens=NUM_TOKENS, prompt="Once upon a time")
-    path = session.base_path + target.path
-    return await _send(session, target, "POST", path, body_of(target, planned))
+        return Probed(model, server, one_line(version.version if version else ""), frozenset(gives))
 
 
 def accepted(target: Target) -> Vocabulary:
@@ -113,13 +102,13 @@ def accepted(target: Target) -> Vocabulary:
     """
     plain = msgspec.structs.replace(target, token_ids=False)
 
-    async def ask_for(token_id: int) -> Record:
+    async def prompted_with(token_id: int) -> Record:
         planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(token_id,))
         async with Session(plain) as session:
             return await send(session, plain, planned)
 
     for highest in HIGHEST_IDS:
-        record = asyncio.run(ask_for(highest))
+        record = asyncio.run(prompted_with(highest))
         if record.outcome is not Outcome.CLIENT_ERROR:
             return LOWEST_ID, highest
     raise ConfigError(
@@ -128,7 +117,7 @@ def accepted(target: Target) -> Vocabulary:
     )
 
 
-async def _send(
+async def _exchange(
     session: Session, target: Target, method: str, path: str, body: bytes = b""
 ) -> Exchange:
     timeout_s = min(target.timeout_s, TIMEOUT_S)
@@ -136,18 +125,14 @@ async def _send(
     if isinstance(connection, Problem):
         raise ConfigError(f"cannot reach {target.url}: {connection.detail}")
     if not connection.is_idle:
-        text = (
-            "sent data or closed the connection before any request: is another program listening "
-            "there?"
-        )
-        raise ConfigError(f"{target.url} {text}")
+        raise ConfigError(f"{target.url} closed the connection: does another program listen there?")
     exchange = Exchange(target.is_chat)
     await session.exchange(connection, session.request(method, path, body), exchange, timeout_s)
     return exchange
 
 
 def _model(target: Target, listed: Exchange) -> str:
-    """Return the model to ask for: the named one, or the only one."""
+    """Return the model to measure: the named one, or the only one."""
     url, wanted, status = target.url, target.model, listed.status
     if status is None:
         why = listed.problem.detail if listed.problem is not None else ""
@@ -160,29 +145,26 @@ def _model(target: Target, listed: Exchange) -> str:
         return wanted  # the server has no list of models; the first request will show a mistake
     if status == 404:
         path = f"{place_of(url).base_path}/models"
-        raise ConfigError(f"{url} has no {path} (status 404): {PATH_OR_MODEL}")
+        raise ConfigError(f"{url} has no {path}: correct the path of --url, or name a --model")
     if status != 200:
         why = message_of(bytes(listed.body))
         raise BatonError(f"{url} does not list its models (status {status}): {why}")
-    said = _said(listed)
-    if said is None or said.data is None:
-        text = "is not a server with OpenAI's API: its list of models is not JSON of that form"
-        raise ConfigError(f"{url} {text}")
-    names = [model.id for model in said.data]
+    page = _page(listed)
+    if page is None or page.data is None:
+        raise ConfigError(f"{url} is not a server with OpenAI's API: it lists no models")
+    names = [model.id for model in page.data]
     shown = ", ".join(map(one_line, names[:MAX_NAMES])) + (", ..." if names[MAX_NAMES:] else "")
     if wanted and wanted not in names:
         text = f"does not serve the model {wanted!r}; it serves {shown or 'none'}"
         raise ConfigError(f"{url} {text}")
-    if not wanted and len(names) != 1:
+    if not wanted and (len(names) != 1 or not names[0].isprintable()):
         raise ConfigError(f"{url} serves {shown or 'no model'}: name one with --model")
-    if not wanted and not names[0].isprintable():
-        raise ConfigError(f"{url} serves {shown!r}, which is not a printable name")
     return wanted or names[0]
 
 
-def _said(exchange: Exchange) -> _Said | None:
+def _page(exchange: Exchange) -> _Page | None:
     try:
-        return msgspec.json.decode(exchange.body, type=_Said)
+        return msgspec.json.decode(exchange.body, type=_Page)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -195,12 +177,6 @@ def _check_streams(target: Target, plain: Exchange) -> None:
     text = f"{target.url} does not stream a response{status}: {problem.detail}"
     if plain.status == 404:
         path = place_of(target.url).base_path + target.path
-        text += f"; it was asked for {path}: is the path of --url right?"
+        text += f"; the request went to {path}: is the path of --url right?"
     is_mendable = problem.outcome in (Outcome.CLIENT_ERROR, Outcome.NOT_STREAMED)
     raise ConfigError(text) if is_mendable else BatonError(text)
-
-
-def _has(name: str, extended: Exchange) -> bool:
-    """Return whether the response shows the extension that was requested."""
-    is_shown = name != "token_ids" or bool(extended.reader.token_ids)
-    return extended.problem is None and is_shown
