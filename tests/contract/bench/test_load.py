@@ -118,13 +118,6 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
     assert sum(client.num_requests for client in result.clients) == 30
 
 
-def test_a_closed_loop_may_end_by_time() -> None:
-    result, _ = run(slow, requests(500, None), concurrency=1, stop_after_s=1.5)
-    assert 0 < len(result.records) < 500
-    assert all(record.sent_s < 1.5 for record in result.records)
-    assert set(outcomes(result)) == {Outcome.ANSWERED}
-
-
 def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
     with ScriptedServer() as server:
         target = Target(server.url, MODEL)

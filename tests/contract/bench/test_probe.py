@@ -136,12 +136,6 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
     os.close(write_end)
 
 
-def test_chats_are_probed_as_chats() -> None:
-    with ScriptedServer() as server:
-        assert "usage" in probe(Target(server.url, api="chat")).gives
-        assert all("messages" in call.body for call in server.calls)
-
-
 def connected(*servers: ScriptedServer) -> list[Server]:
     settings = CompareSettings(load=LoadSettings(requests=1))
     arms = {server.url: Target(server.url) for server in servers}

@@ -88,16 +88,6 @@ def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
     assert note in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("played")
-def test_the_loads_of_a_sweep_run_upwards_with_prompts_of_their_own(tmp_path: Path) -> None:
-    words = ("sweep", *URL, *ASKED, "--rates", "4,2,4", "--shape", "constant", "--requests", "4",
-             "--out", str(tmp_path))  # fmt: skip
-    assert cli.main(words) == 0
-    report = read_json(tmp_path / "report.json")
-    assert [(run.label, run.rate) for run in report.runs] == [("2/s", 2.0), ("4/s", 4.0)]
-    assert len({note for run in report.runs for note in run.notes if "seed" in note}) == 2
-
-
 def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
     experiment = Experiment("run", cli.parse(RunSettings, (*ASKED, *CLOSED))[0], [None])
     with experiment:

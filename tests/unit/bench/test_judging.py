@@ -65,10 +65,7 @@ def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: 
     [
         (Workload(), True),
         (Workload(workload="chat"), True),
-        (Workload(shared_prefix=16), False),
-        (Workload(workload="chat", shared_prefix=16), False),
         (Workload(workload="trace"), False),
-        (Workload(workload="file"), False),
     ],
 )
 def test_a_prefix_cache_that_helped_by_accident_is_a_warning(

@@ -43,14 +43,6 @@ def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
     assert summary.tokens_per_chunk == pytest.approx(2)
 
 
-def test_an_answer_of_one_chunk_has_no_tpot_and_no_gap() -> None:
-    for chunk in (0.1, (0.1, 5)):
-        timing = measure(request(0.0, [chunk]))
-        assert timing.tpot_ms is None
-        assert timing.gap_max_ms is None
-    assert meets(request(0.0, [(0.1, 5)]), BOUNDS)
-
-
 def test_a_limit_itself_is_within_the_bounds() -> None:
     record = request(0.0, (0.125, 0.1875))
     assert meets(record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5))
@@ -107,15 +99,6 @@ def test_a_short_open_loop_lasts_until_its_next_request_would_come() -> None:
     closed = summarise(load(records), bounds=bounds, closed_loop=True)
     assert closed.window.end_s == pytest.approx(0.92)
     assert closed.tokens_per_s == pytest.approx(20 / 0.92)
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_arrivals_at_one_moment_have_no_rate(count: int) -> None:
-    summary = summarise(load(steady(count, every_s=0.0)), bounds=BOUNDS)
-    assert summary.offered_rate is summary.answered_rate is summary.goodput is None
-    assert summary.attainment == 1
-    assert summary.tokens_per_s == pytest.approx(count * 10 / 0.19)
-    assert summarise(load(steady(1)), window=Window(0.0, 2.0)).answered_rate == 0.5
 
 
 def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> None:

@@ -82,14 +82,6 @@ def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
     assert shorter == requests[warm_up:][: len(shorter)]
 
 
-def test_another_seed_asks_otherwise_and_another_rate_does_not() -> None:
-    first, slow = (make_plan(SMALL, Gaps(rate, 1), count=20) for rate in (5, 1))
-    other = make_plan(msgspec.structs.replace(SMALL, seed=1), POISSON, count=20)
-    assert not set(prompts(first.requests)) & set(prompts(other.requests))
-    assert not set(times(first)) & set(times(other))
-    assert prompts(first.requests) == prompts(slow.requests)
-
-
 @pytest.mark.parametrize("workload", [SMALL, TINY])
 def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None:
     cold = make_plan(workload, POISSON, count=6).requests
@@ -114,11 +106,6 @@ def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_pre
     assert not starts("40", shared_prefix) & starts("80", 2 * shared_prefix)
 
 
-def test_prompts_that_cannot_all_differ_are_refused() -> None:
-    with pytest.raises(ConfigError, match="not enough prompts of 1 tokens that differ"):
-        make_plan(TINY, None, count=11)
-
-
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     workload = of_file(tmp_path, TRACE, "trace")
     plan = make_plan(workload, Recorded())
@@ -139,16 +126,6 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
     assert "blocks of 8 tokens" in said(plan)
     assert "3 of 3 inputs were clamped" in said(plan)
-
-
-def test_a_recording_too_short_for_its_rate_ends_early_and_says_so(tmp_path: Path) -> None:
-    workload = of_file(tmp_path, TRACE, "trace")
-    plan = make_plan(workload, Recorded(rate=2.0), duration_s=60.0)
-    assert times(plan) == pytest.approx([0, 0.25, 1])
-    assert "the recording ends after 1 s" in said(plan)
-    assert times(make_plan(workload, Recorded(rate=0.01), duration_s=60.0)) == [0]
-    with pytest.raises(ConfigError, match="no recorded request arrives within 10"):
-        make_plan(workload, Recorded(rate=0.01), duration_s=10.0)
 
 
 def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:

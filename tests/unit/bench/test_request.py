@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from baton.bench.client.request import body_of, check
+from baton.bench.client.request import body_of
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Place, Target, place_of
 from baton.protocol.errors import ConfigError
@@ -83,22 +83,3 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
 def test_the_body_of_a_request(target: Target, planned: Planned, body: dict[str, object]) -> None:
     always = {"model": "m", "max_tokens": 5, "temperature": 0, "stream": True}
     assert json.loads(body_of(target, planned)) == always | body
-
-
-@pytest.mark.parametrize(
-    ("target", "more", "words"),
-    [
-        ({"api": "chat"}, {"prompt_ids": (1,)}, "chat API takes none"),
-        ({}, {"messages": (Message("user", "hi"),)}, "completions API takes none"),
-        ({"extra_body": '{"stream": false}'}, {}, "must not set stream"),
-        ({"extra_body": '{"model": "other"}'}, {}, "must not set model"),
-        ({"api_key": "a\nb"}, {}, "printable"),
-        ({"url": "nowhere"}, {}, "http://host:port"),
-    ],
-)
-def test_a_load_that_cannot_be_asked_for_is_refused(
-    target: dict[str, object], more: dict[str, object], words: str
-) -> None:
-    planned = {"index": 0, "at_s": None, "output_tokens": 1, **more}
-    with pytest.raises(ConfigError, match=words):
-        check(Target(**target), [Planned(**planned)])  # type: ignore[arg-type]

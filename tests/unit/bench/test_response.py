@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.client import response
 from baton.bench.client.response import EventParser, ResponseReader, message_of
 from baton.bench.records import Outcome, Record
 from tests.support.scripted_answers import DONE, delta, event, token, usage, usage_body
@@ -55,23 +54,6 @@ def counts(record: Record) -> Counts:
 def test_many_cuts_change_no_event(cuts: list[int]) -> None:
     places = [0, *sorted(cuts), len(STREAM)]
     assert parse(*(STREAM[a:b] for a, b in pairwise(places))) == EVENTS
-
-
-def test_an_event_is_out_with_the_bytes_that_complete_it() -> None:
-    parser = EventParser()
-    assert parser.feed(b"data: a\n") == []
-    assert parser.in_event
-    assert parser.feed(b"\n") == [b"a"]
-    assert not parser.in_event
-    assert parser.feed(b"data: b\n\ndata: c\n\ndata: d") == [b"b", b"c"]
-
-
-@pytest.mark.parametrize("line", [b"x", b"data: 1234567\n"])
-def test_an_event_without_end_is_refused(line: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(response, "MAX_EVENT_BYTES", 100)
-    with pytest.raises(ValueError, match="an event of more than"):
-        parse(*[line] * 1000)
-    assert read(*[line] * 1000).outcome is Outcome.MALFORMED
 
 
 @pytest.mark.parametrize(

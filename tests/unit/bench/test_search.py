@@ -10,11 +10,8 @@ from hypothesis import strategies as st
 
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
 from baton.bench.loads import probe_of
-from baton.bench.plan.arrivals import realised
-from baton.bench.plan.plan import Plan
-from baton.bench.records import Outcome, Planned
-from baton.bench.report.document import Run
-from tests.support.bench_records import answered, case_of, ended, load, run_of
+from baton.bench.records import Outcome
+from tests.support.bench_records import case_of, ended, run_of
 
 GOAL = 0.9
 Curve = Callable[[float], float]
@@ -159,17 +156,6 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
 
 
 # --- runs of a search ----------------------------------------------------------------------------
-
-
-def judged(rate: float, asked: float, num_wrong: int = 0) -> Run:
-    """An open loop of 100 requests that are all answered well, but for the first so many."""
-    at = [index / rate for index in range(100)]
-    requests = [Planned(index, at_s, 2, (1,)) for index, at_s in enumerate(at)]
-    plan = Plan(requests, [], realised(at), asked, at[-1])
-    records = [answered(index, at_s, [0.1]) for index, at_s in enumerate(at)]
-    for record in records[:num_wrong]:
-        record.outcome = Outcome.WRONG_LENGTH
-    return run_of(case_of(plan, concurrency=0), load(records), "")
 
 
 @pytest.mark.parametrize(

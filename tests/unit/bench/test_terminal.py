@@ -1,9 +1,6 @@
 """What people see on a terminal: while a load runs, and when it is done."""
 
-import io
-
 import pytest
-from rich.console import Console
 
 from baton.bench.client.load import Progress
 from baton.bench.experiment import LoadProgress
@@ -43,20 +40,3 @@ def test_a_load_is_counted_without_its_warm_up_and_tokens_are_not_said_before_th
         f"{label}: 0/5 ended  3 in flight  10 s",
         f"{label}: 1/5 ended  1 failed  2 in flight  5 tokens/s  20 s",
     ]
-
-
-def test_a_terminal_has_one_live_line_and_what_is_said_stays(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("TERM", "xterm-256color")
-    monkeypatch.setenv("NO_COLOR", "1")
-    screen = io.StringIO()
-    with LoadProgress(Console(file=screen, force_terminal=True, width=80)) as progress:
-        progress.begin("a load", total=5)
-        progress.show(Progress(sent=2, ended=1))
-        progress.say("1/s: held")
-    text = screen.getvalue()
-    assert "a load: 1/5 ended  1 in flight" in text
-    assert "1/s: held\n" in text
-    assert "\x1b[?25h" in text, "the cursor is shown again"
-    assert "\x1b[3" not in text, "no colour with NO_COLOR"

@@ -106,24 +106,14 @@ def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
     ("text", "line", "why"),
     [
         (AZURE.replace("396", "many"), 3, "expected `int`.*ContextTokens"),
-        (AZURE.replace("396,", ""), 3, "2 cells, 3 columns"),
-        (AZURE.replace(",44", ",44,5"), 2, "4 cells, 3 columns"),
         (AZURE.replace("18:15:50", "18:15:40"), 3, "before the row above"),
-        (AZURE.replace("18:15:50.9951690", "noon"), 3, "Invalid isoformat string"),
         (AZURE.replace("374", "0"), 2, "expected `int` >= 1.*ContextTokens"),
-        (AZURE.replace("374", "9" * 30), 2, "ContextTokens"),
-        (AZURE.replace("374", "9" * 5000), 2, "ContextTokens"),
         (AZURE.replace("ContextTokens", "Tokens"), 2, "missing required field `ContextTokens`"),
-        ("a,b,c\n1,2,3", 1, "neither of the known traces"),
         ("\n\n", 1, "neither of the known traces"),
         (mooncake((0, 600, 9, [4])), 1, "1 hash_ids for 600 tokens.*make it 2"),
         (mooncake((0, 5, 9, [4]), (5, 5, 9, [-4])), 2, "expected `int` >= 0.*hash_ids"),
         (mooncake((5, 5, 9, [4]), (4, 5, 9, [4])), 2, "before the row above"),
-        (mooncake((0, 5, -9, [4])), 1, "expected `int` >= 0.*output_length"),
-        (mooncake((0, 5, 9, [4])) + "\n{}", 2, "missing required field"),
-        (mooncake((0, 5, 9, [4])).replace("9", '"x"'), 1, "output_length"),
         (mooncake((0, 5, 9, [4])) + '\n{"timestamp": 1', 2, "truncated"),
-        (mooncake((0, 5, 9, [4]), (7, 5, 9, [4])).replace("7", "1e999"), 2, "out of range"),
     ],
 )
 def test_a_malformed_row_of_a_trace_is_named_by_its_line(
@@ -140,17 +130,12 @@ def test_a_malformed_row_of_a_trace_is_named_by_its_line(
     ("row", "why"),
     [
         ('{"prompt": ""}', "either a prompt or messages"),
-        ("{}", "either a prompt or messages"),
         ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "either a prompt or"),
         ('{"prompt": [1, -2]}', "expected `int` >= 0.*prompt"),
-        ('{"prompt": [1, "x"]}', "prompt"),
         ('{"prompt": "a", "output_tokens": 0}', "expected `int` >= 1.*output_tokens"),
-        ('{"prompt": "a", "outputs": 3}', "unknown field"),
-        ('{"prompt": "a", "at_s": -1}', "expected `float` >= 0.*at_s"),
         ('{"prompt": "a"}', "some rows say at_s"),
         ('{"prompt": "a", "at_s": 0.1}', "before the row above"),
         ('{"prompt": "a"', "truncated"),
-        ('"a"', "object"),
     ],
 )
 def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path, row: str, why: str) -> None:
@@ -260,15 +245,3 @@ def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
     played = replay(rows, options)
     assert stamps(played.rows) == pytest.approx(moved)
     assert ("7 of 7 rows share a stamp" in notes(played, options)) == (spread_s == 0)
-
-
-def test_what_was_clamped_and_scaled_is_said_of_the_rows_that_are_played() -> None:
-    rows = [TraceRow(0.0, 512, 80, (1,)), TraceRow(1.0, 1024, 8, (1, 2)), TraceRow(2.0, 99, 0)]
-    options = Workload(length_scale=0.5, max_input=300)
-    played = replay(rows, options)
-    said = notes(played, options)
-    assert "blocks of 256 tokens, which scales inputs by 0.5" in said
-    assert "1 of 3 inputs were clamped to 1 to 300 tokens" in said
-    assert "1 of 3 outputs were clamped to 1 or more tokens" in said
-    assert "clamped" not in "".join(replay_notes(played, options, 1))
-    assert "clamped" not in notes(replay(rows[:2], Workload()), Workload())
