@@ -11,7 +11,7 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.endpoint import address_in, bindable
+from baton.runtime.channels.endpoint import bindable
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
 
@@ -39,7 +39,7 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
     """
     keys = load_keys(config.keys)
     for endpoint in endpoints:
-        address = address_in(endpoint)
+        address = bindable(endpoint)
         keys.check(address, setting)
         if keys.pairs or address.is_loopback:
             continue

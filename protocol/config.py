@@ -310,8 +310,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     routers: Annotated[
-        tuple[str, ...],
-        about("control endpoints of the routers to dial, or file:///path of a file with one"),
+        tuple[str, ...], about("control endpoints of the routers that the node dials")
     ] = (DEFAULT_CONTROL,)
     bind: Annotated[
         str, about("address that peer nodes dial, as tcp://host (a free port) or ipc://path")

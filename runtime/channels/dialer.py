@@ -16,7 +16,7 @@ import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.endpoint import SCHEME, Endpoint, address_in
+from baton.runtime.channels.endpoint import Endpoint, bindable
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
     CONNECT_TIMEOUT_MS,
@@ -32,7 +32,6 @@ from baton.runtime.channels.wire import (
     tell_malformed,
 )
 from baton.runtime.clock import monotonic
-from baton.runtime.log import logger
 
 # After a refused handshake ZMQ may never try again, so the dialer does: soon with its next key, and
 # no more often than this once all keys were refused.
@@ -42,8 +41,6 @@ NEXT_KEY_S = 0.05
 # whether a lookup has ended.
 LOOK_AGAIN_S = 1.0
 LOOKUP_POLL_S = 0.02
-
-log = logger("channel")
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -71,12 +68,9 @@ class Dialer(Generic[Out, In]):
         context: "zmq.Context[zmq.Socket[bytes]]",
         keys: Keys = NO_KEYS,
     ) -> None:
-        """Begin to connect; the listener need not be there yet. Raises `ConfigError`.
-
-        `endpoint` is an address, or `file:///path` with the address of a listener that may move.
-        """
+        """Begin to connect; the listener need not be there yet. Raises `ConfigError`."""
         self._destination = Destination(endpoint, keys)
-        self.endpoint = str(self._destination.named)  # with the listener's name, if it has one
+        self.endpoint = str(self._destination.given)  # with the listener's name, if it has one
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
@@ -216,7 +210,7 @@ class Dialer(Generic[Out, In]):
             self._wire.lock(pairs[self._num_tried % len(pairs)])
         self.socket.setsockopt(zmq.IPV6, int(":" in address.host))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
-        self.endpoint, self._dialled = str(self._destination.named), address.dial_endpoint
+        self._dialled = address.dial_endpoint
         self._destination.tried_s = monotonic()
         self.socket.connect(self._dialled)
         while self._unsent:
@@ -224,30 +218,31 @@ class Dialer(Generic[Out, In]):
 
 
 class Destination:
-    """The numeric address of a listener, which its name or its file may change. For one thread."""
+    """The numeric address of a listener, whose name may come to stand for another one.
+
+    Only one thread may use it.
+    """
 
     def __init__(self, text: str, keys: Keys) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
-        self._text = text
-        self._keys = keys
-        self.named = self._read()
+        self.given = bindable(text)
+        keys.check(self.given, "dialling")
+        _ = self.given.dial_endpoint  # raises for an address that only a listener could use
         # None until the name is resolved.
-        self.address: Endpoint | None = None if self.named.is_name else self.named
-        self._may_change = self.named.is_name or text.startswith(SCHEME)
+        self.address: Endpoint | None = None if self.given.is_name else self.given
         self.tried_s = 0.0  # when the dialer last began to connect
         self._look_at_s = monotonic()
         self._is_looking = False
-        self._found: tuple[Endpoint, list[Endpoint]] | ConfigError | None = None
+        self._found: list[Endpoint] | None = None  # by the thread that looks; empty: nothing
 
     @property
     def look_at_s(self) -> float | None:
         """Return when `look` should be called again; None means never."""
-        return self._look_at_s if self._may_change else None
+        return self._look_at_s if self.given.is_name else None
 
     def look(self) -> bool:
         """Begin or end a lookup, without waiting. Return whether `address` has changed."""
-        now_s = monotonic()
-        if not self._may_change or now_s < self._look_at_s:
+        if not self.given.is_name or (now_s := monotonic()) < self._look_at_s:
             return False
         if not self._is_looking:
             self._is_looking = True
@@ -256,16 +251,14 @@ class Destination:
             self._look_at_s = now_s + LOOKUP_POLL_S
             return False
         self._found, self._is_looking, self._look_at_s = None, False, now_s + LOOK_AGAIN_S
-        if isinstance(found, ConfigError):
-            log.debug(f"the address {self.named} stays in use", reason=found.message)
+        if not found:
             return False
-        self.named, addresses = found
-        wanted = addresses[0]
-        if self.address in addresses:
+        wanted = found[0]
+        if self.address in found:
             if now_s < self.tried_s + CONNECT_TIMEOUT_MS / 1000:
                 return False
             # Nothing answers there, but the name may stand for other addresses too.
-            wanted = addresses[(addresses.index(self.address) + 1) % len(addresses)]
+            wanted = found[(found.index(self.address) + 1) % len(found)]
         if wanted == self.address:
             return False
         self.address = wanted
@@ -273,13 +266,6 @@ class Destination:
 
     def _look_up(self) -> None:
         try:
-            named = self._read()
-            self._found = named, named.resolved()
-        except ConfigError as error:
-            self._found = error
-
-    def _read(self) -> Endpoint:
-        address = address_in(self._text)
-        self._keys.check(address, "dialling")
-        _ = address.dial_endpoint  # raises for an address that only a listener could use
-        return address
+            self._found = self.given.resolved()
+        except ConfigError:  # the name may be known later
+            self._found = []

@@ -1,7 +1,6 @@
 """Addresses of channels: `tcp://host[:port]` and `ipc://path`, checked before ZMQ sees them.
 
-A tcp address without a port means any free port. An address may also stand in a file, written
-`file:///path`, for listeners that may move to another host, as routers do under Ray.
+A tcp address without a port means any free port.
 """
 
 import ipaddress
@@ -16,8 +15,6 @@ from baton.protocol.errors import ConfigError
 
 # The field sun_path holds 108 bytes, the closing zero included.
 MAX_IPC_PATH_BYTES = 107
-SCHEME = "file://"
-MAX_FILE_BYTES = 4096
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -109,19 +106,6 @@ def bindable(text: str) -> Endpoint:
         if host and (port in ("", "*") or (port.isdecimal() and int(port) <= 65535)):
             return Endpoint(host=host, port=int(port) if port.isdecimal() else 0)
     raise ConfigError(f"{text!r} is not an address: write tcp://host:port or ipc:///path")
-
-
-def address_in(text: str) -> Endpoint:
-    """Return the address `text`, or the one in the file that it names. Raises `ConfigError`."""
-    if not text.startswith(SCHEME):
-        return bindable(text)
-    path = Path(text.removeprefix(SCHEME))
-    try:
-        with path.open() as file:
-            return bindable(file.read(MAX_FILE_BYTES).strip())
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "the file is not text"
-        raise ConfigError(f"cannot read the address of a router from {path}: {reason}") from error
 
 
 def _split_port(rest: str) -> tuple[str, str]:

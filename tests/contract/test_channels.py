@@ -83,22 +83,6 @@ def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_ses
         assert numbers(pair.hear(1)) == [2]
 
 
-def test_a_dialer_follows_a_listener_to_the_address_that_its_file_holds(tmp_path: Path) -> None:
-    file = tmp_path / "address"
-    with ends(tmp_path) as pair:
-        file.write_text(f"{pair.listener.endpoint}\n")
-        dialer = pair.dial(endpoint=f"file://{file}")
-        dialer.send(note(1))
-        assert numbers(pair.hear(1)) == [1]
-        left, pair.listener = pair.listener, pair.listen(f"ipc://{tmp_path}/elsewhere")
-        file.write_text(pair.listener.endpoint)
-        left.close()
-        reasons = ["the connection was lost", "the listener has moved"]
-        assert answers(dialer, 2) == list(map(Disconnected, reasons))
-        dialer.send(note(2))
-        assert numbers(pair.hear(1)) == [2]
-
-
 def test_a_slow_name_server_delays_no_other_channel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

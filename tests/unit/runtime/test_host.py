@@ -156,7 +156,6 @@ def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_ar
 ) -> None:
     # Loopback is the one interface that every machine has; here it plays one that others reach.
     monkeypatch.setattr(host.Endpoint, "is_loopback", False)
-    (rdma / "router").write_text("tcp://127.0.0.1:5570\n")
-    node = NodeConfig(routers=("ipc:///tmp/control", f"file://{rdma}/router"))
+    node = NodeConfig(routers=("ipc:///tmp/control", "tcp://127.0.0.1:5570"))
     assert devices_for(node, rdma) == "mlx5_0:1,lo"
     assert devices_for(NodeConfig(bind="tcp://127.0.0.1"), rdma / "none") == "lo"
