@@ -274,7 +274,6 @@ class AgentTurns:
                 try:
                     ended = peer.transport.test(handle)
                 except TransferError as error:
-                    del reading.in_flight[handle]
                     self._fail(now_s, reading, error)
                 else:
                     if ended:

@@ -29,7 +29,15 @@ from baton.kv_transfer.interfaces import (
     ReadQuiet,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
-from baton.kv_transfer.peers import CONNECT_S, HELLO_S, Channel, Peer, PeerTable, RankLink
+from baton.kv_transfer.peers import (
+    CONNECT_S,
+    HELLO_S,
+    REDIAL_S,
+    Channel,
+    Peer,
+    PeerTable,
+    RankLink,
+)
 from baton.kv_transfer.receives import Landings
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
@@ -70,7 +78,7 @@ class NodeConnector:
             self._end_waits(now_s, out)
             self._landings.renew(now_s, out)
             wake_at_s = self._wake_at_s()
-        self._peers.forget_unlisted(self._used_peers, out)
+        self._peers.forget_unlisted(now_s, self._used_peers, out)
         return ConnectorStep(out.commands, out.reports, wake_at_s)
 
     def _on(self, now_s: float, event: ConnectorEvent, out: Effects) -> None:
@@ -129,7 +137,7 @@ class NodeConnector:
             self._landings.refused(now_s, peer.name, failure, out)
 
     def _lose(self, now_s: float, peer: Peer, out: Effects) -> None:
-        self._peers.lost(peer)
+        self._peers.lost(now_s, peer)
         self._end_all_of(now_s, peer.name, _broken(peer.name), out)
 
     def _end_all_of(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
@@ -179,6 +187,9 @@ class NodeConnector:
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= now_s:
                 self._hang_up(now_s, peer, out)
         self._landings.end_waits(now_s, out)
+        for peer in self._peers_to_redial():
+            if peer.lost_s + REDIAL_S <= now_s:
+                self._peers.dial(now_s, peer, out)
         for peer in self._peers.all():
             if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= now_s:
                 self._hang_up(now_s, peer, out)
@@ -188,13 +199,19 @@ class NodeConnector:
                 self._link_down(now_s, peer, link, TransferError(text).to_failure(), out)
 
     def _hang_up(self, now_s: float, peer: Peer, out: Effects) -> None:
-        self._peers.disconnect(peer, out)
+        self._peers.disconnect(now_s, peer, out)
         self._lose(now_s, peer, out)
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._landings.deadlines()]
         limits += [peer.deadline_s for peer in self._peers.all() if peer.deadline_s is not None]
+        limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]
         return min(limits, default=None)
+
+    def _peers_to_redial(self) -> list[Peer]:
+        waiting = self._offers.unanswering_peers()
+        peers = [peer for peer in self._peers.all() if peer.name in waiting]
+        return [peer for peer in peers if peer.channel is Channel.NONE and peer.is_listed]
 
     def _used_peers(self) -> set[PeerName]:
         return self._offers.used_peers() | self._landings.used_peers()

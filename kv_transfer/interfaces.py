@@ -179,10 +179,10 @@ class PoolMemory(msgspec.Struct, frozen=True):
 class Transport(Protocol):
     """Reads peers' blocks into the local pool. Only the agent's thread calls it.
 
-    Only `read` may block, while it copies one slice. `test` returns True when the read has ended
-    and raises `TransferError` when it failed; both forget the handle. `cancel` returns True, and
-    forgets the handle, when no byte of that read can land any more. False means that this is not
-    certain: the handle stays, and `test` may still see the end.
+    Only `read` may block, while it copies one slice. `test` returns True, and forgets the handle,
+    when the read has ended, and raises `TransferError` when it failed. `cancel` returns True, and
+    forgets the handle, when no byte of that read can land any more, as for a handle that is
+    forgotten. False means that this is not certain: the handle stays.
     """
 
     name: str

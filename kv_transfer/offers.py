@@ -37,6 +37,8 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 
+MAX_UNANSWERED = 1024
+
 
 class Offers:
     def __init__(
@@ -48,6 +50,8 @@ class Offers:
         self._lease_s = lease_s
         self._sources: dict[Key, SourceHandoff] = {}
         self._tombstones: Tombstones[Withdrawn] = Tombstones()
+        # Handoffs that ended without an answer of decode, which may not know even of the offer.
+        self._unanswered: dict[Key, PeerName] = {}
 
     def offer(self, now_s: float, offer: Offer, out: Effects) -> None:
         if offer.key in self._sources:
@@ -92,6 +96,8 @@ class Offers:
     ) -> None:
         """Handle a message from decode about an offer."""
         source = self._sources.get(key)
+        if not isinstance(message, Renew) and self._unanswered.get(key) == peer.name:
+            del self._unanswered[key]
         if source is not None and source.peer == peer.name:
             self._on(now_s, source, message, out)
         elif isinstance(message, Renew):
@@ -105,6 +111,13 @@ class Offers:
     def reconnected(self, now_s: float, peer: PeerName, out: Effects) -> None:
         for source in self._of(peer):
             self._on(now_s, source, Reconnected(), out)
+        for key in [key for key, name in self._unanswered.items() if name == peer]:
+            if (withdrawn := self._tombstones.answer(key)) is not None:
+                out.tell(peer, withdrawn)
+
+    def unanswering_peers(self) -> set[PeerName]:
+        """Return the peers that should be reached again to learn what has ended."""
+        return {*self._unanswered.values()}
 
     def end_leases(self, now_s: float, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""
@@ -137,6 +150,10 @@ class Offers:
                 self._sums.forget(source.key)
             failure = source.failure or TransferError("the blocks were given back").to_failure()
             self._tombstones.bury(source.key, Withdrawn(source.key, failure))
+            if not isinstance(event, Done | Declined):
+                self._unanswered[source.key] = source.peer
+                if len(self._unanswered) > MAX_UNANSWERED:
+                    del self._unanswered[next(iter(self._unanswered))]
 
     def _of(self, peer: PeerName) -> "list[SourceHandoff]":
         return [source for source in self._sources.values() if source.peer == peer]

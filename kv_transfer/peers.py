@@ -29,6 +29,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
 from baton.protocol.pairs import degree_problem, transport_problem
 
+REDIAL_S = 5.0  # from losing a channel to dialling a peer that has to learn what has ended
 HELLO_S = 10.0  # from dialling to the peer's PeerHello
 CONNECT_S = 90.0  # from AddPeer to PeerUp or PeerDown; longer than any transport takes
 MAX_UNLISTED = 256
@@ -67,6 +68,7 @@ class Peer:
     refusal: Failure | None = None
     dialled_s: float = 0.0
     heard_s: float = 0.0
+    lost_s: float = 0.0
     # Empty until the peer's ranks are to be read.
     links: list[RankLink] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)  # transports that did not connect
@@ -138,7 +140,9 @@ class PeerTable:
             peer.info, peer.is_listed = info, True
             self._current[info.node_id] = peer.name
 
-    def forget_unlisted(self, used: Callable[[], set[PeerName]], out: Effects) -> None:
+    def forget_unlisted(
+        self, now_s: float, used: Callable[[], set[PeerName]], out: Effects
+    ) -> None:
         """Close and unmap peers that are neither listed nor used, but keep some addresses."""
         unlisted = [p for p in self._peers.values() if p.is_gone]
         if not unlisted:
@@ -146,7 +150,7 @@ class PeerTable:
         in_use = used()
         unlisted = [p for p in unlisted if p.name not in in_use]
         for peer in unlisted:
-            self.disconnect(peer, out)
+            self.disconnect(now_s, peer, out)
             for link in peer.links:
                 self.remove_link(peer, link, out)
         superseded = [p for p in unlisted if self._current.get(p.name[0]) != p.name]
@@ -189,13 +193,13 @@ class PeerTable:
         peer.heard_s = now_s
         return peer.refusal
 
-    def disconnect(self, peer: Peer, out: Effects) -> None:
+    def disconnect(self, now_s: float, peer: Peer, out: Effects) -> None:
         if peer.channel is not Channel.NONE:
-            self.lost(peer)
+            self.lost(now_s, peer)
             out.commands.append(DropPeer(*peer.name))
 
-    def lost(self, peer: Peer) -> None:
-        peer.channel, peer.is_dialled = Channel.NONE, False
+    def lost(self, now_s: float, peer: Peer) -> None:
+        peer.channel, peer.is_dialled, peer.lost_s = Channel.NONE, False, now_s
         self.reachable.discard(peer.name)
 
     # --- ranks ---------------------------------------------------------------------------------

@@ -1,9 +1,8 @@
-"""One handoff on the decode side, which has announced spans read until all blocks are there.
+"""One handoff on the decode side: announced blocks are read until all are there.
 
-The connector feeds it the scheduler's events, prefill's messages and the ends of reads. It reports
-Landed only after every piece of every block was read on every rank, End has arrived, and it is
-proven that prefill held the blocks while they were read. A landing that fails drains first: it
-gives its blocks back when no read can write to them any more, and reports the blocks for which this
+Landed is reported only after every slice of every block was read on every rank, End has arrived,
+and it is proven that prefill held the blocks while they were read. A failed handoff drains first:
+it gives its blocks back when no read can write to them any more, and reports those for which this
 is not certain as quarantined.
 """
 
@@ -11,6 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import assert_never
 
 from baton.kv_transfer.interfaces import (
@@ -58,7 +58,7 @@ class LandingState(Enum):
 
 @dataclass(slots=True, frozen=True)
 class Broken:
-    """The connector says why this landing cannot go on: its peer, a rank or a newer attempt."""
+    """The handoff cannot go on because of its peer, a rank or a newer attempt."""
 
     failure: Failure
 
@@ -133,10 +133,8 @@ class LandingHandoff:
         match self.state:
             case LandingState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)
-            case LandingState.OFFERED:
-                self._on_offered(now_s, event, out)
-            case LandingState.LANDING:
-                self._on_landing(now_s, event, out)
+            case LandingState.OFFERED | LandingState.LANDING:
+                self._on_live(now_s, event, out)
             case LandingState.DRAINING:
                 self._on_draining(event, out)
             case LandingState.LANDED | LandingState.ENDED:
@@ -147,16 +145,9 @@ class LandingHandoff:
             self._read(now_s, peer, out)
             self._land_if_complete(out)
 
-    def renewed(self, now_s: float) -> None:
-        """Note that a renewal was sent."""
-        assert self.lease is not None
-        self.lease.renewed(now_s)
-
     def reads(self, ticket: int) -> bool:
         """Return whether that read belongs to this landing and has not ended."""
         return self._reads is not None and ticket in self._reads.outstanding
-
-    # --- inside: one method per state ----------------------------------------------------------
 
     def _on_expected(
         self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
@@ -175,36 +166,22 @@ class LandingHandoff:
             case _:
                 assert_never(event)
 
-    def _on_offered(self, now_s: float, event: LandingEvent, out: Effects) -> None:
+    def _on_live(self, now_s: float, event: LandingEvent, out: Effects) -> None:
         match event:
-            case Land():
-                self._begin(now_s, event, out)
             case Offered() | Span() | End() | Renewed():
                 self._hear(now_s, event, out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(now_s, self._why(event), out)
             case PeerUp():
-                pass
-            case ReadEnded():
-                raise self._out_of_place(event)
-            case _:
-                assert_never(event)
-
-    def _on_landing(self, now_s: float, event: LandingEvent, out: Effects) -> None:
-        match event:
-            case Offered() | Span() | End() | Renewed():
-                self._hear(now_s, event, out)
-            case PeerUp():
                 self._progress_s = now_s
-            case ReadEnded(failure=failure):
-                assert self._reads is not None
+            case Land() if self._reads is None:
+                self._begin(now_s, event, out)
+            case ReadEnded(failure=failure) if self._reads is not None:
                 self._progress_s = now_s
                 self._reads.ended(event)
                 if failure is not None or not event.quiet:
                     self._fail(now_s, failure or _wrong("a read ended without being quiet"), out)
-            case Withdrawn() | Abandon() | Broken() | TimeUp():
-                self._fail(now_s, self._why(event), out)
-            case Land():
+            case Land() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
                 assert_never(event)
@@ -221,15 +198,8 @@ class LandingHandoff:
                 self._finish(out)
             case Land():
                 raise self._out_of_place(event)
-            case (
-                Offered() | Span() | End() | Renewed() | Withdrawn() | Abandon() | Broken()
-                | PeerUp()
-            ):  # fmt: skip
-                pass
             case _:
-                assert_never(event)
-
-    # --- inside: what they do ------------------------------------------------------------------
+                pass  # nothing else matters any more
 
     def _take_offer(self, now_s: float, offered: Offered, out: Effects) -> None:
         self.state = LandingState.OFFERED
@@ -280,6 +250,7 @@ class LandingHandoff:
 
     def _begin(self, now_s: float, land: Land, out: Effects) -> None:
         assert self.peer is not None
+        assert self.lease is not None
         if land.first_block + len(land.block_ids) != self._num_blocks:
             text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
             self._fail(now_s, _wrong(text), out)
@@ -287,7 +258,7 @@ class LandingHandoff:
         self._reads = SpanReads(land.first_block, land.block_ids)
         self.state = LandingState.LANDING
         self._since_s = self._progress_s = now_s
-        self.renewed(now_s)
+        self.lease.renewed(now_s)
         out.tell(self.peer, Renew((self.key,)))
 
     def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
@@ -306,12 +277,10 @@ class LandingHandoff:
                 if problem is not None:
                     self._fail(now_s, _wrong(problem), out)
                     return
-                read = reads.post(number, link.edge, span, peer.epoch, self._next_ticket)
+                take_ticket = partial(self._take_ticket, self.key)
+                read = reads.post(number, link.edge, span, peer.epoch, take_ticket)
                 if read is not None:
                     out.order(link.edge.target, read)
-
-    def _next_ticket(self) -> int:
-        return self._take_ticket(self.key)
 
     def _has_all(self) -> bool:
         if self._end is None or self._reads is None:
@@ -382,7 +351,10 @@ def _unreadable(span: Span, prefill: NodeInfo, edge: Edge) -> str | None:
 
 @dataclass(slots=True)
 class SpanReads:
-    """`num_posted` counts, by edge, the spans that were posted or need no read."""
+    """The reads of one handoff. Only blocks that decode lacks are read, once over every edge.
+
+    `num_posted` counts, by edge, the spans that were posted or need no read.
+    """
 
     first_block: int
     block_ids: tuple[int, ...]
@@ -454,7 +426,12 @@ MIN_INTERVAL_S = 0.02
 
 
 class ReaderLease:
-    """The lease of one handoff, as its reader counts it."""
+    """Until when a reader may rely on what it reads, on its own clock.
+
+    A renewal counts from when it was *sent*, and only once the source has confirmed it: an
+    unconfirmed one may have arrived after the blocks were given away. Channels are FIFO, so
+    confirmations come in the order of the renewals and need no numbers.
+    """
 
     def __init__(self, now_s: float, lease_s: float) -> None:
         self.lease_s = lease_s

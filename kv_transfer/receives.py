@@ -169,7 +169,8 @@ class Landings:
             landings.sort(key=lambda landing: landing.key)
             out.tell(peer, Renew(tuple(landing.key for landing in landings)))
             for landing in landings:
-                landing.renewed(now_s)
+                assert landing.lease is not None
+                landing.lease.renewed(now_s)
                 self._next_s[landing.key] = landing.next_s
 
     def deadlines(self) -> Iterable[float]:

@@ -204,9 +204,14 @@ class NixlTransport:
         into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
         try:
             handle = self._agent.make_prepped_xfer("READ", found.target, into, found.pieces, out_of)
-            state = self._agent.transfer(handle)
         except self._errors.all as error:
             raise self._failed(found, error) from error
+        try:
+            state = self._agent.transfer(handle)
+        except self._errors.disconnected as error:
+            raise self._failed(found, error) from error
+        except self._errors.all:
+            state = "ERR"  # some of its descriptors may have been posted
         self._next_handle += 1
         self._reads[self._next_handle] = _Flight(handle, found, state)
         found.num_in_flight += 1
@@ -217,7 +222,8 @@ class NixlTransport:
         try:
             ended = self._has_ended(flight)
         except TransferError:
-            self._drop(handle)
+            if flight.peer.gone:
+                self._drop(handle)
             raise
         if ended:
             self._drop(handle)
@@ -229,7 +235,7 @@ class NixlTransport:
         try:
             return self.test(handle)
         except TransferError:
-            return True  # the connection broke, and nothing that was in flight can land
+            return handle not in self._reads
 
     def fileno(self) -> int:
         return -1

@@ -256,6 +256,19 @@ def test_a_failed_slice_fails_the_read_and_cancels_the_other() -> None:
     assert len(driven.transport.posted) == 2
 
 
+def test_a_failed_slice_that_may_still_write_ends_the_read_without_being_quiet() -> None:
+    driven = Driven(A)
+    driven.transport.cancels = False
+    driven.turns.hear(read(1, 4))
+    driven.settle()
+    driven.transport.failed = {1}
+    assert driven.settle() == []
+    driven.clock.advance(5.0)
+    assert not ended(driven.settle()).quiet
+    driven.transport.cancels = True
+    assert driven.settle() == [ReadQuiet(1)]
+
+
 def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:
     driven = Driven(A)
     driven.turns.hear(read(1, 4))

@@ -10,6 +10,7 @@ from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
 from baton.kv_transfer.transports import nixl
 from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
+from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
 OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
@@ -22,6 +23,7 @@ class ScriptedNixl:
 
     def __init__(self) -> None:
         self.state = "PROC"
+        self.error: Exception | None = None
         self.regions: list[tuple[int, str]] = []  # bytes and kind
         self.rows: list[tuple[list[list[int]], str]] = []  # of prepared lists, and their kind
         self.reads: list[tuple[list[int], list[int]]] = []  # rows of the sink, and of the peer
@@ -66,6 +68,8 @@ class ScriptedNixl:
         return self.state
 
     def check_xfer_state(self, handle: object) -> str:
+        if self.error is not None:
+            raise self.error
         return self.state
 
     def release(self) -> None: ...
@@ -73,7 +77,10 @@ class ScriptedNixl:
 
 @pytest.fixture
 def agent(monkeypatch: pytest.MonkeyPatch) -> ScriptedNixl:
-    agent, errors = ScriptedNixl(), SimpleNamespace(all=(), at_start=(), disconnected=OSError)
+    agent, errors = (
+        ScriptedNixl(),
+        SimpleNamespace(all=(OSError, ValueError), at_start=(), disconnected=OSError),
+    )
     monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: (agent, errors))
     return agent
 
@@ -117,4 +124,28 @@ def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: Scrip
     assert agent.reads == [([0], [0])]
     agent.state = "DONE"
     assert transport.connected(OWNER)
+    transport.close()
+
+
+def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(
+    agent: ScriptedNixl,
+) -> None:
+    transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
+    address = NixlAddress(
+        OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
+    )
+    agent.state = "DONE"
+    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+    assert transport.connected(OWNER)
+    agent.state = "PROC"
+    first, second = (transport.read(OWNER, [block], [block], [0]) for block in (0, 1))
+    agent.error = ValueError("one of several descriptors failed")
+    with pytest.raises(TransferError, match="one of several"):
+        transport.test(first)
+    assert not transport.cancel(first), "the other descriptors may still land"
+    agent.error = OSError("the peer is gone")
+    with pytest.raises(TransferError, match="process is gone"):
+        transport.test(second)
+    assert transport.cancel(second)
+    assert transport.cancel(first)
     transport.close()

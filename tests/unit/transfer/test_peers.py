@@ -204,6 +204,24 @@ def test_a_decode_node_that_never_greets_is_hung_up_on() -> None:
     assert codes(step) == ["node_lost"]
 
 
+def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
+    """Once, `Offered` died with a channel that was being dialled, and decode waited for 600 s."""
+    connector = prefill()
+    connector.step(0.0, [offer()])
+    step = connector.step(10.0, [])
+    assert (codes(step), step.wake_at_s) == (["node_lost"], 15.0)
+    step = connector.step(15.0, [])
+    assert step.commands[0] == DialPeer(DECODE)
+    step = connector.step(16.0, heard(DECODE, hello(DECODE)))
+    [withdrawn] = said(step)
+    assert isinstance(withdrawn, Withdrawn)
+    target = decode(Expect(key(), P))
+    step = target.step(16.0, heard(PREFILL, hello(PREFILL), withdrawn))
+    assert step.reports == [LandingEnded(key(), withdrawn.failure)]
+    connector.step(17.0, heard(DECODE, *said(step)[-1:]))
+    assert connector.step(18.0, [PeerLost(D, DECODE.epoch)]).wake_at_s is None
+
+
 def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is() -> None:
     connector = NodeConnector(DECODE, TransferConfig())
     step = connector.step(0.0, [Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered())])
