@@ -463,8 +463,8 @@ class RouterCore:
             case HandoffEnded():
                 self._notifier.judge(self._now_s, command)
             case TriedAgain(key=key, failure=why, is_resume=is_resume):
-                at_s = self._now_s - active.began_s
-                stream.metrics.try_again(key, at_s, why, is_resume=is_resume)
+                stream.metrics.lost(key, self._now_s - active.began_s, why)
+                stream.metrics.try_again(why, is_resume=is_resume)
             case Outcome(failure=failure):
                 if failure is None and not stream.metrics.num_received_tokens:
                     self._policy.learn(stream.tokens_per_choice)

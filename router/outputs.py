@@ -137,6 +137,11 @@ class RequestMetrics:
             self.router_queue_s = at_s
         self.num_attempts = max(self.num_attempts, key.nth_attempt + 1)
 
+    def lost(self, key: Key, at_s: float, failure: Failure) -> None:
+        """Record that an attempt was lost."""
+        if (record := self._record_of(key)) is not None:
+            record.lost_at_s, record.failure = at_s, failure.code
+
     def add_stages(
         self, key: Key, at_s: float, times: StageTimes, *, of_prompt: bool
     ) -> AttemptRecord | None:
@@ -154,15 +159,13 @@ class RequestMetrics:
             record.timed(at_s, times, of_prompt=of_prompt)
         return record
 
-    def try_again(self, key: Key, at_s: float, failure: Failure, *, is_resume: bool) -> None:
-        """Record that the attempt `key` was lost and another follows."""
+    def try_again(self, failure: Failure, *, is_resume: bool) -> None:
+        """Count another attempt after a loss."""
         codes = self.resume_codes if is_resume else self.retry_codes
         codes[failure.code] = codes.get(failure.code, 0) + 1
         self.num_retries += not is_resume
         self.num_resumes += is_resume
         self.resumed = self.resumed or is_resume
-        if (record := self._record_of(key)) is not None:
-            record.lost_at_s, record.failure = at_s, failure.code
 
     def _record_of(self, key: Key) -> AttemptRecord | None:
         wanted = key.choice, key.nth_attempt
