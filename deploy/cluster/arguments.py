@@ -31,9 +31,7 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     out: str = ""
     timeout_s: float = 0.0  # 0 takes the nodes' own limit
     detach: bool = False
-    keep: bool = False
     json: bool = False
-    once: bool = False
     urls: tuple[str, ...] = ()  # of routers to ask
     api_key: str = ""
     ca_file: str = ""
@@ -42,7 +40,7 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     @property
     def stays(self) -> bool:
         """Return whether `up` stays in front, and the cluster ends with it."""
-        return self.platform == LOCAL and not self.detach and not self.keep
+        return self.platform == LOCAL and not self.detach
 
 
 def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> ClusterArguments:
@@ -129,11 +127,6 @@ def _platforms(command: str) -> tuple[str, ...]:
 def _add_view(parser: FlagParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON once instead of a table")
     parser.add_argument(
-        "--once",
-        action="store_true",
-        help="print the table once; without this flag, a terminal shows it live until Ctrl-C",
-    )
-    parser.add_argument(
         "--url",
         action="append",
         metavar="URL",
@@ -157,11 +150,6 @@ def _add_start(parser: FlagParser) -> None:
         action="store_true",
         help="return once the cluster serves; without this flag, `--on local` stays in the "
         "foreground and ends the cluster with Ctrl-C",
-    )
-    parser.add_argument(
-        "--keep",
-        action="store_true",
-        help="keep the started processes running if the start fails; implies --detach",
     )
     parser.add_argument(
         "--timeout",

@@ -9,7 +9,6 @@ that `render` writes.
 import contextlib
 import importlib.util
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -133,12 +132,6 @@ def _ended(
     try:
         yield
     except BaseException:
-        if given.keep:
-            print(
-                f"baton: --keep leaves the cluster as it is; its state is in {folder}",
-                file=sys.stderr,
-            )
-            raise
         _end(platform, folder, is_hurried=True)
         raise
     if given.stays:

@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.deploy.cluster.document import Settings
+from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
 
 Name = Annotated[
@@ -75,7 +76,6 @@ class KubernetesOptions(msgspec.Struct, frozen=True):
     namespace: str = ""  # empty takes the name of the cluster
     image: str = "baton:latest"
     model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
-    max_replicas: dict[Name, Replicas] = {}  # pools that may grow while requests wait
 
 
 class SlurmOptions(msgspec.Struct, frozen=True):
@@ -106,3 +106,10 @@ class Description(msgspec.Struct, frozen=True):
 
     def pools_of(self, role: Role) -> dict[str, Pool]:
         return {name: pool for name, pool in self.pools.items() if pool.role == role}
+
+    def check_no_hosts(self, advice: str) -> None:
+        """Raise `ConfigError` if a host is named, for platforms that choose the hosts."""
+        named = [f"routers[{i}].host" for i, one in enumerate(self.routers) if one.host]
+        named += [f"pools.{name}.hosts" for name, pool in self.pools.items() if pool.hosts]
+        if named:
+            raise ConfigError(f"{named[0]}: {advice}")

@@ -1,10 +1,8 @@
 """Find the hosts of a description that are this machine, and check what their processes need."""
 
 import ipaddress
-import os
 import socket
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 import psutil
@@ -16,12 +14,11 @@ from baton.deploy.model_folder import with_model
 from baton.deploy.ports import check_port
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.host import threads_per_rank
+from baton.runtime.host import gpus_of, threads_per_rank
 
 HERE = "127.0.0.1"
 THREADS = "engine.threads"
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-GPUS = Path("/proc/driver/nvidia/gpus")
 
 
 def places_by_name(description: Description) -> ProcessPlaces:
@@ -69,24 +66,13 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
                 check_port(_bound(spec, port.name), port.port, hint)
         except ConfigError as error:
             raise ConfigError(f"{who}: {error.message}") from error
-        missing = [number for number in spec.gpu_ids if number >= num_gpus()]
+        num_gpus = len(gpus_of(0))
+        missing = [number for number in spec.gpu_ids if number >= num_gpus]
         if missing:
             raise ConfigError(
                 f"{who}: no GPU is left for it, because it needs GPU number {missing[0]} and this "
-                f"host has {num_gpus()}; lower gpus or replicas, or name more hosts"
+                f"host has {num_gpus}; lower gpus or replicas, or name more hosts"
             )
-
-
-def num_gpus() -> int:
-    """Return how many NVIDIA GPUs this process may use."""
-    if VISIBLE_GPUS in os.environ:
-        return len(_visible_gpus())
-    return len(list(GPUS.glob("*"))) if GPUS.is_dir() else 0
-
-
-def _visible_gpus() -> list[str]:
-    """Return the numbers or ids in the variable that limits GPUs; none if it is not set."""
-    return [one.strip() for one in os.environ.get(VISIBLE_GPUS, "").split(",") if one.strip()]
 
 
 def on_this_machine(specs: Sequence[ProcessSpec], shared: str = "") -> tuple[ProcessSpec, ...]:
@@ -118,7 +104,7 @@ def _shares_cpus(spec: ProcessSpec) -> bool:
 
 def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:
     """Return the process with GPUs among those that this command may use."""
-    names = _visible_gpus()
+    names = gpus_of(0)
     if not (names and spec.gpu_ids):
         return spec
     chosen_names = ",".join(names[number] for number in spec.gpu_ids)

@@ -4,7 +4,6 @@ A router is a Deployment with a Service that nodes dial before the router is rea
 Service for all routers. A pool is a StatefulSet, whose pods are called like the nodes.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
 
@@ -39,18 +38,14 @@ SHARED = {"runAsNonRoot": True, "runAsUser": USER, "runAsGroup": USER, "fsGroup"
 
 CONFINED = {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True}
 POD_IP = "$(POD_IP)"
-BASE, AUTOSCALE = "base", "overlays/autoscale"
 
 
 def places_of(description: Description) -> ProcessPlaces:
     """Return the places of processes. Raises `ConfigError` if the description names hosts."""
-    named = [name for name, pool in description.pools.items() if pool.hosts]
-    if named or any(router.host for router in description.routers):
-        where = f"pools.{named[0]}.hosts" if named else "routers[].host"
-        raise ConfigError(
-            f"{where}: Kubernetes places the processes; remove the addresses, and use "
-            "node_selector to choose machines"
-        )
+    description.check_no_hosts(
+        "Kubernetes places the processes; remove the addresses, and use node_selector to choose "
+        "machines"
+    )
     return ProcessPlaces(
         routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
         node=f"[{POD_IP}]",  # IPv4 or IPv6
@@ -61,18 +56,22 @@ def places_of(description: Description) -> ProcessPlaces:
 
 
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
-    """Write `base`, and an overlay for pools that grow with their queues.
-
-    Only this user can read the folders, because they hold the key.
-    """
+    """Write the files into `base`, which only this user can read, because it holds the key."""
     description = plan.description
     key = Path(description.key).read_bytes() if description.key else b""
-    namespace = description.kubernetes.namespace or description.name
-    written = _write(folder / BASE, _base_of(plan, key), namespace)
-    if autoscalers := _autoscalers_of(description):
-        files = {"autoscale.yaml": autoscalers}
-        written += _write(folder / AUTOSCALE, files, namespace, f"../../{BASE}")
-    return written
+    files = _base_of(plan, key)
+    kustomization: Manifest = {
+        "apiVersion": "kustomize.config.k8s.io/v1beta1",
+        "kind": "Kustomization",
+        "namespace": description.kubernetes.namespace or description.name,
+        "resources": list(files),
+    }
+    base = folder / "base"
+    make_private(base)
+    for name, documents in {**files, "kustomization.yaml": [kustomization]}.items():
+        texts = [msgspec.yaml.encode(one) for one in documents]
+        write_private(base / name, b"---\n".join(texts))
+    return [base / name for name in (*files, "kustomization.yaml")]
 
 
 def _base_of(plan: ClusterPlan, key: bytes) -> dict[str, list[Manifest]]:
@@ -88,31 +87,6 @@ def _base_of(plan: ClusterPlan, key: bytes) -> dict[str, list[Manifest]]:
     if secrets := _secrets(plan, key):
         files["secrets.yaml"] = secrets
     return files
-
-
-def _autoscalers_of(description: Description) -> list[Manifest]:
-    """Return one HorizontalPodAutoscaler for each pool that the description lets grow."""
-    return [
-        {
-            **_head("autoscaling/v2", "HorizontalPodAutoscaler", name, name),
-            "spec": {
-                "scaleTargetRef": {"apiVersion": "apps/v1", "kind": "StatefulSet", "name": name},
-                "minReplicas": pool.replicas,
-                "maxReplicas": description.kubernetes.max_replicas[name],
-                "metrics": [
-                    {
-                        "type": "Pods",
-                        "pods": {
-                            "metric": {"name": "baton_node_waiting_requests"},
-                            "target": {"type": "AverageValue", "averageValue": "4"},
-                        },
-                    }
-                ],
-            },
-        }
-        for name, pool in description.pools.items()
-        if name in description.kubernetes.max_replicas
-    ]
 
 
 def _head(version: str, kind: str, name: str, component: str) -> Manifest:
@@ -390,19 +364,3 @@ def _model_mount(description: Description) -> list[Manifest]:
             "or name a model of the Hugging Face hub"
         )
     return [{"name": "model", "mountPath": MODEL_FOLDER, "readOnly": True}]
-
-
-def _write(
-    folder: Path, files: Mapping[str, list[Manifest]], namespace: str, *bases: str
-) -> list[Path]:
-    kustomization: Manifest = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "namespace": namespace,
-        "resources": [*bases, *files],
-    }
-    make_private(folder)
-    for name, documents in {**files, "kustomization.yaml": [kustomization]}.items():
-        texts = [msgspec.yaml.encode(one) for one in documents]
-        write_private(folder / name, b"---\n".join(texts))
-    return [folder / name for name in (*files, "kustomization.yaml")]

@@ -14,7 +14,7 @@ import socket
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -69,14 +69,6 @@ class RayJob(msgspec.Struct, frozen=True):
     logs: str  # folder; empty leaves the output to Ray's logs of the actor
 
 
-class Bundle(msgspec.Struct, frozen=True):
-    """The resources that Ray reserves on one host for a process. Memory is in bytes."""
-
-    process: str
-    resources: dict[str, float]
-    labels: dict[str, str]
-
-
 class RayPlatform:
     """Implements `Platform`."""
 
@@ -92,9 +84,10 @@ class RayPlatform:
         return plan.processes
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
-        bundles = tuple(map(bundle_of, plan.processes))
         namespace = self._join(plan.description.name)
-        problem = shortage(bundles, [one["Resources"] for one in ray.nodes() if one["Alive"]])
+        problem = shortage(
+            plan.processes, [one["Resources"] for one in ray.nodes() if one["Alive"]]
+        )
         if problem and not self._may_wait:
             raise ConfigError(
                 f"Ray: {problem}; ask for less, add hosts, or give --timeout to wait for hosts "
@@ -109,7 +102,7 @@ class RayPlatform:
                 "it with that one, or give this cluster another name"
             )
         write_private(folder / TOKEN, job.token.encode())
-        _start_actors(namespace, bundles)
+        _start_actors(namespace, plan.processes)
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         deployment = read_deployment(folder)
@@ -156,31 +149,40 @@ class RayPlatform:
 
 def places_of(description: Description) -> ProcessPlaces:
     """Return the places of processes. Raises `ConfigError` for what Ray cannot grant."""
-    for problem in _problems(description):
-        raise ConfigError(problem)
+    description.check_no_hosts(
+        "Ray chooses the hosts; take the line out, and give node_selector labels of Ray's nodes to "
+        "restrict its choice"
+    )
+    for name, pool in description.pools.items():
+        for resource, amount in pool.resources.items():
+            at = f"pools.{name}.resources.{resource}"
+            if resource in OWN_RESOURCES:
+                raise ConfigError(f"{at}: write {OWN_RESOURCES[resource]} of the pool instead")
+            if not amount.replace(".", "", 1).isdecimal() or not float(amount):
+                raise ConfigError(f"{at}: {amount} must be the number above 0 that each node needs")
     key = KEY_FILE if description.key else ""
     routers = tuple(_router_address(index) for index in range(len(description.routers)))
     return ProcessPlaces(routers, OWN_ADDRESS, listen=OWN_ADDRESS, key=key)
 
 
-def bundle_of(spec: ProcessSpec) -> Bundle:
-    """Return the bundle of a process, which has one CPU unless the description gives a number."""
+def resources_of(spec: ProcessSpec) -> dict[str, float]:
+    """Return what Ray reserves for a process: one CPU unless the description gives a number."""
     resources = {"CPU": float(spec.cpus or 1)}
     if spec.gpus:
         resources["GPU"] = float(spec.gpus)
     if spec.memory_mib:
-        resources["memory"] = float(spec.memory_mib << 20)
-    resources |= {name: float(amount) for name, amount in spec.resources.items()}
-    return Bundle(spec.name, resources, spec.node_selector)
+        resources["memory"] = float(spec.memory_mib << 20)  # in bytes
+    return resources | {name: float(amount) for name, amount in spec.resources.items()}
 
 
-def shortage(bundles: Sequence[Bundle], hosts: Sequence[Mapping[str, float]]) -> str:
+def shortage(processes: Sequence[ProcessSpec], hosts: Sequence[Mapping[str, float]]) -> str:
     """Return what the hosts lack even without other work; empty if they lack nothing.
 
     `hosts` holds the resources of each host.
     """
-    for name in dict.fromkeys(name for bundle in bundles for name in bundle.resources):
-        needed = [bundle.resources.get(name, 0.0) for bundle in bundles]
+    bundles = [resources_of(spec) for spec in processes]
+    for name in dict.fromkeys(name for bundle in bundles for name in bundle):
+        needed = [bundle.get(name, 0.0) for bundle in bundles]
         present = [host.get(name, 0.0) for host in hosts]
         if sum(present) < sum(needed):
             return (
@@ -283,23 +285,6 @@ class ProcessActor:
         return at_its_place(self._job.processes, self._name, addresses, self._key_file)
 
 
-def _problems(description: Description) -> Iterable[str]:
-    named = [f"routers[{i}].host" for i, one in enumerate(description.routers) if one.host]
-    named += [f"pools.{name}.hosts" for name, pool in description.pools.items() if pool.hosts]
-    for at in named:
-        yield (
-            f"{at}: Ray chooses the hosts; take the line out, and give node_selector labels of "
-            "Ray's nodes to restrict its choice"
-        )
-    for name, pool in description.pools.items():
-        for resource, amount in pool.resources.items():
-            at = f"pools.{name}.resources.{resource}"
-            if resource in OWN_RESOURCES:
-                yield f"{at}: write {OWN_RESOURCES[resource]} of the pool instead"
-            elif not amount.replace(".", "", 1).isdecimal() or not float(amount):
-                yield f"{at}: {amount} must be the number above 0 that each node needs"
-
-
 def _router_address(index: int) -> str:
     return f"$(ROUTER_{index}_ADDRESS)"
 
@@ -323,7 +308,8 @@ def _connect(address: str, namespace: str) -> None:
                 logging_level=logging.ERROR,
             )
     except (ConnectionError, RuntimeError, ValueError, AssertionError, RayError) as error:
-        raise NodeError(f"cannot join Ray at {address}: {_line_of(error, 0)}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise NodeError(f"cannot join Ray at {address}: {reason}") from error
 
 
 def _check_answers(address: str) -> None:
@@ -375,19 +361,19 @@ def _addresses() -> list[str]:
     return [hosts.get(node_id, "") for _, node_id in sorted(placed.items())]
 
 
-def _start_actors(namespace: str, bundles: Sequence[Bundle]) -> None:
+def _start_actors(namespace: str, processes: Sequence[ProcessSpec]) -> None:
     """Ask for the placement group and its actors, and return at once."""
     group = placement_group(
-        [bundle.resources for bundle in bundles],
+        [resources_of(spec) for spec in processes],
         strategy="SPREAD",
         name=GROUP,
         lifetime="detached",
-        bundle_label_selector=[bundle.labels for bundle in bundles],
+        bundle_label_selector=[spec.node_selector for spec in processes],
     )
-    for index, bundle in enumerate(bundles):
-        own = dict(bundle.resources)
+    for index, spec in enumerate(processes):
+        own = resources_of(spec)
         actor = ray.remote(ProcessActor).options(
-            name=bundle.process,
+            name=spec.name,
             namespace=namespace,
             lifetime="detached",
             max_restarts=-1,  # as often as it ends
@@ -398,7 +384,7 @@ def _start_actors(namespace: str, bundles: Sequence[Bundle]) -> None:
             resources=own,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
-        actor.remote(bundle.process)
+        actor.remote(spec.name)
 
 
 def _reports(namespace: str, processes: Sequence[ProcessSpec]) -> list[ProcessStatus]:
@@ -420,7 +406,7 @@ def _reports(namespace: str, processes: Sequence[ProcessSpec]) -> list[ProcessSt
             found[name] = msgspec.json.decode(ray.get(reference), type=ProcessStatus)
         except (ActorDiedError, ActorUnschedulableError) as error:
             found[name] = msgspec.structs.replace(
-                found[name], state="ended", note="", last_end=_line_of(error, -1)
+                found[name], state="ended", note="", last_end=str(error).strip().rpartition("\n")[2]
             )
         except RayError:
             continue  # Ray starts it again
@@ -463,8 +449,3 @@ def _in_memory(key: str) -> str:
     os.fchmod(descriptor, 0o600)
     os.write(descriptor, key.encode())
     return f"/proc/{os.getpid()}/fd/{descriptor}"
-
-
-def _line_of(error: Exception, index: int) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[index] if lines else repr(error)

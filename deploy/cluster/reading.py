@@ -88,16 +88,6 @@ def _problems(description: Description) -> Iterator[str]:
     yield from _port_problems(description)
     yield from _gpu_problems(description)
     yield from _key_problems(description)
-    yield from _growth_problems(description)
-
-
-def _growth_problems(description: Description) -> Iterator[str]:
-    for name, most in description.kubernetes.max_replicas.items():
-        at = f"kubernetes.max_replicas.{name}"
-        if name not in description.pools:
-            yield f"{at}: there is no such pool; there are {', '.join(description.pools)}"
-        elif most <= description.pools[name].replicas:
-            yield f"{at}: {most} must be more than the pool's replicas; raise it or leave it out"
 
 
 def _missing(description: Description) -> Iterator[str]:

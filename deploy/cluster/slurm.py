@@ -83,13 +83,10 @@ class SlurmPlan(msgspec.Struct, frozen=True):
 
 def places_of(description: Description) -> ProcessPlaces:
     """Return the places of processes. Raises `ConfigError` for what Slurm cannot grant."""
-    named = [f"routers[{i}].host" for i, one in enumerate(description.routers) if one.host]
-    named += [f"pools.{name}.hosts" for name, pool in description.pools.items() if pool.hosts]
-    if named:
-        raise ConfigError(
-            f"{named[0]}: Slurm chooses the hosts; take the line out, and write `slurm: "
-            "{arguments: [--nodelist=...]}` to restrict its choice"
-        )
+    description.check_no_hosts(
+        "Slurm chooses the hosts; take the line out, and write `slurm: {arguments: "
+        "[--nodelist=...]}` to restrict its choice"
+    )
     for name, pool in description.pools.items():
         for feature, value in pool.node_selector.items():
             if value not in ("", "true"):

@@ -9,7 +9,6 @@ handoffs are summed over all routers.
 import os
 import ssl
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -32,13 +31,11 @@ from baton.runtime.tls import client_context
 PERIOD_S = 1.0
 TIMEOUT_S = 2.0
 KEY_VARIABLE, KEYS = "BATON_API_KEY", "BATON_ROUTER_API_KEYS"
-MAX_FAULT_CHARS = 60
 # The states of a node at a router, the worst first; "absent" means that the router does not know
 # it.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 HEAD = (
-    "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "mean", "",
-    "last end", "last fault",
+    "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "", "last end",
 )  # fmt: skip
 
 
@@ -71,15 +68,6 @@ class PairDocument(msgspec.Struct, frozen=True):
     prefill_node: str
     decode_node: str
     num_handoffs: int = 0
-    transfer_s: float = 0.0
-
-
-class FaultDocument(msgspec.Struct, frozen=True):
-    at: float  # seconds since 1970
-    code: str
-    message: str
-    prefill_node: str | None = None
-    decode_node: str | None = None
 
 
 class RouterDocument(msgspec.Struct, frozen=True):
@@ -94,7 +82,6 @@ class RouterDocument(msgspec.Struct, frozen=True):
     nodes: tuple[NodeDocument, ...] = ()
     lost: tuple[NodeDocument, ...] = ()
     pairs: tuple[PairDocument, ...] = ()
-    faults: tuple[FaultDocument, ...] = ()  # the newest first
 
 
 class RouterAnswer(msgspec.Struct, frozen=True):
@@ -121,9 +108,6 @@ class StatusRow(msgspec.Struct, frozen=True):
     num_waiting: int | None = None
     kv_used: float | None = None  # of 1
     num_handoffs: int | None = None  # since the routers started
-    handoff_s: float | None = None  # mean since the routers started
-    last_fault: str = ""
-    last_fault_at: float | None = None  # seconds since 1970
 
 
 class ClusterView:
@@ -179,7 +163,7 @@ class ClusterView:
         """Return the cluster as a table below a line that sums it up."""
         lines = [summary_of(self._deployment.name if self._deployment else "", self._answers)]
         if self.rows:
-            table = cells(self.rows, time.time())
+            table = cells(self.rows)
             kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
             head = [HEAD[i] for i in kept]
             lines.append(lines_of(head, [[row[i] for i in kept] for row in table]))
@@ -201,16 +185,13 @@ class ClusterView:
         urls = [url.rstrip("/").removesuffix("/v1") for url in self._given.urls]
         if not urls:
             return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
-        names = [one.name for one in self.statuses if one.role == "router"]
-        if len(names) != len(urls):
-            names = [url.partition("://")[2] for url in urls]
         key = key or next((one.api_key for one in own if one.api_key), "")
-        return [RouterAnswer(name, url, key) for name, url in zip(names, urls, strict=True)]
+        return [RouterAnswer(url.partition("://")[2], url, key) for url in urls]
 
 
 def show(view: ClusterView, given: ClusterArguments) -> int:
     """Print the cluster, live if stdout is a terminal, and return the exit code."""
-    if given.json or given.once or not sys.stdout.isatty():
+    if given.json or not sys.stdout.isatty():
         view.look()
         print(msgspec.json.encode(view.rows).decode() if given.json else view.text())
         return 0 if view.is_well else 1
@@ -290,38 +271,26 @@ def _row(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
         row = msgspec.structs.replace(
             row, health=own.status, num_running=own.num_running, num_waiting=own.num_queued
         )
-        pairs, faults = list(own.pairs), list(own.faults[:1])
+        pairs = list(own.pairs)
     else:
         row = _with_health(row, documents)
-        all_pairs = [pair for one in documents.values() for pair in one.pairs]
-        pairs = [one for one in all_pairs if row.name in (one.prefill_node, one.decode_node)]
-        all_faults = [fault for one in documents.values() for fault in one.faults]
-        faults = [one for one in all_faults if row.name in (one.prefill_node, one.decode_node)]
-    count = sum(pair.num_handoffs for pair in pairs)
-    last = max(faults, key=lambda one: one.at, default=None)
-    return msgspec.structs.replace(
-        row,
-        num_handoffs=count,
-        handoff_s=sum(pair.transfer_s for pair in pairs) / count if count else None,
-        last_fault=f"{last.code}: {last.message}" if last is not None else "",
-        last_fault_at=last.at if last is not None else None,
-    )
+        pairs = [
+            pair
+            for document in documents.values()
+            for pair in document.pairs
+            if row.name in (pair.prefill_node, pair.decode_node)
+        ]
+    return msgspec.structs.replace(row, num_handoffs=sum(pair.num_handoffs for pair in pairs))
 
 
 def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
     """Add a node's worst state at the routers, and the newest load that one of them has."""
-    seen = {
-        name: next((one for one in document.nodes if one.node_id == row.name), None)
-        or next(
-            (
-                msgspec.structs.replace(one, state="lost")
-                for one in document.lost
-                if one.node_id == row.name
-            ),
-            NodeDocument(row.name, row.role, "absent"),
-        )
-        for name, document in documents.items()
-    }
+    seen = {name: NodeDocument(row.name, row.role, "absent") for name in documents}
+    for name, document in documents.items():
+        lost = [msgspec.structs.replace(one, state="lost") for one in document.lost]
+        for node in (*document.nodes, *lost):
+            if node.node_id == row.name:
+                seen[name] = node
     router, worst = min(
         seen.items(), key=lambda one: STATES.index(one[1].state) if one[1].state in STATES else 0
     )
@@ -342,7 +311,7 @@ def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> Status
     )
 
 
-def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
+def cells(rows: Sequence[StatusRow]) -> list[tuple[str, ...]]:
     """Return the text of each row, by the columns of `HEAD`."""
     return [
         (
@@ -351,27 +320,19 @@ def cells(rows: Sequence[StatusRow], now: float) -> list[tuple[str, ...]]:
             row.host,
             # The routers know more of a process that runs.
             row.health if row.health and row.state in ("", "running") else row.state,
-            "" if row.num_running is None else str(row.num_running),
-            "" if row.num_waiting is None else str(row.num_waiting),
+            _shown(row.num_running),
+            _shown(row.num_waiting),
             "" if row.kv_used is None else f"{100 * row.kv_used:.0f} %",
-            "" if row.num_handoffs is None else str(row.num_handoffs),
-            "" if row.handoff_s is None else f"{1e3 * row.handoff_s:.1f} ms",
+            _shown(row.num_handoffs),
             row.note,
             row.last_end,
-            _fault(row, now),
         )
         for row in rows
     ]
 
 
-def _fault(row: StatusRow, now: float) -> str:
-    if row.last_fault_at is None:
-        return ""
-    ago_s = max(0, round(now - row.last_fault_at))
-    ago = f"{ago_s} s" if ago_s < 120 else f"{ago_s // 60} min"
-    text = row.last_fault
-    short = text if len(text) <= MAX_FAULT_CHARS else f"{text[: MAX_FAULT_CHARS - 1]}…"
-    return f"{ago} ago, {short}"
+def _shown(value: int | None) -> str:
+    return "" if value is None else str(value)
 
 
 def table_of(statuses: Sequence[ProcessStatus]) -> str:

@@ -30,14 +30,18 @@ class Deployed:
         self._env = {**os.environ, **(env or {})}
         self.state = folder / "state"
         self.address = "127.0.0.1"  # of a router
-        self.port, control = free_port(), free_port()
         self.content: dict[str, object] = {
             "name": "small",
-            "routers": [{"port": self.port, "control_port": control}],
             "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
             "settings": {"cache": {"memory_mib": 64}},
         }
         self.seen: dict[int, psutil.Process] = {}
+        self.take_ports()
+
+    def take_ports(self) -> None:
+        self.port = free_port()
+        (router,) = self.content.get("routers", [{}])  # type: ignore[misc]
+        self.content["routers"] = [{**router, "port": self.port, "control_port": free_port()}]
 
     def write(self) -> None:
         text = yaml.safe_dump(self.content, sort_keys=False)
@@ -55,9 +59,13 @@ class Deployed:
         )  # fmt: skip
 
     def run(self, command: str, *words: str) -> "tuple[int, str, str]":
-        process = self.baton(command, *words)
-        said, complained = process.communicate(timeout=TIMEOUT_S)
-        return process.returncode, said, complained
+        """Run a command to its end. `up` takes other ports while another process has these."""
+        while True:
+            process = self.baton(command, *words)
+            said, complained = process.communicate(timeout=TIMEOUT_S)
+            if command != "up" or "is in use" not in complained:
+                return process.returncode, said, complained
+            self.take_ports()
 
     def processes(self) -> dict[str, psutil.Process]:
         """Return the running processes by name, as `status` has them."""

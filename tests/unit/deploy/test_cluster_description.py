@@ -13,7 +13,6 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
 from baton.runtime.settings import Subcommand, load
-from tests.support.cluster import free_port
 from tests.support.sources import REPOSITORY
 
 EXAMPLES = sorted((REPOSITORY / "deploy/examples").glob("*.yaml"))
@@ -116,8 +115,8 @@ def test_nodes_get_the_gpus_that_the_command_was_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,7")
-    routers = [{"port": free_port(), "control_port": free_port()}]
-    plan = planned(written(tmp_path, pools=pools(gpus=1, replicas=2), routers=routers))
+    monkeypatch.setattr("baton.deploy.cluster.hosts.check_port", lambda *_: None)
+    plan = planned(written(tmp_path, pools=pools(gpus=1, replicas=2)))
     router, prefill, *decode = on_this_machine(plan.processes, "cpus")
     assert [one.env["CUDA_VISIBLE_DEVICES"] for one in decode] == ["4", "GPU-a"]
     assert prefill.env["BATON_ENGINE_SHARED_CPUS"] == "cpus"

@@ -35,7 +35,6 @@ CONTENT: dict[str, Any] = {
     "kubernetes": {
         "image": "example/baton:1",
         "model_claim": "models",
-        "max_replicas": {"decode": 9},
     },
 }
 PLACED = {"decode": {"role": "decode", "gpus": 1, "hosts": ["10.0.0.2"], "peer_port": 5580}}
@@ -84,7 +83,7 @@ def test_each_kustomization_names_files_that_are_there_and_only_the_owner_reads_
 ) -> None:
     files = rendered(tmp_path)
     kustomizations = [path for path in files if path.name == "kustomization.yaml"]
-    assert len(kustomizations) == 2
+    assert len(kustomizations) == 1
     for path in kustomizations:
         content = yaml.safe_load(path.read_text())
         assert content["namespace"] == "small"
@@ -130,8 +129,6 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     assert found["StatefulSet", "prefill"]["spec"]["template"]["spec"]["nodeSelector"] == {
         "gpu": "h100"
     }
-    grows = found["HorizontalPodAutoscaler", "decode"]["spec"]
-    assert (grows["minReplicas"], grows["maxReplicas"]) == (3, 9)
 
 
 def test_secret_variables_are_in_secrets_only(tmp_path: Path) -> None:
@@ -172,9 +169,7 @@ def test_a_model_of_the_hub_is_fetched_before_the_probes_begin(tmp_path: Path) -
     ("changes", "named"),
     [
         ({"kubernetes": {}}, "kubernetes.model_claim"),
-        ({"routers": [{"host": "10.0.0.1"}], "pools": PLACED}, r"pools\.decode\.hosts"),
-        ({"kubernetes": {"max_replicas": {"decoed": 4}}}, "max_replicas"),
-        ({"kubernetes": {"max_replicas": {"decode": 2}}}, "max_replicas"),
+        ({"routers": [{"host": "10.0.0.1"}], "pools": PLACED}, r"routers\[0\]\.host"),
     ],
 )
 def test_what_kubernetes_cannot_run_is_named(

@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 import yaml
 
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
-from baton.deploy.cluster.ray import Bundle, at_its_place, bundle_of, places_of, shortage
+from baton.deploy.cluster.ray import at_its_place, places_of, resources_of, shortage
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
@@ -53,9 +52,12 @@ def test_a_process_gets_the_addresses_and_ports_of_its_place(tmp_path: Path) -> 
         ([1, 5], "a process needs 5 GPU, and no host of Ray has that"),
     ],
 )
-def test_what_the_hosts_lack_is_said(gpus: list[int], said: str) -> None:
-    bundles = [Bundle(f"decode-{i}", {"GPU": float(count)}, {}) for i, count in enumerate(gpus)]
-    assert shortage(bundles, HOSTS) == said
+def test_what_the_hosts_lack_is_said(gpus: list[int], said: str, tmp_path: Path) -> None:
+    pools = {
+        f"pool-{i}": {"role": "decode", "gpus": count, "http_port": 9000 + i}
+        for i, count in enumerate(gpus)
+    }
+    assert shortage(planned(tmp_path, pools=pools).processes, HOSTS) == said
 
 
 @pytest.mark.parametrize(
@@ -78,9 +80,5 @@ def test_what_ray_cannot_grant_is_refused(
 
 def test_memory_and_cpus_are_those_of_the_pool(tmp_path: Path) -> None:
     pool = {"role": "decode", "cpus": 3, "memory_mib": 2, "resources": {"nic": "0.5"}}
-    bundle = bundle_of(planned(tmp_path, pools={"decode": pool}).processes[-1])
-    assert msgspec.to_builtins(bundle) == {
-        "process": "decode-0",
-        "resources": {"CPU": 3.0, "memory": 2097152.0, "nic": 0.5},
-        "labels": {},
-    }
+    spec = planned(tmp_path, pools={"decode": pool}).processes[-1]
+    assert resources_of(spec) == {"CPU": 3.0, "memory": 2097152.0, "nic": 0.5}
