@@ -75,27 +75,6 @@ def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> Non
         assert (tmp_path / "again" / name).read_text() == (tmp_path / "report" / name).read_text()
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "hint"),
-    [
-        (("--model", "other"), 2, "does not serve the model 'other'; it serves tiny"),
-        (("--url", "http://127.0.0.1:9"), 2, "cannot reach http://127.0.0.1:9"),
-        (("--api", "chat"), 2, "the chat API takes none"),
-        (("--out", "/proc/nowhere"), 2, "--out /proc/nowhere"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(
-    words: tuple[str, ...], code: int, hint: str, cluster: Cluster, tmp_path: Path
-) -> None:
-    asked = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, *words)
-    done = bench(*asked, folder=tmp_path)
-    assert done.returncode == code
-    lines = [line for line in done.stderr.splitlines() if line.startswith("baton: ")]
-    assert len(lines) == 1
-    assert hint in lines[0]
-    assert not done.stdout
-
-
 def test_a_storm_of_refusals_ends_early_with_the_servers_words(
     cluster: Cluster, tmp_path: Path
 ) -> None:

@@ -116,15 +116,6 @@ def test_a_server_that_does_not_stream_is_told(
         probe(Target(server.url))
 
 
-def test_a_server_that_is_not_there_is_told() -> None:
-    with ScriptedServer() as server:
-        url = server.url
-    with pytest.raises(ConfigError, match=f"cannot reach {url}: connection refused"):
-        probe(Target(url))
-    with pytest.raises(ConfigError, match=r"cannot reach http://nowhere\.invalid: "):
-        probe(Target("http://nowhere.invalid", ""))
-
-
 def test_a_probe_ends_when_it_is_told_to() -> None:
     read_end, write_end = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as mute:

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from baton.bench.figures.metrics import Bounds, summarise
-from baton.bench.figures.validity import invalid
 from baton.bench.records import Outcome, Record
-from baton.bench.report.charts import Chart, Curve, charts, groups
+from baton.bench.report.charts import Chart, Curve, charts
 from baton.bench.report.document import Report, Run
 from tests.support.bench_records import Scene, answered, failed, load, report_of, scene_run
 
@@ -47,23 +46,6 @@ def test_a_distribution_rises_to_one_over_answered_measured_requests() -> None:
     assert x == pytest.approx([1.0, 1.0, 2.0, 3.0, 4.0])
     assert y == [0.0, 0.25, 0.5, 0.75, 1.0]
     assert not found.log_x
-
-
-def test_points_are_in_the_order_of_their_rates_and_an_invalid_one_is_marked() -> None:
-    report = sweep(4.0, 1.0, 2.0)
-    report.runs[0].problems = [invalid("the client was late")]
-    assert list(groups(report)) == ["1/s", "2/s", "INVALID 4/s"]
-    by_rate = sorted(report.runs, key=lambda run: run.rate or 0.0)
-    found = chart(report, "Attainment")
-    assert points(found.curves[0]) == (
-        [run.summary.offered_rate for run in by_rate],
-        [run.summary.attainment for run in by_rate],
-    )
-    offered = report.runs[0].summary.offered_rate
-    assert offered is not None
-    assert found.marks == ((offered, "INVALID"),)
-    report.target = 0.9  # asked for by a search only
-    assert "--attainment 0.9" in [curve.label for curve in chart(report, "Attainment").curves]
 
 
 def test_a_report_has_the_charts_that_its_records_allow() -> None:

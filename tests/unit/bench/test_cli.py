@@ -55,16 +55,6 @@ def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
     cli.parse(settings_of(name), words[3:])
 
 
-def test_the_overview_names_every_command_on_one_screen(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["--help"]) == 0
-    said = capsys.readouterr().out
-    assert all(f"  {name} " in said for name in cli.COMMANDS)
-    assert len(said.splitlines()) <= 24
-    assert cli.main([]) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [

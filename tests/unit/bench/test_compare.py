@@ -101,12 +101,6 @@ def test_a_setting_is_read_as_it_was_written(text: str, name: str, value: str) -
     assert facts_of(text)[name] == value
 
 
-def test_only_what_a_comparison_depends_on_is_compared() -> None:
-    text = "HF_TOKEN=x serve --api-key {} --max-len {} --seed 1 --dtype half"
-    flags = {arm: facts_of(text.format(arm, len(arm))) for arm in ("a", "bb")}
-    assert [(row.name, row.same) for row in parity(flags)] == [("dtype", "yes")]
-
-
 def test_a_difference_is_a_warning_and_what_is_not_known_is_told_once() -> None:
     flags = {"a": facts_of("--threads 1"), "b": facts_of("--threads 2 --dtype half")}
     rows = parity(flags)

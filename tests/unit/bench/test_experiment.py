@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.bench import cli
@@ -12,10 +11,9 @@ from baton.bench.experiment import Experiment, Server
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.validity import Case
 from baton.bench.report.document import Report, Run, read_json
-from baton.bench.report.page import UNTOLD, finish
 from baton.bench.settings import RunSettings, Target
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, load, report_of, run_of, scene_run
+from tests.support.bench_records import Scene, answered, load, run_of, scene_run
 
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
@@ -108,27 +106,3 @@ def test_loads_that_were_never_run_make_a_report_unusable(
 
 
 # --- prompts that a server may know -----------------------------------------------------------
-
-
-def told(arm: str, cached_share: float | None) -> Run:
-    run = scene_run(Scene(duration_s=5.0), arm or "a load")
-    run.arm = arm
-    run.summary = msgspec.structs.replace(run.summary, cached_share=cached_share)
-    return run
-
-
-@pytest.mark.parametrize(
-    ("runs", "said"),
-    [
-        ([told("", 0.0)], []),
-        ([told("", None)], [UNTOLD]),
-        ([told("a", 0.0), told("b", None), told("b", None)], [f"b: {UNTOLD}"]),
-    ],
-)
-def test_a_server_that_does_not_tell_what_it_had_cached_is_noted(
-    runs: list[Run], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    report = report_of(runs)
-    assert finish(report, "") == 0
-    assert report.notes == said
-    assert [line for line in capsys.readouterr().out.splitlines() if UNTOLD in line] == said

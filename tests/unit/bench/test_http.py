@@ -50,23 +50,6 @@ def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "body", "keep_alive"),
-    [
-        (HEAD + b"Content-Length: 5\r\n\r\n", b"hello", True),
-        (HEAD + b"Connection: close\r\nContent-Length: 5\r\n\r\n", b"hello", False),
-        (b"HTTP/1.0 200 OK\r\nContent-Length: 5\r\n\r\n", b"hello", False),
-    ],
-)
-@pytest.mark.parametrize("more", [b"", b"H", b"more"])
-def test_bytes_after_the_end_spoil_the_connection_only(
-    head: bytes, body: bytes, keep_alive: bool, more: bytes
-) -> None:
-    found = read(head + body + more)
-    assert (found.is_complete, bytes(found.body)) == (True, body)
-    assert found.keep_alive == (keep_alive and not more)
-
-
-@pytest.mark.parametrize(
     ("data", "outcome", "words"),
     [
         (HEAD + b"\r\nhel", Outcome.CLIENT_ERROR, "hel"),

@@ -1,5 +1,9 @@
 """Every figure against records whose figures are known, and what may never change one."""
 
+import math
+import random
+from fractions import Fraction
+
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -13,6 +17,7 @@ from baton.bench.figures.metrics import (
     meets,
     summarise,
 )
+from baton.bench.figures.paired import MIN_ROUNDS, batch_means, nearest_rank, paired
 from baton.bench.records import Outcome, Record
 from baton.protocol.errors import BatonError
 from tests.support.bench_records import load, loads, request, steady
@@ -115,15 +120,6 @@ def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> No
     assert summary.concurrency == pytest.approx(0.57 / 0.3)
 
 
-def test_the_cached_share_is_of_prompts_whose_cache_is_known() -> None:
-    records = steady(3)
-    assert summarise(load(records)).cached_share is None
-    records[0].prompt_tokens, records[0].cached_tokens = 100, 50
-    records[1].prompt_tokens, records[1].cached_tokens = 300, 0
-    records[2].prompt_tokens = 1000
-    assert summarise(load(records)).cached_share == 0.125
-
-
 @settings(max_examples=100)
 @given(records=loads(), data=st.data())
 def test_the_figures_of_any_load_agree_with_each_other(
@@ -149,3 +145,53 @@ def test_the_figures_of_any_load_agree_with_each_other(
     spans_ms = sum(1e3 * (one.arrivals[-1].at_s - one.arrivals[0].at_s) for one in good)
     total_ms = summary.itl.mean * summary.itl.count if summary.itl else 0.0
     assert total_ms == pytest.approx(spans_ms)
+
+
+NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
+
+
+@settings(max_examples=60)
+@given(samples=st.lists(NUMBERS, min_size=1, max_size=60), percent=st.integers(1, 100))
+def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
+    samples: list[float], percent: int
+) -> None:
+    ordered = sorted(samples)
+    found = nearest_rank(ordered, percent)
+    assert found in samples
+    # In whole numbers, where no rounding can hide a mistake.
+    assert 100 * sum(one <= found for one in samples) >= percent * len(samples)
+    assert 100 * sum(one < found for one in samples) < percent * len(samples)
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    # The machine gets slower from round to round; B is always twice as slow as A.
+    slow = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    found = paired(slow, [2 * one for one in slow])
+    assert (found.median, found.low, found.high, found.rounds) == (0.5, 0.5, 0.5, 6)
+    assert found.is_conclusive
+
+
+def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -> None:
+    for num in range(MIN_ROUNDS, 60):
+        found = paired([float(one) for one in range(1, num + 1)], [1.0] * num)
+        # The chances of the interval found, and of that between the ranks next to its ends.
+        covered, narrower = (
+            Fraction(sum(math.comb(num, below) for below in range(rank, num - rank + 1)), 2**num)
+            for rank in (int(found.low), int(found.low) + 1)
+        )
+        assert covered >= Fraction(95, 100) > narrower
+
+
+def test_batch_means_are_wider_where_neighbours_depend_on_each_other() -> None:
+    dice = random.Random(2)
+    lone = [dice.gauss(0, 1) for _ in range(2000)]
+    state, bound = 0.0, []
+    for _ in range(2000):
+        state = 0.95 * state + dice.gauss(0, 1)
+        bound.append(state)
+    alone, together = batch_means(lone), batch_means(bound)
+    assert alone.low < 0 < alone.high
+    assert alone.high - alone.low < 0.2
+    # As independent samples of its variance (3.2 squared) they would claim 0.14 to either side.
+    assert together.high - together.low > 4 * 0.14
+    assert batch_means([1.0] * 39) is None

@@ -12,8 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.plan.arrivals import ArrivalProcess, Gaps, Recorded
-from baton.bench.plan.plan import Plan, make_plan
+from baton.bench.plan.arrivals import (
+    ArrivalProcess,
+    Gaps,
+    Recorded,
+    parse_arrivals,
+    realised,
+    times,
+)
+from baton.bench.plan.plan import Plan, make_plan, shaped
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Kind, Workload
@@ -49,7 +56,7 @@ def prompts(requests: Sequence[Planned]) -> list[object]:
     return [(one.prompt_ids, one.prompt, one.messages) for one in requests]
 
 
-def times(plan: Plan) -> list[float]:
+def moments(plan: Plan) -> list[float]:
     return [one.at_s for one in plan.requests if one.at_s is not None]
 
 
@@ -71,7 +78,7 @@ def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
     assert [one.warm_up for one in requests] == sorted(one.warm_up for one in requests)[::-1]
     assert sum(one.warm_up for one in requests) == warm_up
     assert len(set(prompts(requests))) == len(requests)
-    assert times(plan) == sorted(times(plan))
+    assert moments(plan) == sorted(moments(plan))
     for one in requests:
         assert (one.at_s is None) == (arrivals is None)
         assert one.at_s is None or (one.at_s < 0) == one.warm_up
@@ -91,35 +98,20 @@ def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None
     assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
 
 
-@pytest.mark.parametrize("kind", ["tokens", "text", "chat"])
-@pytest.mark.parametrize("shared_prefix", [0, 20])
-def test_a_prompt_is_no_start_of_a_longer_one_of_its_seed(kind: Kind, shared_prefix: int) -> None:
-    def starts(length: str, shared: int) -> set[str]:
-        workload = Workload(workload=kind, prompt=length, shared_prefix=shared)
-        asked = make_plan(workload, None, count=4, warm_up=2).requests
-        texts = (one.prompt or " ".join(part.content for part in one.messages) for one in asked)
-        return {
-            (text or " ".join(map(str, one.prompt_ids)))[:20]
-            for text, one in zip(texts, asked, strict=True)
-        }
-
-    assert not starts("40", shared_prefix) & starts("80", 2 * shared_prefix)
-
-
 def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     workload = of_file(tmp_path, TRACE, "trace")
     plan = make_plan(workload, Recorded())
-    assert times(plan) == [0, 1, 4]
+    assert moments(plan) == [0, 1, 4]
     assert (plan.offered_rate, plan.duration_s) == (None, 4)
     first, second, third = (one.prompt_ids for one in plan.requests)
     assert first[:512] == second[:512] != third[:512]
     assert first[512:] != second[512:]
     faster = make_plan(workload, Recorded(rate=5.0))
-    assert times(faster) == pytest.approx([0, 0.1, 0.4])
+    assert moments(faster) == pytest.approx([0, 0.1, 0.4])
     assert "stretched by 0.1 for 5 requests/s" in said(faster)
     assert prompts(faster.requests) == prompts(plan.requests)
     assert make_plan(workload, Recorded(), duration_s=2.0).requests == plan.requests[:2]
-    assert times(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
+    assert moments(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
     assert make_plan(workload, None).requests[2].at_s is None
     scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
     plan = make_plan(scaled, Recorded(), warm_up=2)
@@ -207,3 +199,60 @@ def test_a_text_that_is_wrong_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ConfigError, match="not of the form") as caught:
         parse_lengths(text)
     assert "\n" not in caught.value.message
+
+
+# Few digits, so that a text holds them exactly.
+RATES = st.sampled_from((0.25, 1.0, 5.0, 40.0, 1000.0))
+GAPS = st.builds(Gaps, RATES, st.sampled_from((0.0, 0.2, 1.0, 3.0)))
+SEEDS = st.integers(0, 2**40)
+
+
+@settings(deadline=None)
+@given(GAPS, SEEDS, st.integers(1, 300))
+def test_a_count_and_a_duration_cut_the_same_ordered_schedule(
+    process: Gaps, seed: int, few: int
+) -> None:
+    longer = times(process, duration_s=None, count=400, seed=seed)
+    assert longer == sorted(longer)
+    assert longer[0] >= 0
+    assert times(process, duration_s=None, count=few, seed=seed) == longer[:few]
+    cut = times(process, duration_s=longer[few], count=400, seed=seed)
+    assert cut == [at_s for at_s in longer if at_s < longer[few]]
+
+
+@pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
+def test_rate_and_burstiness_come_out_as_asked(cv: float) -> None:
+    seen = [realised(times(Gaps(20, cv), duration_s=None, count=6000, seed=s)) for s in range(40)]
+    rates, cvs = ([getattr(one, name) for one in seen] for name in ("rate", "cv"))
+    assert statistics.fmean(rates) == pytest.approx(20, rel=0.02)
+    assert statistics.fmean(cvs) == pytest.approx(cv, rel=0.02, abs=1e-6)
+
+
+def test_a_seed_means_the_same_in_every_version() -> None:
+    """Published runs name their seed. This fails if numpy ever draws otherwise."""
+    first = times(Gaps(5, 1), duration_s=None, count=3, seed=0)
+    assert first == pytest.approx([0.494250992300, 0.670773612904, 0.807459311677], abs=1e-11)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "poisson", "poisson:", "poisson:x", "poisson:0", "poisson:-1", "poisson:nan",
+        "poisson:inf", "poisson:1e300", "uniform:5", "gamma:5", "gamma:5,cv=0", "gamma:5,cv=nan",
+        "gamma:5,cv=x", "constant:5,cv=1", "trace:0", "trace:5,cv=1", "ramp:1-10",
+    ],
+)  # fmt: skip
+def test_arrivals_that_are_written_wrong_are_refused_in_a_line(text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_arrivals(text)
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("shape", "process"),
+    [("constant", Gaps(40.5, 0)), ("gamma,cv=3", Gaps(40.5, 3)), ("trace", Recorded(40.5))],
+)
+def test_a_shape_is_taken_at_any_rate(shape: str, process: ArrivalProcess) -> None:
+    assert shaped(shape, 40.5) == process
+    with pytest.raises(ConfigError, match="the rate must lie between"):
+        shaped(shape, 1e9)

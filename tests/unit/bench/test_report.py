@@ -1,5 +1,6 @@
 """What a report holds, that it comes back as it was, and what its page says and must never say."""
 
+import re
 from collections.abc import Callable
 from html import unescape
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import baton
+from baton.bench.client.load import Progress
+from baton.bench.experiment import LoadProgress
 from baton.bench.figures.metrics import DEFINITIONS
 from baton.bench.figures.paired import Ratio
 from baton.bench.figures.search import Ending, Found, Probe, Purpose
@@ -24,7 +28,8 @@ from baton.bench.report.document import (
     write_json,
 )
 from baton.bench.report.page import begin, finish, html, write_again
-from baton.bench.report.sections import number, sections, share
+from baton.bench.report.provenance import Provenance, collect, complete
+from baton.bench.report.sections import number, sections, share, shown
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import Scene, failed, report_of, scene_run
@@ -218,3 +223,61 @@ def test_settings_are_flat_and_numbers_have_few_digits_and_never_claim_all() -> 
     assert [share(v) for v in (1.0, 0.99999, 0.9996, 0.9, 0.0, 0.0004)] == [
         "100 %", "99.999 %", "99.96 %", "90 %", "0 %", "0.04 %",
     ]  # fmt: skip
+
+
+TIMES_S = (0.0, 0.0, 10.0, 20.0)  # made, begun, shown, shown
+SHORT = Scene(duration_s=5.0)
+
+
+def test_the_terminal_says_why_figures_must_not_be_used_and_a_server_cannot_command_it() -> None:
+    run = scene_run(SHORT, "poisson:6")
+    run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J"), warning("few samples")]
+    run.notes = ["realised 6/s", "WARNING: the rate was off"]
+    text = shown(report_of([run]))
+    assert text.splitlines()[-6:] == [
+        "INVALID: it said  ]0;title  and  [2J",
+        "WARNING: few samples",
+        "realised 6/s",
+        "WARNING: the rate was off",
+        "",
+        "INVALID: these figures are not the server's and must not be used",
+    ]
+    assert "\x1b" not in text
+
+
+def test_a_load_is_counted_without_its_warm_up_and_tokens_are_not_said_before_they_are_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = LoadProgress(clock=iter(TIMES_S).__next__)
+    label = "a load with a name so long that a terminal of eighty columns cannot hold it"
+    progress.begin(label, total=9, num_warm_up=4)
+    progress.show(Progress(sent=3))
+    progress.show(Progress(sent=7, ended=5, failed=1, tokens=100))
+    assert capsys.readouterr().err.splitlines() == [
+        f"{label}: 0/5 ended  3 in flight  10 s",
+        f"{label}: 1/5 ended  1 failed  2 in flight  5 tokens/s  20 s",
+    ]
+
+
+def test_a_checkout_is_named_by_its_commit_and_else_by_the_version() -> None:
+    provenance = collect(["baton", "bench", "run"])
+    installed = msgspec.structs.replace(provenance, commit="", dirty=False)
+    assert installed.revision == f"version {baton.__version__}"
+    if not (Path(__file__).parents[3] / ".git").exists():
+        pytest.skip("these sources are in no checkout")
+    assert re.fullmatch(r"[0-9a-f]{40}", provenance.commit)
+    assert provenance.revision.startswith(provenance.commit[:12])
+
+
+def test_the_machine_and_its_load_are_told_and_survive_json() -> None:
+    before = collect([])
+    after = complete(before)
+    assert after.machine.cpu_model
+    assert 1 <= after.machine.num_cpus <= after.machine.num_cpus_total
+    assert after.machine.memory_bytes > 0
+    assert after.load_before is not None
+    assert after.load_after is not None
+    assert after.versions["aiohttp"] != "unknown"
+    assert after.created_at.endswith("+00:00")
+    assert msgspec.structs.replace(after, load_after=None, gpus_after=[]) == before
+    assert msgspec.json.decode(msgspec.json.encode(after), type=Provenance) == after

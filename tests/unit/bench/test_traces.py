@@ -145,21 +145,6 @@ def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path, row: str
     assert caught.value.message.startswith(f"{path}:2: ")
 
 
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "cut.gz").write_bytes(gzip.compress(AZURE.encode())[:-12])
-    (tmp_path / "plain.gz").write_text(AZURE)
-    (tmp_path / "plain.xz").write_text(AZURE)
-    (tmp_path / "bytes").write_bytes(b"TIMESTAMP\xff\xfe")
-    (tmp_path / "header").write_text(AZURE.splitlines()[0])
-    for name, why in (
-        ("cut.gz", "damaged"), ("plain.gz", "damaged"), ("plain.xz", "damaged"),
-        ("bytes", "damaged"), ("header", "has no rows"), ("absent", "cannot be read.*azure-conv"),
-        (".", "cannot be read"),
-    ):  # fmt: skip
-        with pytest.raises(ConfigError, match=why):
-            read_trace(str(tmp_path / name))
-
-
 @st.composite
 def traces(draw: st.DrawFn) -> list[TraceRow]:
     """Rows in order, several to a stamp, whose blocks form a tree as those of Mooncake do."""

@@ -9,14 +9,28 @@ import pytest
 
 from baton.bench.figures.metrics import Window, summarise
 from baton.bench.figures.validity import (
+    CACHED,
     Problem,
     Severity,
     check,
     find_growth,
     is_valid,
 )
+from baton.bench.plan.plan import make_plan
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
-from tests.support.bench_records import load, plan_of, request, steady
+from baton.bench.report.document import Run
+from baton.bench.settings import Workload
+from baton.protocol.errors import BatonError
+from tests.support.bench_records import (
+    answered,
+    case_of,
+    ended,
+    load,
+    plan_of,
+    request,
+    run_of,
+    steady,
+)
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000, 0.002)
 LATE_LOOP = msgspec.structs.replace(IDLE, max_loop_lag_s=0.2)
@@ -55,7 +69,7 @@ def late(by_s: float) -> Callable[[Record], None]:
     return change
 
 
-def ended(
+def ending(
     outcome: Outcome, detail: str = "", num_tokens: int | None = None
 ) -> Callable[[Record], None]:
     def change(record: Record) -> None:
@@ -140,7 +154,7 @@ def test_a_single_problem_is_told_in_a_line(
 
 
 def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> None:
-    records = changed(ended(Outcome.WRONG_LENGTH, num_tokens=4), 10)
+    records = changed(ending(Outcome.WRONG_LENGTH, num_tokens=4), 10)
     few = problems_of(records)
     assert is_valid(few)
     said = (
@@ -166,7 +180,7 @@ def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(
 ) -> None:
     records = steady(20)
     for record in records[10 if window else 0 :]:
-        ended(outcome, "why")(record)
+        ending(outcome, "why")(record)
     (found,) = problems_of(records, {"window": window})
     assert found.is_invalid
     assert re.search(why, found.text)
@@ -183,3 +197,70 @@ def test_a_queue_that_grows_throughout_is_found() -> None:
     assert last_ms > 3 * first_ms
     assert last > 2 * first
     assert find_growth(growing(49), None) == ""
+
+
+ANSWERED, REFUSED, STOPPED = Outcome.ANSWERED, Outcome.REFUSED, Outcome.STOPPED
+
+
+def texts(run: Run, *, is_invalid: bool) -> list[str]:
+    return [problem.text for problem in run.problems if problem.is_invalid is is_invalid]
+
+
+def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
+    run = run_of(case_of(2), ended(ANSWERED, ANSWERED))
+    assert not run.invalid
+    assert run.summary.attainment == 1.0
+    assert run.notes == ["a note"]
+
+
+def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
+    why = "interrupted: 2 of 5 requests had been sent"
+    run = run_of(case_of(5), ended(ANSWERED, STOPPED), why)
+    assert texts(run, is_invalid=True) == [why]
+    assert run.summary.attainment == 1.0
+    assert not any("failed" in text for text in texts(run, is_invalid=False))
+
+
+def test_a_closed_loop_that_ends_by_time_misses_nothing() -> None:
+    timed = case_of(5, duration_s=1.0)
+    assert not run_of(timed, ended(ANSWERED)).invalid
+    assert run_of(case_of(5), ended(ANSWERED)).invalid
+
+
+def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
+    with pytest.raises(BatonError, match="no request arrived"):
+        run_of(case_of(1), ended())
+    warm = ended(REFUSED)
+    warm.records[0].warm_up = True
+    for nothing in (warm, ended(STOPPED, STOPPED)):
+        with pytest.raises(BatonError, match="nothing was measured: the first 1 failed"):
+            run_of(case_of(2), nothing, "the first 1 failed")
+
+
+@pytest.mark.parametrize("why_stopped", ["", "interrupted: 4 of 5 requests had been sent"])
+def test_a_load_that_does_not_reach_its_window_is_kept_and_invalid(why_stopped: str) -> None:
+    plan = make_plan(Workload(prompt="4", output="2"), None, count=5, warm_up=4)
+    records = [answered(one.index, float(one.index), [0.1]) for one in plan.requests[:-1]]
+    for record, one in zip(records, plan.requests, strict=False):
+        record.warm_up, record.cached_tokens = one.warm_up, 500
+    found = run_of(case_of(plan, window="30-60"), load(records), why_stopped)
+    assert found.summary.num_requests == 4
+    said = "no request arrived in --window 30-60: the figures are of all requests"
+    assert said in texts(found, is_invalid=True)
+
+
+@pytest.mark.parametrize(
+    ("workload", "is_said"),
+    [
+        (Workload(), True),
+        (Workload(workload="chat"), True),
+        (Workload(workload="trace"), False),
+    ],
+)
+def test_a_prefix_cache_that_helped_by_accident_is_a_warning(
+    workload: Workload, is_said: bool
+) -> None:
+    result = ended(ANSWERED)
+    result.records[0].prompt_tokens, result.records[0].cached_tokens = 100, 50
+    run = run_of(case_of(1, workload=workload), result)
+    assert (CACHED in texts(run, is_invalid=False)) is is_said
