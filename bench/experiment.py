@@ -23,7 +23,7 @@ from baton.bench.figures.metrics import PRESETS, Bounds
 from baton.bench.figures.validity import Case, invalid, judge, sent_so_far
 from baton.bench.plan.arrivals import ArrivalProcess
 from baton.bench.plan.plan import Plan, plan_of, reseeded
-from baton.bench.records import LoadResult, Outcome
+from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
 from baton.bench.report.page import begin, finish
 from baton.bench.settings import (
@@ -150,19 +150,39 @@ class Experiment:
 
     def measure(self, case: Case, target: Target) -> Run:
         """Run a load and judge it."""
-        watch, load = _Watch(self, case), self.settings.load
+        load, planned, stop = self.settings.load, case.plan.requests, threading.Event()
+        has_given_up = False
+
+        def watch(progress: Progress) -> None:
+            """Show the progress, and stop the load early after Ctrl-C or too many failures."""
+            nonlocal has_given_up
+            self.progress.show(progress)
+            if not stop.is_set() and self.interrupted:
+                self.progress.say(STOPPING)
+                stop.set()
+            elif not stop.is_set() and 0 < load.give_up_after <= progress.ended == progress.failed:
+                has_given_up = True
+                stop.set()
+
+        self.progress.begin(case.label, len(planned), sum(one.warm_up for one in planned))
         result = run_load(
             Load(
                 target=target,
-                requests=case.plan.requests,
+                requests=planned,
                 concurrency=case.concurrency,
                 processes=load.processes,
                 stop_after_s=load.duration_s or None if case.concurrency else None,
             ),
             on_progress=watch,
-            stop=watch.stop,
+            stop=stop,
         )
-        why_stopped = watch.why_stopped(result)
+        ended = [one for one in result.records if one.outcome is not Outcome.STOPPED]
+        far = sent_so_far(result.records, planned)
+        why_stopped = f"interrupted: {far}" if self.interrupted else ""
+        if has_given_up and len(ended) < len(planned):
+            first = next((one.detail for one in ended if one.detail), "")
+            why = f"the first {load.give_up_after} requests all failed: {first}"
+            why_stopped = f"stopped early: {why}; {far}"
         summary, problems = judge(case, result, why_stopped)
         return Run(
             label=case.label,
@@ -194,40 +214,6 @@ def bounds_of(settings: BoundSettings) -> Bounds | None:
     given = {name: limit for name in Bounds.__struct_fields__ if (limit := getattr(settings, name))}
     bounds = msgspec.structs.replace(bounds, **given)
     return None if bounds == Bounds() else bounds
-
-
-class _Watch:
-    """Watches one load: it shows the progress, and may stop the load early."""
-
-    def __init__(self, experiment: Experiment, case: Case) -> None:
-        self.stop = threading.Event()
-        self._experiment = experiment
-        self._give_up_after = experiment.settings.load.give_up_after
-        self._planned = case.plan.requests
-        self._gave_up = False
-        num_warm_up = sum(one.warm_up for one in self._planned)
-        experiment.progress.begin(case.label, len(self._planned), num_warm_up)
-
-    def __call__(self, progress: Progress) -> None:
-        self._experiment.progress.show(progress)
-        if self.stop.is_set():
-            return
-        if self._experiment.interrupted:
-            self._experiment.progress.say(STOPPING)
-            self.stop.set()
-        elif 0 < self._give_up_after <= progress.ended == progress.failed:
-            self._gave_up = True
-            self.stop.set()
-
-    def why_stopped(self, result: LoadResult) -> str:
-        """Return nothing if the load ran to its end."""
-        ended = [one for one in result.records if one.outcome is not Outcome.STOPPED]
-        far = sent_so_far(result.records, self._planned)
-        if self._gave_up and len(ended) < len(self._planned):
-            first = next((one.detail for one in ended if one.detail), "")
-            why = f"the first {self._give_up_after} requests all failed: {first}"
-            return f"stopped early: {why}; {far}"
-        return f"interrupted: {far}" if self._experiment.interrupted else ""
 
 
 class LoadProgress:

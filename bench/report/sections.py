@@ -250,26 +250,19 @@ def number(value: float | None) -> str:
     """Return three significant digits, or all digits before the point, and a count as it is."""
     if value is None or not math.isfinite(value):
         return NONE
-    if isinstance(value, int):
-        return f"{value:,}"
-    size = abs(value)
-    if size >= 100 or value == 0:
+    if isinstance(value, int) or abs(value) >= 100 or value == 0:
         return f"{value:,.0f}"
-    if size >= 10:
-        return f"{value:.1f}"
-    return f"{value:.2f}" if size >= 0.1 else f"{value:.3g}"
+    return f"{value:.1f}" if abs(value) >= 10 else f"{value:.3g}"
 
 
 def share(value: float | None) -> str:
     """Return a percentage that says 100 % (or 0 %) only where it is all (or none)."""
     if value is None or not math.isfinite(value):
         return NONE
-    percent = 100 * value
-    for decimals in (1, 2, 3):
-        text = f"{percent:.{decimals}f}"
-        if float(text) not in (0.0, 100.0) or percent in (0.0, 100.0):
-            return f"{text.removesuffix('.0')} %"
-    return "< 100 %" if percent > 50 else "> 0 %"
+    text = f"{100 * value:.1f}".removesuffix(".0")
+    if text in ("0", "100") and value not in (0.0, 1.0):
+        return "> 99.9 %" if value > 0.5 else "< 0.1 %"
+    return f"{text} %"
 
 
 def quantity(value: float | None, unit: str) -> str:
