@@ -21,8 +21,7 @@ from baton.bench.client.probe import Probed, accepted, probe
 from baton.bench.client.request import settled
 from baton.bench.figures.metrics import PRESETS, Bounds
 from baton.bench.figures.validity import Case, invalid, judge, sent_so_far
-from baton.bench.plan.arrivals import ArrivalProcess
-from baton.bench.plan.plan import Plan, plan_of, reseeded
+from baton.bench.plan.plan import ArrivalProcess, Plan, plan_of, reseeded
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
 from baton.bench.report.page import begin, finish

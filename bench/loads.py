@@ -10,8 +10,7 @@ from baton.bench.experiment import Experiment, bounds_of
 from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.search import Probe, RateSearch
 from baton.bench.figures.validity import MAX_WRONG_LENGTHS, find_growth
-from baton.bench.plan.arrivals import ArrivalProcess
-from baton.bench.plan.plan import arrivals_of, loop_of, shaped
+from baton.bench.plan.plan import ArrivalProcess, arrivals_of, loop_of, shaped
 from baton.bench.records import Outcome
 from baton.bench.report.document import Run
 from baton.bench.settings import RunSettings, SearchSettings, SweepSettings

@@ -12,15 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.bench.plan.arrivals import (
+from baton.bench.plan.plan import (
     ArrivalProcess,
     Gaps,
+    Plan,
     Recorded,
+    make_plan,
     parse_arrivals,
     realised,
+    shaped,
     times,
 )
-from baton.bench.plan.plan import Plan, make_plan, shaped
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Kind, Workload
