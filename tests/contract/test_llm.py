@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton import LLM, AsyncLLM, SamplingParams
-from baton.protocol.config import CacheConfig, ClusterConfig
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
 from tests.support.small_tokenizers import END
@@ -87,18 +87,6 @@ def test_a_bad_prompt_is_an_error_and_the_next_call_works(tmp_path: Path) -> Non
             llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
         (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == toy_answer([1, 2], 6)
-
-
-def test_settings_are_those_of_the_cluster_and_checked(tmp_path: Path) -> None:
-    with toy_llm(tmp_path, cache=CacheConfig(block_size=8), decode=2) as llm:
-        assert (llm.config.cache.block_size, llm.config.decode) == (8, 2)
-        assert llm.get_model_config().max_model_len == 200
-        assert llm.get_model_config().name == "model"
-    with pytest.raises(ConfigError, match="decod"):
-        toy_llm(tmp_path, decod=2)
-    (tmp_path / "model" / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"tokenizer\.json"):
-        LLM(tmp_path / "model", launcher=ToyCluster)
 
 
 def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path) -> None:

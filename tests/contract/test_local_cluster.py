@@ -2,13 +2,12 @@
 
 import os
 import signal
-import socket
 from pathlib import Path
 
 import psutil
 import pytest
 
-from baton.deploy.ports import check_port, check_router_ports
+from baton.deploy.ports import check_port
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
@@ -95,20 +94,6 @@ def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
     assert len(f"{folder}/peers-decode-9999") <= MAX_IPC_PATH_BYTES
     folder.rmdir()
     assert not list(deep.iterdir())
-
-
-def test_a_port_in_use_is_said_with_a_way_out() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with pytest.raises(ConfigError) as raised:
-            check_port("127.0.0.1", port)
-        control = RouterConfig(port=0, control=f"tcp://127.0.0.1:{port}")
-        with pytest.raises(ConfigError, match="choose another with --control"):
-            check_router_ports(ClusterConfig(router=control))
-    assert raised.value.message == (
-        f"port {port} is in use: choose another with --port N (make serve PORT=N)"
-    )
-    check_port("127.0.0.1", port)
 
 
 def test_an_address_of_another_host_is_refused() -> None:
