@@ -1,9 +1,8 @@
 """Count the KV blocks that a sequence needs, and hash what each block holds.
 
-Routers and nodes both ask here what fits a pool, so that a router never sends what a node refuses.
-The hashes form a chain: equal hashes mean equal prefixes, on every node. A node finds blocks by
-their hashes. A router, which only guesses where blocks are, knows them by shorter keys. This file
-is pure.
+Routers and nodes count alike, so that a router never sends what a node refuses. The hashes form a
+chain: equal hashes mean equal prefixes, on every node. A node finds blocks by their hashes. A
+router, which only guesses where blocks are, knows them by shorter keys.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Decide whether blocks can travel from one node to another, by what both have published.
 
-Routers ask before they choose a pair, and nodes ask before they connect. An older node does not
-publish how its pool can be read; a pair with such a node may try. This file is pure.
+An older node does not publish how its pool can be read; a pair with such a node may try.
 """
 
 from baton.protocol.messages import NodeInfo

@@ -1,5 +1,5 @@
-"""What every process needs that is not a GPU: channels, clock, child processes, settings, log.
+"""What every process needs that is not a GPU: channels, child processes, settings, metrics, log.
 
-Every room above it uses it. It imports `baton.protocol`, pyzmq, msgspec and pyyaml, and never
-torch: a router and a benchmark client need no other room below them.
+It imports `baton.protocol` and never torch, knows nothing of requests, and decides nothing about
+them: a router and a benchmark client need no other room below them.
 """

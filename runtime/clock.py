@@ -1,7 +1,6 @@
 """The clock that is passed in as a value, so that a test can set the time.
 
-Shells pass a `Clock` to the parts that need one; pure parts get `now_s` as an argument instead.
-Seconds are those of this host's clocks and mean nothing to another host.
+Its seconds mean nothing to another host. Pure parts get `now_s` as an argument instead.
 """
 
 import time
@@ -16,8 +15,5 @@ def monotonic() -> float:
 
 
 def boottime() -> float:
-    """Return the seconds since this host's boot, including the time in suspend.
-
-    Engine nodes use this clock, because a lease runs on while its reader is suspended.
-    """
+    """Return the seconds since boot, including suspend, in which a reader's leases run on."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)

@@ -1,10 +1,8 @@
 """Start, supervise and end the engine processes of one host.
 
-`serve` and `AsyncLLM` call it. Nodes meet each other and their router over sockets in a folder that
-only this user can enter. A node that dies is restarted, after a longer delay each time; a node that
-was told to end (exit code 0) is not. The caller decides whether to go on while no node has ever
-been ready. This file never sends a message to a node: the router that the nodes dial knows their
-state.
+Nodes meet each other and their router over sockets in a folder that only this user can enter. A
+node that dies is restarted, after a longer delay each time; a node that was told to end (exit code
+0) is not. Nothing here sends a message to a node: the router that the nodes dial knows their state.
 """
 
 import shutil

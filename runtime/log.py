@@ -1,9 +1,8 @@
 """Structured log lines: text for people by default, or one JSON object per line.
 
-The main of each process calls `own_process` once; all other modules ask `logger` for a `Log` and
-pass fields by name. In baton's own processes, other libraries, warnings and uncaught errors use the
-same form; in a process that only imports baton they are left alone. Prompts are never logged unless
-`log.prompts` asks for it, and then only through `clip`.
+In the processes of baton, the lines of libraries, warnings and uncaught errors have this form; in a
+process that only imports baton they are left alone. Prompts are never logged unless `log.prompts`
+asks for it, and then only through `clip`.
 """
 
 import json

@@ -218,10 +218,7 @@ class Dialer(Generic[Out, In]):
 
 
 class Destination:
-    """The numeric address of a listener, whose name may come to stand for another one.
-
-    Only one thread may use it.
-    """
+    """The numeric address of a listener, whose name may come to stand for another one."""
 
     def __init__(self, text: str, keys: Keys) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""

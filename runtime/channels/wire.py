@@ -140,6 +140,11 @@ class _Interval(ctypes.Structure):
 
 
 class Alarm:
+    """A descriptor that becomes readable at a set time. Linux only, as eventfd and epoll.
+
+    Python itself has timerfd from 3.13 on.
+    """
+
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._descriptor: int = self._libc.timerfd_create(

@@ -1,7 +1,4 @@
-"""`python -m baton` and the script `baton`: the command line, and the answer to Ctrl-C.
-
-`main` imports `command_line` itself, so Ctrl-C prints one line during that import too.
-"""
+"""`python -m baton` and the script `baton`: the command line, and the answer to Ctrl-C."""
 
 import sys
 from collections.abc import Sequence
@@ -12,6 +9,7 @@ EXIT_INTERRUPTED = 130  # as a shell reports SIGINT
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code of the process."""
     try:
+        # Imported here, so that Ctrl-C prints one line during the import too.
         from baton.command_line import run
 
         return run(sys.argv[1:] if arguments is None else arguments)

@@ -1,8 +1,4 @@
-"""The forms in which a prompt may be given to `LLM` and `AsyncLLM`.
-
-`given_prompt` turns each form into a `GivenPrompt` and refuses everything else. Nothing is
-tokenized here.
-"""
+"""The forms in which a prompt may be given to `LLM` and `AsyncLLM`. Nothing is tokenized here."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict

@@ -230,7 +230,7 @@ def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path: Path) -> Non
         assert dialer.send(note(-1))
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_path: Path) -> None:
     """libzmq aborts a process at the next heartbeat if it stopped the input of such a dialer."""
     endpoint = f"ipc://{tmp_path}/deaf"
