@@ -51,7 +51,6 @@ from baton.router.queue import Admission, Limits, Placing, fit, sampling_of
 from baton.router.reattach import (
     Accept,
     Claim,
-    DecodeNodes,
     Early,
     FoundRequest,
     Reattaching,
@@ -207,8 +206,8 @@ class RouterCore:
             for node in self.registry.lost_nodes(now_s)
             if node.role == "decode" and node.lost_s < self._detached_s
         ]
-        nodes = DecodeNodes(self.registry.joined("decode"), missing)
-        return await self._reattaching.take(now_s, claim, nodes, accept)
+        joined = self.registry.joined("decode")
+        return await self._reattaching.take(now_s, claim, joined, missing, accept)
 
     def limits(self) -> Limits:
         """Return the limits of a request. Raises `Overloaded` if no request can be served."""

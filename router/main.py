@@ -25,7 +25,7 @@ EXIT_FAILED = 1
 # The thresholds of Python's garbage collector: new objects before a young collection, and young
 # collections before an older one.
 COLLECT_AFTER = (10_000, 10, 10)
-HURRIED_S = 1.0  # for running answers when the user waits for the end
+HURRIED_S = 1.0  # for running responses when the user waits for the end
 
 log = logger("router")
 
@@ -69,7 +69,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         await server.drain(grace_s)
     finally:
         stats.stop()
-        # This fails the running answers while their clients can still be told.
+        # This fails the running responses while their clients can still be told.
         router.close()
         await server.stop()
         if tracer is not None:

@@ -33,7 +33,7 @@ FIRST_SERVICE_S = 1.0  # until it was measured
 TOKEN_BYTES = 36
 MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
 # How long a stream that lost its node waits for another one. This is longer than a new request may
-# wait, because its client has a part of the answer.
+# wait, because its client has a part of the response.
 MAX_RESUME_WAIT_S = 300.0
 
 

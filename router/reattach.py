@@ -43,7 +43,6 @@ AskNode = Callable[[NodeId, Attach | Cancel], object]
 # Makes the stream of a request that was found. Raises `BatonError` if that is impossible.
 Accept = Callable[["FoundRequest"], RequestStream]
 Early = list[tuple[NodeId, NodeMessage]]
-# Begins a request that was found and accepted, then feeds it the early messages.
 Adopt = Callable[["Claim", RequestStream, "FoundRequest", Early], None]
 
 log = logger("router")
@@ -74,6 +73,8 @@ class FoundRequest(msgspec.Struct, frozen=True):
 
 
 class Search:
+    """What decode nodes have answered about one stream, and what follows from it."""
+
     def __init__(
         self,
         request_id: RequestId,
@@ -235,13 +236,6 @@ class Claim(msgspec.Struct, frozen=True):
     received: tuple[ReceivedPart, ...] | None = None  # None if the client has nothing yet
 
 
-class DecodeNodes(msgspec.Struct, frozen=True):
-    """The nodes that may hold a stream: those that can be asked, and those that were just lost."""
-
-    joined: list[NodeId]
-    missing: list[NodeId]
-
-
 @dataclass(slots=True)
 class Searching:
     claim: Claim
@@ -252,6 +246,8 @@ class Searching:
 
 
 class Reattaching:
+    """The running searches. `adopt` begins a request that was found and accepted."""
+
     def __init__(self, now_s: float, ask: AskNode, adopt: Adopt) -> None:
         self._settled_s = now_s + REJOIN_S
         self._ask = ask
@@ -259,18 +255,26 @@ class Reattaching:
         self._searching: dict[RequestId, Searching] = {}
 
     async def take(
-        self, now_s: float, claim: Claim, nodes: DecodeNodes, accept: Accept
+        self,
+        now_s: float,
+        claim: Claim,
+        joined: list[NodeId],
+        missing: list[NodeId],
+        accept: Accept,
     ) -> RequestStream:
-        """Search `nodes`, and return the stream that `accept` makes. Raises `BatonError`."""
+        """Ask the nodes that have `joined`, and return the stream that `accept` makes.
+
+        Nodes that are `missing` were lost just now, and may come back with it. Raises `BatonError`.
+        """
         if claim.request_id in self._searching:
             raise in_use()
         if len(self._searching) >= MAX_SEARCHES:
             raise Overloaded("too many clients are resuming streams at once", retry_after_s=1.0)
-        search = Search(claim.request_id, claim.received, now_s, self._settled_s, nodes.missing)
+        search = Search(claim.request_id, claim.received, now_s, self._settled_s, missing)
         taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
         searching = Searching(claim, search, accept, taken)
         self._searching[claim.request_id] = searching
-        for node in nodes.joined:
+        for node in joined:
             self._ask_first(searching, node)
         try:
             return await taken

@@ -77,6 +77,8 @@ NO_TOTALS = Totals()
 
 
 class ReservedLoad(msgspec.Struct, frozen=True):
+    """The load of one attempt at one node."""
+
     num_tokens: int
     num_sequences: int
     is_suspect: bool = False
@@ -157,6 +159,8 @@ MAX_LOST = 256
 
 
 class Registry:
+    """`pairs` holds the handoffs between nodes, `caches` the contents of their prefix caches."""
+
     def __init__(self) -> None:
         self._nodes: dict[NodeId, Node] = {}
         # The node whose model all others must serve; None until one has been ready. The model

@@ -1,6 +1,5 @@
 """The caller's view of one request: deltas of every choice, then exactly one end.
 
-`core` pushes tokens in, on the event loop where `AsyncLLM` and the HTTP handlers wait.
 Each delta goes straight to the caller's sink, so a token costs no task switch.
 """
 
@@ -142,7 +141,7 @@ class RequestStream:
 
     def close(self) -> None:
         """Give up the request if it is not finished. It may be called at any time, and again."""
-        self._sink = _dropped  # the sink may hold the whole answer, which holds this stream
+        self._sink = _dropped  # the sink may hold the whole response, which holds this stream
         if not self.finished and self._on_close is not None:
             self._on_close()
 

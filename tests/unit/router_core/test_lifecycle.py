@@ -220,18 +220,6 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     assert place.avoid == {(NodeId("d2"), Epoch(""))}
 
 
-@pytest.mark.parametrize("failure", [Failure("overloaded", "full", True, 503), LOST])
-def test_what_is_no_failure_of_a_handoff_is_not_recorded_for_the_pair(failure: Failure) -> None:
-    drive = Driver()
-    drive.place()
-    if failure == LOST:  # decode has all blocks already
-        drive.says(D, TokenEntry(KEY, 3, [9, 8]))
-    commands = drive.says(D, Failed(KEY, failure))
-    assert of_type(commands, HandoffEnded) == []
-    (place,) = of_type(commands, Place)
-    assert place.avoid == {(D, EPOCHS[D])}
-
-
 def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
     drive = Driver()
     drive.place()

@@ -2,7 +2,7 @@
 
 import os
 
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.request_world import World, expected_answer
@@ -47,18 +47,3 @@ def test_every_request_ends_once_in_order_and_leaves_nothing_behind(
     assert not any(world.charges.values())
     assert not world.places
     assert [node.node_id for node in world.nodes if node.works] == []
-
-
-@settings(max_examples=EXAMPLES // 2, deadline=None)
-@given(steps=st.lists(st.integers(0, 999), max_size=60), num_choices=st.integers(1, 3))
-@example(steps=[], num_choices=2)
-def test_without_failures_every_choice_gets_its_whole_answer(
-    steps: list[int], num_choices: int
-) -> None:
-    world = World(num_choices, 6, 2, 1)
-    for number in steps:
-        if actions := world.good_actions():
-            actions[number % len(actions)]()
-    world.finish()
-    assert world.outcomes == [None]
-    assert world.output == {c: expected_answer(world.request, c) for c in range(num_choices)}

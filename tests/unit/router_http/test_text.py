@@ -1,6 +1,5 @@
 """Text is encoded, and detokenized for any grouping of the tokens."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -144,14 +143,6 @@ def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
     assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
 
 
-def test_the_models_own_end_gives_no_stop_reason_and_no_text() -> None:
-    text = ALL["byte_level"]
-    (end,) = text.encode_now(END)
-    params = SamplingParams(skip_special_tokens=False)
-    delta = text.detokenizer([1], params).push([end], "stop")
-    assert (delta.text, delta.stop_reason) == ("", None)
-
-
 def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
     assert ALL["byte_level"].decode([10_000_000]) == ""
 
@@ -164,20 +155,6 @@ def test_known_decoders_need_no_tokenizer_per_token() -> None:
         if isinstance(decoding_of(tokenizer, tokenizer.to_str().encode()), PieceTable)
     }
     assert table == {"byte_level", "byte_fallback", "byte_fallback_strip"}
-
-
-def test_a_long_run_of_tokens_without_text_stays_cheap() -> None:
-    text = ALL["word_piece"]
-    (end,) = text.encode_now(END)
-    detokenizer = text.detokenizer([1], PARAMS)
-    assert detokenizer.push([end] * 500).text == ""
-    assert detokenizer.push(text.encode_now("hello")).text == " hello"
-
-
-def test_encoding_on_and_off_the_loop_gives_the_same_ids() -> None:
-    text = ALL["byte_level"]
-    for prompt in ("hello 你好", "hello 你好" * 100):
-        assert asyncio.run(text.encode(prompt)) == text.encode_now(prompt)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
