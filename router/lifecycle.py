@@ -74,18 +74,8 @@ class Lifecycle:
     """Turns the events of one request into commands."""
 
     __slots__ = (
-        "_attempts",
-        "_avoided",
-        "_choices",
-        "_has_delivered",
-        "_has_outcome",
-        "_is_closed",
-        "_is_remote_only",
-        "_now_s",
-        "_num_crashes",
-        "_num_open",
-        "_out",
-        "request",
+        "_attempts", "_avoided", "_choices", "_has_delivered", "_has_outcome", "_is_closed",
+        "_is_remote_only", "_now_s", "_num_crashes", "_num_open", "_out", "request",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
