@@ -18,8 +18,8 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
-from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, wrap_transports
+from tests.support.watched_transport import WatchedTransport
 from tools.demo_model import exam
 from tools.demo_model.evaluate import Examiner
 
@@ -98,7 +98,7 @@ def test_a_block_damaged_in_transit_costs_facts(
                 start = local[len(local) // 2] * pool.shape.block_bytes
                 pool.buffer[start : start + pool.shape.block_bytes] = bytes(pool.shape.block_bytes)
 
-        return FaultyTransport(inner, landed=landed)
+        return WatchedTransport(inner, landed=landed)
 
     wrap_transports(monkeypatch, blanking)
     (tmp_path / "damaged").mkdir()

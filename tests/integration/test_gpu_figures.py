@@ -11,7 +11,7 @@ from baton.runtime.process import Child
 from tools.gpu import __main__ as gpu
 from tools.gpu import split as gpu_split
 from tools.gpu.floors import Shape
-from tools.gpu.rows import Check, Event, GpuReport, Measured, Note, Unreached
+from tools.gpu.rows import Check, Event, GpuReport
 from tools.gpu.section import Desk
 from tools.gpu.split import SplitPlan
 from tools.gpu.timing import Stopwatch
@@ -30,31 +30,6 @@ def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event
     return events
 
 
-def test_split_and_colocated_serving_are_compared_and_hand_overs_measured(tmp_path: Path) -> None:
-    events = events_of(SMALL, tmp_path)
-    checks = {event.key: event for event in events if isinstance(event, Check)}
-    assert {key: check.passed for key, check in checks.items()} == {
-        "colocated serving": True,
-        "split serving": True,
-        "greedy tokens, split against colocated": True,
-    }, checks
-    rows = {event.key: event for event in events if isinstance(event, Measured)}
-    assert set(rows) == {
-        *(f"hand-over overhead, {tokens} tokens" for tokens in SMALL.prompts),
-        *(f"KV reads, {tokens} tokens" for tokens in SMALL.prompts),
-        *(
-            f"first token after {n} tokens, {arm}"
-            for n in (40, 600)
-            for arm in ("split", "colocated")
-        ),
-    }
-    per_token = SMALL.shape.kv_bytes_per_token
-    assert rows["KV reads, 600 tokens"].payload_bytes == -(-600 // 16) * 16 * per_token
-    assert all(row.timing is not None and row.timing.rounds == 2 for row in rows.values())
-    assert Note(gpu_split.CLAIM) in events
-    assert (tmp_path / "nodes-split.log").exists()
-
-
 def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
     """A pool for which there is no room."""
     plan = SplitPlan(
@@ -64,13 +39,6 @@ def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
     assert [check.passed for check in checks] == [False, False]
     assert all("not served: " in check.detail for check in checks)
     assert "does not fit" in checks[0].detail
-
-
-def test_an_arm_for_which_no_time_is_left_is_not_reached(tmp_path: Path) -> None:
-    events = events_of(SMALL, tmp_path, left_s=0.0)
-    assert events == [
-        Note(gpu_split.CLAIM), Unreached("colocated serving"), Unreached("split serving")
-    ]  # fmt: skip
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")

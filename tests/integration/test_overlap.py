@@ -14,9 +14,9 @@ from baton.kv_transfer.interfaces import Transport
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster
-from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 from tests.support.oracle import prompt
+from tests.support.watched_transport import WatchedTransport
 
 CHUNK, CHUNKS, PROMPTS = 64, 4, 3
 NUM_STEPS = CHUNKS * PROMPTS
@@ -60,7 +60,7 @@ class Meeting:
         return HeldTransport(inner, self)
 
 
-class HeldTransport(FaultyTransport):
+class HeldTransport(WatchedTransport):
     def __init__(self, inner: Transport, meeting: Meeting) -> None:
         super().__init__(inner)
         self._meeting = meeting

@@ -14,8 +14,8 @@ from baton.kv_transfer.pools import HostPool
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import FAMILIES, tiny_cluster
-from tests.support.faulty_transport import FaultyTransport
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
+from tests.support.watched_transport import WatchedTransport
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(6 * 16 + 5)]
 OTHER_PROMPT = [10 + (i * i + 5 * i) % 239 for i in range(40)]
@@ -77,7 +77,7 @@ def damaging(hurt: Hurt) -> Callable[[Transport, HostPool], Transport]:
             blocks = flat.reshape(pool.shape.num_blocks, -1, BLOCK_SIZE, HEAD_DIM)
             hurt([blocks[block] for block in local])
 
-        return FaultyTransport(inner, landed=landed)
+        return WatchedTransport(inner, landed=landed)
 
     return wrap
 
@@ -109,7 +109,7 @@ def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
                 blanked.append(start)
                 pool.buffer[start : start + piece.num_bytes] = bytes(piece.num_bytes)
 
-        return FaultyTransport(inner, landed=landed)
+        return WatchedTransport(inner, landed=landed)
 
     return wrap
 

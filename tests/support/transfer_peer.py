@@ -37,7 +37,6 @@ from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
-from tests.support.faulty_transport import Faults, FaultyTransport
 from tests.support.memfd_memory import device_pool
 from tests.support.sources import REPOSITORY
 
@@ -52,7 +51,6 @@ class PeerOptions(msgspec.Struct, frozen=True):
     num_blocks: int = 64
     block_bytes: int = 64 << 10
     limits: AgentLimits = AgentLimits()
-    faults: Faults | None = None
     rank: int = 0  # of those with the same epoch
     is_polled: bool = False  # nixl as it runs on GPUs: without its thread, with a spare block
 
@@ -190,8 +188,6 @@ class _Child:
             self._pool = device_pool(self._memory, num_spare=1)
             self._generations, enter = self._pool.table.generations, self._pool.peers.enter
         transports = self._transports(options)
-        if options.faults is not None:
-            transports = [FaultyTransport(inner, options.faults) for inner in transports]
         self._agent = TransferAgent(transports, options.limits, None, enter)
 
     def _transports(self, options: PeerOptions) -> list[Transport]:

@@ -1,7 +1,6 @@
 """The demo model: its text, its training for a few steps, and the folder that is shipped."""
 
 import csv
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -22,8 +21,8 @@ from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.evaluate import Examiner
 from tools.demo_model.exam import Question
 from tools.demo_model.lessons import LessonMaker
-from tools.demo_model.text import ANSWER, Document
-from tools.demo_model.train import CURRICULUM, Stage, Trainer
+from tools.demo_model.text import Document
+from tools.demo_model.train import Stage, Trainer
 
 KINDS = ("recall", "echo", "exercise")
 
@@ -73,36 +72,6 @@ def test_the_exam_asks_only_for_what_is_held_out(tokenizer: Tokenizer) -> None:
     assert len(exam.sums(held_out=False)) == 10_000
 
 
-@pytest.mark.parametrize("num_tokens", [2048, 4096])
-def test_an_exam_fills_its_length_and_spreads_its_facts(
-    tokenizer: Tokenizer, num_tokens: int
-) -> None:
-    memory = exam.recall(tokenizer, num_tokens=num_tokens, seed=1)
-    lengths = [len(tokenizer.encode(memory.told + asked.prompt).ids) for asked in memory.questions]
-    assert num_tokens - 48 < max(lengths) <= num_tokens
-    starts = [match.start() / len(memory.told) for match in re.finditer(r" of \w+ is", memory.told)]
-    assert min(starts) < 0.1
-    assert max(starts) > 0.9
-
-
-def test_pieces_are_encoded_as_the_whole_is(tokenizer: Tokenizer) -> None:
-    for document in documents(100):
-        pieces = [one for piece in document for one in tokenizer.encode(piece.text).ids]
-        assert pieces == tokenizer.encode(whole(document)).ids
-
-
-@pytest.mark.parametrize("length", [128, 512, 2048])
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_lesson_has_its_length_and_something_to_learn(
-    tokenizer: Tokenizer, kind: str, length: int
-) -> None:
-    lessons = LessonMaker(tokenizer, random.Random(2))
-    for _ in range(10):
-        ids, weights = lessons.draw(length, {kind: 1.0})
-        assert len(ids) == len(weights) == length
-        assert sum(weight == ANSWER for weight in weights) > 10
-
-
 LESSONS = Stage(64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, short_share=0.1)
 
 
@@ -137,11 +106,6 @@ def test_a_seed_draws_the_same_lessons_and_weights() -> None:
     assert not torch.equal(states[0], states[2])
 
 
-def test_the_curriculum_ends_at_the_length_that_is_promised() -> None:
-    assert [stage.length for stage in CURRICULUM] == sorted(stage.length for stage in CURRICULUM)
-    assert CURRICULUM[-1].length == 4096
-
-
 MAX_WEIGHT_BYTES = 5_000_000
 
 
@@ -167,26 +131,6 @@ def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert read_decoder_config(CHECKPOINT).eos_token_ids == tuple(ends)
-
-
-def test_any_text_survives_the_tokenizer() -> None:
-    tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    for said in ("A runner.", "naïve 你好 🙂", "\x00\t\r\n", "4071 + 12"):
-        assert tokenizer.decode(tokenizer.encode(said).ids) == said
-    assert len(tokenizer.encode(" The code of Lima is 4071.").ids) < 14
-
-
-def test_its_tokenizer_is_the_one_that_its_seed_makes() -> None:
-    seed = json.loads((CHECKPOINT / "provenance.json").read_text())["seed"]
-    saved = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
-    assert saved.get_vocab() == demo_tokenizer.train(seed).get_vocab()
-
-
-def test_it_says_where_it_comes_from() -> None:
-    provenance = json.loads((CHECKPOINT / "provenance.json").read_text())
-    assert {"command", "seed", "commit", "torch", "tokens", "seconds"} == provenance.keys()
-    assert "dirty" not in provenance["commit"]
-    assert len((CHECKPOINT / "curves.csv").read_text().splitlines()) > 20
 
 
 def test_it_knows_a_fact_a_sum_and_itself() -> None:

@@ -4,21 +4,6 @@ import pytest
 
 from tests.support.checkpoints import model_folder
 from tools import floor
-from tools.floor import BLOCK, CHUNK, Case
-
-
-def test_a_prompt_is_cut_into_chunks_and_draws_once() -> None:
-    case = Case(0, CHUNK + 40)
-    slices = [plan.slices[0] for plan in case.plans()]
-    assert [(part.start, part.length) for part in slices] == [(0, CHUNK), (CHUNK, 40)]
-    assert [part.draws for part in slices] == [(), (0,)]
-
-
-def test_sequences_of_a_decode_step_share_no_block() -> None:
-    (plan,) = Case(5, 2 * BLOCK).plans()
-    blocks = [block for part in plan.slices for block in part.block_table]
-    assert len(plan.slices) == 5
-    assert sorted(blocks) == list(range(5 * 3))
 
 
 def test_every_case_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:

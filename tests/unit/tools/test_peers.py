@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from tools.peers.arms import KINDS, Arm, Place, commands, flags_of, parse_arm
+from tools.peers.arms import KINDS, Arm, Place, commands, parse_arm
 
 PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
 
@@ -47,13 +47,6 @@ def test_the_pair_of_vllm_has_a_core_for_each_role_unless_it_shares_both() -> No
         assert server.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
 
 
-def test_split_nodes_of_baton_have_one_core_each_and_lend_it() -> None:
-    nodes = commands(Arm("baton-split"), PLACE)[:2]
-    assert all("engine.threads=1" in node.argv for node in nodes)
-    (shared,) = {word for node in nodes for word in node.argv if "shared_cpus" in word}
-    assert shared == "engine.shared_cpus=/run/x/baton-split-cpus"
-
-
 def test_the_pair_of_vllm_talks_over_loopback_through_nixl() -> None:
     prefill, decode, router = commands(Arm("vllm-pair"), PLACE)
     for server in (prefill, decode):
@@ -63,17 +56,3 @@ def test_the_pair_of_vllm_talks_over_loopback_through_nixl() -> None:
     ports = {server.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in (prefill, decode)}
     assert len(ports) == 2
     assert {"http://127.0.0.1:9001", "http://127.0.0.1:9002"} <= set(router.argv)
-
-
-def test_options_reach_the_command_line() -> None:
-    (server,) = commands(Arm("vllm", is_compiled=True, chunk_tokens=256), PLACE)
-    assert "--enforce-eager" not in server.argv
-    assert "--max-num-batched-tokens" in server.argv
-    assert "--enforce-eager" in commands(Arm("vllm"), PLACE)[0].argv
-    assert (
-        "--no-enable-prefix-caching" in commands(Arm("vllm", keeps_prefixes=False), PLACE)[0].argv
-    )
-    node = commands(Arm("baton", chunk_tokens=128, keeps_prefixes=False), PLACE)[0]
-    assert "engine.chunk_tokens=128" in node.argv
-    assert "cache.prefix=false" in node.argv
-    assert "engine.chunk_tokens=128" in flags_of([node])

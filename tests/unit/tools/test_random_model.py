@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 from tokenizers import Tokenizer
 
@@ -10,7 +9,6 @@ from baton.engine.model_config import read_decoder_config
 from baton.engine.models.loading import Placement, load_decoder
 from baton.engine.tensor_parallel import SingleRank
 from baton.engine.weights import Checkpoint
-from baton.protocol.errors import ConfigError
 from baton.router.text import Text
 from tests.support.compute import no_progress
 from tools import random_model
@@ -38,21 +36,9 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     assert decoder.head.weight.numel() == TINY.head_values
 
 
-def test_equal_shapes_give_equal_folders(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        random_model.write_model(tmp_path / name, TINY, CPU)
-    for file in ("model.safetensors", "config.json", "tokenizer.json"):
-        assert (tmp_path / "one" / file).read_bytes() == (tmp_path / "two" / file).read_bytes()
-
-
 def test_any_text_can_be_its_prompt(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     random_model.write_model(folder, TINY, CPU)
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.decode(tokenizer.encode("Grüße, 世界").ids) == "Grüße, 世界"
     Text.load(str(folder)).close()  # the router takes it
-
-
-def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="exists already"):
-        random_model.write_model(tmp_path, TINY, CPU)

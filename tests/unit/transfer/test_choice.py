@@ -1,6 +1,5 @@
 """How one rank reads another, and what of it a process can have."""
 
-import os
 from collections.abc import Collection
 from contextlib import closing
 
@@ -9,7 +8,6 @@ import pytest
 
 from baton.kv_transfer import agent
 from baton.kv_transfer.agent import make_transports
-from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports import nixl_binding
 from baton.kv_transfer.transports.addresses import (
@@ -20,7 +18,6 @@ from baton.kv_transfer.transports.addresses import (
     reaches_of,
     this_place,
 )
-from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
@@ -112,23 +109,6 @@ def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.Mo
         only.close()
 
 
-@pytest.mark.parametrize(
-    ("device", "given", "found"),
-    [("cuda:0", None, "on"), ("cuda:0", "off", "off"), ("cpu", None, None)],
-)
-def test_ucx_is_told_to_read_within_a_gpu_unless_the_user_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch, device: str, given: str | None, found: str | None
-) -> None:
-    monkeypatch.setattr(nixl_binding, "WHEELS", ())  # UCX reads it when it is loaded
-    name = "UCX_CUDA_IPC_ENABLE_GET_ZCOPY"
-    monkeypatch.setenv(name, given or "")
-    if given is None:
-        monkeypatch.delenv(name)
-    with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
-        NixlTransport(PoolMemory(0, 1, 4096, device, num_spare=1), EPOCH)
-    assert os.environ.get(name) == found
-
-
 # --- GPUs ----------------------------------------------------------------------------------------
 
 
@@ -206,11 +186,3 @@ def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_tra
     assert "\n" not in raised.value.message
     (said,) = (record for record in caplog.records if record.name == "baton.transfer")
     assert said.fields == {"reason": raised.value.message}  # type: ignore[attr-defined]
-
-
-def test_what_the_device_cannot_have_is_refused() -> None:
-    with closing(HostPool(2, 4096)) as memory, closing(device_pool(memory)) as pool:
-        with pytest.raises(ConfigError, match="shm cannot read a GPU's memory"):
-            make_transports(pool, EPOCH, TransferConfig(transport="shm"))
-        with pytest.raises(ConfigError, match="computes on a CPU"):
-            make_transports(memory, EPOCH, TransferConfig(transport="cuda_ipc"))

@@ -32,15 +32,6 @@ def test_nobody_else_can_map_the_pool_for_writing_or_shrink_it() -> None:
         os.ftruncate(pool.fileno(), 0)
 
 
-def test_views_outlive_close_and_close_may_be_repeated() -> None:
-    pool = HostPool(2, 4096)
-    buffer, generations = pool.buffer, pool.generations
-    pool.close()
-    pool.close()
-    buffer[0], generations[1] = 9, 4
-    assert (buffer[0], int(generations[1]), pool.fileno()) == (9, 4, -1)
-
-
 def test_a_pool_larger_than_memory_is_refused_with_what_to_change() -> None:
     with pytest.raises(ConfigError, match="memory_mib"):
         HostPool(num_blocks=1 << 22, block_bytes=1 << 20)

@@ -32,7 +32,6 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.peers import edges_between
 from baton.protocol.config import TransferConfig
-from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Declined,
@@ -77,11 +76,6 @@ def up(target: int, source: int) -> FromRank:
 def codes(step: ConnectorStep) -> list[str | None]:
     found = [getattr(report, "failure", None) for report in step.reports]
     return [failure and failure.code for failure in found]
-
-
-def test_an_offer_to_a_node_that_nobody_listed_is_released_at_once() -> None:
-    connector = NodeConnector(PREFILL, TransferConfig())
-    assert codes(connector.step(0.0, [offer()])) == ["node_lost"]
 
 
 def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
@@ -168,11 +162,6 @@ def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
     [declined] = said(step)
     assert isinstance(declined, Declined)
     assert declined.failure.code == "peer_mismatch"
-
-
-def test_before_its_greeting_a_peer_is_nobody() -> None:
-    step = decode(Expect(key(), P)).step(0.0, [*heard(PREFILL, offered())])
-    assert step.reports == []
 
 
 def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
@@ -270,27 +259,11 @@ def test_a_rank_that_no_transport_reaches_ends_its_landings_and_is_tried_afresh(
     assert ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE)) in step.commands
 
 
-def test_nodes_that_can_never_reach_each_other_do_not_dial() -> None:
-    far = node("d", "decode", reaches=("shm@b",))
-    connector = NodeConnector(node("p", "prefill", reaches=("shm@a",)), TransferConfig())
-    step = connector.step(0.0, [PeersChanged((far,)), offer()])
-    assert codes(step) == ["no_transport"]
-    assert step.commands == []
-
-
 def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     assert not connector.step(1.0, [PeersChanged(())]).commands
     step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
     assert step.commands[-2:] == [DropPeer(P, PREFILL.epoch), ToRank(0, RemovePeer(POOL))]
-
-
-def test_a_restarted_node_is_another_peer() -> None:
-    connector = prefill()
-    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE))])
-    again = node("d", "decode", epoch=Epoch("d-2"))
-    step = connector.step(1.0, [PeersChanged((again,)), offer("other")])
-    assert DialPeer(again) in step.commands
 
 
 def test_no_transport_in_common_ends_the_landing_with_both_sides_named() -> None:

@@ -59,7 +59,7 @@ def test_each_kind_of_copy_puts_every_block_in_its_place(
     check(remote, local)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
     ids = st.permutations(range(NUM_BLOCKS))

@@ -61,12 +61,6 @@ def test_an_offer_whose_request_never_comes_is_declined_for_good() -> None:
     assert step.reports == [LandingEnded(key(), declined.failure)]
 
 
-def test_a_withdrawal_that_comes_first_ends_the_request_when_it_comes() -> None:
-    connector = decode()
-    assert said(connector.step(1.0, heard(PREFILL, offered(), WITHDRAWN))) == [DECLINED]
-    assert connector.step(2.0, [Expect(key(), P)]).reports == [LandingEnded(key(), FAILURE)]
-
-
 def test_an_abandoned_key_declines_what_still_comes_for_it() -> None:
     connector = decode()
     step = connector.step(1.0, [Expect(key(), P), Abandon(key(), FAILURE)])

@@ -1,0 +1,50 @@
+"""A transport that shows each block that it has brought, before the end of its read is reported."""
+
+from collections.abc import Callable, Sequence
+
+from baton.kv_transfer.interfaces import BlockPiece, PeerRank, Transport
+
+Landed = Callable[[tuple[int, ...], BlockPiece], None]
+
+
+class WatchedTransport:
+    """`inner`; `landed` gets the local blocks of a read and the slice of them that it brought."""
+
+    def __init__(self, inner: Transport, landed: Landed | None = None) -> None:
+        self.name, self.connect_s = inner.name, inner.connect_s
+        self.least_slice_bytes, self.progress_s = inner.least_slice_bytes, inner.progress_s
+        self._inner = inner
+        self._landed = landed
+        self._pieces: dict[PeerRank, BlockPiece] = {}
+        self._reads: dict[int, tuple[tuple[int, ...], BlockPiece]] = {}
+        self.address, self.connected = inner.address, inner.connected
+        self.remove_peer, self.cancel = inner.remove_peer, inner.cancel
+        self.fileno, self.service = inner.fileno, inner.service
+
+    def add_peer(
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+    ) -> None:
+        self._inner.add_peer(peer, address, num_blocks, block_bytes, piece)
+        self._pieces[peer] = piece
+
+    def read(
+        self,
+        peer: PeerRank,
+        remote: Sequence[int],
+        local: Sequence[int],
+        generations: Sequence[int],
+    ) -> int:
+        handle = self._inner.read(peer, remote, local, generations)
+        self._reads[handle] = (tuple(local), self._pieces[peer])
+        return handle
+
+    def test(self, handle: int) -> bool:
+        if not self._inner.test(handle):
+            return False
+        if self._landed is not None:
+            self._landed(*self._reads.pop(handle))
+        return True
+
+    def close(self) -> None:
+        self._landed = None  # it may hold a view of the pool
+        self._inner.close()
