@@ -28,10 +28,10 @@ class Command(msgspec.Struct, frozen=True):
     """The docstring of `settings` describes the command."""
 
     settings: type[msgspec.Struct]
-    start: str  # MODULE:FUNCTION, called with the settings, and with the words if it takes any
+    start: str  # MODULE:FUNCTION, called with the settings, and with the operands if it takes any
     example: str
-    words: str = ""  # the operands that it takes besides its flags
-    words_help: str = ""
+    operands: str = ""  # their placeholder in the help
+    operands_help: str = ""
     no_flags: tuple[str, ...] = ()
 
 
@@ -73,9 +73,9 @@ and in every report."""
 GROUPS = {"target": "server", "arrival": "arrivals", "load": "arrivals", "workload": "requests"}
 
 
-def main(words: Sequence[str]) -> int:
-    """Run `baton bench words...`; return the exit code of the process."""
-    name, rest = (words[0], list(words[1:])) if words else ("", [])
+def main(arguments: Sequence[str]) -> int:
+    """Run `baton bench ARGUMENTS`; return the exit code of the process."""
+    name, rest = (arguments[0], list(arguments[1:])) if arguments else ("", [])
     if name in ("", "-h", "--help", "help"):
         lines = [f"  {key:<10}{command.settings.__doc__}" for key, command in COMMANDS.items()]
         print("\n".join(["usage: baton bench COMMAND [flags]", "", ABOUT, "", *lines, "", FURTHER]))
@@ -87,32 +87,34 @@ def main(words: Sequence[str]) -> int:
     settings, others = parse(command.settings, rest)
     module, _, function = command.start.partition(":")
     start: Callable[..., int] = getattr(importlib.import_module(f"baton.bench.{module}"), function)
-    return start(settings, others) if command.words else start(settings)
+    return start(settings, others) if command.operands else start(settings)
 
 
 def parse(settings: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
-    """Return the settings that `arguments` ask for, and the words that are not flags."""
+    """Return the settings that `arguments` ask for, and the operands."""
     given = vars(parser(settings).parse_intermixed_args(arguments))
     values = {
         field.name: field.from_text(given[field.name], field.flag)
         for field in flags_of(settings)
         if given[field.name] is not None
     }
-    return with_values(settings(), values), given.get("words") or []
+    return with_values(settings(), values), given.get("operands") or []
 
 
 def parser(settings: type[msgspec.Struct]) -> FlagParser:
     """Return the parser of the command with these settings, with a flag for each of them."""
     name, command = _command_of(settings)
-    words = f" {command.words} ..." if command.words else ""
+    operands = f" {command.operands} ..." if command.operands else ""
     built = FlagParser(
         prog=f"baton bench {name}",
-        usage=f"baton bench {name}{words} [flags]",
+        usage=f"baton bench {name}{operands} [flags]",
         description=settings.__doc__,
         epilog=f"example: {command.example}",
     )
-    if command.words:
-        built.add_argument("words", metavar=command.words, nargs="*", help=command.words_help)
+    if command.operands:
+        built.add_argument(
+            "operands", metavar=command.operands, nargs="*", help=command.operands_help
+        )
     built.add_settings(
         flags_of(settings), group_of=lambda field: GROUPS.get(field.section, field.section) or name
     )

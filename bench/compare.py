@@ -2,8 +2,8 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike. `--flags` show whether the servers
-were started alike: settings are compared by the names and values with which they were written.
+from hour to hour changes all arms alike. `--flags` show whether the servers were started alike:
+settings are compared by the names and values with which they were written.
 """
 
 import random
@@ -42,9 +42,9 @@ Arms = Mapping[str, Target]
 Facts = dict[str, str]
 
 
-def compare(settings: CompareSettings, words: Sequence[str]) -> int:
+def compare(settings: CompareSettings, operands: Sequence[str]) -> int:
     """Return the exit code."""
-    arms = arms_of(words, settings.target)
+    arms = arms_of(operands, settings.target)
     flags = flags_of(settings.flags, list(arms))
     arrivals = arrivals_of(settings.arrival, settings.workload)
     loads = [arrivals] * settings.rounds
@@ -55,9 +55,9 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
         report.parity = parity(flags)
         report.notes += warnings(report.parity, list(arms))
-        dice = random.Random(settings.workload.seed)
+        rng = random.Random(settings.workload.seed)
         for number in range(1, settings.rounds + 1):
-            for name in dice.sample(list(servers), len(servers)):
+            for name in rng.sample(list(servers), len(servers)):
                 if experiment.interrupted:
                     break
                 label = f"{name}, round {number}"
@@ -69,10 +69,10 @@ def compare(settings: CompareSettings, words: Sequence[str]) -> int:
     return experiment.finish(len(arms) * settings.rounds)
 
 
-def arms_of(words: Sequence[str], common: Target) -> dict[str, Target]:
+def arms_of(operands: Sequence[str], common: Target) -> dict[str, Target]:
     """Read `NAME=URL` or `NAME=URL#MODEL`; an arm without a model has that of `--model`."""
     arms: dict[str, Target] = {}
-    for word in words:
+    for word in operands:
         name, equals, rest = word.partition("=")
         url, _, model = rest.partition("#")
         if not (name and equals and url):
@@ -108,7 +108,7 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
 
 
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
-    """Return the servers. Each is asked only for extensions that all of them have."""
+    """Return the servers, with only the extensions that all of them have."""
     servers = {name: experiment.connect(target) for name, target in arms.items()}
     given = frozenset.intersection(*(server.probed.gives for server in servers.values()))
     workloads = [server.workload for server in servers.values()]

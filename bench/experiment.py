@@ -55,8 +55,8 @@ class Server(msgspec.Struct, frozen=True):
         """Return one line that describes the server and the extensions in use."""
         gives = {"token ids": self.target.token_ids, "usage": self.target.usage}
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
-        told = {"version": self.probed.version, "server": self.probed.server}
-        names = [f"{what} {name}" for what, name in told.items() if name]
+        known = {"version": self.probed.version, "server": self.probed.server}
+        names = [f"{what} {name}" for what, name in known.items() if name]
         return f"{', '.join([f'{self.target.url}: {self.target.model}', *names])}, giving {found}"
 
 

@@ -157,13 +157,13 @@ def lag_gate_ms(summary: Summary) -> float:
 
 def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> Iterator[Problem]:
     """Find signs of a client that was late, busy or interrupted, and so measured itself."""
-    asked = [one for one in planned if not one.warm_up]
+    measured = [one for one in planned if not one.warm_up]
     ended = {record.index for record in result.records}
-    if missing := sum(one.index not in ended for one in asked):
+    if missing := sum(one.index not in ended for one in measured):
         yield invalid(
-            f"{missing} of {len(asked)} planned requests have no record: the load was cut short"
+            f"{missing} of {len(measured)} planned requests have no record: the load was cut short"
         )
-    yield from _lag(result, summary, asked)
+    yield from _lag(result, summary, measured)
     # A load that ends with a long wait is idle on average, and may have been busy all the same.
     clients = [one for one in result.clients if one.wall_s > 0]
     used = [max(one.cpu_s / one.wall_s, one.busiest_cpu) for one in clients]
@@ -172,7 +172,7 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
             f"{len(over)} of {len(used)} client processes used up to {max(over):.0%} of a core, "
             f"over {MAX_CLIENT_CPU:.0%}: they measured their own queue; use more --processes"
         )
-    due = {one.index: one.at_s for one in asked if one.at_s is not None}
+    due = {one.index: one.at_s for one in measured if one.at_s is not None}
     sent, wanted = sorted(one.sent_s for one in result.records if one.index in due), [*due.values()]
     if len(sent) < max(2, len(wanted)):
         return
@@ -183,9 +183,9 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
         yield invalid(f"the client could not reach the rate: it sent {of} /s; use more --processes")
 
 
-def _lag(result: LoadResult, summary: Summary, asked: Sequence[Planned]) -> Iterator[Problem]:
+def _lag(result: LoadResult, summary: Summary, measured: Sequence[Planned]) -> Iterator[Problem]:
     gate_ms, lag_ms = lag_gate_ms(summary), summary.lag.p99
-    if all(one.at_s is None for one in asked):
+    if all(one.at_s is None for one in measured):
         late_ms = 1e3 * max((client.max_loop_lag_s for client in result.clients), default=0.0)
         if late_ms > gate_ms:
             yield warning(

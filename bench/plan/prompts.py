@@ -146,7 +146,7 @@ class Draws:
         return tuple(rng.integers(*self.vocabulary, length, endpoint=True).tolist())
 
     def _draw(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:
-        # With the length, or a server that was asked the shorter would know the longer's start.
+        # With the length, or a server would know how a longer prompt starts from a shorter one.
         rng = np.random.default_rng([self._seed, *key, length])
         return tuple(rng.integers(*choices, length, endpoint=True).tolist())
 

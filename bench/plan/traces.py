@@ -2,7 +2,7 @@
 
 A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
 text. A row that cannot be read is an error with its line number, and never skipped. `replay` cuts,
-spreads, scales and clamps a trace as the user asked, and notes count the changes.
+spreads, scales and clamps a trace as the settings say, and notes count the changes.
 """
 
 import collections
@@ -326,8 +326,8 @@ class FileSource:
         return row, row.output_tokens or self._draws.output_tokens((kind, place, 0))
 
     def notes(self, num_arrivals: int) -> list[str]:
-        asked = {(row.prompt, row.messages) for row in self._rows[:num_arrivals]}
-        repeated = num_arrivals - len(asked)
+        different = {(row.prompt, row.messages) for row in self._rows[:num_arrivals]}
+        repeated = num_arrivals - len(different)
         notes = ["a file has the same prompts in every load: a prefix cache may know them"]
         if repeated:
             notes.append(f"{repeated} of {num_arrivals} prompts repeat an earlier one")

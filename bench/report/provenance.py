@@ -117,9 +117,9 @@ def _gpus(fields: str) -> list[str]:
 def _lines(command: list[str]) -> list[str]:
     """Return the output of a small command; nothing if it is missing, fails or hangs."""
     try:
-        told = subprocess.check_output(
+        output = subprocess.check_output(
             command, stderr=subprocess.DEVNULL, timeout=COMMAND_TIMEOUT_S
         )
     except (OSError, subprocess.SubprocessError):
         return []
-    return told.decode(errors="replace").splitlines()
+    return output.decode(errors="replace").splitlines()

@@ -119,8 +119,10 @@ def _comparison(report: Report) -> Section:
         if row.ratios[arm].each  # reports of earlier versions have none
     ]
     places = (f"{place}." for place, _ in enumerate(by_round[0][1:] if by_round else [], start=1))
-    told = Table(f"Ratios to {first} of each round that is compared", ["figure", *places], by_round)
-    return Section("Comparison", [], [Table("", columns, rows, caption), told])
+    ratios = Table(
+        f"Ratios to {first} of each round that is compared", ["figure", *places], by_round
+    )
+    return Section("Comparison", [], [Table("", columns, rows, caption), ratios])
 
 
 def _ratio(row: Compared, arm: str) -> str:

@@ -5,19 +5,144 @@ and not what was planned. It shares nothing with the client's parser.
 """
 
 import asyncio
+import itertools
 import json
 import re
 import ssl
 import threading
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Self
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Literal, Self
 
 import msgspec
 
 from baton.bench.records import Arrival
 from baton.runtime.clock import monotonic
-from tests.support.scripted_answers import Script, error, parts_of, prompt_of, steady
+
+DONE = b"data: [DONE]\n\n"
+# Answers consist of these token ids. The first id of a prompt names its script and may be any id.
+LOWEST_ID, NUM_IDS = 300, 7_000
+
+
+def event(body: object) -> bytes:
+    return b"data: " + json.dumps(body).encode() + b"\n\n"
+
+
+def token(
+    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
+) -> bytes:
+    """Return a chunk of a completion; `more` holds further fields of the event."""
+    choice = {"index": 0, "text": text, "finish_reason": end}
+    ids = {} if token_ids is None else {"token_ids": list(token_ids)}
+    return event({"choices": [choice | ids], **more})
+
+
+def delta(
+    text: str = " a", token_ids: Sequence[int] | None = None, end: str | None = None, **more: object
+) -> bytes:
+    """Return a chunk of a chat; a chunk without text opens the chat with a role."""
+    said = {"content": text} if text else {"role": "assistant", "content": ""}
+    choice = {"index": 0, "delta": said, "finish_reason": end}
+    ids = {} if token_ids is None else {"token_ids": list(token_ids)}
+    return event({"choices": [choice | ids], **more})
+
+
+def usage(num_tokens: int, num_prompt: int = 3, num_cached: int | None = None) -> bytes:
+    """Return the last chunk before the end."""
+    return event({"choices": [], "usage": usage_body(num_tokens, num_prompt, num_cached)})
+
+
+def usage_body(
+    num_tokens: int, num_prompt: int = 3, num_cached: int | None = None
+) -> dict[str, object]:
+    body: dict[str, object] = {"prompt_tokens": num_prompt, "completion_tokens": num_tokens}
+    if num_cached is not None:
+        body["prompt_tokens_details"] = {"cached_tokens": num_cached}
+    return body
+
+
+def error(message: str) -> bytes:
+    """Return the body of a refusal."""
+    return json.dumps({"error": {"message": message, "type": "server_error"}}).encode()
+
+
+class Chunk(msgspec.Struct, frozen=True):
+    """One event; without a token it is an empty delta, as at the start of a chat."""
+
+    at_ms: float  # since the whole request had arrived
+    num_tokens: int = 1
+
+
+class Script(msgspec.Struct, frozen=True):
+    """One streamed answer, and how it ends."""
+
+    chunks: tuple[Chunk, ...] = ()
+    tail: bytes | None = None  # the end after the chunks; None: usage if asked for, then [DONE]
+    then: Literal["end", "close", "hang"] = "end"  # the last two cut the answer
+    end_ms: float | None = None  # None: with the last chunk
+    cached_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+
+# The moment, the bytes of the body in one write, and the number of tokens in them.
+Part = tuple[float, bytes, int]
+
+
+def parts_of(script: Script, asked: Mapping[str, object], number: int) -> list[Part]:
+    """Return the parts of the answer to the body `asked`; events of one moment are one part."""
+    ids, position = answer_ids(number, script.num_tokens), 0
+    options, prompt = str(asked.get("stream_options")), prompt_of(asked)
+    say, events = delta if "messages" in asked else token, list[Part]()
+    for chunk in script.chunks:
+        sent = ids[position : position + chunk.num_tokens]
+        position += chunk.num_tokens
+        is_end = bool(sent) and position == len(ids) and script.tail is None
+        data = say(
+            "".join(f" t{one}" for one in sent),
+            sent if asked.get("return_token_ids") else None,
+            "length" if is_end else None,
+        )
+        events.append((chunk.at_ms, data, chunk.num_tokens))
+    tail = script.tail
+    if tail is None:
+        num_prompt = len(prompt if isinstance(prompt, list) else prompt.split())
+        told = usage(len(ids), num_prompt, script.cached_tokens)
+        tail = (told if "include_usage" in options else b"") + DONE
+    last_ms = script.chunks[-1].at_ms if script.chunks else 0.0
+    events.append((last_ms if script.end_ms is None else script.end_ms, tail, 0))
+    return [
+        (at_ms, b"".join(data for _, data, _ in found), sum(count for _, _, count in found))
+        for at_ms, group in itertools.groupby(events, lambda part: part[0])
+        if (found := list(group))
+    ]
+
+
+def prompt_of(asked: Mapping[str, object]) -> list[int] | str:
+    """Return the token ids, the text, or the last message that a request asks about."""
+    messages = asked.get("messages")
+    found = messages[-1]["content"] if isinstance(messages, list) else asked.get("prompt")
+    return found if isinstance(found, list) else str(found)
+
+
+def steady(first_ms: float, gap_ms: float, num_tokens: int) -> tuple[Chunk, ...]:
+    """Return a token per chunk at an even pace."""
+    return tuple(Chunk(first_ms + gap_ms * position) for position in range(num_tokens))
+
+
+def paced(first_ms: float, gaps_ms: Sequence[float], sizes: Sequence[int]) -> tuple[Chunk, ...]:
+    """Return chunks of these sizes; `gaps_ms` lie between them, so there is one gap less."""
+    moments = itertools.accumulate(gaps_ms, initial=first_ms)
+    return tuple(Chunk(at_ms, size) for at_ms, size in zip(moments, sizes, strict=True))
+
+
+def answer_ids(number: int, num_tokens: int) -> list[int]:
+    """Return the tokens of a number's answer, the same at every call."""
+    # Both factors are coprime to the number of ids, so an answer repeats no id.
+    return [LOWEST_ID + (number * 1_009 + at * 2_003) % NUM_IDS for at in range(num_tokens)]
+
 
 HOST = "127.0.0.1"
 MODEL = "scripted"
@@ -41,10 +166,7 @@ class Call:
         self, head: bytes, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         self.received_s = monotonic()
-        first, *lines = head.decode("latin-1").strip().split("\r\n")
-        self.method, self.path, _ = first.split(" ", 2)
-        fields = [line.partition(":") for line in lines]
-        self.headers = {name: value.strip() for name, _, value in fields}
+        self.method, self.path, _ = head.decode("latin-1").split(" ", 2)
         self.body: dict[str, object] = json.loads(data) if data.startswith(b"{") else {}
         self.keep_alive = True  # keep the connection after the answer; set it before the answer
         self.transport = writer.transport
@@ -131,7 +253,7 @@ class ScriptedServer:
         """
         self.play = play or Stage().play
         self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
-        self.num_calls = self.num_connections = 0  # a connection counts from its first POST
+        self.num_connections = 0  # a connection counts from its first POST
         self.url = ""
         self._pages = {"/v1/models": MODELS, **(pages or {})}
         self._tls, self._keep_alive_s = tls, keep_alive_s
@@ -186,7 +308,6 @@ class ScriptedServer:
             writer.close()
 
     async def _answer(self, call: Call) -> None:
-        self.num_calls += 1
         if call.method == "POST":
             self.calls.append(call)
             self._was_asked.set()

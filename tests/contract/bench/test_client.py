@@ -17,8 +17,18 @@ from baton.bench.records import Outcome, Planned, Record
 from baton.bench.settings import Target
 from baton.runtime.clock import monotonic
 from tests.support.certificates import make_certificate
-from tests.support.scripted_answers import DONE, answer_ids, error, event, token, usage
-from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer
+from tests.support.scripted_server import (
+    DONE,
+    MODEL,
+    Call,
+    Play,
+    ScriptedServer,
+    answer_ids,
+    error,
+    event,
+    token,
+    usage,
+)
 
 TIMEOUT_S = 20.0
 ONE = (token(), usage(1), DONE)

@@ -13,8 +13,7 @@ from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.settings import Target
 from baton.protocol.errors import BatonError, ConfigError
-from tests.support.scripted_answers import error, token
-from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer, Stage
+from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer, Stage, error, token
 
 answer = Stage().play
 Watch = Callable[[Progress], None]

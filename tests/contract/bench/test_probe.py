@@ -13,8 +13,16 @@ from baton.bench.experiment import Experiment, Server
 from baton.bench.records import Planned
 from baton.bench.settings import CompareSettings, LoadSettings, Target
 from baton.protocol.errors import BatonError, ConfigError
-from tests.support.scripted_answers import DONE, error, token, usage
-from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer
+from tests.support.scripted_server import (
+    DONE,
+    MODEL,
+    Call,
+    Play,
+    ScriptedServer,
+    error,
+    token,
+    usage,
+)
 
 TWO_MODELS = {"data": [{"id": "one"}, {"id": "two"}]}
 

@@ -13,17 +13,19 @@ from baton.bench.client.load import Load, run_load
 from baton.bench.figures.metrics import summarise
 from baton.bench.records import Arrival, LoadResult, Message, Outcome, Planned
 from baton.bench.settings import Target
-from tests.support.scripted_answers import (
+from tests.support.scripted_server import (
     DONE,
+    MODEL,
     Chunk,
     Script,
+    ScriptedServer,
+    Stage,
     answer_ids,
     event,
     paced,
     steady,
     usage,
 )
-from tests.support.scripted_server import MODEL, ScriptedServer, Stage
 
 FIRST = 10_000  # the number of the first script
 TIMEOUT_S = 8.0  # a silent response lasts this long, and no good one does on the busiest machine

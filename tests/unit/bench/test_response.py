@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.bench.client.response import EventParser, ResponseReader, message_of
 from baton.bench.records import Outcome, Record
-from tests.support.scripted_answers import DONE, delta, event, token, usage, usage_body
+from tests.support.scripted_server import DONE, delta, event, token, usage, usage_body
 
 STREAM = (
     b"\xef\xbb\xbf: a comment after a byte order mark\n\n"
