@@ -130,32 +130,25 @@ class Admission:
 
     def check_room(self, num_tokens: int, *, could_place: bool) -> None:
         """Raise `Overloaded` if a new request would have to wait in a full queue."""
-        is_full = len(self._inflight) >= self._config.max_inflight
-        if not could_place or self._new.next or is_full:
-            self._check_queue(num_tokens)
-        if could_place:
-            self._check_wait()
-
-    def _check_queue(self, num_tokens: int) -> None:
-        num_queued, num_waiting_tokens = len(self._new), self._new.num_tokens
-        if num_queued >= self._config.max_queued:
-            text = f"{num_queued} requests are waiting already"
-        elif num_queued and num_waiting_tokens + num_tokens > MAX_QUEUED_TOKENS:
-            text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
-        else:
-            return
-        raise self._full(text)
-
-    def _check_wait(self) -> None:
-        """Refuse at once a request that would only wait to be refused later."""
+        num_new, num_waiting_tokens = len(self._new), self._new.num_tokens
         wait_s = (self._service_s or 0.0) * (self.num_queued + 1)
         is_known = self._moved_s is not None and len(self._gaps_s) >= LEAST_MOVES
-        if is_known and wait_s > self._config.max_queued_s:
-            raise self._full(f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s")
-
-    def _full(self, text: str) -> Overloaded:
+        must_wait = (
+            not could_place
+            or bool(self._new.next)
+            or len(self._inflight) >= self._config.max_inflight
+        )
+        if must_wait and num_new >= self._config.max_queued:
+            text = f"{num_new} requests are waiting already"
+        elif must_wait and num_new and num_waiting_tokens + num_tokens > MAX_QUEUED_TOKENS:
+            text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
+        elif could_place and is_known and wait_s > self._config.max_queued_s:
+            # It would only wait to be refused later.
+            text = f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s"
+        else:
+            return
         retry_s = self.retry_after_s()
-        return Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+        raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
     def retry_after_s(self) -> float:
         """Return how long the queue will take at its service rate, in whole seconds."""
@@ -201,17 +194,13 @@ class Admission:
         """Let others pass an attempt that no node can take. Return why it may not even wait."""
         for queue in self._queues:
             if key in queue.next:
-                if queue is self._new and self._is_full_aside():
+                num_aside = len(queue.aside)
+                is_long = num_aside > 0 and queue.num_tokens > MAX_QUEUED_TOKENS
+                if queue is self._new and (is_long or num_aside >= self._config.max_queued):
                     self.leave(key)
-                    return self._too_long()
+                    return self._late(is_aside=True)
                 queue.set_aside(key)
         return None
-
-    def _is_full_aside(self) -> bool:
-        """Return whether another new attempt that stands aside would exceed the limits."""
-        num_aside, num_tokens = len(self._new.aside), self._new.num_tokens
-        is_long = num_aside > 0 and num_tokens > MAX_QUEUED_TOKENS
-        return is_long or num_aside >= self._config.max_queued
 
     def placed(self, now_s: float, key: Key) -> None:
         """Note that an attempt has nodes now."""
@@ -228,19 +217,16 @@ class Admission:
         failures: list[tuple[Key, Failure]] = []
         for key in keys:
             is_aside = any(key in queue.aside for queue in self._queues)
-            failures.append((key, self._too_long() if is_aside else self._too_busy()))
+            failures.append((key, self._late(is_aside=is_aside)))
             self.leave(key)
         return failures
 
-    def _too_long(self) -> Failure:
-        text = "no node that is in service can take this request"
-        return self._overloaded("no_nodes", text)
-
-    def _too_busy(self) -> Failure:
-        text = f"no node was free for this request within {self._config.max_queued_s:g} s"
-        return self._overloaded("queue_timeout", text)
-
-    def _overloaded(self, code: str, text: str) -> Failure:
+    def _late(self, *, is_aside: bool) -> Failure:
+        """Return why an attempt waits no longer."""
+        code, text = "no_nodes", "no node that is in service can take this request"
+        if not is_aside:
+            code = "queue_timeout"
+            text = f"no node was free for this request within {self._config.max_queued_s:g} s"
         return Overloaded(text, code=code, retry_after_s=self.retry_after_s()).to_failure()
 
     def forget(self, request_id: RequestId) -> None:
