@@ -13,9 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.deploy.health import HealthReply, ask_health, url_of
 from baton.deploy.ports import ReservedPort, check_reach
-from baton.deploy.progress import StartProgress
+from baton.deploy.startup import HealthReply, StartProgress, ask_health, url_of
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import bindable

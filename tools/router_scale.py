@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from baton.deploy.health import ask_health
 from baton.deploy.ports import ReservedPort
+from baton.deploy.startup import ask_health
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.runtime.settings import to_yaml
 from tools.router_load import STARTED, Crowd, CrowdFigures

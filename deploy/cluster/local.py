@@ -18,7 +18,7 @@ from baton.deploy.cluster.hosts import check_machine, chosen, on_this_machine
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import ProcessId, ProcessState, ProcessStatus, write_private
 from baton.deploy.cluster.supervision import JOB, STATUS, HostJob
-from baton.deploy.health import url_of
+from baton.deploy.startup import url_of
 from baton.protocol.errors import NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX

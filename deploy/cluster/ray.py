@@ -41,7 +41,7 @@ from baton.deploy.cluster.processes import (
 )
 from baton.deploy.cluster.state import ProcessStatus, read_deployment, write_private
 from baton.deploy.cluster.supervision import HostJob, HostProcesses
-from baton.deploy.health import url_of
+from baton.deploy.startup import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Interrupts

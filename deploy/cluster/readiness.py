@@ -10,8 +10,7 @@ import msgspec
 
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import Platform, ProcessStatus
-from baton.deploy.health import HealthReply, ask_health
-from baton.deploy.progress import StartProgress
+from baton.deploy.startup import HealthReply, StartProgress, ask_health
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Interrupts

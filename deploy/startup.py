@@ -1,0 +1,138 @@
+"""Read a router's /health while a cluster starts, and show the progress.
+
+It needs no HTTP library, and decides nothing.
+"""
+
+import http.client
+import ssl
+import sys
+import threading
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+import msgspec
+from rich.console import Console
+from rich.status import Status
+from rich.text import Text
+
+from baton.runtime.log import is_json, logger, relayed
+from baton.runtime.tls import trusting
+
+HEALTH_TIMEOUT_S = 1.0
+
+log = logger("serve")
+
+
+class NodeReply(msgspec.Struct, frozen=True):
+    node_id: str
+    role: str = ""
+    state: str = ""
+    phase: str = ""
+    done: int = 0
+    total: int = 0
+    reason: str = ""  # why it is degraded
+
+    @property
+    def doing(self) -> str:
+        if self.state != "starting":
+            return self.state
+        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
+
+
+class HealthReply(msgspec.Struct, frozen=True):
+    """The part of GET /health that a start needs."""
+
+    router: str = ""  # the name of the router that answered
+    nodes: tuple[NodeReply, ...] = ()
+    can_serve: bool = False  # whether the answer's status was 200
+
+    @property
+    def ready_ids(self) -> frozenset[str]:
+        return frozenset(node.node_id for node in self.nodes if node.state == "ready")
+
+
+def ask_health(url: str) -> HealthReply | None:
+    """Return the answer of the router at `url` (http://host:port), or None if there is none.
+
+    The certificate of an https router is not checked: it names the host that clients use, nothing
+    secret is sent, and Kubernetes' probes do not check it either.
+    """
+    parts = urlsplit(url)
+    host, port = parts.hostname or "", parts.port
+    connection = http.client.HTTPConnection(host, port, timeout=HEALTH_TIMEOUT_S)
+    if parts.scheme == "https":
+        context = trusting(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT))
+        connection = http.client.HTTPSConnection(
+            host, port, timeout=HEALTH_TIMEOUT_S, context=context
+        )
+    try:
+        connection.request("GET", "/health")
+        reply = connection.getresponse()
+        health = msgspec.json.decode(reply.read(), type=HealthReply)
+    except (OSError, http.client.HTTPException, msgspec.MsgspecError):
+        return None
+    finally:
+        connection.close()
+    return msgspec.structs.replace(health, can_serve=reply.status == 200)
+
+
+def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
+    """Return the URL by which a client on this host reaches a server bound to `host`."""
+    if host in ("0.0.0.0", "*", ""):
+        host = "127.0.0.1"
+    elif host == "::":
+        host = "::1"
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class StartProgress:
+    """Shows the phase of each process: a spinner on a terminal, plain lines elsewhere.
+
+    The lines of child processes pass through it too, so that they do not tear the spinner apart.
+    """
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._status: Status | None = None
+        self._lock = threading.Lock()
+        self._shown: dict[str, str] = {}
+        if sys.stderr.isatty() and not is_json():
+            self._status = self._console.status("starting")
+            self._status.start()
+
+    def show(self, phases: Mapping[str, str]) -> None:
+        """Show `phases`: the name of each process, and its phase of the start."""
+        with self._lock:
+            if self._status is not None:
+                text = "   ".join(f"{name}: {phase}" for name, phase in phases.items())
+                self._status.update(Text(text or "starting"))
+                return
+            for name, phase in phases.items():
+                # Counts change often; a line per phase is enough for a log.
+                words = phase.rstrip("0123456789/ ")
+                if self._shown.get(name) != words:
+                    self._shown[name] = words
+                    if is_json():
+                        log.info("starting", node=name, phase=words)
+                    else:
+                        print(f"{name}: {words}", file=sys.stderr, flush=True)
+
+    def relay(self, name: str, line: str) -> None:
+        self.line(relayed(name, line))
+
+    def line(self, text: str) -> None:
+        """Print one line on stderr."""
+        with self._lock:
+            if self._status is None:
+                print(text, file=sys.stderr, flush=True)
+            else:
+                # rich prints the lines that go through its console above the spinner.
+                self._console.print(Text(text), soft_wrap=True)
+
+    def stop(self) -> None:
+        """Remove the spinner; later lines are printed as they are. Idempotent."""
+        with self._lock:
+            if self._status is not None:
+                self._status.stop()
+                self._status = None
