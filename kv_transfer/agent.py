@@ -1,8 +1,7 @@
 """One rank's transfer agent: a thread that reads peers' blocks into the local pool.
 
-Executors and workers make it with `make_port`; their node uses it through `TransferPort`. This file
-holds the thread and its descriptors, and `agent_turns` does the work. The agent never decides what
-a read means, and never blocks its caller.
+This file holds its making, the thread and its descriptors; `agent_turns` does the work. The agent
+never decides what a read means, and never blocks its caller.
 """
 
 import os

@@ -1,8 +1,8 @@
-"""The connector of one node, which routes events to its offers, its landings and its peers.
+"""The connector of one node, which routes events to its offers, its receives and its peers.
 
-Only the engine loop calls it. One object serves both roles. It is pure: it decides nothing about
-blocks itself, and never touches a clock, a socket or memory. `docs/transfer.md` shows the machines
-behind it.
+One object serves both roles. It is pure: it has no clock and no I/O, and keys break ties. Exactly
+one Released follows each Offer, and exactly one Landed or LandingEnded follows each Expect. Every
+state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from baton.kv_transfer.peers import (
     PeerTable,
     RankLink,
 )
-from baton.kv_transfer.receives import Landings
+from baton.kv_transfer.receives import KVReceives
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.messages import (
@@ -58,8 +58,6 @@ from baton.protocol.messages import (
 
 
 class NodeConnector:
-    """Implements `interfaces.Connector`."""
-
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._lease_s = transfer.lease_s
         self._peers = PeerTable(node, transfer)
@@ -67,7 +65,7 @@ class NodeConnector:
         if transfer.verify_kv:
             sums = AnnouncedSums(len(node.ranks), node.layout.block_bytes)
         self._offers = Offers(self._peers, transfer.lease_s, sums)
-        self._landings = Landings(node, self._peers)
+        self._receives = KVReceives(node, self._peers)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep:
         out = Effects(self._peers.reachable)
@@ -76,7 +74,7 @@ class NodeConnector:
         wake_at_s = self._wake_at_s()
         if wake_at_s is not None and wake_at_s <= now_s:
             self._end_waits(now_s, out)
-            self._landings.renew(now_s, out)
+            self._receives.renew(now_s, out)
             wake_at_s = self._wake_at_s()
         self._peers.forget_unlisted(now_s, self._used_peers, out)
         return ConnectorStep(out.commands, out.reports, wake_at_s)
@@ -90,14 +88,14 @@ class NodeConnector:
             case Span() | End() | Withdrawn():
                 self._offers.advance(now_s, event, out)
             case Land() | Abandon():
-                self._landings.advance(now_s, event, out)
+                self._receives.advance(now_s, event, out)
             case Offer():
                 self._offers.offer(now_s, event, out)
             case Expect():
-                self._landings.expect(now_s, event, out)
+                self._receives.expect(now_s, event, out)
             case PeersChanged(nodes):
                 self._peers.changed(nodes)
-                self._landings.peers_changed(now_s, out)
+                self._receives.peers_changed(now_s, out)
             case PeerLost(node, epoch):
                 self._lose(now_s, self._peers.get((node, epoch)), out)
             case _:
@@ -116,7 +114,7 @@ class NodeConnector:
         peer.heard_s = now_s
         match message:
             case Offered() | Span() | End() | Withdrawn() | Renewed():
-                self._landings.announced(now_s, peer, message, out)
+                self._receives.announced(now_s, peer, message, out)
             case Renew(keys=keys):
                 for key in keys:
                     self._offers.answered(now_s, peer, key, message, out)
@@ -134,7 +132,7 @@ class NodeConnector:
             self._offers.reconnected(now_s, peer.name, out)
         else:
             self._end_all_of(now_s, peer.name, failure, out)
-            self._landings.refused(now_s, peer.name, failure, out)
+            self._receives.refused(now_s, peer.name, failure, out)
 
     def _lose(self, now_s: float, peer: Peer, out: Effects) -> None:
         self._peers.lost(now_s, peer)
@@ -142,16 +140,16 @@ class NodeConnector:
 
     def _end_all_of(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         self._offers.channel_lost(now_s, peer, failure, out)
-        self._landings.channel_lost(now_s, peer, failure, out)
+        self._receives.channel_lost(now_s, peer, failure, out)
 
     # --- ranks ---------------------------------------------------------------------------------
 
     def _on_rank(self, now_s: float, rank: int, event: AgentEvent, out: Effects) -> None:
         if isinstance(event, ReadEnded):
-            self._landings.read_ended(now_s, event, out)
+            self._receives.read_ended(now_s, event, out)
             return
         if isinstance(event, ReadQuiet):
-            self._landings.read_quiet(event.ticket, out)
+            self._receives.read_quiet(event.ticket, out)
             return
         if isinstance(event, BlocksSummed):
             self._offers.summed(now_s, rank, event, out)
@@ -165,7 +163,7 @@ class NodeConnector:
                 self._link_down(now_s, peer, link, failure, out)
             case PeerUp():
                 self._peers.link_up(peer, link, out)
-                self._landings.rank_up(now_s, peer.name, event, out)
+                self._receives.rank_up(now_s, peer.name, event, out)
             case _:
                 assert_never(event)
 
@@ -175,7 +173,7 @@ class NodeConnector:
         if self._peers.fall_back(now_s, peer, link, out):
             return
         self._peers.remove_link(peer, link, out)
-        self._landings.rank_down(now_s, peer.name, failure, out)
+        self._receives.rank_down(now_s, peer.name, failure, out)
 
     # --- time ----------------------------------------------------------------------------------
 
@@ -186,7 +184,7 @@ class NodeConnector:
             peer = self._peers.get(name)
             if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= now_s:
                 self._hang_up(now_s, peer, out)
-        self._landings.end_waits(now_s, out)
+        self._receives.end_waits(now_s, out)
         for peer in self._peers_to_redial():
             if peer.lost_s + REDIAL_S <= now_s:
                 self._peers.dial(now_s, peer, out)
@@ -203,7 +201,7 @@ class NodeConnector:
         self._lose(now_s, peer, out)
 
     def _wake_at_s(self) -> float | None:
-        limits = [*self._offers.deadlines(), *self._landings.deadlines()]
+        limits = [*self._offers.deadlines(), *self._receives.deadlines()]
         limits += [peer.deadline_s for peer in self._peers.all() if peer.deadline_s is not None]
         limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]
         return min(limits, default=None)
@@ -214,7 +212,7 @@ class NodeConnector:
         return [peer for peer in peers if peer.channel is Channel.NONE and peer.is_listed]
 
     def _used_peers(self) -> set[PeerName]:
-        return self._offers.used_peers() | self._landings.used_peers()
+        return self._offers.used_peers() | self._receives.used_peers()
 
 
 def _broken(peer: PeerName) -> Failure:

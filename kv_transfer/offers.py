@@ -1,7 +1,9 @@
-"""All handoffs that this node offers: find a key's machine, or answer for it.
+"""The handoffs that a prefill node offers: a machine for each, found by its key.
 
-The connector holds `Offers` and reports channels and time to it. If a reader renews a key that has
-ended, or that was never offered, the answer is that the handoff was withdrawn.
+Announced blocks are held under a lease and given back only after decode's answer (Done, Declined)
+or at the end of the lease: a lost channel does not prove that the reader is gone. Renew extends the
+lease and is confirmed by Renewed, because decode must not rely on a renewal that came too late. A
+renewal of a key that has ended, or that was never offered, is answered by Withdrawn.
 """
 
 import itertools
@@ -132,8 +134,6 @@ class Offers:
     def used_peers(self) -> set[PeerName]:
         return {source.peer for source in self._sources.values()}
 
-    # --- inside --------------------------------------------------------------------------------
-
     def _announce(self, now_s: float, key: Key, out: Effects) -> None:
         assert self._sums is not None
         for message in self._sums.take(key):
@@ -225,8 +225,6 @@ class SourceHandoff:
                 raise InvariantBroken(f"{self.key} was released before {type(event).__name__}")
             case _:
                 assert_never(self.state)
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _on_live(self, now_s: float, event: SourceEvent, out: Effects) -> None:
         match event:

@@ -1,9 +1,9 @@
 """The processes this node moves blocks to or from: their channels and their readable ranks.
 
-Only the connector holds the table. A peer is a process, so its name is a node id and an epoch. Both
-sides introduce themselves with `PeerHello`; a peer with another version, model or block layout, or
-whose degree does not fit, is refused with a typed failure. `edges` decides which rank reads which
-rank of a peer. Ranks are connected in the background when they are needed.
+A peer is a process, so its name is a node id and an epoch. Both sides introduce themselves with
+`PeerHello`; a peer with another version, model or block layout, or whose degree does not fit, is
+refused with a typed failure. `edges_between` decides which rank reads which rank of a peer. Ranks
+are connected in the background when they are needed.
 """
 
 from collections.abc import Callable
@@ -250,8 +250,6 @@ class PeerTable:
         if link.state is not LinkState.ABSENT:
             link.state = LinkState.ABSENT
             out.order(link.edge.target, RemovePeer(_owner(peer, link)))
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _add(self, now_s: float, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
         edge = link.edge

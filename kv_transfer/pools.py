@@ -1,10 +1,10 @@
-"""One rank's KV pool in host memory that other processes on this host can map.
+"""One rank's KV pool, in host memory or a GPU's, and the slices in which others read its blocks.
 
-A memfd holds the blocks, then (page aligned) one uint32 generation per block, then a nonce page.
-Only the executor writes to it. Peers get the descriptor from the `shm` transport and can map it
-only for reading: one seal forbids every other writable mapping, another forbids shrinking the file
-under a reader. Executors and workers create the pool. This file imports neither torch nor the
-engine.
+In host memory a memfd holds the blocks, then (page aligned) one uint32 generation per block, then a
+nonce page. Only the executor writes to it. Peers get the descriptor from the `shm` transport and
+can map it only for reading: one seal forbids every other writable mapping, another forbids
+shrinking the file under a reader. Nothing here imports torch: the engine implements `PeerMemory`,
+the only part that touches a GPU.
 """
 
 import contextlib

@@ -47,7 +47,7 @@ STALL_S = 60.0  # how long reads may make no progress while blocks are missing
 DRAIN_S = 60.0  # longer than an agent takes to decide whether a read is quiet
 
 
-class LandingState(Enum):
+class ReceiveState(Enum):
     EXPECTED = auto()  # prefill has not offered the prompt
     OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
     LANDING = auto()  # the scheduler has reserved blocks, and spans are read
@@ -70,17 +70,17 @@ class TimeUp:
 
 TakeTicket = Callable[[Key], int]
 Announcement = Offered | Span | End | Renewed
-LandingEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
+ReceiveEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
 
 
-class LandingHandoff:
+class KVReceive:
     def __init__(
         self, now_s: float, expect: Expect, max_blocks: int, take_ticket: TakeTicket
     ) -> None:
         self.key = expect.key
         self.prefill_node = expect.prefill_node
         self.peer: PeerName | None = None
-        self.state = LandingState.EXPECTED
+        self.state = ReceiveState.EXPECTED
         self.lease: ReaderLease | None = None
         self.failure: Failure | None = None
         self._max_blocks = max_blocks
@@ -96,7 +96,7 @@ class LandingHandoff:
 
     @property
     def deadline_s(self) -> float:
-        if self.state is LandingState.DRAINING:
+        if self.state is ReceiveState.DRAINING:
             return self._since_s + DRAIN_S
         limit_s = self._since_s + WAIT_S
         if self.lease is not None:
@@ -108,7 +108,7 @@ class LandingHandoff:
     @property
     def renew_at_s(self) -> float | None:
         """Return when the next renewal is due: at once if only the proof is missing."""
-        if self.state not in (LandingState.OFFERED, LandingState.LANDING):
+        if self.state not in (ReceiveState.OFFERED, ReceiveState.LANDING):
             return None
         assert self.lease is not None
         if self._has_all() and self._reads is not None and self._reads.posted_s:
@@ -128,20 +128,20 @@ class LandingHandoff:
         """Return the blocks of each read that ended without being quiet, by its ticket."""
         return {} if self._reads is None else self._reads.quarantined
 
-    def on(self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects) -> None:
+    def on(self, now_s: float, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
         """Handle an event. `peer` is the process that offered the prompt or that sent `event`."""
         match self.state:
-            case LandingState.EXPECTED:
+            case ReceiveState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)
-            case LandingState.OFFERED | LandingState.LANDING:
+            case ReceiveState.OFFERED | ReceiveState.LANDING:
                 self._on_live(now_s, event, out)
-            case LandingState.DRAINING:
+            case ReceiveState.DRAINING:
                 self._on_draining(event, out)
-            case LandingState.LANDED | LandingState.ENDED:
+            case ReceiveState.LANDED | ReceiveState.ENDED:
                 raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
             case _:
                 assert_never(self.state)
-        if self.state is LandingState.LANDING:
+        if self.state is ReceiveState.LANDING:
             self._read(now_s, peer, out)
             self._land_if_complete(out)
 
@@ -150,7 +150,7 @@ class LandingHandoff:
         return self._reads is not None and ticket in self._reads.outstanding
 
     def _on_expected(
-        self, now_s: float, event: LandingEvent, peer: Peer | None, out: Effects
+        self, now_s: float, event: ReceiveEvent, peer: Peer | None, out: Effects
     ) -> None:
         if peer is not None:
             self.peer = peer.name
@@ -166,7 +166,7 @@ class LandingHandoff:
             case _:
                 assert_never(event)
 
-    def _on_live(self, now_s: float, event: LandingEvent, out: Effects) -> None:
+    def _on_live(self, now_s: float, event: ReceiveEvent, out: Effects) -> None:
         match event:
             case Offered() | Span() | End() | Renewed():
                 self._hear(now_s, event, out)
@@ -186,7 +186,7 @@ class LandingHandoff:
             case _:
                 assert_never(event)
 
-    def _on_draining(self, event: LandingEvent, out: Effects) -> None:
+    def _on_draining(self, event: ReceiveEvent, out: Effects) -> None:
         assert self._reads is not None
         match event:
             case ReadEnded():
@@ -202,7 +202,7 @@ class LandingHandoff:
                 pass  # nothing else matters any more
 
     def _take_offer(self, now_s: float, offered: Offered, out: Effects) -> None:
-        self.state = LandingState.OFFERED
+        self.state = ReceiveState.OFFERED
         self.lease = ReaderLease(now_s, offered.lease_s)
         self._num_blocks = offered.num_blocks
         self._since_s = now_s
@@ -256,7 +256,7 @@ class LandingHandoff:
             self._fail(now_s, _wrong(text), out)
             return
         self._reads = SpanReads(land.first_block, land.block_ids)
-        self.state = LandingState.LANDING
+        self.state = ReceiveState.LANDING
         self._since_s = self._progress_s = now_s
         self.lease.renewed(now_s)
         out.tell(self.peer, Renew((self.key,)))
@@ -288,7 +288,7 @@ class LandingHandoff:
         return not self._reads.block_ids or self._reads.have_all(len(self._spans))
 
     def _land_if_complete(self, out: Effects) -> None:
-        if self.state is not LandingState.LANDING or not self._has_all():
+        if self.state is not ReceiveState.LANDING or not self._has_all():
             return
         assert self._reads is not None
         assert self._end is not None
@@ -296,7 +296,7 @@ class LandingHandoff:
         assert self.peer is not None
         if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
             return  # the proof is on its way, or `renew_at_s` requests it
-        self.state = LandingState.LANDED
+        self.state = ReceiveState.LANDED
         out.tell(self.peer, Done(self.key))
         out.reports.append(
             Landed(
@@ -311,7 +311,7 @@ class LandingHandoff:
     def _fail(self, now_s: float, failure: Failure, out: Effects) -> None:
         self.failure = failure
         self._since_s = now_s
-        self.state = LandingState.DRAINING
+        self.state = ReceiveState.DRAINING
         if self._reads is None or not self._reads.outstanding:
             self._finish(out)
             return
@@ -320,7 +320,7 @@ class LandingHandoff:
 
     def _finish(self, out: Effects) -> None:
         assert self.failure is not None
-        self.state = LandingState.ENDED
+        self.state = ReceiveState.ENDED
         quarantined = tuple(sorted({b for local in self.quarantined.values() for b in local}))
         if self.peer is not None:
             out.tell(self.peer, Declined(self.key, self.failure))
@@ -332,7 +332,7 @@ class LandingHandoff:
         text = f"prefill node {self.prefill_node} kept a handoff waiting too long"
         return TransferError(text, code="transfer_timeout").to_failure()
 
-    def _out_of_place(self, event: LandingEvent) -> InvariantBroken:
+    def _out_of_place(self, event: ReceiveEvent) -> InvariantBroken:
         return InvariantBroken(f"{self.key} is {self.state.name}, but {type(event).__name__} came")
 
 

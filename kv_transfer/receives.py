@@ -1,8 +1,7 @@
-"""All landings of this node: find a key's machine, park early messages, and answer late ones.
+"""All receives of a decode node: find a key's machine, park early messages, and answer late ones.
 
-The connector holds `Landings` and reports channels, ranks and time to it. It renews the leases of
-all landings that read from one peer together. If prefill still sends messages of a key that has
-ended, it repeats that decode is done, or why decode declined.
+Leases of all receives from one peer are renewed together. If prefill still sends messages of a key
+that has ended, the answer is again that decode is done, or why it declined.
 """
 
 import itertools
@@ -20,7 +19,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
 )
 from baton.kv_transfer.peers import Channel, Peer, PeerTable
-from baton.kv_transfer.receive import Broken, LandingEvent, LandingHandoff, LandingState, TimeUp
+from baton.kv_transfer.receive import Broken, KVReceive, ReceiveEvent, ReceiveState, TimeUp
 from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
@@ -39,11 +38,11 @@ from baton.protocol.messages import (
 FromPrefill = Offered | Span | End | Withdrawn | Renewed
 
 
-class Landings:
+class KVReceives:
     def __init__(self, node: NodeInfo, peers: PeerTable) -> None:
         self._node = node
         self._peers = peers
-        self._landings: dict[Key, LandingHandoff] = {}
+        self._receives: dict[Key, KVReceive] = {}
         # When each landing needs attention, cached to keep steps cheap.
         self._next_s: dict[Key, float] = {}
         self._tombstones: Tombstones[Done | Declined] = Tombstones()
@@ -54,7 +53,7 @@ class Landings:
 
     def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
         key = expect.key
-        if key in self._landings:
+        if key in self._receives:
             raise InvariantBroken(f"{key} was expected twice")
         self._supersede(now_s, key, out)
         parked = self._parking.take(key)
@@ -65,7 +64,7 @@ class Landings:
             if parked is not None:
                 self._decline(parked.peer, key, failure, out)
             return
-        landing = self._landings[key] = LandingHandoff(
+        landing = self._receives[key] = KVReceive(
             now_s, expect, self._node.num_blocks, self._take_ticket
         )
         self._next_s[key] = landing.deadline_s
@@ -77,17 +76,17 @@ class Landings:
 
     def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
         """Handle a scheduler's event, or drop it if it crossed its key's last report."""
-        landing = self._landings.get(event.key)
+        landing = self._receives.get(event.key)
         if landing is not None and isinstance(event, Land):
             self._make_readable(now_s, landing, out)
-            landing = self._landings.get(event.key)
+            landing = self._receives.get(event.key)
         if landing is not None:
             self._on(now_s, landing, event, out)
 
     def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
         """Handle a message from prefill about a handoff."""
         key = message.key
-        landing = self._landings.get(key)
+        landing = self._receives.get(key)
         # Another message of the key makes its state clear.
         wants_answer = not isinstance(message, Span | Renewed)
         if landing is not None:
@@ -108,7 +107,7 @@ class Landings:
         key = self._readers.get(event.ticket)
         if event.quiet:
             self._readers.pop(event.ticket, None)
-        landing = None if key is None else self._landings.get(key)
+        landing = None if key is None else self._receives.get(key)
         if landing is not None and landing.reads(event.ticket):
             self._on(now_s, landing, event, out)
         elif event.quiet:
@@ -117,8 +116,8 @@ class Landings:
     def read_quiet(self, ticket: int, out: Effects) -> None:
         """Give back the blocks of a read that is quiet at last, unless another read names them."""
         key = self._readers.pop(ticket, None)
-        if key is not None and key in self._landings:
-            self._landings[key].quarantined.pop(ticket, None)
+        if key is not None and key in self._receives:
+            self._receives[key].quarantined.pop(ticket, None)
         named = {*self._quarantined.pop(ticket, ())}
         for others in self._quarantined.values():
             named -= {*others}
@@ -132,7 +131,7 @@ class Landings:
     def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the landings that read from a lost rank; others may use a new connection."""
         for landing in self._of(peer):
-            if landing.state is LandingState.LANDING:
+            if landing.state is ReceiveState.LANDING:
                 self._on(now_s, landing, Broken(failure), out)
 
     def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
@@ -142,18 +141,18 @@ class Landings:
 
     def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the landings that wait for that process, which can never send blocks to this node."""
-        for landing in list(self._landings.values()):
+        for landing in list(self._receives.values()):
             if landing.peer is None and landing.prefill_node == peer[0]:
                 self._on(now_s, landing, Broken(failure), out)
 
     def peers_changed(self, now_s: float, out: Effects) -> None:
-        for landing in list(self._landings.values()):
+        for landing in list(self._receives.values()):
             self._make_readable(now_s, landing, out)
 
     def end_waits(self, now_s: float, out: Effects) -> None:
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
-            if self._landings[key].deadline_s <= now_s:
-                self._on(now_s, self._landings[key], TimeUp(), out)
+            if self._receives[key].deadline_s <= now_s:
+                self._on(now_s, self._receives[key], TimeUp(), out)
         for key, parked in self._parking.take_expired(now_s):
             self._decline(parked.peer, key, _unexpected(), out)
 
@@ -161,7 +160,7 @@ class Landings:
         """Renew the leases that are due, together with all others of the same peer."""
         due: set[PeerName] = set()
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
-            landing = self._landings[key]
+            landing = self._receives[key]
             if landing.peer is not None and landing.renew_at_s is not None:
                 due.add(landing.peer)
         for peer in sorted(due):
@@ -180,7 +179,7 @@ class Landings:
 
     def used_peers(self) -> set[PeerName]:
         used = self._parking.peers()
-        for landing in self._landings.values():
+        for landing in self._receives.values():
             peer = self._peers.current(landing.prefill_node)
             if landing.peer is not None:
                 used.add(landing.peer)
@@ -188,22 +187,20 @@ class Landings:
                 used.add(peer.name)
         return used
 
-    # --- inside --------------------------------------------------------------------------------
-
     def _on(
         self,
         now_s: float,
-        landing: LandingHandoff,
-        event: LandingEvent,
+        landing: KVReceive,
+        event: ReceiveEvent,
         out: Effects,
         *,
         sender: Peer | None = None,
     ) -> None:
         peer = sender if landing.peer is None else self._peers.get(landing.peer)
         landing.on(now_s, event, peer, out)
-        if landing.state is LandingState.LANDED:
+        if landing.state is ReceiveState.LANDED:
             self._bury(landing.key, Done(landing.key))
-        elif landing.state is LandingState.ENDED:
+        elif landing.state is ReceiveState.ENDED:
             assert landing.failure is not None
             self._quarantined |= landing.quarantined
             self._bury(landing.key, Declined(landing.key, landing.failure))
@@ -213,15 +210,15 @@ class Landings:
                 self._make_readable(now_s, landing, out)
 
     def _bury(self, key: Key, answer: Done | Declined) -> None:
-        del self._landings[key], self._next_s[key]
+        del self._receives[key], self._next_s[key]
         self._tombstones.bury(key, answer)
 
-    def _of(self, peer: PeerName) -> list[LandingHandoff]:
-        return [landing for landing in self._landings.values() if landing.peer == peer]
+    def _of(self, peer: PeerName) -> list[KVReceive]:
+        return [landing for landing in self._receives.values() if landing.peer == peer]
 
-    def _make_readable(self, now_s: float, landing: LandingHandoff, out: Effects) -> None:
+    def _make_readable(self, now_s: float, landing: KVReceive, out: Effects) -> None:
         """Connect to the ranks that will be read as soon as their process is known."""
-        if landing.state is LandingState.DRAINING:
+        if landing.state is ReceiveState.DRAINING:
             return
         if landing.peer is None:
             peer = self._peers.current(landing.prefill_node)
@@ -259,8 +256,8 @@ class Landings:
 
     def _supersede(self, now_s: float, key: Key, out: Effects) -> None:
         self._tombstones.note_attempt(key)
-        for lower in [k for k in self._landings if k.is_superseded_by(key)]:
-            self._on(now_s, self._landings[lower], Broken(superseded()), out)
+        for lower in [k for k in self._receives if k.is_superseded_by(key)]:
+            self._on(now_s, self._receives[lower], Broken(superseded()), out)
 
     def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
         """Refuse a handoff for good; later messages of its key get the same answer."""

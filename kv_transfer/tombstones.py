@@ -1,6 +1,6 @@
 """The memory of handoffs that have ended, and of messages that came before their request.
 
-Only the connector holds them. Everything is bounded: the oldest tombstone is dropped first (its key
+Everything is bounded: the oldest tombstone is dropped first (its key
 is then treated like an unknown one), and a message that cannot be parked is refused at once.
 """
 

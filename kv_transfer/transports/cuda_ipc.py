@@ -1,11 +1,10 @@
 """Reads between GPUs of one host: the reader maps the peer's GPU memory and one kernel copies.
 
-The owner lends a table of generations as `shm` lends a pool (`owner_links`). The table proves that
+The owner lends a table of generations as `shm` lends a pool (`pool_links`). The table proves that
 both are on one host, and shows when the owner has died. The address holds the bytes of the handle
 of the GPU memory. A read is one launch. When it has ended, the generations are read again, and the
 read fails if a block got a new owner meanwhile. A launched copy cannot be stopped, so a read is
-quiet only once the GPU has ended it. Only an agent's thread calls this transport; everything that
-touches a GPU is in `PeerMemory`.
+quiet only once the GPU has ended it. Everything that touches a GPU is in `PeerMemory`.
 """
 
 import time
@@ -86,7 +85,7 @@ class CudaIpcTransport:
         found = self._peers.pop(peer, None)
         if found is not None:
             self._leaving.append(found)
-            self._forget_quiet_ones()
+            self._forget_drained()
 
     def read(
         self,
@@ -137,7 +136,7 @@ class CudaIpcTransport:
         return self._links.fileno()
 
     def service(self) -> list[PeerRank]:
-        self._forget_quiet_ones()
+        self._forget_drained()
         return self._links.service()
 
     def close(self) -> None:
@@ -148,10 +147,8 @@ class CudaIpcTransport:
             time.sleep(CLOSE_POLL_S if self._flights else 0.0)
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._forget_quiet_ones()
+        self._forget_drained()
         self._links.close()
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _table_of(self, copy: "_Copy") -> Mapping:
         """Return the owner's generations. Raises `TransferError` if the owner is gone."""
@@ -164,7 +161,7 @@ class CudaIpcTransport:
     def _drop(self, handle: int) -> None:
         self._flights.pop(handle).owner.in_flight.remove(handle)
 
-    def _forget_quiet_ones(self) -> None:
+    def _forget_drained(self) -> None:
         """Unmap the pools of removed peers that no copy reads any more."""
         for peer in list(self._leaving):
             for handle in list(peer.in_flight):

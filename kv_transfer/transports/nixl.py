@@ -1,6 +1,6 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-Only an agent's thread calls it. A warm-up read connects each pair. Between GPUs it lands in a spare
+A warm-up read connects each pair. Between GPUs it lands in a spare
 block of the pool, because UCX would read GPU memory into host memory by TCP, which would prove
 nothing.
 For each peer, this transport prepares one descriptor list with the piece of every block that is
@@ -188,7 +188,7 @@ class NixlTransport:
         if found is not None:
             found.give_up_s = monotonic() + WARM_UP_S
             self._leaving.append(found)
-            self._forget_quiet_ones()
+            self._forget_drained()
 
     def read(
         self,
@@ -244,7 +244,7 @@ class NixlTransport:
         if self.progress_s is not None:
             with contextlib.suppress(*self._errors.all):  # the read itself reports a dead peer
                 self._agent.get_new_notifs()
-        self._forget_quiet_ones()
+        self._forget_drained()
         gone, self._gone = self._gone, []
         return gone
 
@@ -301,7 +301,7 @@ class NixlTransport:
         flight.peer.num_in_flight -= 1
         flight.release()
 
-    def _forget_quiet_ones(self) -> None:
+    def _forget_drained(self) -> None:
         """Forget removed peers that have no reads in flight any more."""
         if not self._leaving:
             return

@@ -1,6 +1,6 @@
-"""The part of NIXL's Python API that baton uses, as types, and a function that makes its agents.
+"""The part of NIXL's Python API that baton uses, as types; its agents, and memory as its rows.
 
-Only `nixl` imports this. The wheel is an optional extra, loaded when the first agent is made.
+The wheel is an optional extra, loaded when the first agent is made.
 """
 
 import importlib.util

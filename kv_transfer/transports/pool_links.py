@@ -92,8 +92,6 @@ class OwnerLinks:
         self._lender.close()
         self._poller.close()
 
-    # --- inside --------------------------------------------------------------------------------
-
     def _hear_owner(self, descriptor: int) -> None:
         """Map the pool that the owner has sent, or note that its process has ended."""
         owner = self._links[descriptor]
@@ -219,8 +217,6 @@ class PoolLender:
             self._drop(descriptor)
         self._listener.close()
         self._poller.close()
-
-    # --- inside --------------------------------------------------------------------------------
 
     def _accept_some(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):

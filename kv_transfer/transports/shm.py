@@ -1,9 +1,8 @@
 """Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
-The owner lends its memfd to readers that know the pool's nonce (`owner_links`, `pool_lender`). The
-reader reads the generations again after each copy, and the read fails if a block got a new owner
-meanwhile. Only an agent's thread calls it. A copy has ended when `read` returns, so nothing lands
-later.
+The owner lends its memfd to readers that know the pool's nonce (`pool_links`). The reader reads the
+generations again after each copy, and the read fails if a block got a new owner meanwhile. A copy
+has ended when `read` returns, so nothing lands later.
 """
 
 import ctypes

@@ -11,25 +11,25 @@ from hypothesis import strategies as st
 
 from baton.kv_transfer.interfaces import Land, PeerUp, ReadEnded
 from baton.kv_transfer.offers import SourceEvent, SourceHandoff, SourceState
-from baton.kv_transfer.receive import LandingEvent, LandingHandoff, LandingState
+from baton.kv_transfer.receive import KVReceive, ReceiveEvent, ReceiveState
 from baton.protocol.messages import Done, End, Offered, Renewed, Span
 from tests.support.transfer_nemesis import HARMLESS, Malice, run_schedule, successes
 
 # A broken scheduler or connector of this process; the machines end it. `test_liars` holds some.
 BUGS = {
     (SourceState.COMPLETE, Span), (SourceState.COMPLETE, End),
-    (LandingState.EXPECTED, Land), (LandingState.EXPECTED, PeerUp),
-    (LandingState.EXPECTED, ReadEnded), (LandingState.OFFERED, ReadEnded),
-    (LandingState.LANDING, Land), (LandingState.DRAINING, Land),
+    (ReceiveState.EXPECTED, Land), (ReceiveState.EXPECTED, PeerUp),
+    (ReceiveState.EXPECTED, ReadEnded), (ReceiveState.OFFERED, ReadEnded),
+    (ReceiveState.LANDING, Land), (ReceiveState.DRAINING, Land),
 }  # fmt: skip
 # Only a peer that breaks the protocol leads here; `test_liars` does.
 LIES = {
     (SourceState.OFFERED, Done),
-    (LandingState.EXPECTED, Span), (LandingState.EXPECTED, End), (LandingState.EXPECTED, Renewed),
-    (LandingState.OFFERED, Offered), (LandingState.LANDING, Offered),
-    (LandingState.DRAINING, Offered),
+    (ReceiveState.EXPECTED, Span), (ReceiveState.EXPECTED, End), (ReceiveState.EXPECTED, Renewed),
+    (ReceiveState.OFFERED, Offered), (ReceiveState.LANDING, Offered),
+    (ReceiveState.DRAINING, Offered),
 }  # fmt: skip
-FINAL = {SourceState.RELEASED, LandingState.LANDED, LandingState.ENDED}
+FINAL = {SourceState.RELEASED, ReceiveState.LANDED, ReceiveState.ENDED}
 
 
 @settings(max_examples=100, deadline=None)
@@ -59,7 +59,7 @@ def test_a_channel_that_breaks_now_and_then_costs_only_what_was_under_way() -> N
 def test_the_nemesis_meets_every_event_in_every_state(monkeypatch: pytest.MonkeyPatch) -> None:
     met: set[tuple[Enum, type]] = set()
 
-    def watch(machine: type[SourceHandoff | LandingHandoff]) -> None:
+    def watch(machine: type[SourceHandoff | KVReceive]) -> None:
         on = machine.on
 
         def watched(self: SourceHandoff, now_s: float, event: object, *rest: object) -> None:
@@ -69,11 +69,11 @@ def test_the_nemesis_meets_every_event_in_every_state(monkeypatch: pytest.Monkey
         monkeypatch.setattr(machine, "on", watched)
 
     watch(SourceHandoff)
-    watch(LandingHandoff)
+    watch(KVReceive)
     for seed in range(300):
         run_schedule(Random(seed), num_actions=300)
     pairs = {(state, event) for state in SourceState for event in get_args(SourceEvent)}
-    pairs |= {(state, event) for state in LandingState for event in get_args(LandingEvent)}
+    pairs |= {(state, event) for state in ReceiveState for event in get_args(ReceiveEvent)}
     assert {pair for pair in pairs if pair[0] not in FINAL} - met - BUGS == LIES
     assert not met & BUGS
 
