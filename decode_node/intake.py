@@ -10,13 +10,11 @@ no blocks, until it has waited for `MAX_PASSED_S`.
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.by_request import ByRequest
-from baton.engine.choices import Choices
-from baton.engine.outputs import NO_ROUTER, Origin, Outputs
-from baton.engine.reservation import reserve
-from baton.engine.scheduler import NodeLimits
-from baton.engine.sequence import Sequence
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.choices import ByRequest, Choices
+from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
+from baton.engine.scheduling.scheduler import NodeLimits
+from baton.engine.scheduling.sequence import Sequence, reserve
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError

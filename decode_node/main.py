@@ -1,7 +1,7 @@
 """The decode process: `baton decode`."""
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.node import EngineNode
+from baton.engine.process.node import EngineNode
 from baton.protocol.config import ClusterConfig
 
 

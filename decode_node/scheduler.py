@@ -15,12 +15,11 @@ import msgspec
 from baton.decode_node.detached import Detached
 from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream, fork_prompt
-from baton.engine.block_pool import BlockPool
-from baton.engine.by_request import ByRequest
-from baton.engine.choices import Choices
-from baton.engine.outputs import NO_ROUTER, Origin, Outputs
-from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import NodeLimits, load_of, problem_of, taken_over
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.choices import ByRequest, Choices
+from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
 from baton.kv_transfer.interfaces import (
     BlocksQuiet,
     ConnectorReport,

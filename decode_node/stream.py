@@ -6,9 +6,9 @@ last block is copied for each choice but the first, because a shared block is ne
 
 from dataclasses import dataclass
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.outputs import NO_ROUTER, Origin
-from baton.engine.sequence import Sequence
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.outputs import NO_ROUTER, Origin
+from baton.engine.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
 from baton.protocol.messages import FinishReason, HeldChoice, Kept, StageTimes, TokenEntry
 

@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.demo_model import CHECKPOINT
-from baton.engine.model_config import DecoderConfig, read_decoder_config
-from baton.engine.weight_file import tensors_of
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config, tensors_of
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.fields import with_values

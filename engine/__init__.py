@@ -1,5 +1,6 @@
-"""What prefill and decode nodes share: sequences, blocks, plans, the loop, and compute.
+"""What a prefill node and a decode node share, in three parts.
 
-The host-only half (block_pool, prefix_cache, sequence, plan, loop, executor) never imports torch;
-the other half (worker, runner, models, layers, attention) is reached only through an `Executor`.
+`process` is the node as a process: its loop, connections, heartbeats and HTTP. `scheduling` is the
+host-side state of requests and blocks. `compute` loads a model and runs steps; only it may import
+torch. No part may know whether the node prefills or decodes.
 """

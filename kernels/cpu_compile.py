@@ -12,13 +12,13 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 from numba import types
 
-from baton.kernels import cpu_attention, cpu_linear, cpu_pair_attention, cpu_rows, cpu_sampling
+from baton.kernels import cpu_attention, cpu_pair_attention, cpu_products, cpu_rows, cpu_sampling
 from baton.kernels.cpu_vectors import FEATURES
 
 # The kernels that depend on `in_pairs`.
 PRODUCTS = {
     False: (cpu_attention.attend,),
-    True: (cpu_pair_attention.attend, cpu_linear.multiply),
+    True: (cpu_pair_attention.attend, cpu_products.multiply),
 }
 KERNELS = (
     cpu_rows.rope_and_store,

@@ -1,11 +1,8 @@
 """The compiled CPU kernels as functions of tensors, on as many threads as torch uses.
 
-A kernel works on a range of rows, or of queries of one KV head, and threads take slices of that
-range. Threads share no sum, so their number cannot change a bit. The engine's CPU backend calls
-these functions, and `reference` defines their meaning.
+Threads take slices of rows, of outputs, or of the queries of one KV head, and share no sum, so
+their number cannot change a bit. `reference` defines the meaning of the attention and row kernels.
 """
-
-# ruff: noqa: PLR0913, PLR0917  (the signatures follow the twins': tensors, not records)
 
 from __future__ import annotations
 
@@ -14,12 +11,28 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels.cpu_library import CpuLibrary
-from baton.kernels.cpu_shapes import LOG2_E, NO_WINDOW, ROWS, WIDTH, padded, scratch_floats
-from baton.kernels.cpu_threads import CpuThreads
+from baton.kernels.cpu_shapes import (
+    LOG2_E,
+    NO_WINDOW,
+    PANEL,
+    ROW_INTS,
+    ROW_REALS,
+    ROWS,
+    SHEET,
+    SUMS,
+    WIDTH,
+    padded,
+    scratch_floats,
+)
+from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
+
+# ruff: noqa: PLR0913, PLR0917  (the signatures follow the twins': tensors, not records)
+
 
 # These costs were measured on a Zen 5 core. On other CPUs threads may share the work less evenly,
 # but no bit changes.
@@ -189,3 +202,112 @@ class CpuKernels:
             return
         cuts = [num_rows * i // count for i in range(count + 1)]
         self._threads.run(kernel, [(first, end, *arguments) for first, end in pairwise(cuts)])
+
+
+# Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
+# bit changes.
+NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
+MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
+
+
+class CpuLinears:
+    """One rank's products, and the threads that they work with.
+
+    Calls with torch set to one thread may run side by side; of other calls, one at a time.
+    """
+
+    def __init__(self, library: CpuLibrary) -> None:
+        assert library.in_pairs
+        self._library = library  # keeps the code in memory
+        self._threads = CpuThreads()
+
+    def layer(self, weight: Tensor, bias: Tensor | None) -> CpuLinear:
+        """Return a layer with its own copy of `weight`, `[outputs, inputs]` with even `inputs`."""
+        outputs, inputs = weight.shape
+        words = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
+        panels = words.view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
+        return CpuLinear(self, panels, bias, outputs)
+
+    def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
+        """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
+        x, bias, panels = x.contiguous(), layer.bias, layer.panels
+        num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
+        slices = self._slices(num_rows, panels)
+        size = SHEET * PANEL * 4
+        memory = torch.empty(size // 4 * len(slices))
+        arguments = (
+            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
+            bias is not None, panels.shape[1], layer.outputs, out.data_ptr(),
+        )  # fmt: skip
+        sums = range(memory.data_ptr(), 1 << 64, size)
+        calls = [(*part, sums[i], *arguments) for i, part in enumerate(slices)]
+        self._threads.run(self._library.kernels["multiply"], calls)
+        return out
+
+    def _slices(self, num_rows: int, panels: Tensor) -> list[tuple[int, int, int, int]]:
+        """Return the first and last row, and the first and last panel, of each thread."""
+        num_panels, whole = len(panels), (0, num_rows, 0, len(panels))
+        cost_ns = 2 * panels.numel() * (NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows)
+        if cost_ns < MIN_SHARED_NS or (count := torch.get_num_threads()) == 1:
+            return [whole]
+        if num_rows >= MIN_ROWS * count:
+            cuts = [num_rows * i // count for i in range(count + 1)]
+            return [(first, end, 0, num_panels) for first, end in pairwise(cuts)]
+        count = min(count, num_panels)
+        cuts = [num_panels * i // count for i in range(count + 1)]
+        return [(0, num_rows, first, end) for first, end in pairwise(cuts)]
+
+
+@dataclass(slots=True, frozen=True)
+class CpuLinear:
+    """One layer's weight, packed in the order in which the kernel reads it."""
+
+    of: CpuLinears
+    panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0
+    bias: Tensor | None
+    outputs: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.of.multiply(x, self)
+
+
+NS_PER_LOGIT = 1.5  # measured on a Zen 5 core; it only decides how threads share the rows
+
+
+class CpuSampler:
+    """One rank's sampling kernel, with its memory and threads. Only one thread may call it."""
+
+    def __init__(self, library: CpuLibrary) -> None:
+        self._library = library  # keeps the code in memory
+        self._threads = CpuThreads()
+        self._scratch = torch.empty(0)
+
+    def sample(
+        self,
+        logits: Tensor,  # [num_rows, vocab] fp32, contiguous
+        ints: NDArray[np.int64],  # [num_rows, ROW_INTS]: seed, choice, position, top_k
+        reals: NDArray[np.float64],  # [num_rows, ROW_REALS]: temperature, log of min_p, top_p
+    ) -> list[int]:
+        """Return one token id for each row, `[num_rows]`."""
+        num_rows, vocab = logits.shape
+        assert logits.is_contiguous()
+        assert logits.dtype == torch.float32
+        assert ints.shape == (num_rows, ROW_INTS)
+        assert reals.shape == (num_rows, ROW_REALS)
+        tokens = np.empty(num_rows, np.int64)
+        most = int(num_rows * vocab * NS_PER_LOGIT) // MIN_SLICE_NS
+        count = max(1, min(most, torch.get_num_threads(), num_rows))
+        floats = -(-vocab // WIDTH) * WIDTH + 2 * SUMS  # a sum takes the room of two counters
+        if len(self._scratch) < count * floats:
+            self._scratch = torch.empty(count * floats)
+        arguments = (
+            logits.data_ptr(), vocab, ints.ctypes.data, reals.ctypes.data, tokens.ctypes.data,
+        )  # fmt: skip
+        cuts = [num_rows * i // count for i in range(count + 1)]
+        sums = range(self._scratch.data_ptr(), 1 << 64, 4 * floats)
+        slices = [
+            (first, end, sums[i] + 8 * SUMS, sums[i] + 8 * SUMS, sums[i], *arguments)
+            for i, (first, end) in enumerate(pairwise(cuts))
+        ]
+        self._threads.run(self._library.kernels["sample"], slices)
+        return list(tokens.tolist())

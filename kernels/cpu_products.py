@@ -1,12 +1,10 @@
-"""Products of small matrices for the compiled CPU kernels, and the transposition they need.
+"""Products of small matrices for the compiled CPU kernels, and the product of a linear layer.
 
 The sums of a product stay in registers while its terms are added, and every sum takes its terms one
 after the other, from the first on. So neither the number of rows that are computed at once nor the
 registers of a CPU change a bit. The type of the factors decides what a term is: a float, or a pair
 of bf16 numbers in a word (`cpu_pairs`).
 """
-
-# ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and strides)
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.kernels.cpu_pairs import dotted
-from baton.kernels.cpu_shapes import MAX_STRIP, WIDTH
+from baton.kernels.cpu_shapes import DEPTH, FEW, MAX_STRIP, PANEL, SHEET, WIDTH
 from baton.kernels.cpu_vectors import (
     FEATURES,
     FLOAT,
@@ -32,15 +30,24 @@ from baton.kernels.cpu_vectors import (
     Emit,
     Factors,
     Floats,
+    Int32s,
+    Numbers,
     constant,
     element_of,
     fused,
     instruction,
     kernel,
+    load,
+    load_first,
     place,
     shift,
     spread,
+    store,
+    store_first,
 )
+
+# ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and strides)
+
 
 # The number of rows computed at once -> the number of vectors of sums per row that fit beside the
 # factors, in 32 registers of 16 floats or in 16 registers of 8.
@@ -275,3 +282,58 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
             columns[4 * parity + j] = mix(left, right, even)
             columns[4 * parity + 8 + j] = mix(left, right, odd)
     return columns
+
+
+# ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and sizes)
+
+
+@kernel
+def multiply(
+    first_row: int,
+    end_row: int,
+    first_panel: int,
+    end_panel: int,
+    sums: Floats,  # SHEET * PANEL of them
+    x: Int32s,  # [num_rows, pairs]
+    weight: Int32s,  # [num_panels, pairs, PANEL]
+    bias: Numbers,  # [outputs]
+    has_bias: int,
+    pairs: int,
+    outputs: int,
+    out: Numbers,  # [num_rows, outputs]
+) -> None:
+    for panel in range(first_panel, end_panel):
+        for top in range(first_row, end_row, SHEET):
+            count = min(SHEET, end_row - top)
+            most = DEPTH if count > FEW else pairs
+            for pair in range(0, pairs, most):
+                rows = shift(x, top * pairs + pair)
+                columns = shift(weight, (panel * pairs + pair) * PANEL)
+                depth = min(most, pairs - pair)
+                if pair == 0:
+                    set_product(
+                        sums, PANEL, rows, pairs, count, columns, PANEL, WIDTH, PANEL, depth
+                    )
+                else:
+                    add_product(
+                        sums, PANEL, rows, pairs, count, columns, PANEL, WIDTH, PANEL, depth
+                    )
+            _give_results(sums, count, bias, has_bias, panel * PANEL, outputs, out, top)
+
+
+@kernel
+def _give_results(
+    sums: Floats, count: int, bias: Numbers, has_bias: int, first: int, outputs: int,
+    out: Numbers, top: int,
+) -> None:  # fmt: skip
+    """Round the sums of a panel and of `count` rows, with the bias, to bf16."""
+    for row in range(count):
+        at = (top + row) * outputs
+        for i in range(first, min(first + PANEL, outputs), WIDTH):
+            lanes = load(sums, row * PANEL + i - first)
+            if has_bias:
+                lanes = lanes + load_first(bias, i, outputs - i)
+            if outputs - i >= WIDTH:
+                store(out, at + i, lanes)
+            else:
+                store_first(out, at + i, lanes, outputs - i)

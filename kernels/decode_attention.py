@@ -25,15 +25,16 @@ from baton.kernels.paged import (
     NO_WINDOW,
     ORDERED_SPLIT,
     check_pool,
+    decode_tiling,
     fold,
     interpreted,
     load_blocks,
     load_rows,
     merge,
     num_programs,
+    padded,
     slot_rows,
 )
-from baton.kernels.tilings import decode_tiling, padded
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
 # For some rows, Triton 3.6 takes more registers than let all programs run at once. With a limit,

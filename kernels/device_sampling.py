@@ -21,7 +21,6 @@ from torch import Tensor
 
 from baton.kernels import draws
 from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS
-from baton.kernels.device_draws import row_key
 from baton.kernels.device_filters import (
     CANDIDATES,
     NONE,
@@ -33,6 +32,7 @@ from baton.kernels.device_filters import (
     draw,
     gather,
     race,
+    row_key,
     weight_of,
 )
 

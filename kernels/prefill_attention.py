@@ -30,10 +30,11 @@ from baton.kernels.paged import (
     load_blocks,
     load_rows,
     merge,
+    padded,
+    prefill_tiling,
     slot_rows,
     weigh,
 )
-from baton.kernels.tilings import padded, prefill_tiling
 
 
 def paged_prefill_attention(

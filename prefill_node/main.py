@@ -1,6 +1,6 @@
 """The prefill process: `baton prefill`."""
 
-from baton.engine.node import EngineNode
+from baton.engine.process.node import EngineNode
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig
 

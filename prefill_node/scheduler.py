@@ -1,23 +1,23 @@
 """Decide which prompt tokens the next step computes, and when blocks are announced and given back.
 
-This file is pure; only the engine loop calls it. Prompts are served in order of arrival: the oldest
-prompt takes as much of a step's token budget as it needs, and the next ones share the rest. All
-blocks of a prompt are reserved before its first chunk, so a prompt that has started never waits for
-blocks. If the pool cannot take the oldest waiting prompt, no other prompt passes it.
+Prompts are served in order of arrival: the oldest prompt takes as much of a step's token budget as
+it needs, and the next ones share the rest. All blocks of a prompt are reserved before its first
+chunk, so a prompt that has started never waits for blocks. If the pool cannot take the oldest
+waiting prompt, no other prompt passes it.
 """
 
-from baton.engine.block_pool import BlockPool
-from baton.engine.by_request import ByRequest
-from baton.engine.choices import Choices
-from baton.engine.outputs import Origin, Outputs
-from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.reservation import reserve
-from baton.engine.scheduler import NodeLimits, load_of, problem_of, taken_over
+from dataclasses import dataclass
+
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.choices import ByRequest, Choices
+from baton.engine.scheduling.outputs import Origin, Outputs
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
+from baton.engine.scheduling.sequence import Sequence, reserve
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
-from baton.prefill_node.handoff import Handoff
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import Cancelled, Failure, InvariantBroken, NodeError, RequestError
-from baton.protocol.ids import Key, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     Attach,
     CancelDone,
@@ -32,6 +32,25 @@ from baton.protocol.messages import (
     StageTimes,
     Withdrawn,
 )
+
+
+@dataclass(slots=True, eq=False)
+class Handoff:
+    sequence: Sequence
+    origin: Origin
+    choices: Choices
+    decode_node: NodeId | None
+    arrived_s: float
+    admitted_s: float = 0.0
+    num_cached_tokens: int = 0
+    num_announced_blocks: int = 0
+    is_offered: bool = False
+    is_ended: bool = False
+
+    @classmethod
+    def of(cls, message: Prefill, origin: Origin, now_s: float) -> "Handoff":
+        choices = Choices.of(message)
+        return cls(Sequence.of(message), origin, choices, message.decode_node, now_s)
 
 
 class PrefillScheduler:

@@ -19,11 +19,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.engine.model_config import DecoderConfig, read_decoder_config
-from baton.engine.plan import Slice, StepPlan
-from baton.engine.rank import keep_freed_memory, load_runner, plan_rank
-from baton.engine.runner import Runner
-from baton.engine.tensor_parallel import SingleRank
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
+from baton.engine.compute.rank import keep_freed_memory, load_runner, plan_rank
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.tensor_parallel import SingleRank
+from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId

@@ -19,7 +19,7 @@ import msgspec
 from baton.deploy.doctor.findings import Finding, fault, ok, warning
 from baton.deploy.model_folder import with_model
 from baton.deploy.ports import check_port
-from baton.engine.compute_facts import ComputeFacts
+from baton.engine.compute.compute_facts import ComputeFacts
 from baton.kv_transfer.pools import available_bytes
 from baton.kv_transfer.transports.nixl_binding import is_installed
 from baton.protocol import VERSION
@@ -191,7 +191,7 @@ def _major(version: str) -> int:
 
 
 def _compute() -> ComputeFacts:
-    line, complaint = _last_line_of("baton.engine.check_compute")
+    line, complaint = _last_line_of("baton.engine.compute.compute_facts")
     try:
         return msgspec.json.decode(line, type=ComputeFacts)
     except msgspec.MsgspecError:

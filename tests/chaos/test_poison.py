@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.local_executor import InProcessExecutor
-from baton.engine.plan import StepPlan
-from baton.engine.runner import Runner
+from baton.engine.compute.local_executor import InProcessExecutor
+from baton.engine.compute.runner import Runner
+from baton.engine.scheduling.plan import StepPlan
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster

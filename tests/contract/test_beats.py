@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from baton.engine.beats import BeatThread, Vitals
+from baton.engine.process.heartbeat import BeatThread, Vitals
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Beat, Load, Starting
 from baton.runtime.channels.listener import Received

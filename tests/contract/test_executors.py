@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine import worker_executor
-from baton.engine.executor import RANK_KILLED, Executor, ExecutorInfo
-from baton.engine.local_executor import InProcessExecutor
-from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.weights import fingerprint
-from baton.engine.worker_executor import WorkerExecutor
+from baton.engine.compute import worker_executor
+from baton.engine.compute.executor import RANK_KILLED, Executor, ExecutorInfo
+from baton.engine.compute.local_executor import InProcessExecutor
+from baton.engine.compute.weights import fingerprint
+from baton.engine.compute.worker_executor import WorkerExecutor
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,

@@ -10,9 +10,9 @@ from contextlib import suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.engine.beats import Vitals
-from baton.engine.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
-from baton.engine.standing import RouterStanding
+from baton.engine.process.heartbeat import Vitals
+from baton.engine.process.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
+from baton.engine.process.registration import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Load, Totals
 from baton.runtime.metrics import NODE_FAMILIES

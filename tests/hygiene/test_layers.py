@@ -49,14 +49,17 @@ UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 INTERFACES = "baton.kv_transfer.interfaces"
 WIRING = {
-    "engine/loop.py": {"baton.kv_transfer.connector"},
-    "engine/node.py": {"baton.kv_transfer.connector", "baton.kv_transfer.transports.addresses"},
-    "engine/rank.py": {
+    "engine/process/loop.py": {"baton.kv_transfer.connector"},
+    "engine/process/node.py": {
+        "baton.kv_transfer.connector",
+        "baton.kv_transfer.transports.addresses",
+    },
+    "engine/compute/rank.py": {
         "baton.kv_transfer.agent",
         "baton.kv_transfer.pools",
     },
-    "engine/kv_cache.py": {"baton.kv_transfer.pools"},
-    "engine/peer_memory.py": {"baton.kv_transfer.pools"},
+    "engine/compute/kv_cache.py": {"baton.kv_transfer.pools"},
+    "engine/compute/peer_memory.py": {"baton.kv_transfer.pools"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
 RAY_BINDING = "deploy/cluster/ray.py"

@@ -20,10 +20,11 @@ USES = {
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
 }
 HOST_ONLY_ROOMS = (
-    "protocol", "runtime", "kv_transfer", "prefill_node", "decode_node", "router", "deploy",
+    "protocol", "runtime", "kv_transfer", "engine/process", "engine/scheduling", "prefill_node",
+    "decode_node", "router", "deploy",
 )  # fmt: skip
 # What starts a rank is not host-only.
-WITH_TORCH = {"prefill_node/main.py", "decode_node/main.py"}
+WITH_TORCH = {"engine/process/node.py", "prefill_node/main.py", "decode_node/main.py"}
 
 
 @pytest.mark.parametrize("group", USES)

@@ -7,9 +7,9 @@ from threading import Event
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.plan import StepPlan, StepResult
-from baton.engine.records import ReadRecord, StepRecord
-from baton.engine.runner import Runner
+from baton.engine.compute.runner import Runner
+from baton.engine.process.records import ReadRecord, StepRecord
+from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import Transport
 from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams

@@ -6,7 +6,7 @@ from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 
 from baton.async_llm import AsyncLLM
-from baton.engine.records import StepRecord
+from baton.engine.process.records import StepRecord
 from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput

@@ -8,7 +8,7 @@ import pytest
 from numpy.typing import NDArray
 
 from baton.async_llm import AsyncLLM
-from baton.engine.records import ReadRecord
+from baton.engine.process.records import ReadRecord
 from baton.kv_transfer.interfaces import BlockPiece, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.messages import Role

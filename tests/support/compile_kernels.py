@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 import torch
 
-from baton.kernels.tilings import DECODE, PREFILL
+from baton.kernels.paged import DECODE, PREFILL
 from tests.support.kernel_cases import rotation_table
 from tools.gpu.cubins import compiled, launch
 
@@ -54,7 +54,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def _rope(dtype: torch.dtype, *, norm: bool) -> object:
-    from baton.kernels.rope_store import rope_and_store
+    from baton.kernels.pool_writes import rope_and_store
 
     q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
     weight = torch.ones(128, dtype=dtype) if norm else None
@@ -75,7 +75,7 @@ def _rope(dtype: torch.dtype, *, norm: bool) -> object:
 
 
 def _norm() -> object:
-    from baton.kernels.rms_norm import add_rms_norm
+    from baton.kernels.rows import add_rms_norm
 
     x = torch.empty(4, 4096, dtype=torch.bfloat16)
     return add_rms_norm(x, x, x[0], 1e-5)
@@ -88,13 +88,13 @@ def _product(dtype: torch.dtype) -> object:
 
 
 def _silu() -> object:
-    from baton.kernels.silu_mul import silu_mul
+    from baton.kernels.rows import silu_mul
 
     return silu_mul(torch.empty(4, 2 * 14336, dtype=torch.bfloat16))
 
 
 def _blocks() -> None:
-    from baton.kernels.block_copy import gather_blocks, move_blocks, scatter_blocks
+    from baton.kernels.pool_writes import gather_blocks, move_blocks, scatter_blocks
 
     pool = torch.empty(3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(2, dtype=torch.int32)

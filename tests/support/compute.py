@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.plan import Slice
-from baton.engine.rank import load_runner, plan_rank
-from baton.engine.runner import Runner
-from baton.engine.tensor_parallel import Ranks, SingleRank
+from baton.engine.compute.rank import load_runner, plan_rank
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.tensor_parallel import Ranks, SingleRank
+from baton.engine.scheduling.plan import Slice
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.ids import Key, RequestId

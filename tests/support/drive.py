@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.plan import StepPlan
-from baton.engine.scheduler import NodeLimits, Scheduler
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId

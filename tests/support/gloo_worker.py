@@ -1,7 +1,7 @@
 """The process of one rank whose group meets over gloo, by the code that GPU ranks run over NCCL.
 
-A test lets the executor start it in place of `baton.engine.worker`. It ends with code 3 if the
-worker, ending in order, has not left the group.
+A test lets the executor start it in place of `baton.engine.compute.worker`. It ends with code 3 if
+the worker, ending in order, has not left the group.
 """
 
 import sys
@@ -9,9 +9,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from baton.engine import worker
-from baton.engine.group_ranks import GroupRanks, join
-from baton.engine.worker_messages import LoadRank
+from baton.engine.compute import worker
+from baton.engine.compute.tensor_parallel import GroupRanks, join
+from baton.engine.compute.worker_messages import LoadRank
 
 JOIN_S = 120.0
 

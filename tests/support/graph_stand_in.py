@@ -15,15 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.attention.backend import Batch
-from baton.engine.kv_cache import KVCache
-from baton.engine.layers.linear import Linear, share
-from baton.engine.layers.rope import rope_table
-from baton.engine.model_config import Rope
-from baton.engine.runner import Runner
-from baton.engine.sampler import POSITION, SEED, TEMPERATURE, Sampler
-from baton.engine.step_queue import StepWork
-from baton.engine.tensor_parallel import Ranks
+from baton.engine.compute.attention import Batch
+from baton.engine.compute.decoder import rope_table
+from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.linear import Linear, share
+from baton.engine.compute.model_config import Rope
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler
+from baton.engine.compute.step_queue import StepWork
+from baton.engine.compute.tensor_parallel import Ranks
 from baton.kernels import reference
 from baton.runtime.clock import monotonic
 from tools.gpu.engine import random_decoder

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.graphs import buckets_up_to
-from baton.engine.group_ranks import GroupRanks, join
-from baton.engine.plan import Slice, StepPlan
-from baton.engine.tensor_parallel import Ranks, least
+from baton.engine.compute.graphs import buckets_up_to
+from baton.engine.compute.tensor_parallel import GroupRanks, Ranks, join, least
+from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support.compute import no_progress

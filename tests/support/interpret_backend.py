@@ -10,13 +10,13 @@ from typing import ClassVar
 
 import torch
 
-from baton.engine.attention.backend import Batch
-from baton.engine.attention.cuda import CudaBackend
-from baton.engine.cuda_start import warm_up
-from baton.engine.layers.rope import rope_table
-from baton.engine.rank import plan_rank
-from baton.engine.runner import Runner
-from baton.engine.step_queue import HostQueue
+from baton.engine.compute.attention import Batch
+from baton.engine.compute.cuda_backend import CudaBackend
+from baton.engine.compute.cuda_start import warm_up
+from baton.engine.compute.decoder import rope_table
+from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.step_queue import HostQueue
 from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens

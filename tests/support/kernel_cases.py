@@ -171,7 +171,7 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> N
 
 def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> None:
     """Packed projections, scattered slots, and padding tokens that must leave the pool alone."""
-    from baton.kernels import reference, rope_store
+    from baton.kernels import pool_writes, reference
 
     generator = torch.Generator().manual_seed(1)
     num_tokens, dim, kv_heads = sum(shape.queries), shape.head_dim, shape.kv_heads
@@ -193,7 +193,7 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> No
         norms = (weights[0], weights[1])
     ours, twins = pool.clone(), pool.clone()
     tail = (LAYER, slots, *norms, 1e-5)
-    got = rope_store.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
+    got = pool_writes.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
     assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, twins, *tail))
     assert_close(ours, twins)
     assert torch.equal(ours.isnan(), twins.isnan()), "a slot that was not named was written"
@@ -202,26 +202,28 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> No
 
 def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual: bool) -> None:
     """Rows with a gap between, and the rounded sum as the new residual."""
-    from baton.kernels import reference, rms_norm
+    from baton.kernels import reference
+    from baton.kernels import rows as row_kernels
 
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 2 * hidden, generator=generator).to(device, dtype)[:, :hidden]
     stream = torch.randn(5, hidden, generator=generator).to(device, dtype) if residual else None
     weight = torch.randn(hidden, generator=generator).to(device, dtype)
-    got = rms_norm.add_rms_norm(x, stream, weight, 1e-5)
+    got = row_kernels.add_rms_norm(x, stream, weight, 1e-5)
     for ours, twin in zip(got, reference.add_rms_norm(x, stream, weight, 1e-5), strict=True):
         assert_close(ours, twin)
     # What is normed is the rounded sum: the stream alone gives the same bits.
-    assert_equal_bits(got[0], rms_norm.add_rms_norm(got[1], None, weight, 1e-5)[0])
+    assert_equal_bits(got[0], row_kernels.add_rms_norm(got[1], None, weight, 1e-5)[0])
 
 
 def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
     """Feature counts that do and do not fill a tile."""
-    from baton.kernels import reference, silu_mul
+    from baton.kernels import reference
+    from baton.kernels import rows as row_kernels
 
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(device, dtype)
-    assert_close(silu_mul.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(row_kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
 def check_fixed_product(
@@ -243,7 +245,7 @@ def check_fixed_product(
 
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
-    from baton.kernels import block_copy, reference
+    from baton.kernels import pool_writes, reference
 
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(-(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32)
@@ -251,17 +253,17 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
     staging = torch.zeros(4, pool.shape[1], dtype=dtype, device=device)
     twin = staging.clone()
-    block_copy.gather_blocks(pool, ids, staging)
+    pool_writes.gather_blocks(pool, ids, staging)
     reference.gather_blocks(pool, ids, twin)
     assert_equal_bits(staging, twin)
     target, target_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
-    block_copy.scatter_blocks(staging, ids, target)
+    pool_writes.scatter_blocks(staging, ids, target)
     reference.scatter_blocks(twin, ids, target_twin)
     assert_equal_bits(target, target_twin)
     assert_equal_bits(target[ids.long()], pool[ids.long()])
     places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
     moved, moved_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
-    block_copy.move_blocks(pool, ids, moved, places)
+    pool_writes.move_blocks(pool, ids, moved, places)
     moved_twin[places.long()] = pool[ids.long()]
     assert_equal_bits(moved, moved_twin)
 

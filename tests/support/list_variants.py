@@ -17,17 +17,16 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from baton.engine.attention.cuda import CudaBackend
-from baton.engine.cuda_start import prepare
-from baton.engine.kv_cache import KVCache
-from baton.engine.layers.linear import Linear
-from baton.engine.layers.rope import rope_table
-from baton.engine.model_config import Rope
-from baton.engine.models.decoder import Decoder
-from baton.engine.plan import Slice, StepPlan
-from baton.engine.rank import is_batch_invariant
-from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler
+from baton.engine.compute.cuda_backend import CudaBackend
+from baton.engine.compute.cuda_start import prepare
+from baton.engine.compute.decoder import Decoder, rope_table
+from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.linear import Linear
+from baton.engine.compute.model_config import Rope
+from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.sampler import Sampler
+from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
 from baton.protocol.ids import Key, RequestId

@@ -17,8 +17,8 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.node import EngineNode, MakeExecutor, MakeScheduler
-from baton.engine.records import ReadRecord, Record, StepRecord, read_records
+from baton.engine.process.node import EngineNode, MakeExecutor, MakeScheduler
+from baton.engine.process.records import ReadRecord, Record, StepRecord, read_records
 from baton.kv_transfer import agent
 from baton.kv_transfer.interfaces import Transport
 from baton.kv_transfer.pools import DevicePool, HostPool

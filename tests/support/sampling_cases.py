@@ -9,9 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.sampler import Draws, Sampler, SampleRow
+from baton.engine.compute.sampler import Draws, Sampler, SampleRow
+from baton.kernels.cpu_kernels import CpuSampler
 from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_sampler import CpuSampler
 from baton.protocol.sampling import Sampling
 
 FILTERS = tuple(

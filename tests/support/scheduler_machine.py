@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.plan import StepPlan
-from baton.engine.scheduler import NodeLimits
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Key, NodeId

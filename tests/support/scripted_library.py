@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.layers.trial_data import trial_rows, trial_weight
+from baton.engine.compute.host_linears import trial_rows, trial_weight
 
 INPUTS, OUTPUTS = 24, 8
 

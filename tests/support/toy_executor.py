@@ -7,7 +7,7 @@ or a lost copy fails at once. The next token is a pure function of the tokens so
 
 import hashlib
 
-from baton.engine.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.ids import Key
 
 VOCAB = 1000

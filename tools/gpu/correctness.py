@@ -12,18 +12,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.engine.cuda_start import keep_sums_whole
-from baton.engine.layers.product_rule import Product, keeps_bits
-from baton.engine.sampler import Sampler, SampleRow
+from baton.engine.compute.cuda_start import keep_sums_whole
+from baton.engine.compute.linear import Product, keeps_bits
+from baton.engine.compute.sampler import Sampler, SampleRow
 from baton.kernels import reference
-from baton.kernels.block_copy import gather_blocks, scatter_blocks
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
+from baton.kernels.pool_writes import gather_blocks, rope_and_store, scatter_blocks
 from baton.kernels.prefill_attention import paged_prefill_attention
-from baton.kernels.rms_norm import add_rms_norm
-from baton.kernels.rope_store import rope_and_store
-from baton.kernels.silu_mul import silu_mul
+from baton.kernels.rows import add_rms_norm, silu_mul
 from baton.protocol.sampling import Sampling
 from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
 from tools.gpu.rows import Check

@@ -20,8 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.paged import Row
 from baton.kernels.prefill_attention import paged_prefill_attention
-from baton.kernels.tilings import Row
 from tools.gpu.batches import Batch, Heads, Layout, paged_batch
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]

@@ -14,19 +14,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from baton.engine.attention.backend import Backend
-from baton.engine.attention.plain import PlainBackend
-from baton.engine.cuda_queue import CudaQueue
-from baton.engine.kv_cache import KVCache, device_cache
-from baton.engine.layers.linear import Linear
-from baton.engine.layers.rope import rope_table
-from baton.engine.model_config import Rope
-from baton.engine.models.decoder import Decoder, DecoderLayer
-from baton.engine.plan import Slice
-from baton.engine.runner import Runner
-from baton.engine.sampler import Sampler
-from baton.engine.step_queue import HostQueue, StepQueue, StepWork
-from baton.engine.tensor_parallel import SingleRank
+from baton.engine.compute.attention import Backend, PlainBackend
+from baton.engine.compute.decoder import Decoder, DecoderLayer, rope_table
+from baton.engine.compute.kv_cache import KVCache, device_cache
+from baton.engine.compute.linear import Linear
+from baton.engine.compute.model_config import Rope
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.sampler import Sampler
+from baton.engine.compute.step_queue import CudaQueue, HostQueue, StepQueue, StepWork
+from baton.engine.compute.tensor_parallel import SingleRank
+from baton.engine.scheduling.plan import Slice
 from baton.protocol.ids import Key, RequestId
 from baton.runtime.clock import monotonic
 from tools.gpu import serving
@@ -137,7 +134,7 @@ def make_runner(
     queue: StepQueue = CudaQueue(device) if device.type == "cuda" else RepeatingQueue()
     sampler = Sampler()
     if with_kernels:
-        from baton.engine.attention.cuda import CudaBackend
+        from baton.engine.compute.cuda_backend import CudaBackend
         from baton.kernels.device_sampling import sample_tokens
 
         backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)

@@ -10,14 +10,12 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from baton.engine.sampler import Draws, SampleRow
-from baton.kernels.block_copy import gather_blocks, scatter_blocks
+from baton.engine.compute.sampler import Draws, SampleRow
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
+from baton.kernels.pool_writes import gather_blocks, rope_and_store, scatter_blocks
 from baton.kernels.prefill_attention import paged_prefill_attention
-from baton.kernels.rms_norm import add_rms_norm
-from baton.kernels.rope_store import rope_and_store
-from baton.kernels.silu_mul import silu_mul
+from baton.kernels.rows import add_rms_norm, silu_mul
 from baton.protocol.sampling import Sampling
 from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
 from tools.gpu.cases import (

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from baton.decode_node.intake import MAX_PASSING
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.graphs import buckets_up_to
-from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.runner import Runner
-from baton.engine.scheduler import NodeLimits
+from baton.engine.compute.graphs import buckets_up_to
+from baton.engine.compute.runner import Runner
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode
 from baton.protocol.sampling import Sampling

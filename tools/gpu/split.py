@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.engine.records import ReadRecord, StepRecord, read_records
+from baton.engine.process.records import ReadRecord, StepRecord, read_records
 from baton.llm import LLM
 from baton.protocol.config import (
     CacheConfig,

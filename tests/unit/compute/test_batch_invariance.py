@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.row_rule import num_threads
-from baton.engine.layers.row_threads import MIN_ROWS
-from baton.engine.runner import Runner
+from baton.engine.compute.row_rule import MIN_ROWS, num_threads
+from baton.engine.compute.runner import Runner
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
     Text,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from baton.engine.rank import plan_rank
-from baton.engine.runner import Runner
-from baton.engine.tensor_parallel import SharedMemoryRanks
+from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, Shape, model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens

@@ -9,10 +9,10 @@ import pytest
 import torch
 import yaml
 
-from baton.engine import cuda_start, rank
-from baton.engine.cuda_faults import GpuMemory, line_without_pool
-from baton.engine.rank import plan_rank
-from baton.engine.worker_executor import environment_of
+from baton.engine.compute import cuda_start, rank
+from baton.engine.compute.cuda_start import GpuMemory, line_without_pool
+from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.worker_executor import environment_of
 from baton.kv_transfer.transports import addresses
 from baton.kv_transfer.transports.addresses import reaches_of
 from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
@@ -240,7 +240,7 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def blocks(available: int, shared_by: int = 1) -> int:
-        monkeypatch.setattr("baton.engine.kv_cache.available_bytes", lambda: available)
+        monkeypatch.setattr("baton.engine.compute.kv_cache.available_bytes", lambda: available)
         config = config_for("cpu")
         cache = CacheConfig(shared_by=shared_by)
         return plan_rank(msgspec.structs.replace(config, cache=cache), 1).num_blocks

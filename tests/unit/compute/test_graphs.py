@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.cuda_queue import CudaQueue
-from baton.engine.device_tables import DeviceTables
-from baton.engine.graphs import buckets_up_to
-from baton.engine.plan import Slice, StepPlan
-from baton.engine.runner import Runner
-from baton.engine.scheduler import NodeLimits
-from baton.engine.step_queue import GraphQueue, HostQueue, StepWork
+from baton.engine.compute.graphs import buckets_up_to
+from baton.engine.compute.packing import DeviceTables
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import Slice, StepPlan
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Sampling

@@ -7,12 +7,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.host_linears import HostLinears, WeightKind, find
-from baton.engine.layers.linear import Linear, packed
-from baton.engine.layers.row_rule import TILES, find_rule, num_threads
-from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
+from baton.engine.compute.host_linears import (
+    NUM_ROWS,
+    HostLinears,
+    WeightKind,
+    find,
+    trial_bias,
+    trial_rows,
+    trial_weight,
+)
+from baton.engine.compute.linear import Linear, packed
+from baton.engine.compute.row_rule import TILES, find_rule, num_threads
+from baton.kernels.cpu_kernels import CpuLinears
 from baton.kernels.cpu_library import has_bf16_products, load_library
-from baton.kernels.cpu_linears import CpuLinears
 from tests.support.compute import no_progress
 
 # Those of a 30M model (QKV, output, gate and up, down, head), and odd ones.

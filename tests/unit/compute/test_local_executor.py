@@ -6,9 +6,9 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
-from baton.engine.layers.linear import Linear
-from baton.engine.local_executor import InProcessExecutor
-from baton.engine.rank import compute_path, is_batch_invariant, plan_rank
+from baton.engine.compute.linear import Linear
+from baton.engine.compute.local_executor import InProcessExecutor
+from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.kernels import cpu_library
 from baton.kernels.cpu_library import has_bf16_products
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.model_config import DecoderConfig, Rope, read_decoder_config
+from baton.engine.compute.model_config import DecoderConfig, Rope, read_decoder_config
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, model_folder
 
@@ -188,7 +188,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
 def test_reading_a_configuration_does_not_load_torch() -> None:
     script = (
         "import sys; from pathlib import Path\n"
-        "from baton.engine.model_config import read_decoder_config\n"
+        "from baton.engine.compute.model_config import read_decoder_config\n"
         f"read_decoder_config(Path({str(model_folder('llama'))!r}))\n"
         "assert 'torch' not in sys.modules\n"
     )

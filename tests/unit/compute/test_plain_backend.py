@@ -7,9 +7,9 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from baton.engine.attention.cpu import CpuBackend
-from baton.engine.attention.plain import PlainBackend
-from baton.engine.plan import StepPlan
+from baton.engine.compute.attention import PlainBackend
+from baton.engine.compute.cpu_backend import CpuBackend
+from baton.engine.scheduling.plan import StepPlan
 from baton.protocol.config import ClusterConfig, KernelChoice
 from baton.protocol.errors import ConfigError
 from baton.protocol.sampling import Sampling

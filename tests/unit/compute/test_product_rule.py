@@ -3,8 +3,7 @@
 import torch
 from torch import Tensor
 
-from baton.engine.layers.ordered_linears import OrderedLinears
-from baton.engine.layers.product_rule import keeps_bits
+from baton.engine.compute.linear import OrderedLinears, keeps_bits
 from tests.support.compute import no_progress
 
 WEIGHT = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.row_rule import (
+from baton.engine.compute.host_linears import NUM_ROWS, trial_bias, trial_rows, trial_weight
+from baton.engine.compute.row_rule import (
     FEW_TILES,
     PASSES,
     SLOW_TILES,
@@ -22,7 +23,6 @@ from baton.engine.layers.row_rule import (
     plan_pieces,
     tiles_for,
 )
-from baton.engine.layers.trial_data import NUM_ROWS, trial_bias, trial_rows, trial_weight
 from tests.support.scripted_library import OrderOf, Place, ScriptedLibrary, differing
 
 

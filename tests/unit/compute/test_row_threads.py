@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.layers.row_rule import num_threads
-from baton.engine.layers.row_threads import MIN_ROWS, RowThreads
+from baton.engine.compute.row_rule import MIN_ROWS, RowThreads, num_threads
 
 
 @pytest.mark.parametrize(

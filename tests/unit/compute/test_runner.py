@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from baton.engine.packing import REMEMBERED_STEPS
-from baton.engine.plan import StepPlan
-from baton.engine.runner import Runner
+from baton.engine.compute.packing import REMEMBERED_STEPS
+from baton.engine.compute.runner import Runner
+from baton.engine.scheduling.plan import StepPlan
 from baton.protocol.errors import InvariantBroken
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, next_step, random_tokens

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.sampler import Sampler, SampleRow
-from baton.engine.sampler import compiled as compiled_kernel
+from baton.engine.compute.sampler import Sampler, SampleRow
+from baton.engine.compute.sampler import compiled as compiled_kernel
+from baton.kernels.cpu_kernels import CpuSampler
 from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_sampler import CpuSampler
 from baton.protocol.sampling import Sampling
 
 EOS = 3
@@ -279,7 +279,7 @@ def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
 def test_another_process_with_other_threads_draws_the_same() -> None:
     script = (
         "import torch; torch.set_num_threads(2)\n"
-        "from baton.engine.sampler import SampleRow, Sampler\n"
+        "from baton.engine.compute.sampler import SampleRow, Sampler\n"
         "from baton.protocol.sampling import Sampling\n"
         "g = torch.Generator().manual_seed(1)\n"
         "x = torch.randn(5, 20000, generator=g)\n"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.runner import Runner
+from baton.engine.compute.runner import Runner
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, needs_rules, random_tokens
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.group_ranks import join
-from baton.engine.tensor_parallel import SLOT_BYTES, SharedMemoryRanks
+from baton.engine.compute.tensor_parallel import SLOT_BYTES, SharedMemoryRanks, join
 from baton.protocol.errors import NodeError
 from tests.support import group_rank
 from tests.support.sources import REPOSITORY

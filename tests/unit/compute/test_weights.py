@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from baton.engine.weights import Checkpoint, fingerprint
+from baton.engine.compute.weights import Checkpoint, fingerprint
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, model_folder, write_checkpoint
 from tests.support.oracle import Oracle

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.decode_node.intake import MAX_PASSED_S, MAX_PASSING
-from baton.engine.scheduler import NodeLimits
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import LandingEnded
 from baton.protocol.blocks import block_hashes
 from baton.protocol.errors import Failure

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.engine.block_pool import BlockPool
+from baton.engine.scheduling.block_pool import BlockPool
 from baton.protocol.blocks import block_hashes, blocks_needed, tokens_held
 from baton.protocol.errors import InvariantBroken
 

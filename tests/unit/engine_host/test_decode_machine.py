@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.scheduler import NodeLimits
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (

@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
-from baton.decode_node import ended
-from baton.engine.scheduler import NodeLimits
+from baton.decode_node import detached as keeping
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import Land, Landed, LandingEnded
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, RequestId
@@ -238,7 +238,7 @@ def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ended, "MAX_ENDED", 3)
+    monkeypatch.setattr(keeping, "MAX_ENDED", 3)
     drive = decode_drive(limits=LIMITS)
     for number in range(5):
         drive.scheduler.add(0.0, OLD, stream(local(f"r{number}", PROMPT, 3)))
@@ -249,7 +249,7 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         drive._collect()
         found.append(isinstance(drive.said[-1], Attached))
     assert found == [False, False, True, True, True]
-    monkeypatch.setattr(ended, "MAX_BYTES", 2 * ended.OVERHEAD_BYTES)
+    monkeypatch.setattr(keeping, "MAX_BYTES", 2 * keeping.OVERHEAD_BYTES)
     drive.scheduler.add(0.0, OLD, stream(local("last", PROMPT, 3)))
     drive.run()
     drive.scheduler.attach(0.0, NEW, Attach(RequestId("last"), OWNER))

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.block_pool import BlockPool
-from baton.engine.cache_journal import INTERVAL_S
-from baton.engine.executor import RANK_KILLED, ExecutorInfo, Progress
-from baton.engine.links import FromRouter, LinkEvent, RouterLost
-from baton.engine.loop import COLD_STEP_S, DRAINING, MAX_LAUNCHED, EngineLoop, StepForecast
-from baton.engine.outputs import Origin
-from baton.engine.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduler import NodeLimits
+from baton.engine.compute.executor import RANK_KILLED, ExecutorInfo, Progress
+from baton.engine.process.loop import COLD_STEP_S, DRAINING, MAX_LAUNCHED, EngineLoop, StepForecast
+from baton.engine.process.sockets import FromRouter, LinkEvent, RouterLost
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.outputs import Origin
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.prefix_cache import INTERVAL_S
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AgentCommand,

@@ -9,8 +9,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
 
-from baton.engine.plan import StepPlan
-from baton.engine.scheduler import NodeLimits
+from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure

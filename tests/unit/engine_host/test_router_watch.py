@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine import node
-from baton.engine.beats import Vitals
-from baton.engine.node import NodeObserver
-from baton.engine.records import Records
-from baton.engine.router_watch import FIRST_S, LONGEST_S, RouterWatch
+from baton.engine.process import node
+from baton.engine.process.heartbeat import Vitals
+from baton.engine.process.node import NodeObserver
+from baton.engine.process.records import Records
+from baton.engine.process.registration import FIRST_S, LONGEST_S, RouterWatch
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load
 from tests.support.virtual_clock import VirtualClock

@@ -9,9 +9,8 @@ import msgspec
 import pytest
 import zmq
 
-from baton.engine.executor import ExecutorInfo, Progress
-from baton.engine.links import FromRouter, LinkEvent
-from baton.engine.sockets import EngineSockets
+from baton.engine.compute.executor import ExecutorInfo, Progress
+from baton.engine.process.sockets import EngineSockets, FromRouter, LinkEvent
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, ToPeer
 from baton.protocol.codec import Codec, Unreadable, to_router_codec
 from baton.protocol.config import ClusterConfig, NodeConfig

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.engine.scheduler import NodeLimits
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Released
 from baton.protocol.errors import Failure
 from baton.protocol.messages import CancelDone, Decode, Failed, FirstToken, FirstTokens, Prefill

@@ -142,7 +142,7 @@ import numpy as np
 import torch
 from baton.kernels.cpu_kernels import CpuKernels
 from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_sampler import CpuSampler
+from baton.kernels.cpu_kernels import CpuSampler
 torch.set_num_threads(1)
 torch.manual_seed(0)
 said = []

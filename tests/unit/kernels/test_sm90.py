@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from baton.kernels.tilings import decode_tiling, prefill_tiling
+from baton.kernels.paged import decode_tiling, prefill_tiling
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 

@@ -11,8 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.engine.cache_journal import INTERVAL_S
-from baton.engine.prefix_cache import PrefixCache
+from baton.engine.scheduling.prefix_cache import INTERVAL_S, PrefixCache
 from baton.protocol.blocks import (
     BlockHash,
     BlockKey,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.event_ring import EventRing, folder_for_dumps
-from baton.engine.links import FromRouter
+from baton.engine.process.records import EventRing, folder_for_dumps
+from baton.engine.process.sockets import FromRouter
 from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Load, Prefill

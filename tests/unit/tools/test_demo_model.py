@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from baton.deploy.demo_model import CHECKPOINT, FILES, write_demo_model
-from baton.engine.model_config import read_decoder_config
-from baton.engine.weights import Checkpoint
+from baton.engine.compute.model_config import read_decoder_config
+from baton.engine.compute.weights import Checkpoint
 from baton.protocol.errors import ConfigError
 from baton.router.text import Text
 from tools.demo_model import exam, folder, names, text, train

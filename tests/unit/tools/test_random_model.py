@@ -5,10 +5,10 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.model_config import read_decoder_config
-from baton.engine.models.loading import Placement, load_decoder
-from baton.engine.tensor_parallel import SingleRank
-from baton.engine.weights import Checkpoint
+from baton.engine.compute.loading import Placement, load_decoder
+from baton.engine.compute.model_config import read_decoder_config
+from baton.engine.compute.tensor_parallel import SingleRank
+from baton.engine.compute.weights import Checkpoint
 from baton.router.text import Text
 from tests.support.compute import no_progress
 from tools import random_model

@@ -1,0 +1,175 @@
+"""The interface of a decoder to the device it runs on, the batch of one step, and plain torch.
+
+The decoder is the same on every device. A backend provides attention over the paged pool and the
+few operations that are fused differently. It never sees requests, keys or plans, and never decides
+which token is computed. `PlainBackend` is correct on every device that torch knows, but slow, and a
+token's bits may depend on the rest of the batch.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from baton.kernels import reference
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
+
+    The pool holds the keys and values of every position below `start`, but not yet those of the
+    chunk.
+    """
+
+    row: int
+    start: int
+    length: int
+    block_table: tuple[int, ...]
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+@dataclass(slots=True, frozen=True)
+class Tables:
+    """The sequences of a batch as kernels read them on the device.
+
+    The first `num_decoding` sequences have one row each. `query_starts` counts the rows of the
+    others, beginning with their first row.
+    """
+
+    blocks: Tensor  # [num_sequences, num_blocks] int32
+    context_lens: Tensor  # [num_sequences] int32; 0 is padding
+    query_starts: Tensor  # [num_sequences - num_decoding + 1] int32, or empty
+    num_decoding: int
+
+
+@dataclass(slots=True, frozen=True)
+class Batch:
+    """The tokens of one step, packed: a row for each.
+
+    `chunks` on the host and `tables` on the device describe the same; a backend reads one of them.
+    """
+
+    token_ids: Tensor  # [num_tokens] int64
+    positions: Tensor  # [num_tokens] int64
+    slots: Tensor  # [num_tokens] int64: block * block_size + offset, -1: not stored
+    chunks: tuple[Chunk, ...]
+    tables: Tables | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.slots)
+
+
+class Backend(Protocol):
+    """One device's attention and fused operations over one pool.
+
+    `name` differs between backends that compute different bits. `is_batch_invariant` says that the
+    bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
+    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_batch_invariant(self) -> bool: ...
+
+    @property
+    def table_blocks(self) -> int: ...
+
+    def begin(self, batch: Batch) -> None:
+        """Prepare what all layers of this step share."""
+        ...
+
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Store the batch's keys and values, and return `[num_tokens, num_heads * head_dim]`.
+
+        With `rows`, return those rows of it alone.
+
+        `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`.
+        `head_norms`, one RMS norm weight for each query and key head
+        `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
+        """
+        ...
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
+        ...
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+        ...
+
+
+QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
+
+
+class PlainBackend:
+    name = "torch"
+    is_batch_invariant = False
+    table_blocks = 0
+
+    def __init__(
+        self,
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        num_heads: int,
+        cos_sin: Tensor,  # [max_position, head_dim]
+        eps: float,
+        window: int | None,  # keys that a query sees, itself included
+    ) -> None:
+        self.pool = pool
+        self.num_heads = num_heads
+        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
+        self.eps = eps
+        self.window = window
+        self._cos_sin = cos_sin
+
+    def begin(self, batch: Batch) -> None:
+        self._batch = batch
+        width = max(-(-chunk.end // self.block_size) for chunk in batch.chunks)
+        tables, starts, lengths = [], [0], []
+        for chunk in batch.chunks:
+            blocks = chunk.block_table[:width]
+            table = [*blocks, *[0] * (width - len(blocks))]
+            for first in range(0, chunk.length, QUERIES):
+                last = min(first + QUERIES, chunk.length)
+                tables.append(table)
+                starts.append(chunk.row + last)
+                lengths.append(chunk.start + last)
+        self._tables, self._starts = torch.tensor(tables), torch.tensor(starts)
+        self._lengths = torch.tensor(lengths)
+
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        batch, heads = self._batch, self.num_heads
+        own = qkv.view(len(qkv), -1, self.head_dim)
+        first_value = heads + self.pool.shape[1]
+        q, k, v = own[:, :heads], own[:, heads:first_value], own[:, first_value:]
+        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        q = reference.rope_and_store(
+            q, k, v, batch.positions, self._cos_sin, self.pool, layer,
+            batch.slots, q_norm, k_norm, self.eps,
+        )  # fmt: skip
+        out = reference.paged_prefill_attention(
+            q, self.pool, layer, self._tables, self._starts, self._lengths, self.head_dim**-0.5,
+            self.window,
+        )  # fmt: skip
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return reference.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return reference.silu_mul(gate_up)

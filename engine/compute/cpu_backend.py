@@ -1,0 +1,131 @@
+"""Attention and the fused operations on CPUs: baton's compiled kernels behind `Backend`.
+
+A token's bits depend on its own sequence alone, because every kernel adds its terms in an order
+that does not depend on the batch, the chunk or the number of threads. `make_cpu_backend` makes the
+backend, with plain torch where `cpu_library` has no kernels.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.compute.attention import Backend, Batch, PlainBackend
+from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
+from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
+from baton.protocol.config import KernelChoice
+from baton.protocol.errors import ConfigError
+from baton.runtime.log import logger
+
+log = logger("attention")
+
+
+def cpu_library(
+    dtype: torch.dtype, wanted: KernelChoice, progress: Callable[[int, int], None]
+) -> CpuLibrary | None:
+    """Return the compiled kernels, or None where plain torch replaces them.
+
+    While they are compiled, (kernels done, total) is reported to `progress`. Raises `ConfigError`
+    if the settings ask for kernels that cannot be compiled.
+    """
+    if wanted == "torch":
+        return None
+    try:
+        return load_library(is_bf16=dtype == torch.bfloat16, progress=progress)
+    except KernelsUnavailable as error:
+        if wanted == "compiled":
+            raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
+        log.warning("computing with plain torch, which is slower", reason=str(error))
+        return None
+
+
+def make_cpu_backend(
+    library: CpuLibrary | None,
+    pool: Tensor,
+    num_heads: int,
+    cos_sin: Tensor,
+    eps: float,
+    window: int | None,
+) -> Backend:
+    if library is None:
+        return PlainBackend(pool, num_heads, cos_sin, eps, window)
+    return CpuBackend(library, pool, num_heads, cos_sin, eps, window)
+
+
+class CpuBackend:
+    """The compiled kernels over a host pool."""
+
+    is_batch_invariant = True
+    table_blocks = 0
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        num_heads: int,
+        cos_sin: Tensor,  # [max_position, head_dim]
+        eps: float,
+        window: int | None,  # keys that a query sees, itself included
+    ) -> None:
+        # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
+        # linear layers, which use the same instruction, tell such CPUs apart.
+        self.name = "compiled-bf16" if library.in_pairs else "compiled"
+        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
+        self.eps = eps
+        self.window = window
+        self.scale = self.head_dim**-0.5
+        self.library = library
+        self._kernels = CpuKernels(library, pool, num_heads)
+        self._cos_sin = cos_sin.contiguous()
+
+    def begin(self, batch: Batch) -> None:
+        self._positions, self._slots = batch.positions, batch.slots
+        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in batch.chunks]
+        starts = accumulate((len(blocks) for blocks in used), initial=0)
+        chunks = [
+            (chunk.row, chunk.length, chunk.start, start)
+            for chunk, start in zip(batch.chunks, starts, strict=False)
+        ]
+        self._tables = np.fromiter(chain.from_iterable(used), np.int32)
+        self._chunks = np.array(chunks, np.int64)
+        self._is_decoding = len(chunks) == batch.num_tokens
+        self._work = self._kernels.attention_work(self._tables, self._chunks)
+
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        q = self._kernels.rope_and_store(
+            qkv, layer, self._positions, self._slots, self._cos_sin, head_norms, self.eps
+        )
+        work = self._work
+        if rows is not None and not self._are_all(rows.numpy()):
+            q = q[rows]
+            if not len(q):
+                return q.flatten(1)
+            work = self._work_of(rows.numpy())
+        out = torch.empty_like(q)
+        self._kernels.attend(q, layer, work, self.window, self.scale, out)
+        return out.flatten(1)
+
+    def _are_all(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether these are all rows of a step in which every sequence has one."""
+        return self._is_decoding and np.array_equal(rows, self._chunks[:, 0])
+
+    def _work_of(self, rows: NDArray[np.int64]) -> AttentionWork:
+        """Return the queries of some rows, each as a chunk of one token."""
+        chunks = self._chunks[np.searchsorted(self._chunks[:, 0], rows, side="right") - 1]
+        chunks[:, 2] += rows - chunks[:, 0]
+        chunks[:, 0] = np.arange(len(rows))
+        chunks[:, 1] = 1
+        return self._kernels.attention_work(self._tables, chunks)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def silu_mul(self, gate_up: Tensor) -> Tensor:
+        return self._kernels.silu_mul(gate_up)

@@ -1,0 +1,130 @@
+"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
+
+All positions of a packed batch run through the layers at once; what follows the last layer's keys
+and values is computed only where a token is sampled. The backend holds what differs between
+devices, and the KV cache holds the pool; this file knows neither blocks nor requests.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from baton.engine.compute.attention import Backend, Batch
+from baton.engine.compute.linear import Linear
+from baton.engine.compute.model_config import Rope
+from baton.engine.compute.row_rule import ByRows, at_once
+from baton.engine.compute.tensor_parallel import Ranks
+
+
+@dataclass(slots=True, frozen=True)
+class DecoderLayer:
+    """This rank's part of one layer's weights."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Linear  # heads of queries, then of keys, then of values
+    head_norms: Tensor | None  # [num_heads + kv_heads, head_dim]
+    output: Linear
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Linear  # gates first
+    down: Linear
+
+
+@dataclass(slots=True, frozen=True)
+class Decoder:
+    """The weights and the forward pass of one rank."""
+
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[DecoderLayer, ...]
+    final_norm: Tensor  # [hidden]
+    head: Linear  # [vocab, hidden], or this rank's rows of it
+    head_is_split: bool
+    eps: float
+    ranks: Ranks
+    by_rows: ByRows = at_once
+
+    def linears(self) -> Iterator[Linear]:
+        """Yield all linear layers."""
+        for layer in self.layers:
+            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+        yield self.head
+
+    def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
+        """Store the batch's keys and values; return the logits of `rows`.
+
+        Logits are `[len(rows), vocab]` in fp32. From the last layer on, only `rows` are computed.
+        """
+        backend.begin(batch)
+        embedded = F.embedding(batch.token_ids, self.embedding)
+        x, residual = self._into_attention(0, backend, embedded, None)
+        last = len(self.layers) - 1
+        for number in range(last):
+            x = backend.attend(number, x, self.layers[number].head_norms)
+            x, residual = self.by_rows(partial(self._to_next, number, backend), x, residual)
+        x = backend.attend(last, x, self.layers[last].head_norms, rows)
+        if not len(rows):
+            return x.new_empty(0, len(self.embedding), dtype=torch.float32)
+        x, residual = self._after_attention(last, backend, x, residual[rows])
+        x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
+        logits = self.head(x).float()
+        return self.ranks.all_gather(logits) if self.head_is_split else logits
+
+    def _to_next(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Compute from the attention of a layer to that of the next."""
+        x, residual = self._after_attention(number, backend, x, residual)
+        return self._into_attention(number + 1, backend, x, residual)
+
+    def _into_attention(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[number]
+        x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
+        return layer.qkv(x), residual
+
+    def _after_attention(
+        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        layer = self.layers[number]
+        x = self.ranks.all_reduce(layer.output(x))
+        x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
+        x = layer.down(backend.silu_mul(layer.gate_up(x)))
+        return self.ranks.all_reduce(x), residual
+
+
+def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
+    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
+    match rope.scaling:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / rope.factor
+        case "llama3":
+            return _llama3(rope, frequencies)
+
+
+def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Stretch low frequencies, keep high ones, and blend those between them (Llama 3.1)."""
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    blend = (original / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    stretched = frequencies / rope.factor
+    blended = (1 - blend) * stretched + blend * frequencies
+    scaled = torch.where(wavelengths > longest, stretched, frequencies)
+    is_between = (wavelengths <= longest) & (wavelengths >= shortest)
+    return torch.where(is_between, blended, scaled)

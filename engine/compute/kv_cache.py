@@ -1,0 +1,121 @@
+"""One rank's KV pool for compute: a tensor over the pool's memory.
+
+The rank's loader makes it. The runner copies blocks and writes generations through it, and
+attention reads and writes the tensor. `BlockPool` decides which sequence owns a block, and nothing
+here checks that.
+"""
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.engine.compute.model_config import DecoderConfig
+from baton.kv_transfer.pools import HostPool, available_bytes
+from baton.protocol.config import CacheConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.ids import MAX_BLOCKS
+from baton.protocol.messages import KVLayout
+
+SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
+HOST_SHARE = 0.25  # the share of the free memory; weights and other programs need memory too
+
+
+class KVCache:
+    """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
+
+    On a GPU, the blocks are in device memory and `generations` in host memory.
+    """
+
+    def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
+        self.pool = pool
+        self.generations = generations
+
+    def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
+        """Write new owners' generations before their first store, so that readers notice them."""
+        for block, generation in generations:
+            self.generations[block] = generation
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.pool[target].copy_(self.pool[source])
+
+
+def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCache:
+    """Return the cache whose blocks are the host pool's own bytes."""
+    pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
+    return KVCache(pool, host.generations)
+
+
+def device_cache(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, table: HostPool | None = None
+) -> KVCache:
+    """Return a cache in device memory, with spare blocks after its own.
+
+    Its generations are in `table`, where readers on this host see them, or without a table, in
+    memory of this process.
+    """
+    whole = torch.zeros((shape[0] + SPARE_BLOCKS, *shape[1:]), dtype=dtype, device=device)
+    generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
+    return KVCache(whole[: shape[0]], generations)
+
+
+def pool_shape(
+    config: DecoderConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
+) -> tuple[int, ...]:
+    kv_heads = _num_kv_heads(config, num_ranks)
+    return (num_blocks, kv_heads, config.num_layers, 2, cache.block_size, config.head_dim)
+
+
+def kv_layout(
+    config: DecoderConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
+) -> KVLayout:
+    """Return the layout of each rank's pool. All ranks share its fingerprint."""
+    head_bytes = config.num_layers * 2 * config.head_dim * dtype.itemsize
+    block_bytes = _num_kv_heads(config, num_ranks) * head_bytes * cache.block_size
+    shared = (
+        "heads-layers-kv-tokens", str(dtype), config.num_kv_heads, config.num_layers,
+        config.head_dim, cache.block_size,
+    )  # fmt: skip
+    return KVLayout(
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
+        kv_heads=config.num_kv_heads,
+    )
+
+
+def num_blocks_for(
+    cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
+) -> int:
+    """Return how many blocks are configured or fit. Raises `ConfigError` if none fits.
+
+    Without a setting, they take at most `num_bytes` and hold at most `most_tokens`.
+    """
+    if cache.num_blocks:
+        return cache.num_blocks
+    most = MAX_BLOCKS
+    if cache.memory_mib:
+        num_bytes = cache.memory_mib << 20
+    else:
+        most = min(most, -(-most_tokens // layout.block_size))
+    num_blocks = min(num_bytes // (layout.block_bytes * num_ranks), most)
+    if num_blocks == 0:
+        needed = -(-layout.block_bytes * num_ranks >> 20)
+        raise ConfigError(
+            f"{num_bytes >> 20} MiB for the KV pool are too little, because one block takes "
+            f"{needed} MiB: raise cache.memory_mib or free memory"
+        )
+    return num_blocks
+
+
+def host_bytes(cache: CacheConfig) -> int:
+    """Return how much of this host's memory a pool takes without a setting."""
+    return int(HOST_SHARE * available_bytes()) // cache.shared_by
+
+
+def _num_kv_heads(config: DecoderConfig, num_ranks: int) -> int:
+    return max(1, config.num_kv_heads // num_ranks)

@@ -1,0 +1,183 @@
+"""Load one rank's `Decoder` from a Hugging Face folder: names, slices, dtype and device.
+
+The rank's loader calls it once. It reads only the part of each tensor that the rank keeps. If the
+ranks cannot share a dimension evenly, it raises `ConfigError` before it reads any weight.
+"""
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.compute.decoder import Decoder, DecoderLayer
+from baton.engine.compute.executor import Progress
+from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
+from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
+from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.row_rule import RowThreads, at_once
+from baton.engine.compute.tensor_parallel import Ranks
+from baton.engine.compute.weights import Checkpoint
+from baton.kernels.cpu_kernels import CpuLinears
+from baton.protocol.errors import ConfigError
+
+# QKV, attention output, gate and up, down, head.
+NUM_LINEAR_KINDS = 5
+
+
+class Placement(NamedTuple):
+    """A rank's device, dtype and threads. A step on a CPU may use any of `thread_counts`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    thread_counts: tuple[int, ...] = ()
+    ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
+    compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
+
+
+class LinearMaker(Protocol):
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None, /
+    ) -> Linear: ...
+
+
+def load_decoder(
+    config: DecoderConfig,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    place: Placement,
+    progress: Progress,
+) -> Decoder:
+    """Return one rank's decoder. Raises `ConfigError` if the ranks cannot share the model.
+
+    It also raises `ConfigError` if a tensor is missing.
+    """
+    linears: LinearMaker | None = None
+    if place.device.type == "cpu":
+        linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
+    elif place.ordered is not None:
+        linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
+    decoder = _Loader(config, checkpoint, ranks, place, linears).load(progress)
+    if isinstance(linears, HostLinears):
+        linears.say_rules()
+    return decoder
+
+
+def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
+    """Return the numbers of query heads and KV heads of one of `size` ranks."""
+    return config.num_heads // size, max(1, config.num_kv_heads // size)
+
+
+def check_split(config: DecoderConfig, size: int) -> None:
+    """Raise `ConfigError` unless `size` ranks can share the model evenly."""
+    kv_heads = config.num_kv_heads
+    for name, units in (("heads", config.num_heads), ("MLP width", config.intermediate_size)):
+        if units % size:
+            raise ConfigError(f"engine.tensor_parallel: {size} does not divide the {name}, {units}")
+    if kv_heads % size and size % kv_heads:
+        raise ConfigError(f"engine.tensor_parallel: {size} ranks cannot share {kv_heads} KV heads")
+
+
+class _Loader:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        ranks: Ranks,
+        place: Placement,
+        linears: LinearMaker | None,
+    ) -> None:
+        check_split(config, ranks.size)
+        self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
+        self.dtype, self.device, self.linears = place.dtype, place.device, linears
+        rank, size = ranks.rank, ranks.size
+        self.heads = share(config.num_heads, rank, size, config.head_dim)
+        self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
+        self.features = share(config.intermediate_size, rank, size)
+
+    def load(self, progress: Progress) -> Decoder:
+        config, total = self.config, self.config.num_layers + 1
+        layers = []
+        for number in range(config.num_layers):
+            progress("weights", number, total)
+            layers.append(self._layer(f"model.layers.{number}."))
+        progress("weights", config.num_layers, total)
+        embedding = self._read("model.embed_tokens.weight")
+        head, is_split = self._head(embedding)
+        progress("weights", total, total)
+        norm = self._read("model.norm.weight")
+        is_alone_on_cpu = self.device.type == "cpu" and self.ranks.size == 1
+        return Decoder(
+            embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
+            RowThreads() if is_alone_on_cpu else at_once,
+        )  # fmt: skip
+
+    def _layer(self, name: str) -> DecoderLayer:
+        config, attention, mlp = self.config, name + "self_attn.", name + "mlp."
+        qkv = [
+            (attention + "q_proj", self.heads),
+            (attention + "k_proj", self.kv_heads),
+            (attention + "v_proj", self.kv_heads),
+        ]
+        gate_up = [(mlp + "gate_proj", self.features), (mlp + "up_proj", self.features)]
+        return DecoderLayer(
+            attention_norm=self._read(name + "input_layernorm.weight"),
+            qkv=self._columns(qkv, has_bias=config.qkv_bias),
+            head_norms=self._head_norms(attention) if config.qk_norm else None,
+            output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
+            mlp_norm=self._read(name + "post_attention_layernorm.weight"),
+            gate_up=self._columns(gate_up, has_bias=config.mlp_bias),
+            down=self._rows(mlp + "down_proj", self.features, has_bias=config.mlp_bias),
+        )
+
+    def _head(self, embedding: Tensor) -> tuple[Linear, bool]:
+        """Return the output projection, and whether it is split over the ranks.
+
+        It is split where the number of ranks divides the vocabulary.
+        """
+        vocab, size = self.config.vocab_size, self.ranks.size
+        if size == 1 or vocab % size:
+            if self.config.tie_word_embeddings:
+                return self._linear(embedding, is_head=True), False
+            return self._linear(self._read("lm_head.weight"), is_head=True), False
+        rows = share(vocab, self.ranks.rank, size)
+        if self.config.tie_word_embeddings:
+            return self._linear(embedding[rows], is_head=True), True
+        return self._linear(self._read("lm_head.weight", rows=rows), is_head=True), True
+
+    def _head_norms(self, attention: str) -> Tensor:
+        num_heads, kv_heads = local_heads(self.config, self.ranks.size)
+        q = self._read(attention + "q_norm.weight").expand(num_heads, -1)
+        k = self._read(attention + "k_norm.weight").expand(kv_heads, -1)
+        return torch.cat((q, k))
+
+    def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
+        """Return several column-parallel layers as one."""
+        weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
+        if not has_bias:
+            return self._linear(weight)
+        bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
+        return self._linear(weight, bias)
+
+    def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
+        weight = self._read(name + ".weight", columns=columns)
+        # The ranks' results are summed, so one rank alone adds the bias.
+        if not has_bias or self.ranks.rank != 0:
+            return self._linear(weight)
+        return self._linear(weight, self._read(name + ".bias"))
+
+    def _linear(
+        self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False
+    ) -> Linear:
+        if self.linears is None:
+            return Linear(weight, bias)
+        max_rows = MAX_HEAD_ROWS if is_head else None
+        return self.linears.make(weight, bias, max_rows)
+
+    def _read(
+        self, name: str, *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
+        if self.ranks.size == 1:
+            rows = columns = None
+        tensor = self.checkpoint.read(name, rows=rows, columns=columns)
+        return tensor.to(self.device, self.dtype, copy=True).contiguous()

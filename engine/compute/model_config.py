@@ -1,0 +1,325 @@
+"""Read, check and complete the description of a decoder in a Hugging Face folder.
+
+`engine/models`, the KV cache and the executors read `DecoderConfig`; no other module opens
+`config.json`. This module refuses what baton cannot compute exactly, before any weight is loaded: a
+model with an unknown activation or rotary scaling would run and give wrong text. It never imports
+torch.
+"""
+
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import msgspec
+from msgspec import UNSET, Meta, UnsetType
+
+from baton.protocol.errors import ConfigError
+
+ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3"]
+RopeScaling = Literal["default", "linear", "llama3"]
+DecoderDtype = Literal["float32", "bfloat16"]
+Positive = Annotated[int, Meta(gt=0)]
+T = TypeVar("T")
+
+ARCHITECTURES: dict[str, ModelFamily] = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "mistral",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+# transformers uses this value where the field is absent.
+QWEN3_HEAD_DIM = 128
+QWEN_MAX_WINDOW_LAYERS = 28
+SLIDING_WINDOW = 4096
+ROPE_THETA = 10000.0
+
+
+class Rope(msgspec.Struct, frozen=True):
+    """The rotary embedding. Only llama3 uses the last three; linear uses `factor` too."""
+
+    theta: float
+    scaling: RopeScaling = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 0
+
+
+class DecoderConfig(msgspec.Struct, frozen=True):
+    """A Llama-family decoder.
+
+    `sliding_window` applies to every layer: a token sees itself and `sliding_window - 1` tokens
+    before it. `dtype` is the checkpoint's (float16 is widened); a setting may override it.
+    """
+
+    family: ModelFamily
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float
+    rope: Rope
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    dtype: DecoderDtype
+    is_widened: bool  # the checkpoint's weights are float16
+    eos_token_ids: tuple[int, ...]
+
+
+def read_decoder_config(folder: Path) -> DecoderConfig:
+    """Return a folder's decoder. Raises a one-line `ConfigError` that names file and field."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; a Hugging Face model folder is needed")
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
+    family = _family(file, _decode(file, _Kind))
+    raw = _decode(file, _RawConfig)
+    _refuse_unknown_compute(file, raw)
+    head_dim = _head_dim(family, raw)
+    num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    if raw.num_attention_heads % num_kv_heads:
+        raise ConfigError(f"{file}: num_key_value_heads must divide num_attention_heads")
+    if head_dim % 2:
+        raise ConfigError(f"{file}: head_dim must be even for rotary embedding, not {head_dim}")
+    has_bias = raw.attention_bias and family in ("llama", "qwen3")
+    return DecoderConfig(
+        family=family,
+        vocab_size=raw.vocab_size,
+        hidden_size=raw.hidden_size,
+        intermediate_size=raw.intermediate_size,
+        num_layers=raw.num_hidden_layers,
+        num_heads=raw.num_attention_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=raw.max_position_embeddings,
+        rms_norm_eps=raw.rms_norm_eps,
+        rope=_rope(file, raw),
+        tie_word_embeddings=raw.tie_word_embeddings,
+        qkv_bias=has_bias or family == "qwen2",
+        output_bias=has_bias,
+        mlp_bias=raw.mlp_bias and family == "llama",
+        qk_norm=family == "qwen3",
+        sliding_window=_sliding_window(file, family, raw),
+        dtype=_dtype(file, raw),
+        is_widened=(raw.dtype or raw.torch_dtype) == "float16",
+        eos_token_ids=_eos_token_ids(folder, raw),
+    )
+
+
+class _Kind(msgspec.Struct):
+    """The fields that are read first, so that an unknown architecture is reported as such."""
+
+    architectures: tuple[str, ...] | None = None
+    model_type: str = ""
+
+
+class _RawRope(msgspec.Struct):
+    """`rope_parameters` of transformers 5 or `rope_scaling` of older folders."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: Annotated[float, Meta(gt=0)] = 1.0
+    low_freq_factor: Annotated[float, Meta(gt=0)] | None = None
+    high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
+    original_max_position_embeddings: Positive | None = None
+    partial_rotary_factor: float = 1.0
+
+
+class _RawQuantization(msgspec.Struct):
+    quant_method: str = ""
+
+
+class _RawConfig(msgspec.Struct):
+    """The fields of config.json that affect the computation; all others are ignored."""
+
+    vocab_size: Positive
+    hidden_size: Positive
+    intermediate_size: Positive
+    num_hidden_layers: Positive
+    num_attention_heads: Positive
+    max_position_embeddings: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    hidden_act: str = "silu"
+    rms_norm_eps: float = 1e-6
+    rope_theta: float | None = None
+    rope_scaling: _RawRope | None = None
+    rope_parameters: _RawRope | None = None
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: Positive | UnsetType | None = UNSET
+    max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
+    layer_types: tuple[str, ...] | None = None
+    quantization_config: _RawQuantization | None = None
+    dtype: str | None = None
+    torch_dtype: str | None = None
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+class _RawGeneration(msgspec.Struct):
+    eos_token_id: int | tuple[int, ...] | None = None
+
+
+def _decode(file: Path, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=kind)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _family(file: Path, kind: _Kind) -> ModelFamily:
+    named = kind.architectures or ()
+    for name in named:
+        if name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    by_type: dict[str, ModelFamily] = {family: family for family in ARCHITECTURES.values()}
+    if not named and kind.model_type in by_type:
+        return by_type[kind.model_type]
+    found = ", ".join(named) or kind.model_type or "nothing"
+    raise ConfigError(f"{file}: architectures names {found}; baton runs {', '.join(ARCHITECTURES)}")
+
+
+def _refuse_unknown_compute(file: Path, raw: _RawConfig) -> None:
+    if raw.hidden_act != "silu":
+        raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
+    if raw.quantization_config is not None:
+        method = raw.quantization_config.quant_method or "an unnamed method"
+        raise ConfigError(
+            f"{file}: quantization_config: the weights are quantized ({method}), and baton "
+            "computes with bfloat16 and float32 weights only"
+        )
+
+
+def _head_dim(family: ModelFamily, raw: _RawConfig) -> int:
+    if raw.head_dim is not None:
+        return raw.head_dim
+    if family == "qwen3":
+        return QWEN3_HEAD_DIM
+    return raw.hidden_size // raw.num_attention_heads
+
+
+def _rope(file: Path, raw: _RawConfig) -> Rope:
+    given = raw.rope_parameters or raw.rope_scaling or _RawRope()
+    field = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    theta = given.rope_theta or raw.rope_theta or ROPE_THETA
+    if given.partial_rotary_factor != 1.0:
+        raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
+    match given.rope_type or given.type or "default":
+        case "default":
+            return Rope(theta)
+        case "linear":
+            return Rope(theta, "linear", given.factor)
+        case "llama3":
+            low, high = given.low_freq_factor, given.high_freq_factor
+            original = given.original_max_position_embeddings
+            if low is None or high is None or original is None:
+                raise ConfigError(
+                    f"{file}: {field} of type llama3 needs low_freq_factor, high_freq_factor "
+                    "and original_max_position_embeddings"
+                )
+            if low >= high:
+                raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
+            return Rope(theta, "llama3", given.factor, low, high, original)
+        case other:
+            raise ConfigError(
+                f"{file}: {field} of type {other!r} is not supported, only default, linear, llama3"
+            )
+
+
+def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
+    """Return the window of all layers, or None without one shorter than the model's length."""
+    if family == "llama":
+        return None
+    window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
+    if window is None or window >= raw.max_position_embeddings:
+        return None
+    if family == "mistral":
+        return window
+    if not raw.use_sliding_window:
+        return None
+    kinds = set(raw.layer_types or ())
+    if not kinds:
+        full = min(max(raw.max_window_layers, 0), raw.num_hidden_layers)
+        kinds |= {"full_attention"} if full else set()
+        kinds |= {"sliding_attention"} if full < raw.num_hidden_layers else set()
+    if kinds == {"full_attention"}:
+        return None
+    if kinds == {"sliding_attention"}:
+        return window
+    field = "layer_types" if raw.layer_types else "max_window_layers"
+    raise ConfigError(f"{file}: {field}: layers with different attention are not supported")
+
+
+def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:
+    match raw.dtype or raw.torch_dtype or "float32":
+        case "bfloat16":
+            return "bfloat16"
+        case "float32" | "float16":
+            return "float32"
+        case other:
+            raise ConfigError(f"{file}: dtype {other!r} is not supported")
+
+
+def _eos_token_ids(folder: Path, raw: _RawConfig) -> tuple[int, ...]:
+    """Return every id that either file calls an end, in ascending order."""
+    given = [raw.eos_token_id]
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        given.append(_decode(generation, _RawGeneration).eos_token_id)
+    ids: set[int] = set()
+    for entry in given:
+        if entry is not None:
+            ids |= {entry} if isinstance(entry, int) else set(entry)
+    return tuple(sorted(ids))
+
+
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+
+class TensorEntry(msgspec.Struct):
+    """One tensor in a file's header. Offsets are bytes from the file's start."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def tensors_of(file: Path) -> dict[str, TensorEntry]:
+    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON.
+
+    Raises `ConfigError` unless the file holds all of its tensors.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                raise ConfigError(f"{file} is not a safetensors file")
+            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {
+            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    size = file.stat().st_size
+    for name, entry in entries.items():
+        first, last = (8 + length + offset for offset in entry.data_offsets)
+        if not 0 <= first <= last <= size:
+            raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
+        entry.data_offsets = (first, last)
+    return entries

@@ -1,0 +1,377 @@
+"""Pack the slices of a plan into the inputs of a step, in one piece of host memory.
+
+A plan is packed when its step is launched, while the step before may still compute. One copy takes
+the piece to the device. A token that is not known yet is named by its place in the ring of sampled
+tokens on the device. A decode step can be padded to a bucket, so that all steps of that bucket have
+their inputs at the same places: padding adds rows, never sequences.
+
+`DeviceTables` are the block tables in the device's memory. A sequence keeps its row from step to
+step, and a step sends only new blocks. A new sequence takes the row of the sequence that was used
+least recently, whose whole table is sent again if it returns.
+"""
+
+import math
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from torch import Tensor
+
+from baton.engine.compute.attention import Batch, Chunk, Tables
+from baton.engine.compute.sampler import Draws, SampleRow
+from baton.engine.scheduling.plan import Slice, StepPlan
+from baton.protocol.errors import InvariantBroken
+from baton.protocol.ids import Key
+from baton.protocol.sampling import Sampling
+
+IDLE_ROW = 0  # no sequence has this row, which padding reads
+
+
+class DeviceTables:
+    """`blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks."""
+
+    def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
+        self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
+        self._num_blocks = num_blocks
+        self._free = list(range(num_sequences, IDLE_ROW, -1))
+        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
+
+    def check_fits(self, num_sequences: int) -> None:
+        """Refuse a step that has more sequences than the tables have rows."""
+        if num_sequences >= len(self.blocks):
+            raise InvariantBroken(
+                f"a step of {num_sequences} sequences has too many for the tables"
+            )
+
+    def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
+        """Return the row of a sequence with this table; add the changes as (place, block)."""
+        row, known = self._rows.pop(key, (0, ()))
+        if not row:
+            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
+        if table != known:
+            start = len(known) if table[: len(known)] == known else 0
+            first = row * self._num_blocks
+            places, blocks = changes
+            places.extend(range(first + start, first + len(table)))
+            blocks.extend(table[start:])
+        self._rows[key] = row, table
+        return row
+
+    def write(self, places: Tensor, blocks: Tensor) -> None:
+        """Write the changes of a step, in the order of the device's work."""
+        self.blocks.view(-1).index_copy_(0, places, blocks)
+
+
+# The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
+# step is unsettled (two steps at most), so no plan needs older ones.
+REMEMBERED_STEPS = 4
+RING_TOKENS = 1 << 17
+IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding draws
+BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
+IDLE_DRAW = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
+NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
+}  # fmt: skip
+
+
+class ArrayPlace(NamedTuple):
+    """An array within the words of a step."""
+
+    first: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, words: Tensor) -> Tensor:
+        part = words[self.first : self.end]
+        if self.dtype != torch.int64:
+            part = part.view(self.dtype)
+        if self.dtype == torch.int32:  # two to a word
+            part = part[: math.prod(self.shape)]
+        return part.view(self.shape)
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of a step in `words`, in host memory or, after one copy, on the device."""
+
+    words: Tensor  # int64
+    tokens: ArrayPlace  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
+    rows: ArrayPlace  # [num_rows]: those whose logits are needed
+    repeats: ArrayPlace | None  # [num_draws]: the logits that each draw takes, if not its own row's
+    places: ArrayPlace  # [num_draws]: the place of each drawn token in the ring
+    draws: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
+    tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = (
+        None  # rows of the device's tables, lengths, starts
+    )
+    changes: tuple[ArrayPlace, ArrayPlace] | None = (
+        None  # of the device's tables: places and blocks
+    )
+
+    def sampled(self) -> Draws:
+        return Draws(*(place.of(self.words) for place in self.draws))
+
+
+@dataclass(slots=True)
+class PackedStep:
+    """A step on the host, ready for its device."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    chunks: tuple[Chunk, ...]  # empty if the step is padded
+    num_decoding: int  # sequences at the head that decode one token
+    table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
+    has_unknown_tokens: bool
+    bucket: int  # rows after padding, 0 if there is none
+
+    def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
+        """Return the batch of `inputs`, which may be a copy of this step's inputs."""
+        _, positions, slots = inputs.tokens.of(inputs.words)
+        if tables is None or inputs.tables is None:
+            return Batch(token_ids, positions, slots, self.chunks)
+        rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
+        blocks = tables.blocks[:, : self.table_blocks][rows]
+        there = Tables(blocks, lengths, starts, self.num_decoding)
+        return Batch(token_ids, positions, slots, self.chunks, there)
+
+
+@dataclass(slots=True)
+class _Lists:
+    """The inputs of a step as they are collected, a list for each."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    draws: list[SampleRow] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    has_unknown_tokens: bool = False
+
+    def pad(self, bucket: int) -> None:
+        missing = bucket - len(self.ids)
+        self.rows += range(len(self.ids), bucket)
+        self.ids += [0] * missing
+        self.positions += [0] * missing
+        self.slots += [-1] * missing
+        self.places += [IDLE_PLACE] * missing
+        self.draws += [IDLE_DRAW] * missing
+        self.table_rows += [IDLE_ROW] * missing
+        self.lengths += [0] * missing
+
+
+class Packer:
+    """Packs the plans of one runner.
+
+    `allocate` returns host memory of that many words, for one step alone. `buckets`, empty at
+    first, are the numbers of rows to which decode steps are padded, in order; larger steps are not
+    padded.
+    """
+
+    def __init__(
+        self,
+        block_size: int,
+        eos_token_ids: tuple[int, ...],
+        tables: DeviceTables | None,
+        allocate: Callable[[int], Tensor],
+    ) -> None:
+        self.buckets: Sequence[int] = ()
+        self._block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        self._tables = tables
+        self._allocate = allocate
+        self._sampled = _SampledPlaces()
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        lists, chunks = _Lists(), []
+        for part in plan.slices:
+            chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
+            self._add_tokens(lists, part)
+            self._add_draws(lists, part)
+        lists.places = self._sampled.add(plan.slices)
+        num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
+        width = 0
+        if self._tables is not None:
+            width = self._add_tables(lists, plan.slices, num_decoding)
+        held_back = [row.held_back(self._eos_token_ids) for row in lists.draws]
+        bucket = self._bucket(plan.slices, held_back)
+        if bucket:
+            return self._padded(plan, lists, held_back, bucket)
+        inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
+        return PackedStep(
+            plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket
+        )
+
+    def idle(self, bucket: int) -> PackedStep:
+        """Return a step of padding alone, with which a bucket is captured."""
+        return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _padded(
+        self, plan: StepPlan, lists: _Lists, held_back: list[tuple[int, ...]], bucket: int
+    ) -> PackedStep:
+        held_back += [()] * (bucket - len(lists.ids))
+        lists.pad(bucket)
+        inputs = self._laid(lists, held_back, BUCKET_HELD_BACK)
+        return PackedStep(plan, inputs, (), bucket, None, True, bucket)
+
+    def _bucket(self, slices: Sequence[Slice], held_back: Sequence[tuple[int, ...]]) -> int:
+        """Return the bucket of a decode step, or 0 if it is none or fits none."""
+        index = bisect_left(self.buckets, len(slices))
+        if index == len(self.buckets) or not slices:
+            return 0
+        is_decoding = all(part.length == 1 and len(part.draws) == 1 for part in slices)
+        if not is_decoding or any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
+            return 0
+        return self.buckets[index]
+
+    def _add_tokens(self, lists: _Lists, part: Slice) -> None:
+        start, length, table, size = part.start, part.length, part.block_table, self._block_size
+        if length == 1:  # a decode step, for which an array of one element costs more than it saves
+            if part.token_ids:
+                lists.ids.append(part.token_ids[0])
+            else:
+                lists.ids.append(self._sampled.stand_in(part))
+                lists.has_unknown_tokens = True
+            lists.positions.append(start)
+            lists.slots.append(table[start // size] * size + start % size)
+            return
+        lists.ids += part.token_ids
+        own, first = np.arange(start, start + length), start // size
+        blocks = np.array(table[first:])[own // size - first]
+        lists.positions += own.tolist()
+        lists.slots += (blocks * size + own % size).tolist()
+
+    def _add_draws(self, lists: _Lists, part: Slice) -> None:
+        if not part.draws:
+            return
+        if part.sampling is None:
+            raise InvariantBroken(f"{part.key}: a slice with draws has no sampling parameters")
+        position = part.start + part.length
+        num_output_tokens = position - part.num_prompt_tokens
+        for choice in part.draws:
+            lists.repeats.append(len(lists.rows))
+            lists.draws.append(SampleRow(part.sampling, choice, position, num_output_tokens))
+        lists.rows.append(len(lists.ids) - 1)
+
+    def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
+        """Return how many blocks the longest context has."""
+        assert self._tables is not None
+        self._tables.check_fits(len(slices))
+        width, start = 0, 0
+        for index, part in enumerate(slices):
+            end = part.start + part.length
+            num_blocks = -(-end // self._block_size)
+            width = max(width, num_blocks)
+            table = part.block_table[:num_blocks]
+            lists.table_rows.append(self._tables.follow(part.key, table, lists.changes))
+            lists.lengths.append(end)
+            if index >= num_decoding:
+                lists.starts.append(start)
+                start += part.length
+        if lists.starts:
+            lists.starts.append(start)
+        return width
+
+    def _laid(self, lists: _Lists, held_back: Sequence[tuple[int, ...]], width: int) -> StepInputs:
+        """Lay all inputs into one piece of memory; the changes of tables come last."""
+        num_draws = len(lists.draws)
+        numbers = (
+            3 * len(lists.ids) + len(lists.rows) + len(lists.repeats) + len(lists.places)
+            + 7 * num_draws + num_draws * width + len(lists.table_rows) + len(lists.lengths)
+            + len(lists.starts) + 2 * len(lists.changes[0])
+        )  # fmt: skip
+        into = _PackedWords(self._allocate(numbers))
+        inputs = StepInputs(
+            into.words,
+            tokens=into.put((lists.ids, lists.positions, lists.slots), 3, len(lists.ids)),
+            rows=into.put(lists.rows, len(lists.rows)),
+            repeats=None,
+            places=into.put(lists.places, num_draws),
+            draws=(
+                into.put([row.ints for row in lists.draws], num_draws, 4),
+                into.put([row.reals for row in lists.draws], num_draws, 3, dtype=torch.float64),
+                into.put(
+                    [(*ids, *(-1,) * (width - len(ids))) for ids in held_back],
+                    num_draws, width, dtype=torch.int32,
+                ),
+            ),
+        )  # fmt: skip
+        if num_draws > len(lists.rows):  # the choices of one prompt share its logits
+            inputs.repeats = into.put(lists.repeats, num_draws)
+        if self._tables is not None:
+            inputs.tables = (
+                into.put(lists.table_rows, len(lists.table_rows)),
+                into.put(lists.lengths, len(lists.lengths), dtype=torch.int32),
+                into.put(lists.starts, len(lists.starts), dtype=torch.int32),
+            )
+            places, blocks = lists.changes
+            if places:
+                inputs.changes = (
+                    into.put(places, len(places)),
+                    into.put(blocks, len(blocks), dtype=torch.int32),
+                )
+        inputs.words = into.used()
+        return inputs
+
+
+class _SampledPlaces:
+    """The places of the last steps' tokens in the ring."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
+        self._next = 0
+
+    def stand_in(self, part: Slice) -> int:
+        """Return the negative number that stands for the token that was sampled last for a key."""
+        for step in reversed(self._steps):
+            place = step.get(part.key)
+            if place is not None:
+                return place - RING_TOKENS
+        raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
+
+    def add(self, slices: Sequence[Slice]) -> list[int]:
+        """Assign a place to each draw of a step, and return the places in order."""
+        num_draws = sum(len(part.draws) for part in slices)
+        if num_draws > IDLE_PLACE // REMEMBERED_STEPS:
+            raise InvariantBroken(f"a step draws {num_draws} tokens")
+        if self._next + num_draws > IDLE_PLACE:
+            self._next = 0
+        places = list(range(self._next, self._next + num_draws))
+        self._next += num_draws
+        left = iter(places)
+        self._steps.append(
+            {part.key.of_choice(choice): next(left) for part in slices for choice in part.draws}
+        )
+        return places
+
+
+class _PackedWords:
+    """A piece of memory that is filled one array after the other."""
+
+    def __init__(self, words: Tensor) -> None:
+        self.words = words
+        self._array = words.numpy()
+        self._used = 0
+
+    def put(self, values: ArrayLike, *shape: int, dtype: torch.dtype = torch.int64) -> ArrayPlace:
+        size = math.prod(shape)
+        first, end = self._used, self._used + (-(-size // 2) if dtype == torch.int32 else size)
+        if size:
+            part = self._array[first:end].view(NUMPY[dtype])
+            part[:size] = np.asarray(values, NUMPY[dtype]).reshape(-1)
+        self._used = end
+        return ArrayPlace(first, end, shape, dtype)
+
+    def used(self) -> Tensor:
+        return self.words[: self._used]

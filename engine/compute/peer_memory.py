@@ -1,0 +1,211 @@
+"""Share a GPU's pool with other processes of this host, and map their pools.
+
+The rank's loader makes it for the `cuda_ipc` transport, whose thread calls it. Memory is shared by
+the driver's IPC handles, plain bytes: nothing that a peer sends is unpickled. Copies run on a
+stream of their own beside the steps, one launch each, and an event says when one has ended. The
+driver is called through ctypes because torch offers handles only as pickles.
+"""
+
+import ctypes
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kv_transfer.pools import PoolShape
+from baton.protocol.errors import ConfigError, TransferError
+
+DRIVER = "libcuda.so.1"
+HANDLE_BYTES = 64
+# From cuda.h.
+LAZY_ENABLE_PEER_ACCESS = 1
+POINTER_DEVICE_ORDINAL = 9
+SUCCESS = 0
+
+
+class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
+    """An allocation's handle, and the pool's offset in it. Peers of one version exchange it."""
+
+    handle: bytes
+    offset: int
+    num_words: int  # of one block, 4 bytes each
+
+    @classmethod
+    def decode(cls, data: bytes) -> "PoolHandle":
+        """Return the decoded handle. Raises `TransferError` if `data` is not one."""
+        try:
+            found = msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not a handle of GPU memory: {error}") from error
+        if len(found.handle) != HANDLE_BYTES or found.offset < 0 or found.num_words <= 0:
+            raise TransferError("not a handle of GPU memory")
+        return found
+
+
+class CudaPeerMemory:
+    """The `PeerMemory` of a pool, in whose memory `SPARE_BLOCKS` follow `num_blocks`."""
+
+    def __init__(self, pool: Tensor, num_blocks: int) -> None:
+        self.device = pool.device
+        words = pool.storage_offset() // (4 // pool.itemsize)
+        block_words = pool[0].numel() * pool.itemsize // 4
+        whole = torch.empty(0, dtype=torch.int32, device=pool.device).set_(
+            pool.untyped_storage(), words, (num_blocks + 1, block_words)
+        )  # type: ignore[call-overload]
+        self.blocks: Tensor = whole  # [num_blocks + 1, words of a block] int32
+        self.stream: torch.cuda.Stream | None = None
+        self.driver = CudaDriver()
+
+    @property
+    def gpu(self) -> str:
+        return _gpu_id(self.device.index)
+
+    @property
+    def visible(self) -> tuple[str, ...]:
+        return tuple(_gpu_id(index) for index in range(torch.cuda.device_count()))
+
+    def handle(self) -> bytes:
+        address = self.blocks.data_ptr()
+        handle, base = self.driver.export(address)
+        return msgspec.msgpack.encode(PoolHandle(handle, address - base, self.blocks.shape[1]))
+
+    def enter(self) -> None:
+        torch.cuda.set_device(self.device)
+        # A thread has no CUDA context before its first call that needs one, but UCX requires it.
+        torch.cuda.synchronize(self.device)
+        self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        spare = np.array([len(self.blocks) - 1])
+        OpenedPool(self, self.blocks, 0).copy(spare, spare, 4 * self.blocks.shape[1])  # compile it
+
+    def open(self, handle: bytes, shape: PoolShape) -> "OpenedPool":
+        found = PoolHandle.decode(handle)
+        if 4 * found.num_words != shape.block_bytes:
+            raise TransferError("the handle is of another pool")
+        base = self.driver.open(found.handle)
+        view = _DeviceArray(base + found.offset, (shape.num_blocks, found.num_words))
+        # Some versions of torch copy the memory if the device is not named or is another one.
+        device = torch.device("cuda", self.driver.device_of(base))
+        return OpenedPool(self, torch.as_tensor(view, device=device), base)
+
+
+class OpenedPool:
+    """The `PeerPool` whose `blocks` are mapped at `base`."""
+
+    def __init__(self, memory: CudaPeerMemory, blocks: Tensor, base: int) -> None:
+        self._memory = memory
+        self._blocks = blocks
+        self._base = base
+
+    def copy(
+        self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
+    ) -> Callable[[], bool]:
+        # Triton exists on Linux only and is slow to import; see `rank`.
+        from baton.kernels.pool_writes import move_blocks
+
+        memory = self._memory
+        assert memory.stream is not None, "the agent's thread entered"
+        try:
+            with torch.cuda.stream(memory.stream):
+                ids = torch.from_numpy(np.stack((remote, local)).astype(np.int32)).pin_memory()
+                on_gpu = ids.to(memory.device, non_blocking=True)
+                source, target = (
+                    pool.view(-1, num_bytes // 4) for pool in (self._blocks, memory.blocks)
+                )
+                move_blocks(source, on_gpu[0], target, on_gpu[1])
+                done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                done.record(memory.stream)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise TransferError(f"the GPU cannot copy: {_first_line(error)}") from error
+
+        def has_ended() -> bool:
+            try:
+                return bool(done.query())  # type: ignore[no-untyped-call]
+            except (RuntimeError, torch.AcceleratorError) as error:
+                raise TransferError(f"the GPU could not copy: {_first_line(error)}") from error
+
+        return has_ended
+
+    def close(self) -> None:
+        self._memory.driver.close(self._base)
+
+
+class CudaDriver:
+    """The calls of the CUDA driver that share memory. They need a current context."""
+
+    def __init__(self) -> None:
+        try:
+            self._library = ctypes.CDLL(DRIVER)
+        except OSError as error:
+            raise ConfigError(f"the CUDA driver cannot be loaded: {error}") from error
+
+    def export(self, address: int) -> tuple[bytes, int]:
+        """Return the handle of the allocation around `address`, and the allocation's start."""
+        base, size, handle = ctypes.c_uint64(), ctypes.c_size_t(), _Handle()
+        try:
+            self._call(
+                "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size),
+                ctypes.c_uint64(address),
+            )  # fmt: skip
+            self._call("cuIpcGetMemHandle", ctypes.byref(handle), base)
+        except TransferError as error:
+            raise ConfigError(
+                f"this GPU's memory cannot be shared ({error.message}); remove "
+                "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use NIXL: "
+                "`pip install -e '.[nixl]'`"
+            ) from error
+        return bytes(handle), base.value
+
+    def open(self, handle: bytes) -> int:
+        """Map an allocation of another process and return its address. Raises `TransferError`."""
+        address = ctypes.c_uint64()
+        self._call(
+            "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
+            ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
+        )  # fmt: skip
+        return address.value
+
+    def device_of(self, address: int) -> int:
+        """Return the number, in this process, of the GPU that has the memory."""
+        number = ctypes.c_int()
+        self._call(
+            "cuPointerGetAttribute", ctypes.byref(number), ctypes.c_int(POINTER_DEVICE_ORDINAL),
+            ctypes.c_uint64(address),
+        )  # fmt: skip
+        return number.value
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", ctypes.c_uint64(address))
+
+    def _call(self, name: str, *arguments: object) -> None:
+        status = getattr(self._library, name)(*arguments)
+        if status != SUCCESS:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorName(status, ctypes.byref(text))
+            said = (text.value or b"an unknown error").decode()
+            raise TransferError(f"{name} reported {said}")
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+class _DeviceArray:
+    """Memory of a GPU in the form in which torch takes it from other libraries without a copy."""
+
+    def __init__(self, address: int, shape: tuple[int, int]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape, "typestr": "<i4", "data": (address, False), "version": 3,
+        }  # fmt: skip
+
+
+def _gpu_id(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]

@@ -1,0 +1,326 @@
+"""Make everything that computes one rank: weights, pool, runner and transfer port.
+
+`InProcessExecutor` and each rank's worker process call it. It decides what a configuration means
+for a rank (device, dtype, block count) and refuses settings that cannot work before anything large
+is allocated. It starts no thread except the port's.
+"""
+
+import ctypes
+import hashlib
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.engine.compute.cpu_backend import cpu_library, make_cpu_backend
+from baton.engine.compute.cuda_start import (
+    free_for_pool,
+    keep_sums_whole,
+    line_without_pool,
+    memory_of,
+    one_line_errors,
+    prepare,
+    why_no_gpu,
+)
+from baton.engine.compute.decoder import Decoder, rope_table
+from baton.engine.compute.executor import ExecutorInfo, Progress
+from baton.engine.compute.kv_cache import (
+    SPARE_BLOCKS,
+    device_cache,
+    host_bytes,
+    host_cache,
+    kv_layout,
+    num_blocks_for,
+    pool_shape,
+)
+from baton.engine.compute.linear import Product
+from baton.engine.compute.loading import Placement, check_split, load_decoder, local_heads
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
+from baton.engine.compute.runner import MAX_SEQUENCES, Runner
+from baton.engine.compute.sampler import Sampler, compiled
+from baton.engine.compute.step_queue import CudaQueue, HostQueue
+from baton.engine.compute.tensor_parallel import Ranks, least
+from baton.engine.compute.weights import Checkpoint, fingerprint
+from baton.kernels.cpu_kernels import CpuLinears, CpuSampler
+from baton.kernels.cpu_library import CpuLibrary, has_bf16_tiles
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import KVLayout, NodeFacts
+from baton.runtime.clock import boottime
+from baton.runtime.host import gpus_of, num_gpus, thread_counts
+from baton.runtime.log import logger
+
+STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
+# From malloc.h; the largest threshold that glibc takes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 << 20
+
+log = logger("rank")
+
+
+@dataclass(slots=True, frozen=True)
+class RankPlan:
+    """The settings of each rank, which follow from a configuration and its model."""
+
+    folder: Path
+    decoder: DecoderConfig
+    device: torch.device
+    dtype: torch.dtype
+    max_model_len: int
+    layout: KVLayout
+    num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
+    chunk_tokens: int
+    max_num_seqs: int
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedRank:
+    """One rank, ready to compute. `info.ranks` holds this rank's address alone."""
+
+    runner: Runner
+    pool: HostPool | DevicePool
+    port: TransferAgent
+    info: ExecutorInfo
+
+    def close(self) -> None:
+        """End the port, then release the captured steps and the pool."""
+        self.port.close()
+        self.runner.drop_graphs()
+        self.pool.close()
+
+
+def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
+    """Load and allocate one rank. Raises `ConfigError`.
+
+    It also sets torch's number of threads in this process, and how freed memory is kept.
+    """
+    plan = plan_rank(config, ranks.size)
+    keep_freed_memory()
+    torch.set_num_threads(thread_counts(config.engine)[0])
+    if plan.device.type == "cuda":
+        if config.engine.deterministic:
+            keep_sums_whole()
+        with one_line_errors(plan.device, "while it loads the model"):
+            runner, pool = load_runner(plan, config, ranks, progress)
+        with one_line_errors(plan.device, "while it captures its steps"):
+            with_graphs = config.engine.graphs
+            prepare(runner, plan.max_num_seqs, progress, with_graphs=with_graphs)
+    else:
+        runner, pool = load_runner(plan, config, ranks, progress)
+    port = make_port(pool, epoch, config.transfer)
+    dtype = str(plan.dtype).removeprefix("torch.")
+    info = ExecutorInfo(
+        num_blocks=len(runner.cache.pool),
+        layout=plan.layout,
+        ranks=(port.address(),),
+        model=fingerprint(plan.folder, dtype),
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.decoder.vocab_size,
+        eos_token_ids=plan.decoder.eos_token_ids,
+        batch_invariant=is_batch_invariant(runner),
+        compute=compute_path(runner),
+        facts=NodeFacts(dtype, plan.device.type),
+        chunk_tokens=plan.chunk_tokens,
+        max_num_seqs=plan.max_num_seqs,
+    )
+    return LoadedRank(runner, pool, port, info)
+
+
+def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
+    """Return the plan of each rank. Raises `ConfigError` if settings and model do not fit."""
+    if not config.model.path:
+        raise ConfigError("model.path is empty: name the folder of a model")
+    folder = Path(config.model.path)
+    decoder = read_decoder_config(folder)
+    check_split(decoder, num_ranks)
+    limit = decoder.max_position_embeddings
+    if config.model.max_len > limit:
+        raise ConfigError(f"model.max_len: the model has {limit} positions")
+    name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype = torch.float32 if name == "float32" else torch.bfloat16
+    layout = kv_layout(decoder, config.cache, num_ranks, dtype)
+    device = _device(config, decoder, num_ranks)
+    chunk_tokens, max_num_seqs = STEP_LIMITS[device.type]
+    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
+        raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
+    plan = RankPlan(
+        folder=folder,
+        decoder=decoder,
+        device=device,
+        dtype=dtype,
+        max_model_len=config.model.max_len or limit,
+        layout=layout,
+        num_blocks=0,
+        chunk_tokens=config.engine.chunk_tokens or chunk_tokens,
+        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
+    )
+    if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
+        return plan
+    return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
+    """Return the plan with the blocks that are configured or fit `num_bytes`."""
+    most_tokens = plan.max_num_seqs * plan.max_model_len
+    num_blocks = num_blocks_for(config.cache, plan.layout, num_ranks, num_bytes, most_tokens)
+    return replace(plan, num_blocks=num_blocks)
+
+
+def load_runner(
+    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> tuple[Runner, HostPool | DevicePool]:
+    """Load the weights, then make the pool. Raises `ConfigError` for a bad folder."""
+    checkpoint = Checkpoint(plan.folder)
+    library = None
+    if plan.device.type == "cpu":
+        library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
+    place = Placement(
+        plan.dtype,
+        plan.device,
+        thread_counts(config.engine),
+        _ordered_product(plan, config),
+        _compiled_linears(library),
+    )
+    decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
+    progress("kv pool", 0, 1)
+    if plan.device.type == "cuda":
+        return _on_gpu(plan, config, decoder, progress)
+    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
+    pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
+    cache = host_cache(pool, shape, plan.dtype)
+    progress("kv pool", 1, 1)
+    num_heads, _ = local_heads(plan.decoder, ranks.size)
+    backend = make_cpu_backend(
+        library, cache.pool, num_heads, _rope_table(plan), plan.decoder.rms_norm_eps,
+        plan.decoder.sliding_window,
+    )  # fmt: skip
+    kernel = compiled(CpuSampler(library)) if library else None
+    sampler = Sampler(plan.decoder.eos_token_ids, kernel)
+    return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
+    """Return the kernels' products, or None where torch's library computes linear layers."""
+    if library is None or not library.in_pairs or has_bf16_tiles():
+        return None
+    return CpuLinears(library)
+
+
+def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
+    if plan.device.type != "cuda" or not config.engine.deterministic:
+        return None
+    # Triton is imported here for the same reason as in `_on_gpu`.
+    from baton.kernels.fixed_product import fixed_product
+
+    return fixed_product
+
+
+def _on_gpu(
+    plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
+) -> tuple[Runner, DevicePool]:
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
+    from baton.engine.compute.cuda_backend import CudaBackend
+    from baton.engine.compute.peer_memory import CudaPeerMemory
+    from baton.kernels.device_sampling import sample_tokens
+
+    ranks = decoder.ranks
+
+    def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
+        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks)
+        cache = device_cache(shape, plan.dtype, plan.device, generations)
+        model, table = plan.decoder, _rope_table(plan)
+        num_heads, _ = local_heads(model, ranks.size)
+        backend = CudaBackend(
+            cache.pool, num_heads, table, model.rms_norm_eps, model.sliding_window,
+            is_ordered=config.engine.deterministic,
+        )  # fmt: skip
+        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
+        return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
+
+    if not plan.num_blocks:
+        probe = runner_over(1)
+        num_bytes = free_for_pool(
+            probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
+        )
+        if num_bytes < plan.layout.block_bytes:
+            raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
+        plan = _sized(plan, config, 1, num_bytes)
+        plan = replace(plan, num_blocks=least(ranks, plan.num_blocks, plan.device))
+        del probe
+    table = HostPool(plan.num_blocks, 0)
+    runner = runner_over(plan.num_blocks, table)
+    progress("kv pool", 1, 1)
+    pool = runner.cache.pool
+    memory = PoolMemory(
+        pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device), SPARE_BLOCKS
+    )
+    return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
+
+
+def _rope_table(plan: RankPlan) -> Tensor:
+    return rope_table(plan.decoder.rope, plan.decoder.head_dim, plan.max_model_len)
+
+
+def is_batch_invariant(runner: Runner) -> bool:
+    """Return whether the bits of a token depend on its own sequence alone."""
+    decoder = runner.decoder
+    has_rules = all(linear.is_batch_invariant for linear in decoder.linears())
+    return has_rules and runner.backend.is_batch_invariant and decoder.ranks.is_batch_invariant
+
+
+def compute_path(runner: Runner) -> str:
+    """Return a text that is equal for ranks of one model that should compute the same bits."""
+    digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
+    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of this many parts
+        digest.update(str(size).encode())
+    if runner.device.type == "cuda":
+        digest.update(torch.cuda.get_device_name(runner.device).encode())
+    for part in sorted({linear.digest for linear in runner.decoder.linears()}):
+        digest.update(part)
+    return f"{runner.backend.name}-{digest.hexdigest()}"
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse large buffers; otherwise each operation on a chunk maps new pages.
+
+    On CPUs, an RMS norm of 512 tokens took eight times as long without this.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has this function
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
+
+
+def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> torch.device:
+    """Return the device to compute on. `auto` logs one line if it cannot be the GPU."""
+    wanted = config.engine.device
+    is_there = torch.cuda.is_available() or num_gpus() > 0
+    if wanted == "cpu" or (wanted == "auto" and not is_there):
+        return torch.device("cpu")
+    reason = why_no_gpu() or _lacking_on_gpus(config, decoder, num_ranks)
+    if not reason:
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        raise ConfigError(f"engine.device: {reason}")
+    log.warning("computing on the CPU and not on the GPU", reason=reason)
+    return torch.device("cpu")
+
+
+def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
+    # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
+    if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
+        return (
+            f"{num_ranks} ranks (engine.tensor_parallel) need one GPU each, but this node sees "
+            f"{num_seen}"
+        )
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
+    from baton.engine.compute.cuda_backend import missing_for
+
+    shape = pool_shape(decoder, config.cache, num_ranks, 1)
+    return missing_for(shape, local_heads(decoder, num_ranks)[0])

@@ -1,0 +1,139 @@
+"""Run the steps of one rank, from a plan to tokens.
+
+The executor of a rank calls it, launching plans and collecting their results in order. A step is
+packed, copied to the device once, and run there through the decoder and the sampler; on a GPU the
+host waits for nothing before it collects. Of a sequence, the runner keeps only the block table and
+the tokens to which a plan in flight may refer. It trusts its plans, because the scheduler has set
+block tables and positions.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from baton.engine.compute.attention import Backend, Batch
+from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.executor import Progress
+from baton.engine.compute.graphs import DecodeGraphs
+from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
+from baton.engine.compute.sampler import Sampler
+from baton.engine.compute.step_queue import GraphQueue, StepQueue
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.runtime.clock import Clock
+
+# Sequences with a table on the device: as many as the kernels take in one step.
+MAX_SEQUENCES = 1024
+
+
+class Runner:
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        cache: KVCache,
+        sampler: Sampler,
+        queue: StepQueue,
+        clock: Clock,
+    ) -> None:
+        self.decoder = decoder
+        self.backend = backend
+        self.cache = cache
+        self.sampler = sampler
+        self.device = device = queue.device
+        self.overlaps = queue.overlaps
+        self._queue = queue
+        self._clock = clock
+        self._tables = None
+        if backend.table_blocks:
+            self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
+        self._packer = Packer(
+            cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate
+        )
+        self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        self._graphs: DecodeGraphs | None = None
+        self._launched: deque[tuple[StepPlan, float]] = deque()  # each with the time of its launch
+        self._ended_s = 0.0  # the last step that was collected
+
+    def capture(self, buckets: Sequence[int], progress: Progress) -> None:
+        """Capture the decode steps of these sizes, in order, on the thread that launches plans."""
+        assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
+        self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
+        # All sizes share the memory of the largest.
+        for done, bucket in enumerate(reversed(buckets)):
+            progress("graphs", done, len(buckets))
+            self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
+        self._packer.buckets = buckets
+        progress("graphs", len(buckets), len(buckets))
+
+    def drop_graphs(self) -> None:
+        """Let go of the captured steps; nothing may be launched from then on."""
+        self._graphs = None
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step after those already launched. At most two may be uncollected."""
+        launched_s = self._clock()
+        # From here on, a reader that expects a block's former owner must refuse the block.
+        self.cache.write_generations(plan.generations)
+        step = self._packer.pack(plan)
+        self._launched.append((plan, launched_s))
+        self._queue.launch(lambda: self._compute(step))
+
+    def collect(self) -> StepResult:
+        """Return the oldest step's result once transports can see all of its stores."""
+        ids = iter(self._queue.collect())
+        plan, launched_s = self._launched.popleft()
+        tokens = tuple(tuple(next(ids) for _ in part.draws) for part in plan.slices)
+        started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
+        return StepResult(plan.step_id, tokens, started_s, self._ended_s)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch a step and collect it."""
+        self.launch(plan)
+        return self.collect()
+
+    def pack(self, slices: tuple[Slice, ...]) -> Batch:
+        """Return the slices as a batch on the device, one after the other."""
+        step = self._packer.pack(StepPlan(0, slices))
+        return self._batch(step, self._sent(step.inputs))
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _compute(self, step: PackedStep) -> Tensor:
+        """Do all work of a step on the device; return the sampled ids."""
+        self.cache.copy_blocks(step.plan.copies)
+        if self._graphs is not None and self._graphs.takes(step):
+            return self._graphs.replay(step, self._write_tables)
+        return self._forward(step, self._sent(step.inputs))
+
+    def _sent(self, inputs: StepInputs) -> StepInputs:
+        """Copy the inputs to the device, and update its block tables."""
+        sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
+        self._write_tables(sent)
+        return sent
+
+    def _write_tables(self, inputs: StepInputs) -> None:
+        if self._tables is not None and inputs.changes is not None:
+            self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
+
+    def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
+        ids = inputs.tokens.of(inputs.words)[0]
+        if step.has_unknown_tokens:
+            # An index below 0 counts from the ring's end; a known token reads the last place.
+            ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
+        return step.batch(inputs, ids, self._tables)
+
+    def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
+        batch = self._batch(step, inputs)
+        logits = self.decoder.forward(batch, inputs.rows.of(inputs.words), self.backend)
+        if inputs.repeats is not None:
+            logits = logits[inputs.repeats.of(inputs.words)]
+        places = inputs.places.of(inputs.words)
+        if not len(places):
+            return places
+        ids = self.sampler.draw(logits, inputs.sampled())
+        self._ring[places] = ids
+        return ids

@@ -1,0 +1,172 @@
+"""Send a node's vital signs from a separate thread, however long a step takes.
+
+The node's loop writes into `Vitals`; `BeatThread` sends `Starting` once a second until the node is
+ready and `Beat` from then on, over its own socket to every router. It never touches the node's
+other channels and never waits for the loop, because the beats must show that a loop hangs.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+import zmq
+
+from baton.engine.process.registration import RouterWatch
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter, Totals
+from baton.runtime.channels.dialer import Dialer
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.clock import Clock
+
+BEAT_INTERVAL_S = 1.0
+TICK_S = 0.1
+JOIN_TIMEOUT_S = 2.0
+
+
+class VitalSigns(msgspec.Struct, frozen=True):
+    """One consistent reading of a node's state."""
+
+    ready: bool = False
+    phase: str = "starting"
+    done: int = 0
+    total: int = 0
+    load: Load = Load()
+    step_started_s: float | None = None
+    predicted_s: float = 0.0
+    is_draining: bool = False
+
+    def step_age_s(self, now_s: float) -> float:
+        return 0.0 if self.step_started_s is None else max(0.0, now_s - self.step_started_s)
+
+
+class Vitals:
+    """The state that the node's loop noted last. Any thread may read it."""
+
+    def __init__(self) -> None:
+        # This is a frozen value behind one reference: replacing it is atomic, and only one thread
+        # writes.
+        self._signs = VitalSigns()
+        self._turned_s: float | None = None
+        self._totals: Callable[[], Totals] = Totals
+
+    def read(self) -> VitalSigns:
+        return self._signs
+
+    def turned(self, now_s: float) -> None:
+        """Note that the loop had nothing left to do at `now_s`, on the beat thread's clock."""
+        self._turned_s = now_s
+
+    def loop_age_s(self, now_s: float) -> float:
+        return 0.0 if self._turned_s is None else max(0.0, now_s - self._turned_s)
+
+    def progress(self, phase: str, done: int, total: int) -> None:
+        """Note the progress of the start, with the signature of an executor's `Progress`."""
+        self._signs = msgspec.structs.replace(self._signs, phase=phase, done=done, total=total)
+
+    def count_with(self, totals: Callable[[], Totals]) -> None:
+        """Take the totals from `totals`, which any thread may call."""
+        self._totals = totals
+
+    def totals(self) -> Totals:
+        return self._totals()
+
+    def set_ready(self) -> None:
+        self._signs = msgspec.structs.replace(self._signs, ready=True)
+
+    def set_draining(self) -> None:
+        self._signs = msgspec.structs.replace(self._signs, is_draining=True)
+
+    def set_load(self, load: Load) -> None:
+        self._signs = msgspec.structs.replace(self._signs, load=load)
+
+    def step_started(self, now_s: float, predicted_s: float = 0.0) -> None:
+        """Note that the oldest unfinished step began at `now_s`, on the beat thread's clock."""
+        self._signs = msgspec.structs.replace(
+            self._signs, step_started_s=now_s, predicted_s=predicted_s
+        )
+
+    def step_ended(self) -> None:
+        self._signs = msgspec.structs.replace(self._signs, step_started_s=None, predicted_s=0.0)
+
+
+class BeatThread:
+    """Sends a node's vital signs to each router every second, from `start` to `stop`."""
+
+    def __init__(
+        self,
+        vitals: Vitals,
+        node_id: NodeId,
+        epoch: Epoch,
+        endpoints: Sequence[str],
+        clock: Clock,
+        keys: Keys = NO_KEYS,
+    ) -> None:
+        self._vitals = vitals
+        self._node_id = node_id
+        self._epoch = epoch
+        self._endpoints = tuple(endpoints)
+        self._clock = clock
+        self._keys = keys
+        self._stopping = threading.Event()
+        self._dialers: list[Dialer[ToRouter, ToNode]] = []
+        self._watch = RouterWatch()
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+
+    def start(self) -> None:
+        """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
+        # A separate context has its own I/O thread, so traffic of the node cannot delay a beat.
+        self._context = zmq.Context(io_threads=1)
+        identity = f"beats:{self._node_id}".encode()
+        self._dialers = [
+            Dialer[ToRouter, ToNode](
+                endpoint, identity, to_router_codec(), to_node_codec(), self._context, self._keys
+            )
+            for endpoint in self._endpoints
+        ]
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread. No beat is sent after this returns; a second call does nothing."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    def message(self, now_s: float) -> Starting | Beat:
+        """Return the message that would be sent at `now_s`."""
+        signs = self._vitals.read()
+        if not signs.ready:
+            return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
+        return Beat(
+            self._node_id,
+            self._epoch,
+            signs.load,
+            signs.step_age_s(now_s),
+            signs.predicted_s,
+            self._vitals.loop_age_s(now_s),
+            signs.is_draining,
+            self._vitals.totals(),
+        )
+
+    def _run(self) -> None:
+        due_s = 0.0
+        try:
+            while not self._stopping.wait(TICK_S):
+                now_s = self._clock()
+                everyone = now_s >= due_s
+                if everyone:
+                    due_s = now_s + BEAT_INTERVAL_S
+                beat = self.message(now_s)
+                for dialer in self._dialers:
+                    was_connected = dialer.connected
+                    while dialer.receive() is not None:
+                        pass
+                    # Old beats are worthless, so none is queued for an absent router.
+                    if dialer.connected and (everyone or not was_connected):
+                        dialer.send(beat)
+                    self._watch.look(now_s, dialer)
+        finally:
+            for dialer in self._dialers:
+                dialer.close()
+            self._context.term()

@@ -1,0 +1,374 @@
+"""An engine process from start to exit, which is the same for prefill and decode nodes.
+
+The `main.run` of both rooms calls it. Beats start before any slow work, so the router sees progress
+while weights load. One deadline covers the start. A fatal error is one log line and a non-zero
+exit.
+"""
+
+import os
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from baton.engine.compute.executor import Executor, ExecutorInfo
+from baton.engine.compute.local_executor import InProcessExecutor
+from baton.engine.compute.worker_executor import WorkerExecutor
+from baton.engine.process.heartbeat import BeatThread, Vitals
+from baton.engine.process.loop import EngineLoop
+from baton.engine.process.records import Records, folder_for_dumps
+from baton.engine.process.registration import Standings
+from baton.engine.process.sockets import EngineSockets
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
+from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.interfaces import (
+    CORRUPT_BLOCKS,
+    LEASE_EXPIRED,
+    ConnectorReport,
+    ReadEnded,
+    Released,
+)
+from baton.kv_transfer.transports.addresses import reaches_of
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, InvariantBroken, NodeError
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Beat,
+    Crashed,
+    Hello,
+    Load,
+    NodeInfo,
+    Role,
+    StepLimits,
+)
+from baton.runtime.channels.keys import load_keys
+from baton.runtime.clock import boottime
+from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
+from baton.runtime.log import logger, own_process
+from baton.runtime.process import Interrupts, die_with_parent
+
+if TYPE_CHECKING:
+    from baton.engine.process.node_http import NodeHttp
+
+MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
+MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
+
+LINGER_MS = 1000  # time for the last tokens to leave a node that has drained
+
+log = logger("node")
+
+
+class NodeObserver:
+    """Passes the loop's reports on to the beat thread, the records and the stats line.
+
+    It logs no stats line for an interval in which the node was idle.
+    """
+
+    def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
+        self._vitals = vitals
+        self._records = records
+        self._stats_s = stats_s
+        self._next_stats_s = boottime() + stats_s
+        self._last = (0, 0, 0)
+        self._load = Load()
+
+    def step_started(self, at_s: float, predicted_s: float) -> None:
+        self._vitals.step_started(at_s, predicted_s)
+
+    def step_settled(self, plan: StepPlan, result: StepResult) -> None:
+        self._vitals.step_ended()
+        self._records.step(plan, result)
+
+    def read_ended(self, rank: int, event: ReadEnded) -> None:
+        self._records.read(rank, event)
+        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
+            num_corrupt = self._records.counters.corrupt_reads
+            log.error(event.failure.message, rank=rank, so_far=num_corrupt)
+
+    def reported(self, report: ConnectorReport) -> None:
+        failure = report.failure if isinstance(report, Released) else None
+        if failure is not None and failure.code == LEASE_EXPIRED:
+            self._records.counters.leases_expired += 1
+
+    def set_load(self, load: Load) -> None:
+        now_s = boottime()
+        self._vitals.turned(now_s)
+        if load != self._load:
+            self._load = load
+            self._vitals.set_load(load)
+        if self._stats_s and now_s >= self._next_stats_s:
+            self._next_stats_s = now_s + self._stats_s
+            self._log_stats(load)
+
+    def _log_stats(self, load: Load) -> None:
+        c = self._records.counters
+        now = (c.prompt_tokens, c.output_tokens, c.read_bytes)
+        prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
+        self._last = now
+        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
+            return
+        log.info(
+            "stats",
+            running=load.num_running,
+            waiting=load.num_waiting,
+            prompt_tokens_per_s=round(prompt / self._stats_s, 1),
+            output_tokens_per_s=round(output / self._stats_s, 1),
+            read_mib_per_s=round(num_bytes / self._stats_s / (1 << 20), 1),
+            free_blocks=f"{load.free_blocks}/{load.total_blocks}",
+            cached_blocks=load.cached_blocks,
+        )
+
+
+class EngineNode:
+    """One engine node. `run` is the whole life of its process."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        role: Role,
+        make_scheduler: MakeScheduler,
+        make_executor: MakeExecutor | None = None,
+    ) -> None:
+        device = config.transfer.device or devices_for(config.node)
+        if not device and reaches_out(config.node):
+            log.warning(
+                "found no network device that leads to the routers, so only nodes on this host "
+                "can be paired with this one; correct the names, or set transfer.device",
+                routers=",".join(config.node.routers),
+            )
+        transfer = msgspec.structs.replace(config.transfer, device=device)
+        self.config = msgspec.structs.replace(config, transfer=transfer)
+        self.role = role
+        self.node_id = NodeId(config.node.id or f"{socket.gethostname()}-{role}-{os.getpid()}")
+        self.epoch = Epoch(secrets.token_hex(8))
+        self._make_scheduler = make_scheduler
+        self._make_executor = make_executor or local_or_workers
+        self._vitals = Vitals()
+        self._stopping = threading.Event()
+        self._draining = threading.Event()
+        self._drain_by_s: float | None = None
+        self._interrupts: Interrupts | None = None
+        self._info: NodeInfo | None = None
+
+    def run(self) -> int:
+        """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
+        die_with_parent()
+        raise_descriptor_limit()
+        own_process(self.config.log, str(self.node_id))
+        try:
+            with Interrupts(on_first=self.drain) as self._interrupts:
+                self.serve()
+        except BatonError as error:
+            log.error(error.message, code=error.code)
+            return 1
+        log.info("stopped")
+        return 0
+
+    def stop(self) -> None:
+        """Ask `serve` to return. Any thread may call this."""
+        self._stopping.set()
+
+    def drain(self) -> None:
+        """Ask `serve` to return when its sequences are finished, or after `node.drain_s`."""
+        self._draining.set()
+
+    def serve(self) -> None:
+        """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
+        keys = load_keys(self.config.keys)
+        beats = BeatThread(
+            self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
+        )
+        executor = self._make_executor(self.config, self.epoch)
+        records = Records(self.config.log.records, self.node_id)
+        hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
+        sockets = EngineSockets(self.config.node.routers, hello, keys)
+        http: NodeHttp | None = None
+        try:
+            http = self._start_http(sockets.standings)
+            beats.start()
+            self._serve(executor, sockets, records)
+        finally:
+            beats.stop()
+            if http is not None:
+                http.stop()
+            executor.close()
+            sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
+            records.close()
+
+    def _start_http(self, standings: Standings) -> "NodeHttp | None":
+        if not self.config.node.http:
+            return None
+        # A node without HTTP saves the memory and time that importing aiohttp takes.
+        from baton.engine.process.node_http import NodeHttp
+
+        name = self.config.model.shown_name
+        node = (self.node_id, self.role)
+        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, standings.read)
+        http.start(self.config.node.http)
+        log.info(f"serving /live, /ready and /metrics on {http.url}")
+        return http
+
+    def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
+        info = _with_facts(self._start(executor, sockets), self.config)
+        endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
+        node = self._published(info, endpoint)
+        pool = BlockPool(
+            info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
+        )
+        limits = NodeLimits(
+            info.chunk_tokens,
+            info.max_num_seqs,
+            info.max_model_len,
+            info.eos_token_ids,
+            info.vocab_size,
+            self.config.node.detached_s,
+        )
+        loop = EngineLoop(
+            self._make_scheduler(pool, limits),
+            executor,
+            NodeConnector(node, self.config.transfer),
+            sockets,
+            NodeObserver(self._vitals, records, self.config.log.stats_s),
+            boottime,
+        )
+        self._info = node
+        self._vitals.count_with(lambda: records.counters.totals(pool.counts))
+        self._vitals.set_ready()
+        sockets.ready(node)
+        self._say_ready(info)
+        try:
+            self._work(loop, sockets)
+        except (InvariantBroken, AssertionError, LookupError):  # each of these exceptions is a bug
+            path = folder_for_dumps(self.config.log.records)
+            path /= f"{self.node_id}-{self.epoch}.events.jsonl"
+            loop.ring.dump(path)
+            log.error(
+                "an invariant broke; the events before it, with prompts, are in a private file",
+                file=str(path),
+            )
+            raise
+
+    def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
+        """Return the information about this node that its routers and peers get."""
+        return NodeInfo(
+            node_id=self.node_id,
+            epoch=self.epoch,
+            role=self.role,
+            control_endpoint=endpoint,
+            num_blocks=info.num_blocks,
+            layout=info.layout,
+            ranks=info.ranks,
+            model=info.model,
+            max_model_len=info.max_model_len,
+            vocab_size=info.vocab_size,
+            eos_token_ids=info.eos_token_ids,
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+            reaches=reaches_of(info.ranks, self.config.transfer),
+            facts=info.facts,
+        )
+
+    def _say_ready(self, info: ExecutorInfo) -> None:
+        kv_tokens = info.num_blocks * info.layout.block_size
+        if kv_tokens < info.max_model_len:
+            setting = "num_blocks" if self.config.cache.num_blocks else "memory_mib"
+            log.warning(
+                f"the KV pool holds {kv_tokens} tokens, so no sequence can be longer, although the "
+                f"model takes {info.max_model_len}: raise cache.{setting}",
+            )
+        log.info(
+            "ready",
+            role=self.role,
+            device=info.facts.device,
+            dtype=info.facts.dtype,
+            kv_tokens=kv_tokens,
+            blocks=info.num_blocks,
+            max_len=info.max_model_len,
+            transports=",".join(sorted(info.ranks[0].metadata)) or "none",
+            threads=threads_per_rank(self.config.engine),
+            batch_invariant=info.batch_invariant,
+            compute=info.compute,
+        )
+
+    def _work(self, loop: EngineLoop, sockets: EngineSockets) -> None:
+        try:
+            while not self._stopping.is_set() and not self._has_drained(loop, sockets):
+                loop.turn()
+        except Exception as error:
+            if loop.crashed_in is not None:
+                # The routers must learn which requests were in the step, to stop one that ends node
+                # after node.
+                keys = tuple(part.key for part in loop.crashed_in.slices)
+                failure = NodeError(f"{self.node_id} ends because of an unexpected error: {error}")
+                sockets.last_words(Crashed(keys, failure.to_failure()))
+            raise
+
+    def _has_drained(self, loop: EngineLoop, sockets: EngineSockets) -> bool:
+        if not (self._draining.is_set() or loop.is_told_to_drain):
+            return False
+        now_s = boottime()
+        if self._drain_by_s is None:
+            is_hurried = self._interrupts is not None and self._interrupts.is_hurried
+            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
+            loop.drain()
+            self._vitals.set_draining()
+            # The beat thread may send its next beat too late, after this process has ended.
+            load = loop.scheduler.load()
+            sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
+            if not loop.is_idle:
+                log.info("draining: running sequences finish, and new ones are refused")
+        if loop.is_idle:
+            return True
+        if now_s < self._drain_by_s:
+            return False
+        left = loop.scheduler.load()
+        if left.num_running or left.num_waiting:  # else only the last step has not ended
+            log.warning("not drained in time: the remaining sequences go on at other nodes")
+        return True
+
+    def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
+        """Load within one deadline. End the process if its start hangs or a router refuses it."""
+        seconds = self.config.node.start_timeout_s
+        watchdog = threading.Timer(seconds, self._too_late, (seconds,))
+        watchdog.daemon = True
+        watchdog.start()
+
+        def progress(phase: str, done: int, total: int) -> None:
+            self._vitals.progress(phase, done, total)
+            sockets.starting()
+
+        try:
+            return executor.start(progress)
+        finally:
+            watchdog.cancel()
+
+    def _too_late(self, seconds: float) -> None:
+        log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
+        os._exit(1)
+
+
+def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
+    """Return the info with the facts that the settings add."""
+    found = {
+        "batch_invariant": info.batch_invariant,
+        "prefix_caching": config.cache.prefix,
+        "verify_kv": config.transfer.verify_kv,
+    }
+    features = tuple(name for name, is_on in found.items() if is_on)
+    name = config.model.shown_name
+    step = StepLimits(info.max_num_seqs, info.chunk_tokens)
+    facts = msgspec.structs.replace(info.facts, features=features, model_name=name, step=step)
+    return msgspec.structs.replace(info, facts=facts)
+
+
+def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
+    """Return the executor that `config` asks for."""
+    if config.engine.tensor_parallel > 1:
+        return WorkerExecutor(config, epoch)
+    return InProcessExecutor(config, epoch)

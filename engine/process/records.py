@@ -1,0 +1,186 @@
+"""What a node keeps of its steps, reads and events, for metrics, benchmarks and bug reports.
+
+`Records` keeps counters, and appends one JSON line per settled step and per ended read when a
+folder is configured. `EventRing` holds the last events of the loop, and is written to a file when
+an invariant breaks. Events hold prompts, so only the user of the process may read that file.
+"""
+
+import os
+import tempfile
+from collections import deque
+from dataclasses import asdict
+from io import TextIOWrapper
+from pathlib import Path
+
+import msgspec
+
+from baton.engine.scheduling.block_pool import PoolCounts
+from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.kv_transfer.interfaces import CORRUPT_BLOCKS, ReadEnded
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import Totals
+
+
+class SliceRecord(msgspec.Struct, frozen=True):
+    key: Key
+    start: int
+    length: int
+    draws: int
+
+
+class StepRecord(msgspec.Struct, frozen=True, tag="step"):
+    """One step of a node. Times are seconds since the host's boot."""
+
+    step_id: int
+    started_s: float
+    ended_s: float
+    num_prompt_tokens: int
+    slices: list[SliceRecord]
+
+
+class ReadRecord(msgspec.Struct, frozen=True, tag="read"):
+    rank: int
+    ticket: int
+    posted_s: float
+    ended_s: float
+    num_bytes: int
+    failure: str | None
+
+
+Record = StepRecord | ReadRecord
+
+
+class Counters(msgspec.Struct):
+    """The counts of a node since it started, with the names of `Totals`."""
+
+    prompt_tokens: int = 0  # computed here
+    output_tokens: int = 0  # sampled here
+    steps: int = 0
+    steps_s: float = 0.0
+    leases_expired: int = 0
+    reads: int = 0
+    read_bytes: int = 0
+    reads_s: float = 0.0
+    failed_reads: int = 0
+    corrupt_reads: int = 0  # reads whose checksums were wrong (verify_kv)
+
+    def totals(self, pool: PoolCounts) -> Totals:
+        """Return these counts and those of the pool in one `Totals`."""
+        return Totals(**msgspec.structs.asdict(self), **asdict(pool))
+
+
+class Records:
+    def __init__(self, folder: str, node_id: NodeId) -> None:
+        self.counters = Counters()
+        self._encoder = msgspec.json.Encoder()
+        self._file: TextIOWrapper | None = None
+        if folder:
+            path = Path(folder)
+            path.mkdir(parents=True, exist_ok=True)
+            self._file = (path / f"{node_id}.jsonl").open("a", encoding="utf-8")
+
+    def step(self, plan: StepPlan, result: StepResult) -> None:
+        counters = self.counters
+        counters.steps += 1
+        counters.steps_s += result.ended_s - result.started_s
+        counters.output_tokens += sum(len(part.draws) for part in plan.slices)
+        num_prompt_tokens = sum(
+            max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
+            for part in plan.slices
+        )
+        counters.prompt_tokens += num_prompt_tokens
+        if self._file is not None:
+            slices = [SliceRecord(p.key, p.start, p.length, len(p.draws)) for p in plan.slices]
+            self._write(
+                StepRecord(
+                    plan.step_id, result.started_s, result.ended_s, num_prompt_tokens, slices
+                )
+            )
+
+    def read(self, rank: int, event: ReadEnded) -> None:
+        counters = self.counters
+        counters.reads += 1
+        counters.read_bytes += event.num_bytes
+        counters.reads_s += event.ended_s - event.posted_s
+        if event.failure is not None:
+            counters.failed_reads += 1
+            counters.corrupt_reads += event.failure.code == CORRUPT_BLOCKS
+        if self._file is not None:
+            failure = event.failure.code if event.failure else None
+            self._write(
+                ReadRecord(
+                    rank, event.ticket, event.posted_s, event.ended_s, event.num_bytes, failure
+                )
+            )
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: Record) -> None:
+        assert self._file is not None
+        self._file.write(self._encoder.encode(record).decode() + "\n")
+        self._file.flush()
+
+
+def read_records(path: Path) -> list[Record]:
+    """Return the records of one node, in the order in which they were written."""
+    decoder = msgspec.json.Decoder(Record)
+    return [decoder.decode(line) for line in path.read_bytes().splitlines()]
+
+
+# An event keeps its prompt alive, and long ones would add up to gigabytes.
+MAX_TOKENS = 1_000_000
+
+
+class EventRing:
+    """The last `capacity` events of one loop, which are encoded only when they are dumped.
+
+    It holds fewer events if their prompts have more than `max_tokens` tokens together.
+    """
+
+    def __init__(self, capacity: int = 10_000, max_tokens: int = MAX_TOKENS) -> None:
+        self._capacity = capacity
+        self._max_tokens = max_tokens
+        self._num_tokens = 0
+        self._events: deque[tuple[float, msgspec.Struct]] = deque()
+
+    def record(self, now_s: float, event: msgspec.Struct) -> None:
+        events = self._events
+        events.append((now_s, event))
+        self._num_tokens += _num_tokens(event)
+        while len(events) > self._capacity or self._num_tokens > self._max_tokens:
+            _, oldest = events.popleft()
+            self._num_tokens -= _num_tokens(oldest)
+
+    def __len__(self) -> int:
+        return len(self._events)
+
+    def dump(self, path: Path) -> int:
+        """Write one JSON object `{"now_s", "type", "event"}` per line; return how many.
+
+        The file gets mode 0600. Raises `FileExistsError` if it exists.
+        """
+        encoder = msgspec.json.Encoder()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
+            for now_s, event in self._events:
+                line = _Line(now_s, type(event).__name__, event)
+                file.write(encoder.encode(line) + b"\n")
+        return len(self._events)
+
+
+def folder_for_dumps(chosen: str) -> Path:
+    """Return the `chosen` folder, or a new one that only this user can enter."""
+    return Path(chosen or tempfile.mkdtemp(prefix="baton-events-"))
+
+
+def _num_tokens(event: msgspec.Struct) -> int:
+    message = getattr(event, "message", None)
+    return len(getattr(message, "token_ids", ()))
+
+
+class _Line(msgspec.Struct):
+    now_s: float
+    type: str
+    event: msgspec.Struct

@@ -1,0 +1,350 @@
+"""The ZMQ side of an engine process: channels to its routers and to its peer nodes.
+
+Hello and Ready are sent again in every new session of a channel, so a router that restarts needs no
+memory. Only `wait` blocks.
+"""
+
+import math
+import select
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import msgspec
+import zmq
+
+from baton.engine.process.registration import REFUSALS_TO_TELL, Standings
+from baton.engine.scheduling.outputs import Origin
+from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
+from baton.protocol.codec import (
+    NodeInbox,
+    Unreadable,
+    to_decode_codec,
+    to_prefill_codec,
+    to_router_codec,
+)
+from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.messages import (
+    Cancel,
+    Crashed,
+    Hello,
+    NodeInfo,
+    PeerHello,
+    Peers,
+    Ready,
+    Refused,
+    ToDecode,
+    ToNode,
+    ToPrefill,
+    ToRouter,
+)
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Listener
+from baton.runtime.clock import monotonic
+from baton.runtime.log import logger
+from baton.runtime.process import Backoff
+
+
+class FromRouter(msgspec.Struct, frozen=True):
+    origin: Origin
+    message: ToNode | Unreadable
+
+
+class RouterLost(msgspec.Struct, frozen=True):
+    """The channel to that router broke, so its requests are no longer wanted."""
+
+    origin: Origin
+
+
+LinkEvent = FromRouter | RouterLost | FromPeer | PeerLost
+
+
+# How long a process that ends because of an error waits for its routers to confirm it.
+LAST_WORDS_S = 1.0
+LAST_WORDS_POLL_S = 0.05
+
+# How long a node that was refused waits before it asks again.
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 10.0
+
+log = logger("sockets")
+
+
+@dataclass(slots=True)
+class Introduced:
+    """The peer of a connection, by its PeerHello."""
+
+    hello: PeerHello
+    is_answered: bool = False
+    is_dropped: bool = False
+
+    @property
+    def peer(self) -> PeerName:
+        return self.hello.node_id, self.hello.epoch
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A router has refused this ready node, which asks again after growing pauses."""
+
+    ask_at_s: float = 0.0
+    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_WAIT_S, LONGEST_WAIT_S))
+
+    def refused(self, now_s: float) -> None:
+        self.ask_at_s = now_s + self._backoff.after(0.0)
+
+
+class EngineSockets:
+    """Dials `routers`. On decode nodes, `listen` opens the endpoint that prefill nodes dial."""
+
+    def __init__(self, routers: tuple[str, ...], hello: Hello, keys: Keys = NO_KEYS) -> None:
+        """Dial the routers. Raises `ConfigError` if one cannot or must not be dialled."""
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._hello = hello
+        self._keys = keys
+        self._refusing: set[Origin] = set()
+        self._waits: dict[Origin, _Wait] = {}
+        self._ready: Ready | None = None
+        self._epoll = select.epoll()
+        self._routers = [
+            Dialer[ToRouter, ToNode | Unreadable](
+                endpoint,
+                str(hello.node_id).encode(),
+                to_router_codec(),
+                NodeInbox(),
+                self._context,
+                keys,
+            )
+            for endpoint in routers
+        ]
+        self.standings = Standings(self._routers)
+        self._listener: Listener[ToPrefill, ToDecode] | None = None
+        self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
+        self._introduced: dict[bytes, Introduced] = {}
+        self._lost: list[PeerLost] = []  # peers that could not be dialled
+        for dialer in self._routers:
+            self.watch(dialer.fileno())
+            dialer.send(hello)
+
+    def listen(self, endpoint: str) -> str:
+        """Bind for prefill nodes, and return the endpoint that they can dial."""
+        self._listener = Listener[ToPrefill, ToDecode](
+            endpoint, to_prefill_codec(), to_decode_codec(), self._context, self._keys
+        )
+        self.watch(self._listener.fileno())
+        return self._listener.endpoint
+
+    def ready(self, info: NodeInfo) -> None:
+        self._ready = Ready(info)
+        for dialer in self._routers:
+            dialer.send(self._ready)
+
+    def receive(self) -> list[LinkEvent]:
+        events: list[LinkEvent] = [*self._lost]
+        self._lost.clear()
+        for origin, dialer in enumerate(self._routers):
+            while (message := dialer.receive()) is not None:
+                if isinstance(message, Disconnected):
+                    events.append(RouterLost(origin))
+                    self.standings.lost(origin)
+                    self._introduce(dialer)
+                else:
+                    self.standings.heard(origin, message)
+                    self._note_answer(origin, dialer, message)
+                    events.append(FromRouter(origin, message))
+            self._tell_refusals(origin, dialer)
+            self._ask_again(origin, dialer)
+        for peer in list(self._dialled):
+            self._receive_dialled(peer, events)
+        if self._listener is not None:
+            self._receive_listener(self._listener, events)
+        return events
+
+    def starting(self) -> None:
+        """Read routers' messages during the start. Raises `NodeError` if one refuses the node."""
+        for dialer in self._routers:
+            while (message := dialer.receive()) is not None:
+                if isinstance(message, Disconnected):
+                    self._introduce(dialer)
+                elif isinstance(message, Refused):
+                    text = f"the router refused this node: {message.failure.message}"
+                    raise NodeError(text, code=message.failure.code)
+
+    def to_router(self, origin: Origin, message: ToRouter) -> None:
+        # A full queue ends the session, which `receive` reports as a lost router.
+        self._routers[origin].send(message)
+
+    def tell_routers(self, message: ToRouter) -> None:
+        for dialer in self._routers:
+            if dialer.connected:
+                dialer.send(message)
+
+    def last_words(self, message: Crashed) -> None:
+        """Tell the routers why this process ends, and wait up to a second for their answers."""
+        waiting = [one for one in self._routers if one.connected and one.send(message)]
+        deadline_s = monotonic() + LAST_WORDS_S
+        while waiting and monotonic() < deadline_s:
+            waiting = [one for one in waiting if not _has_answered(one, message)]
+            self.wait(LAST_WORDS_POLL_S)
+
+    def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
+        match command:
+            case DialPeer(node=info):
+                self._dial(info)
+            case DropPeer(node=node, epoch=epoch):
+                self._drop((node, epoch))
+            case ToPeer(node=node, epoch=epoch, message=message):
+                self._send_to_peer((node, epoch), message)
+            case _:
+                assert_never(command)
+
+    def watch(self, fileno: int) -> None:
+        self._epoll.register(fileno, select.EPOLLIN)
+
+    def wait(self, timeout_s: float) -> None:
+        self._epoll.poll(timeout_s)
+
+    def close(self, linger_ms: int = 0) -> None:
+        """Close every channel. Queued messages to routers may still be sent within `linger_ms`."""
+        for dialer in self._routers:
+            dialer.close(linger_ms if dialer.connected else 0)
+        for peer in list(self._dialled):
+            self._drop(peer)
+        if self._listener is not None:
+            self._listener.close()
+        self._epoll.close()
+        self._context.term()
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _introduce(self, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
+        dialer.send(self._hello)
+        if self._ready is not None:
+            dialer.send(self._ready)
+
+    def _note_answer(
+        self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable], message: object
+    ) -> None:
+        """Wait for another answer after a refusal, because nodes or routers may change."""
+        if isinstance(message, Refused):
+            wait = self._waits.get(origin)
+            if wait is None:
+                wait = self._waits[origin] = _Wait()
+                log.warning(
+                    "the router refused this node, which asks again from time to time",
+                    router=dialer.endpoint,
+                    reason=message.failure.message,
+                )
+            wait.refused(monotonic())
+        elif isinstance(message, Peers) and self._waits.pop(origin, None) is not None:
+            log.info("the router took this node in", router=dialer.endpoint)
+
+    def _ask_again(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
+        wait = self._waits.get(origin)
+        if wait is not None and monotonic() >= wait.ask_at_s:
+            wait.ask_at_s = math.inf  # until the answer, or a new session
+            self._introduce(dialer)
+
+    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
+        """Log a refusal once, and not once per attempt."""
+        if dialer.connected:
+            self._refusing.discard(origin)
+        elif dialer.refusals >= REFUSALS_TO_TELL and origin not in self._refusing:
+            self._refusing.add(origin)
+            log.error(
+                "the router refused this node's key"
+                if self._keys.pairs
+                else "the router refused this node, which has no key",
+                router=dialer.endpoint,
+                hint="keys.file must name a copy of the router's key, or neither side may have one",
+            )
+
+    def _dial(self, info: NodeInfo) -> None:
+        peer = (info.node_id, info.epoch)
+        if peer in self._dialled:
+            return
+        identity = f"{self._hello.node_id}:{self._hello.epoch}".encode()
+        try:
+            dialer = Dialer[ToDecode, ToPrefill](
+                info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
+                self._context, self._keys,
+            )  # fmt: skip
+        except ConfigError as error:  # the peer has published an invalid address
+            log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
+            self._lost.append(PeerLost(*peer))
+            return
+        self._dialled[peer] = dialer
+        self.watch(dialer.fileno())
+
+    def _drop(self, peer: PeerName) -> None:
+        dialer = self._dialled.pop(peer, None)
+        if dialer is not None:
+            self._epoll.unregister(dialer.fileno())
+            dialer.close()
+        for known in self._introduced.values():
+            known.is_dropped = known.is_dropped or known.peer == peer
+
+    def _send_to_peer(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+        if peer in self._dialled:
+            self._dialled[peer].send(message)  # type: ignore[arg-type]
+            return
+        for identity, known in self._introduced.items():
+            if known.peer != peer or known.is_dropped or self._listener is None:
+                continue
+            if isinstance(message, PeerHello):
+                if known.is_answered:
+                    # A second PeerHello would mean that this process has restarted its session.
+                    return
+                known.is_answered = True
+            self._listener.send(identity, message)  # type: ignore[arg-type]
+            return
+
+    def _receive_dialled(self, peer: PeerName, events: list[LinkEvent]) -> None:
+        dialer = self._dialled[peer]
+        while (message := dialer.receive()) is not None:
+            if isinstance(message, Disconnected):
+                self._drop(peer)
+                events.append(PeerLost(*peer))
+                return
+            events.append(FromPeer(*peer, message))
+
+    def _receive_listener(
+        self, listener: Listener[ToPrefill, ToDecode], events: list[LinkEvent]
+    ) -> None:
+        while (received := listener.receive()) is not None:
+            known = self._introduced.get(received.peer)
+            if received.message is None:
+                self._forget(received.peer, events)
+            elif isinstance(received.message, PeerHello):
+                self._meet(received.peer, received.message, events)
+            elif known is not None:  # messages before a peer's PeerHello are ignored
+                if known.is_dropped:
+                    # Only this side has dropped the connection; the peer still uses it.
+                    known.is_dropped = False
+                    events.append(FromPeer(*known.peer, known.hello))
+                events.append(FromPeer(*known.peer, received.message))
+
+    def _meet(self, identity: bytes, hello: PeerHello, events: list[LinkEvent]) -> None:
+        """Note a peer's name. One connection has one name, and one name has one connection."""
+        met = Introduced(hello)
+        known = self._introduced.get(identity)
+        if known is not None and known.peer != met.peer:
+            self._forget(identity, events)
+        for other in [i for i, one in self._introduced.items() if one.peer == met.peer]:
+            del self._introduced[other]
+        self._introduced[identity] = met
+        events.append(FromPeer(*met.peer, hello))
+
+    def _forget(self, identity: bytes, events: list[LinkEvent]) -> None:
+        known = self._introduced.pop(identity, None)
+        if known is not None and not known.is_dropped:
+            events.append(PeerLost(*known.peer))
+
+
+def _has_answered(router: Dialer[ToRouter, ToNode | Unreadable], crashed: Crashed) -> bool:
+    while (message := router.receive()) is not None:
+        if isinstance(message, Disconnected):
+            return True  # the router is gone
+        if isinstance(message, Cancel) and message.keys == crashed.keys:
+            return True
+    return False

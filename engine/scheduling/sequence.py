@@ -1,0 +1,139 @@
+"""One sequence on a node: its tokens, its blocks, and how much of it is computed.
+
+Tokens are *planned* when a step that computes them was launched and *computed* when that step is
+settled. Blocks may be given back only when nothing is in flight. A prompt reserves all its blocks
+before its first chunk, so a prompt that has started never waits for blocks.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.plan import Slice
+from baton.engine.scheduling.scheduler import NodeLimits
+from baton.protocol.blocks import BlockHash, block_hashes
+from baton.protocol.ids import Key
+from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
+from baton.protocol.sampling import Sampling
+
+
+@dataclass(slots=True)
+class Sequence:
+    key: Key
+    token_ids: list[int]  # prompt and output
+    num_prompt_tokens: int
+    sampling: Sampling
+    block_table: list[int] = field(default_factory=list)
+    hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks hashed so far
+    num_computed_tokens: int = 0
+    num_planned_tokens: int = 0
+    num_unsettled: int = 0  # launched steps that name this sequence
+
+    @classmethod
+    def of(cls, message: Prefill | Decode) -> "Sequence":
+        """Return the sequence of a prompt of which nothing is computed yet."""
+        return cls(message.key, message.token_ids, message.num_prompt_tokens, message.sampling)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_unplanned_tokens(self) -> int:
+        return len(self.token_ids) - self.num_planned_tokens
+
+    @property
+    def is_idle(self) -> bool:
+        return self.num_unsettled == 0
+
+    def hash_blocks(self, block_size: int, num_tokens: int) -> list[BlockHash]:
+        """Return the hashes of the full blocks among the first `num_tokens`, extending `hashes`."""
+        num_blocks = num_tokens // block_size
+        if num_blocks > len(self.hashes):
+            self.hashes = block_hashes(self.token_ids[:num_tokens], block_size, self.hashes)
+        return self.hashes[:num_blocks]
+
+    def start_at(self, position: int) -> None:
+        """Count the tokens before `position` as computed, because blocks hold them already."""
+        self.num_computed_tokens = self.num_planned_tokens = position
+
+    def slice(self, length: int, draws: tuple[int, ...]) -> Slice:
+        """Return the next `length` tokens as a slice, which counts as launched until it settles."""
+        start, end = self.num_planned_tokens, self.num_planned_tokens + length
+        self.num_planned_tokens = end
+        self.num_unsettled += 1
+        return Slice(
+            key=self.key,
+            start=start,
+            length=length,
+            token_ids=tuple(self.token_ids[start:end]),
+            block_table=tuple(self.block_table),
+            draws=draws,
+            sampling=self.sampling if draws else None,
+            num_prompt_tokens=self.num_prompt_tokens,
+        )
+
+    def chunk(self, budget: int, draws: tuple[int, ...]) -> Slice:
+        """Return at most `budget` next tokens as a slice. The last chunk draws."""
+        length = min(budget, self.num_unplanned_tokens)
+        return self.slice(length, draws if length == self.num_unplanned_tokens else ())
+
+    def settle(self, done: Slice) -> None:
+        self.num_unsettled -= 1
+        self.num_computed_tokens = done.start + done.length
+
+    def store_prefix(self, pool: BlockPool) -> None:
+        """Offer every whole block that is computed to the prefix cache.
+
+        A step that was launched before a cancel computes one token more than `token_ids` has.
+        """
+        hashes = self.hash_blocks(
+            pool.block_size, min(self.num_computed_tokens, len(self.token_ids))
+        )
+        pool.store(hashes, self.block_table[: len(hashes)])
+
+    def first_tokens(self, token_ids: Iterable[int], limits: NodeLimits) -> tuple[FirstToken, ...]:
+        """Return each choice's first token, with a finish reason if it ends the sequence."""
+        return tuple(FirstToken(token, self.finish_reason(token, limits)) for token in token_ids)
+
+    def finish_reason(self, token_id: int, limits: NodeLimits) -> FinishReason | None:
+        """Return why `token_id`, which is not appended yet, ends this sequence, or None."""
+        num_tokens = self.num_tokens + 1
+        num_output_tokens = num_tokens - self.num_prompt_tokens
+        if num_output_tokens > self.sampling.min_tokens:
+            if token_id in self.sampling.stop_token_ids:
+                return "stop"
+            if not self.sampling.ignore_eos and token_id in limits.eos_token_ids:
+                return "stop"
+        if num_output_tokens >= self.sampling.max_tokens or num_tokens >= limits.max_model_len:
+            return "length"
+        return None
+
+
+@dataclass(slots=True, frozen=True)
+class Reservation:
+    """The two parts of a block table: blocks from the prefix cache, and fresh blocks after them."""
+
+    cached: list[int]
+    fresh: list[int]
+
+
+def reserve(
+    pool: BlockPool, sequence: Sequence, num_cacheable_tokens: int, num_kept_free: int = 0
+) -> Reservation | None:
+    """Give `sequence` blocks for all its tokens, or return None if the pool has too few.
+
+    Whole blocks among the first `num_cacheable_tokens` may come from the cache. A prompt that is
+    computed here passes one token less than it has, because the last one is computed again for its
+    logits. `num_kept_free` blocks must stay free.
+    """
+    cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
+    num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)
+    if num_fresh + num_kept_free > pool.num_free:
+        pool.release(cached)
+        return None
+    pool.counts.prefix_queried_tokens += sequence.num_tokens
+    pool.counts.prefix_hit_tokens += len(cached) * pool.block_size
+    reservation = Reservation(cached, pool.allocate(num_fresh))
+    sequence.block_table = [*cached, *reservation.fresh]
+    return reservation

@@ -1,0 +1,218 @@
+"""Kernels that write into the KV pool: rope and store of a step's keys and values, and copies.
+
+`reference` defines the meaning.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# ruff: noqa: N803, PLR0913, PLR0917
+# Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
+
+
+def rope_and_store(
+    q: Tensor,  # [num_tokens, num_heads, head_dim]
+    k: Tensor,  # [num_tokens, kv_heads, head_dim]
+    v: Tensor,  # [num_tokens, kv_heads, head_dim]
+    positions: Tensor,  # [num_tokens]
+    cos_sin: Tensor,  # [max_position, head_dim]: the cosines, then the sines
+    pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+    layer: int,
+    slot_mapping: Tensor,  # [num_tokens], -1: do not store
+    q_norm_weight: Tensor | None = None,  # [head_dim]
+    k_norm_weight: Tensor | None = None,  # [head_dim]
+    eps: float = 1e-6,
+) -> Tensor:
+    """Rotate queries and keys, store keys and values, return the queries, contiguous.
+
+    `q`, `k` and `v` may be slices of one packed projection; they are not changed.
+    """
+    num_tokens, num_heads, head_dim = q.shape
+    _, kv_heads, _, _, block_size, _ = pool.shape
+    assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (k.shape, v.shape, pool.shape)
+    assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "packed heads"
+    assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1), (
+        "a layer of a block is contiguous"
+    )
+    assert cos_sin.is_contiguous()
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
+    _rope_store_kernel[(num_tokens, 2)](
+        q, k, v, positions, cos_sin, pool, slot_mapping, q_norm_weight, k_norm_weight, out,
+        layer * pool.stride(2), eps,
+        q.stride(0), k.stride(0), v.stride(0), pool.stride(0), pool.stride(1),
+        HEADS=num_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, BLOCK_SIZE=block_size,
+        Q_ROWS=triton.next_power_of_2(num_heads), KV_ROWS=triton.next_power_of_2(kv_heads),
+        HALF=triton.next_power_of_2(head_dim // 2),
+        num_warps=8 if rows * head_dim > 4096 else 4, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit(do_not_specialize=["position_ptr", "slot_ptr"])
+def _rope_store_kernel(
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    v_ptr: tl.tensor,
+    position_ptr: tl.tensor,
+    cos_sin_ptr: tl.tensor,
+    pool_ptr: tl.tensor,
+    slot_ptr: tl.tensor,
+    q_weight_ptr: tl.tensor,
+    k_weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    layer_offset: tl.tensor,
+    eps: tl.tensor,
+    stride_q: tl.tensor,
+    stride_k: tl.tensor,
+    stride_v: tl.tensor,
+    stride_block: tl.tensor,
+    stride_head: tl.tensor,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    Q_ROWS: tl.constexpr,
+    KV_ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    half: tl.constexpr = HEAD_DIM // 2
+    token = tl.program_id(0).to(tl.int64)
+    d = tl.arange(0, HALF)[None, :]
+    angle = cos_sin_ptr + tl.load(position_ptr + token).to(tl.int64) * HEAD_DIM + d
+    cos = tl.load(angle, mask=d < half, other=0.0).to(tl.float32)
+    sin = tl.load(angle + half, mask=d < half, other=0.0).to(tl.float32)
+    if tl.program_id(1) == 0:
+        head = tl.arange(0, Q_ROWS)[:, None]
+        _store_rotated(
+            q_ptr + token * stride_q + head * HEAD_DIM, out_ptr + (token * HEADS + head) * HEAD_DIM,
+            (head < HEADS) & (d < half), q_weight_ptr, eps, cos, sin, HEAD_DIM, HALF,
+        )  # fmt: skip
+    else:
+        slot = tl.load(slot_ptr + token).to(tl.int64)
+        kv_head = tl.arange(0, KV_ROWS)[:, None]
+        live = (kv_head < KV_HEADS) & (d < half) & (slot >= 0)
+        place = slot // BLOCK_SIZE * stride_block + kv_head.to(tl.int64) * stride_head
+        target = pool_ptr + place + layer_offset + slot % BLOCK_SIZE * HEAD_DIM
+        _store_rotated(
+            k_ptr + token * stride_k + kv_head * HEAD_DIM, target, live, k_weight_ptr, eps, cos,
+            sin, HEAD_DIM, HALF,
+        )  # fmt: skip
+        values = v_ptr + token * stride_v + kv_head * HEAD_DIM + d
+        target += BLOCK_SIZE * HEAD_DIM
+        tl.store(target + d, tl.load(values, mask=live), mask=live)
+        tl.store(target + d + half, tl.load(values + half, mask=live), mask=live)
+
+
+@triton.jit
+def _store_rotated(
+    source: tl.tensor,
+    target: tl.tensor,
+    live: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    half: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, HALF)[None, :]
+    low, high = _normed_halves(source, live, weight_ptr, eps, HEAD_DIM, HALF)
+    element: tl.constexpr = target.dtype.element_ty
+    tl.store(target + d, (low * cos - high * sin).to(element), mask=live)
+    tl.store(target + half + d, (high * cos + low * sin).to(element), mask=live)
+
+
+@triton.jit
+def _normed_halves(
+    source: tl.tensor,
+    live: tl.tensor,
+    weight_ptr: tl.tensor,
+    eps: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    half: tl.constexpr = HEAD_DIM // 2
+    d = tl.arange(0, HALF)[None, :]
+    low = tl.load(source + d, mask=live, other=0.0).to(tl.float32)
+    high = tl.load(source + half + d, mask=live, other=0.0).to(tl.float32)
+    if weight_ptr is not None:
+        mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / HEAD_DIM
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        weights = weight_ptr + d
+        low = low * inverse * tl.load(weights, mask=d < half, other=0.0).to(tl.float32)
+        high = high * inverse * tl.load(weights + half, mask=d < half, other=0.0).to(tl.float32)
+    return low, high
+
+
+# ruff: noqa: N803, PLR0913, PLR0917
+# Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
+
+
+TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
+
+
+def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
+    """Copy the blocks `block_ids` of `[num_blocks, block_numel]` to the first rows of `out`."""
+    _copy(pool, block_ids, out, None)
+
+
+def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
+    """Copy the first rows of `blocks` to the blocks `block_ids`, all different, of `pool`."""
+    _copy(blocks, None, pool, block_ids)
+
+
+def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
+    """Copy block `source_ids[i]` of `source` to block `target_ids[i]`, all different, of `target`.
+
+    `source` may be the memory of another GPU that this GPU can read.
+    """
+    assert len(source_ids) == len(target_ids)
+    _copy(source, source_ids, target, target_ids)
+
+
+def _copy(
+    source: Tensor, source_ids: Tensor | None, target: Tensor, target_ids: Tensor | None
+) -> None:
+    """Launch the copy. Where ids are None, blocks are numbered consecutively."""
+    assert source.shape[1] == target.shape[1]
+    assert source.dtype == target.dtype
+    assert source.is_contiguous()
+    assert target.is_contiguous()
+    ids = source_ids if source_ids is not None else target_ids
+    assert ids is not None
+    for rows, of in ((source, source_ids), (target, target_ids)):
+        assert of is not None or len(ids) <= len(rows)
+    source, target = source.view(torch.int32), target.view(torch.int32)
+    words = source.shape[1]
+    tiles = triton.cdiv(words, TILE)
+    _copy_kernel[(len(ids) * tiles,)](
+        source, target, source_ids, target_ids, words, tiles, TILE=TILE,
+        num_warps=8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["source_id_ptr", "target_id_ptr", "tiles"])
+def _copy_kernel(
+    source_ptr: tl.tensor,
+    target_ptr: tl.tensor,
+    source_id_ptr: tl.tensor,
+    target_id_ptr: tl.tensor,
+    words: tl.tensor,
+    tiles: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    row = tl.program_id(0) // tiles
+    source, target = row, row
+    if source_id_ptr is not None:
+        source = tl.load(source_id_ptr + row)
+    if target_id_ptr is not None:
+        target = tl.load(target_id_ptr + row)
+    w = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
+    value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
+    tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)
