@@ -1,9 +1,7 @@
 """`LLM` and `AsyncLLM` as users call them, over real node processes."""
 
 import asyncio
-import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -19,7 +17,6 @@ from baton.protocol.errors import Cancelled
 from baton.router.outputs import RequestOutput
 from tests.support.async_tests import on_a_loop
 from tests.support.checkpoints import model_folder, tiny_cluster
-from tests.support.own_children import node_pid
 from tests.support.sources import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -131,44 +128,17 @@ def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
         assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
 
 
-@pytest.mark.parametrize(
-    ("page", "number"),
-    [(page, number) for page, all_ in EXAMPLES.items() for number in range(len(all_))],
-)
-def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str, number: int) -> None:
+@pytest.mark.parametrize("page", ["api.md", pytest.param("python.md", marks=pytest.mark.release)])
+def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
-    assert len(blocks) == len(EXAMPLES[page])
-    script = tmp_path / "example.py"
-    script.write_text(blocks[number])
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert EXAMPLES[page][number] in done.stdout
-
-
-def test_the_death_of_the_only_decode_node_is_a_pause_not_an_error() -> None:
-    # So many steps that the request is still running when the node is killed.
-    params = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-
-    async def use() -> None:
-        async with AsyncLLM(config=settings()) as llm:
-            async for output in llm.generate(PROMPT, params):
-                expected = output.outputs[0].token_ids
-            got: list[int] = []
-            is_killed = False
-            async for output in llm.generate(PROMPT, params):
-                got = output.outputs[0].token_ids
-                if len(got) >= 5 and not is_killed:
-                    is_killed = True
-                    node = node_pid("decode-0")
-                    assert node is not None
-                    os.kill(node, signal.SIGKILL)
-            assert is_killed
-            assert got == expected
-            assert output.metrics.resumed
-
-    asyncio.run(use())
+    for block, printed in zip(blocks, EXAMPLES[page], strict=True):
+        script = tmp_path / "example.py"
+        script.write_text(block)
+        done = subprocess.run(
+            [sys.executable, str(script)], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert printed in done.stdout
 
 
 @on_a_loop

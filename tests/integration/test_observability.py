@@ -1,28 +1,22 @@
 """What real processes show of themselves and of their requests: metrics and logs."""
 
-import gzip
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
-from opentelemetry.proto.trace.v1.trace_pb2 import Span
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.http.metric_families import ROUTER_FAMILIES
-from tests.support.checkpoints import tiny_cluster
+from tests.integration.conftest import Collector
 from tests.support.cluster import Cluster
 from tests.support.completions import ask
 from tests.support.oracle import prompt
@@ -32,67 +26,10 @@ from tests.support.waiting import until
 
 GRAFANA = REPOSITORY / "deploy" / "grafana"
 OF_PROMETHEUS = {"job", "instance"}  # labels that it adds to what it scrapes
-BLOCK, NUM_BLOCKS = 16, 500  # 192 tokens less than the model takes
+BLOCK = 16
 WAIT_S = 60.0
-PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1), 8
+PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1, salt=70), 8
 BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
-
-
-class Collector(ThreadingHTTPServer):
-    """Takes the spans that a router sends."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Receiver)
-        self.spans: list[Span] = []
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}/v1/traces"
-
-    def of(self, trace: str) -> list[Span]:
-        """The spans of a trace in the order of their starts."""
-        spans = [span for span in self.spans if span.trace_id.hex() == trace]
-        return sorted(spans, key=lambda span: (span.start_time_unix_nano, span.end_time_unix_nano))
-
-
-class Receiver(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        if self.headers.get("Content-Encoding") == "gzip":
-            body = gzip.decompress(body)
-        sent = ExportTraceServiceRequest.FromString(body)
-        assert isinstance(self.server, Collector)
-        for resource in sent.resource_spans:
-            for scope in resource.scope_spans:
-                self.server.spans.extend(scope.spans)
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002  its name there
-        pass
-
-
-@pytest.fixture(scope="module")
-def collector() -> Iterator[Collector]:
-    with Collector() as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
-    config = tiny_cluster(
-        "llama", cache={"num_blocks": NUM_BLOCKS}, engine={"chunk_tokens": 64},
-        router={"local_prefill": "never", "otlp_traces": collector.url},
-        node={"http": "127.0.0.1:0"},
-    )  # fmt: skip
-    with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:
-        for _ in range(2):  # the second finds the first one's blocks in the prefix caches
-            cluster.complete(**BODY)
-        yield cluster
 
 
 def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(
@@ -133,13 +70,16 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
             "baton_node_kv_read_failures_total": 0,
         },
     }
+    before = {role: counters(url, role) for role, url in urls.items()}
+    for _ in range(2):
+        cluster.complete(**BODY)
     for role, url in urls.items():
         for path in ("/live", "/ready"):
             with urllib.request.urlopen(url + path, timeout=30.0) as reply:
                 assert reply.status == 200
-        with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as reply:
-            own = values(reply.read().decode(), node=f"{role}-0")
-        assert expected[role].items() <= own.items()
+        own = counters(url, role)
+        gained = {name: own[name] - before[role][name] for name in expected[role]}
+        assert gained == expected[role]
         node = f"{role}-0"  # whose beats come once a second
         until(lambda own=own, node=node: values(page(cluster), node=node) == own)
 
@@ -160,6 +100,7 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
         until(lambda text=text: any(text in line for line in told_of("decode-1", cluster)))
         shown = values(page(cluster), "gauge", **up)
         assert shown.get("baton_node_up") == (0 if signal_number == signal.SIGKILL else None)
+    del cluster.children["decode-1"]
     lines = told_of("decode-1", cluster)
     assert [line for line in lines if "is lost: " in line] == lines[-1:]
 
@@ -169,7 +110,7 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
 ) -> None:
     """The answer's timeline has the same stages, and the client's trace goes on."""
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-    body = {**BODY, "prompt": prompt(70, 7), "timeline": True}
+    body = {**BODY, "prompt": prompt(70, salt=71), "timeline": True}
     with ask(cluster.url(""), body, traceparent=f"00-{trace}-{parent}-01") as reply:
         (timeline,) = json.loads(reply.read())["timeline"]
     stages = timeline["waterfall"]
@@ -257,6 +198,12 @@ def queries() -> list[str]:
 
 def page(cluster: Cluster) -> str:
     return cluster.get("/metrics")[1]
+
+
+def counters(url: str, role: str) -> dict[str, float]:
+    """What a node counts of itself."""
+    with urllib.request.urlopen(f"{url}/metrics", timeout=30.0) as reply:
+        return values(reply.read().decode(), node=f"{role}-0")
 
 
 def told_of(node: str, cluster: Cluster) -> list[str]:

@@ -78,8 +78,8 @@ def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) 
     assert cluster.num_bytes_read("decode-0") == num_blocks * cluster.block_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_colocated_engine_says_what_split_serving_says(family: str, tmp_path: Path) -> None:
+def test_the_colocated_engine_says_what_split_serving_says(tmp_path: Path) -> None:
+    family = "qwen3"
     cluster = NodeThreads(tmp_path, always_local(settings(family, prefix=False)))
     outputs = cluster.run(all_at_once)
     for length, output in zip((*LENGTHS, LONG), outputs, strict=True):
@@ -88,10 +88,15 @@ def test_the_colocated_engine_says_what_split_serving_says(family: str, tmp_path
     assert cluster.num_bytes_read("decode-0") == 0
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("is_split", [True, False])
-@pytest.mark.parametrize("prefill_hits", [False, True])
-@pytest.mark.parametrize("decode_hits", [False, True])
+@pytest.mark.parametrize(
+    ("family", "is_split", "prefill_hits", "decode_hits"),
+    [
+        ("llama", True, True, True),
+        ("mistral", True, False, True),
+        ("qwen2", True, True, False),
+        ("qwen3", False, False, True),
+    ],
+)
 def test_prefix_hits_on_either_side_change_nothing(
     family: str, is_split: bool, prefill_hits: bool, decode_hits: bool, tmp_path: Path
 ) -> None:
@@ -111,10 +116,7 @@ def test_prefix_hits_on_either_side_change_nothing(
     assert cluster.num_bytes_read("decode-0") == moved * cluster.block_bytes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_choices_and_seeds_come_out_the_same_split_and_colocated(
-    family: str, tmp_path: Path
-) -> None:
+def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path) -> None:
     params = SamplingParams(
         n=3, temperature=1.0, top_p=0.95, top_k=50, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
     )
@@ -125,7 +127,7 @@ def test_choices_and_seeds_come_out_the_same_split_and_colocated(
             last = output
         return [choice.token_ids for choice in last.outputs]
 
-    config = settings(family)
+    config = settings("llama")
     (tmp_path / "split").mkdir()
     (tmp_path / "local").mkdir()
     split = NodeThreads(tmp_path / "split", never_local(config))
@@ -141,10 +143,9 @@ def test_choices_and_seeds_come_out_the_same_split_and_colocated(
 @pytest.mark.parametrize(
     ("family", "prefill", "decode", "kv_heads", "verify"),
     [
-        *((family, 2, 2, 2, False) for family in FAMILIES),
+        ("qwen2", 2, 2, 2, False),
         ("llama", 1, 2, 2, True),
         ("qwen3", 2, 1, 2, True),
-        ("qwen2", 2, 4, 4, False),
         ("mistral", 4, 2, 4, True),
         ("qwen3", 2, 4, 2, True),  # two ranks of decode read the same head
         ("llama", 4, 2, 2, False),  # two ranks of prefill hold it

@@ -13,7 +13,7 @@ from baton.kv_transfer.interfaces import BlockPiece, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
-from tests.support.checkpoints import FAMILIES, tiny_cluster
+from tests.support.checkpoints import tiny_cluster
 from tests.support.node_threads import NodeThreads, never_local, wrap_transports
 from tests.support.watched_transport import WatchedTransport
 
@@ -90,8 +90,8 @@ async def answer(llm: AsyncLLM) -> list[int]:
     return last.outputs[0].token_ids
 
 
-def answer_with(hurt: Hurt, family: str, folder: Path) -> list[int]:
-    config = tiny_cluster(family, cache={"num_blocks": 64}, engine={"chunk_tokens": 512})
+def answer_with(hurt: Hurt, folder: Path) -> list[int]:
+    config = tiny_cluster(cache={"num_blocks": 64}, engine={"chunk_tokens": 512})
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         wrap_transports(patch, damaging(hurt))
@@ -114,7 +114,7 @@ def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
     return wrap
 
 
-@pytest.mark.parametrize(("verify", "num_ranks"), [(False, 1), (True, 1), (False, 2), (True, 2)])
+@pytest.mark.parametrize(("verify", "num_ranks"), [(False, 1), (True, 2)])
 def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
     verify: bool,
     num_ranks: int,
@@ -140,10 +140,9 @@ def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
         assert answered == whole.run(answer)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_damaged_blocks_change_the_answer(family: str, tmp_path: Path) -> None:
-    whole = answer_with(nothing, family, tmp_path / "whole")
-    assert answer_with(nothing, family, tmp_path / "again") == whole
+def test_damaged_blocks_change_the_answer(tmp_path: Path) -> None:
+    whole = answer_with(nothing, tmp_path / "whole")
+    assert answer_with(nothing, tmp_path / "again") == whole
     for hurt in (zero_one, swap_two, shift_by_one, BlockOfAnother()):
         name = getattr(hurt, "__name__", "another")
-        assert answer_with(hurt, family, tmp_path / name) != whole, name
+        assert answer_with(hurt, tmp_path / name) != whole, name
