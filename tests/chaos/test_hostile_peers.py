@@ -21,7 +21,7 @@ PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 BODY = {"prompt": PROMPT, "max_tokens": 100, "temperature": 0, "ignore_eos": True}
 ALARMS = ("Traceback", "Assertion failed", "a request broke", "an invariant broke")
 DEADLINE_S = 120.0
-NUM_STRANGERS = 10_000
+NUM_STRANGERS = 3_000
 HELD = 400  # connections that stay open at the same time
 # Without descriptors: fewer at each port than libzmq lets wait there (100).
 NUM_WAITING = 450
@@ -159,7 +159,7 @@ def files_of(cluster: Cluster) -> dict[str, int]:
     return {n: psutil.Process(one.pid).num_fds() for n, one in cluster.children.items()}
 
 
-def test_ten_thousand_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) -> None:
+def test_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) -> None:
     """First with descriptors enough, then with fewer than the strangers take."""
     config = tiny_cluster(
         cache={"num_blocks": 600}, engine={"chunk_tokens": 64},

@@ -19,7 +19,7 @@ from tests.support.oracle import Oracle
 
 NUM_TOKENS = 200
 MANY_TOKENS = 4_000  # far more than the streams get to
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 
 
@@ -54,7 +54,7 @@ def serving(cluster: Cluster, role: str) -> str:
     return max(names, key=lambda name: len(cluster.steps(name)))
 
 
-@pytest.mark.parametrize(("drain_s", "by_command"), [(60.0, False), (0.0, False), (60.0, True)])
+@pytest.mark.parametrize(("drain_s", "by_command"), [(0.0, False), (60.0, True)])
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     drain_s: float, by_command: bool, tmp_path: Path
 ) -> None:
@@ -74,12 +74,12 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         other = cluster.complete(**body(PROMPT, 20))["choices"]
         for event in stream:
             tokens += token_ids(event)
-        assert cluster.children[first].wait(time.monotonic() + 30.0)
+        assert cluster.children[first].wait(time.monotonic() + DEADLINE_S)
         assert cluster.children[first].exit_code == 0
         if by_command:
-            assert command.wait(time.monotonic() + 30.0)
+            assert command.wait(time.monotonic() + DEADLINE_S)
             assert (command.exit_code, command.tail[-1]) == (0, f"{first} is gone")
-            assert mistaken.wait(time.monotonic() + 30.0)
+            assert mistaken.wait(time.monotonic() + DEADLINE_S)
             assert mistaken.exit_code == 2
             (line,) = mistaken.tail
             assert "there is no node decode-7" in line

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
-NUM_CLIENTS = 1_000
+NUM_CLIENTS = 500
 DEADLINE_S = 240.0
 NEVER_S = 3_600.0
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
@@ -38,7 +38,7 @@ async def leave_together(cluster: Cluster) -> None:
         writer.transport.abort()
 
 
-def test_a_thousand_clients_that_leave_at_once_give_everything_back(tmp_path: Path) -> None:
+def test_a_crowd_of_clients_that_leave_at_once_give_everything_back(tmp_path: Path) -> None:
     router = {"max_queued": NUM_CLIENTS, "max_queued_s": NEVER_S}
     config = tiny_cluster(cache={"num_blocks": 600}, engine={"chunk_tokens": 64}, router=router)
     with Cluster(tmp_path, config) as cluster:

@@ -10,22 +10,19 @@ import time
 import urllib.error
 import urllib.request
 from collections import defaultdict
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import msgspec
 import pytest
 
-from baton.protocol.config import ClusterConfig, NodeConfig
+from baton.protocol.config import ClusterConfig
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
-from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
 NUM_TOKENS = 1_000
 MANY_TOKENS = 4_000  # far more than it gets to before its router dies
-DEADLINE_S = 120.0
-KEYS = ("one", "two")
+DEADLINE_S = 240.0
+KEY = "one"
 COME_BACK = ("shutting_down", "stream_in_use", "stream_taken_over")
 
 # The stop string never comes, so the text before it is held back again and again.
@@ -40,14 +37,14 @@ ASKS: dict[str, dict[str, object]] = {
 def settings(**nodes: int) -> ClusterConfig:
     return tiny_cluster(
         cache={"num_blocks": 800}, engine={"chunk_tokens": 64}, node={"detached_s": DEADLINE_S},
-        router={"local_prefill": "never", "api_keys": KEYS}, **nodes,
+        router={"local_prefill": "never", "api_keys": (KEY,)}, **nodes,
     )  # fmt: skip
 
 
 class Client:
     """Reads one stream, and takes it up again after the last event that it got."""
 
-    def __init__(self, cluster: Cluster, ask: dict[str, object], key: str = KEYS[0]) -> None:
+    def __init__(self, cluster: Cluster, ask: dict[str, object]) -> None:
         self.texts: dict[int, str] = defaultdict(str)
         self.tokens: dict[int, list[int]] = defaultdict(list)
         self.ends: dict[int, tuple[str, object]] = {}
@@ -55,11 +52,8 @@ class Client:
         self.event_id = ""
         self.is_done = False
         self.error: dict[str, object] | None = None
-        self.gap_s = 0.0
-        self._heard_s = time.monotonic()
         self._cluster = cluster
         self._router = "router"
-        self._key = key
         self._moved = threading.Condition()
         self._body = json.dumps(
             {"model": "tiny", "prompt": PROMPT, "max_tokens": NUM_TOKENS, "ignore_eos": True}
@@ -126,7 +120,7 @@ class Client:
         self._thread.start()
 
     def _read(self, method: str, path: str) -> None:
-        headers = {"Authorization": f"Bearer {self._key}", "Content-Type": "application/json"}
+        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
         if self.event_id:
             headers["Last-Event-ID"] = self.event_id
         data = self._body if method == "POST" else None
@@ -161,8 +155,6 @@ class Client:
                 self._moved.notify_all()
 
     def _event(self, data: str) -> None:
-        now_s = time.monotonic()
-        self.gap_s, self._heard_s = max(self.gap_s, now_s - self._heard_s), now_s
         self._num_events += 1
         if data == "[DONE]":
             self.is_done = True
@@ -186,7 +178,9 @@ def asks_of(cluster: Cluster) -> dict[str, dict[str, object]]:
     return {**ASKS, "stopped": {"temperature": 0, "stop": [told[-5:], "never said", told[-30:]]}}
 
 
-@pytest.mark.parametrize(("decode", "is_late"), [(2, False), (1, True)])
+@pytest.mark.parametrize(
+    ("decode", "is_late"), [(2, False), pytest.param(1, True, marks=pytest.mark.release)]
+)
 def test_streams_outlive_a_router_that_is_killed(
     decode: int, is_late: bool, tmp_path: Path
 ) -> None:
@@ -205,74 +199,12 @@ def test_streams_outlive_a_router_that_is_killed(
         for number, client in enumerate(clients.values()):
             client.come_back(by_get=number % 2 == 0)
         results = {name: client.finish().result() for name, client in clients.items()}
-        print("longest gaps in s:", sorted(round(c.gap_s, 2) for c in clients.values()))
         assert results == expected
 
 
-class Load:
-    """Clients that ask for one stream after the other, until they are stopped."""
-
-    def __init__(self, cluster: Cluster, expected: dict[str, object]) -> None:
-        self.num_answers = 0
-        self.longest_gap_s = 0.0
-        self._cluster = cluster
-        self._expected = expected
-        self._is_over = False
-        self._pool = ThreadPoolExecutor(len(expected))
-        self._workers = [self._pool.submit(self._work, name) for name in expected]
-
-    def stop(self) -> None:
-        self._is_over = True
-        for worker in self._workers:
-            worker.result(DEADLINE_S)
-        self._pool.shutdown()
-
-    def wait_for_answers(self, num_answers: int) -> None:
-        until(lambda: self.num_answers >= num_answers or any(one.done() for one in self._workers))
-
-    def _work(self, name: str) -> None:
-        while not self._is_over:
-            client = Client(self._cluster, {**ASKS[name], "max_tokens": 300}).persist()
-            if isinstance(client.usage, dict):
-                client.usage.pop("resumed", None)  # a slow machine cannot finish it in `drain_s`
-            assert client.result() == self._expected[name]
-            self.longest_gap_s = max(self.longest_gap_s, client.gap_s)
-            self.num_answers += 1
-
-
-def test_a_restart_of_every_process_under_load_loses_nothing(tmp_path: Path) -> None:
-    config = settings(prefill=2, decode=2)
-    router = msgspec.structs.replace(config.router, drain_s=0.5)
-    node = msgspec.structs.replace(config.node, drain_s=1.0)
-    config = msgspec.structs.replace(config, router=router, node=node)
-    with Cluster(tmp_path, config) as cluster:
-        asks = {name: {**ask, "max_tokens": 300} for name, ask in ASKS.items()}
-        expected = {name: Client(cluster, ask).finish().result() for name, ask in asks.items()}
-        load = Load(cluster, expected)
-        for name in ("prefill-0", "decode-0", "router", "prefill-1", "decode-1"):
-            load.wait_for_answers(load.num_answers + 1)
-            child = cluster.children[name]
-            child.terminate()
-            assert child.wait(time.monotonic() + DEADLINE_S)
-            assert child.exit_code == 0, child.tail
-            if name == "router":
-                cluster.start_router()
-            else:
-                role, index = name.split("-")
-                cluster.start_node("prefill" if role == "prefill" else "decode", int(index))
-            cluster.wait_until_healthy()
-        load.wait_for_answers(load.num_answers + len(asks))
-        load.stop()
-        print(f"{load.num_answers} answers, longest gap {load.longest_gap_s:.2f} s")
-
-
-@pytest.mark.parametrize("num_decode", [1, pytest.param(2, marks=pytest.mark.release)])
-def test_a_router_that_was_frozen_takes_no_stream_back_from_another(
-    num_decode: int, tmp_path: Path
-) -> None:
+def test_a_router_that_was_frozen_takes_no_stream_back_from_another(tmp_path: Path) -> None:
     """It tells its own client so, who could go on at any router."""
-    config = settings(decode=num_decode)
-    with Cluster(tmp_path, config, num_routers=2) as cluster:
+    with Cluster(tmp_path, settings(decode=1), num_routers=2) as cluster:
         ask = {**ASKS["sampled"], "max_tokens": MANY_TOKENS}
         expected = Client(cluster, ask).finish().result()
         first = Client(cluster, ask)
@@ -287,45 +219,7 @@ def test_a_router_that_was_frozen_takes_no_stream_back_from_another(
         os.kill(cluster.children["router"].pid, signal.SIGCONT)
         assert second.persist().result() == expected
         first.join()
-        if num_decode == 1:
-            assert first.is_done or first.error is not None, "it was told"
-            assert first.is_done or first.error["code"] == "stream_taken_over"
+        assert first.is_done or first.error is not None, "it was told"
+        assert first.is_done or first.error["code"] == "stream_taken_over"
         assert first.persist().result() == expected
         cluster.wait_until_unused()
-
-
-def test_who_may_not_or_comes_in_vain_is_told(tmp_path: Path) -> None:
-    with Cluster(tmp_path, settings()) as cluster:
-        stranger = Client(cluster, ASKS["short"], KEYS[1]).finish()
-
-        def refusal_of(event_id: str) -> object:
-            stranger.event_id = event_id
-            stranger.come_back(by_get=False)
-            stranger.join()
-            return stranger.error["code"]
-
-        client = Client(cluster, {**ASKS["sampled"], "max_tokens": MANY_TOKENS})
-        client.wait_for(5)
-        assert refusal_of(client.event_id) == "stream_in_use"  # the router itself has it
-        cluster.kill("router")
-        client.join()
-        cluster.start_router()
-        assert refusal_of(client.event_id) == "stream_gone"  # it is not the stranger's
-        assert refusal_of("cmpl-" + 24 * "0" + ":3") == "stream_gone"
-        assert refusal_of("cmpl-7:x") == "invalid_request"
-        client.come_back(by_get=True)
-        assert len(client.finish().tokens[0]) == MANY_TOKENS
-
-
-def test_a_stream_that_no_client_comes_for_ends_and_gives_its_blocks_back(tmp_path: Path) -> None:
-    config = msgspec.structs.replace(settings(), node=NodeConfig(detached_s=0.5))
-    with Cluster(tmp_path, config) as cluster:
-        client = Client(cluster, {"max_tokens": MANY_TOKENS, "temperature": 0})
-        client.wait_for(5)
-        cluster.kill("router")
-        cluster.start_router()
-        cluster.wait_until_healthy()
-        cluster.wait_until_unused()
-        client.come_back(by_get=True)
-        client.join()
-        assert client.error["code"] == "stream_gone"
