@@ -4,6 +4,7 @@
 so it also tests that. It binds loopback and ipc only and ends everything by process id.
 """
 
+import contextlib
 import json
 import os
 import signal
@@ -246,6 +247,16 @@ def metric(page: str, name: str) -> int:
 
 
 def free_port() -> int:
-    """Return a port that is free now, for a process that must be named before it starts."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
+    """Return a port for a process that must be named before it starts; it is given out once.
+
+    No system gives such ports to outgoing connections, and test processes have shares of them.
+    """
+    for port in _OWN_PORTS:
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("this process has used up its ports")
+
+
+_FIRST_PORT, _PORTS_PER_PROCESS, _NUM_SHARES = 10_000, 200, 110
+_SHARE = _FIRST_PORT + os.getpid() % _NUM_SHARES * _PORTS_PER_PROCESS
+_OWN_PORTS = iter(range(_SHARE, _SHARE + _PORTS_PER_PROCESS))
