@@ -57,7 +57,7 @@ test: $(TEST_STAMP)
 	@$(PYTEST) $(ARGS)
 
 test-release: $(TEST_STAMP)
-	@$(PYTEST) -m "" --hypothesis-profile=release $(ARGS)
+	@BATON_SCHEDULES=3000 $(PYTEST) -m "" --hypothesis-profile=release $(ARGS)
 
 check: $(TEST_STAMP)
 	$(BIN)/ruff format --check .

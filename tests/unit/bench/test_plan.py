@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.plan.plan import (
@@ -69,7 +69,6 @@ def of_file(folder: Path, text: str, kind: Kind = "file", **more: object) -> Wor
 
 
 @given(WORKLOADS, st.sampled_from((None, Gaps(5, 0), POISSON, Gaps(5, 2))), st.integers(0, 3))
-@settings(max_examples=60, deadline=None)
 def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
     workload: Workload, arrivals: Gaps | None, warm_up: int
 ) -> None:
@@ -209,7 +208,6 @@ GAPS = st.builds(Gaps, RATES, st.sampled_from((0.0, 0.2, 1.0, 3.0)))
 SEEDS = st.integers(0, 2**40)
 
 
-@settings(deadline=None)
 @given(GAPS, SEEDS, st.integers(1, 300))
 def test_a_count_and_a_duration_cut_the_same_ordered_schedule(
     process: Gaps, seed: int, few: int

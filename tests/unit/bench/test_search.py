@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
@@ -104,7 +104,6 @@ def test_each_run_decides_the_next_one(
         assert probe.is_broken == ("broken" in flaws)
 
 
-@settings(max_examples=200)
 @given(
     edge=st.floats(0.02, 5000), width=st.floats(0.5, 20), start=st.floats(0.01, 100),
     tolerance=st.floats(0.01, 0.5), noise=st.floats(0, 0.05), seed=st.integers(0, 999),
@@ -127,7 +126,6 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     assert curve(found.failing_rate) <= GOAL + noise
 
 
-@settings(max_examples=200)
 @given(
     answers=st.lists(st.integers(0, 7), min_size=40, max_size=40), max_probes=st.integers(1, 40),
     confirmations=st.integers(1, 4),

@@ -35,7 +35,7 @@ def flags() -> set[str]:
     return next((set(line.split()) for line in lines if line.startswith("flags")), set())
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name, (needed, _) in SETS.items() if needed <= flags()])
 def test_bits_are_equal_on_other_cpus(name: str) -> None:

@@ -197,7 +197,6 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
 def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed) -> None:  # type: ignore[no-untyped-def]
     logits = logits_of(len(rows), 1237, seed)

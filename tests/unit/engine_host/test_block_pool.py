@@ -87,7 +87,7 @@ class PoolModel(RuleBasedStateMachine):
             assert self.pool.references(block) == expected
 
 
-PoolModel.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+PoolModel.TestCase.settings = settings(stateful_step_count=40)
 TestPoolModel = PoolModel.TestCase
 
 

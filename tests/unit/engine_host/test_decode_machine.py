@@ -256,5 +256,5 @@ class DecodeMachine(SchedulerMachine):
         assert self.readings == {}
 
 
-DecodeMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+DecodeMachine.TestCase.settings = settings(stateful_step_count=60)
 TestDecodeMachine = DecodeMachine.TestCase

@@ -156,5 +156,5 @@ class PrefillMachine(SchedulerMachine):
         assert (self.offerings, self.scheduler._holding) == ({}, {})
 
 
-PrefillMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+PrefillMachine.TestCase.settings = settings(stateful_step_count=60)
 TestPrefillMachine = PrefillMachine.TestCase

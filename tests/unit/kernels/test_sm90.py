@@ -11,7 +11,7 @@ from tests.support.sources import written_kernels
 
 pytest.importorskip("triton")
 
-pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
+pytestmark = [pytest.mark.release, pytest.mark.timeout(300)]
 MAX_SHARED_BYTES = 227 * 1024  # what a block may use of a Hopper multiprocessor
 Reports = list[dict[str, int | str]]
 

@@ -1,7 +1,7 @@
 """Stop strings: where they cut, what is held back, what min_tokens does to them."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
@@ -23,7 +23,6 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
     return min(ends, default=None)
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     pieces=st.lists(st.text(LETTERS, max_size=4), max_size=12),
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
@@ -55,7 +54,6 @@ def test_a_match_that_completed_before_min_tokens_stays_ignored_in_the_held_text
     assert scan.matched == "xabc"
 
 
-@settings(max_examples=100, deadline=None)
 @given(
     text=st.text(LETTERS, max_size=20),
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),

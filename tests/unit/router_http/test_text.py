@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.errors import ConfigError, RequestError
@@ -48,7 +48,6 @@ def joined(text: Text, prompt: list[int], pushes: list[list[int]], params: Sampl
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(
     family: Family, data: st.DataObject
@@ -67,7 +66,6 @@ def test_leading_spaces_without_text_of_their_own_are_kept(prompt: str) -> None:
     assert text.decode(token_ids) == small_tokenizer("metaspace").decode(token_ids) == prompt
 
 
-@settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject) -> None:
     """Random ids are mostly broken UTF-8: what is shown for it must agree as well."""
@@ -82,7 +80,6 @@ def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_output_continues_the_text_of_the_prompt(family: Family, data: st.DataObject) -> None:
     """What is pushed is what the whole decodes to beyond the prompt, leading space included."""
