@@ -230,8 +230,8 @@ class Backoff:
 
 
 @dataclass(slots=True)
-class _Post:
-    """The place of one supervised child, which may be empty for a while."""
+class _Supervised:
+    """One supervised child, which may be down for a while."""
 
     command: Command
     child: Child | None = None
@@ -256,35 +256,35 @@ class Supervisor:
         may_leave: bool = False,
     ) -> None:
         self._may_leave = may_leave
-        self._posts = [_Post(command) for command in commands]
+        self._supervised = [_Supervised(command) for command in commands]
         self._clock = clock
         self._relay = relay
 
     def start(self) -> None:
-        """Start all children. Raises `NodeError` if the system cannot start one."""
-        for post in self._posts:
-            self._spawn(post)
+        """Start all children. Raises `NodeError` if the system cannot start entry."""
+        for entry in self._supervised:
+            self._spawn(entry)
 
     def poll(self) -> list[Exit]:
         """Restart the children that are due, and return the exits since the last call."""
         exits = []
-        for post in self._posts:
-            if post.child is not None:
-                if (code := post.child.poll()) is not None:
-                    ran_s = self._clock() - post.started_s
-                    exits.append(self._ended(post, code, post.child.tail, ran_s))
-            elif self._clock() >= post.restart_at_s:
+        for entry in self._supervised:
+            if entry.child is not None:
+                if (code := entry.child.poll()) is not None:
+                    ran_s = self._clock() - entry.started_s
+                    exits.append(self._ended(entry, code, entry.child.tail, ran_s))
+            elif self._clock() >= entry.restart_at_s:
                 try:
-                    self._spawn(post)
+                    self._spawn(entry)
                 except NodeError as error:  # the system may lack memory or processes for a while
-                    exits.append(self._ended(post, NOT_STARTED, (error.message,), 0.0))
+                    exits.append(self._ended(entry, NOT_STARTED, (error.message,), 0.0))
         return exits
 
     def pid_of(self, name: str) -> int | None:
         """Return the process id of a child, None while it is down."""
-        for post in self._posts:
-            if post.command.name == name:
-                return post.child.pid if post.child is not None else None
+        for entry in self._supervised:
+            if entry.command.name == name:
+                return entry.child.pid if entry.child is not None else None
         return None
 
     def stop(self, grace_s: float = GRACE_S, *, is_hurried: bool = False) -> None:
@@ -292,7 +292,7 @@ class Supervisor:
 
         Children that are hurried do not drain.
         """
-        children = [post.child for post in self._posts if post.child is not None]
+        children = [entry.child for entry in self._supervised if entry.child is not None]
         for child in children:
             child.terminate(is_hurried=is_hurried)
         deadline_s = monotonic() + grace_s
@@ -304,20 +304,20 @@ class Supervisor:
 
     def kill(self) -> None:
         """End all children by force without waiting. A signal handler may call it."""
-        for post in self._posts:
-            if post.child is not None:
-                post.child.kill()
+        for entry in self._supervised:
+            if entry.child is not None:
+                entry.child.kill()
 
-    def _spawn(self, post: _Post) -> None:
-        post.child = Child(post.command, self._relay)
-        post.started_s = self._clock()
+    def _spawn(self, entry: _Supervised) -> None:
+        entry.child = Child(entry.command, self._relay)
+        entry.started_s = self._clock()
 
-    def _ended(self, post: _Post, code: int, tail: tuple[str, ...], ran_s: float) -> Exit:
-        post.child = None
-        post.num_exits += 1
-        delay_s = None if self._may_leave and code == 0 else post.backoff.after(ran_s)
-        post.restart_at_s = math.inf if delay_s is None else self._clock() + delay_s
-        return Exit(post.command.name, code, tail, post.num_exits, delay_s)
+    def _ended(self, entry: _Supervised, code: int, tail: tuple[str, ...], ran_s: float) -> Exit:
+        entry.child = None
+        entry.num_exits += 1
+        delay_s = None if self._may_leave and code == 0 else entry.backoff.after(ran_s)
+        entry.restart_at_s = math.inf if delay_s is None else self._clock() + delay_s
+        return Exit(entry.command.name, code, tail, entry.num_exits, delay_s)
 
 
 def end_by_signal() -> None:

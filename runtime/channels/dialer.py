@@ -28,8 +28,8 @@ from baton.runtime.channels.wire import (
     Session,
     Verdict,
     Wire,
+    log_malformed,
     new_identity,
-    tell_malformed,
 )
 from baton.runtime.clock import monotonic
 
@@ -127,7 +127,9 @@ class Dialer(Generic[Out, In]):
                 self._num_tried += 1
             elif self.connected or not self._destination.look():
                 times = (self._retry_s, None if self.connected else self._destination.look_at_s)
-                self._wire.settle(min((time for time in times if time is not None), default=None))
+                self._wire.clear_signal(
+                    min((time for time in times if time is not None), default=None)
+                )
                 return None
             elif self._dialled:
                 self._lost = "the listener has moved"
@@ -176,7 +178,7 @@ class Dialer(Generic[Out, In]):
 
     def _drop(self, reason: str) -> None:
         self.num_malformed += 1
-        tell_malformed(self.num_malformed, self.endpoint, reason)
+        log_malformed(self.num_malformed, self.endpoint, reason)
 
     def _changed(self, change: ConnectionChange) -> None:
         if change == "up":
@@ -207,7 +209,7 @@ class Dialer(Generic[Out, In]):
         if (address := self._destination.address) is None:
             return
         if pairs := self._keys.pairs:
-            self._wire.lock(pairs[self._num_tried % len(pairs)])
+            self._wire.use_key(pairs[self._num_tried % len(pairs)])
         self.socket.setsockopt(zmq.IPV6, int(":" in address.host))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
         self._dialled = address.dial_endpoint

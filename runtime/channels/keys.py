@@ -138,7 +138,7 @@ def _check_curve() -> None:
         )
 
 
-class Gate:
+class Authenticator:
     """Lets a process connect to a listener only if it proves that it has the listener's key.
 
     ZMQ sends a request of its authentication protocol (ZAP, RFC 27) over a socket inside the
@@ -165,6 +165,6 @@ class Gate:
         self.socket.send_multipart((ZAP_VERSION, number, *verdict, b"", b""), zmq.NOBLOCK)
 
     def close(self) -> None:
-        # Unbind at once, so that the context's next listener can bind its gate there.
+        # Unbind at once, so that the context's next listener can bind its own there.
         self.socket.unbind(ZAP_ENDPOINT)
         self.socket.close(0)

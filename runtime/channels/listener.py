@@ -17,9 +17,9 @@ from baton.runtime.channels.wire import (
     Session,
     Verdict,
     Wire,
+    log_malformed,
     probe_frame,
     reset_frame,
-    tell_malformed,
 )
 from baton.runtime.clock import monotonic
 
@@ -76,7 +76,8 @@ class Listener(Generic[Out, In]):
         self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
-        self._unaware: dict[bytes, int] = {}  # ended sessions whose dialers have not been told yet
+        # Ended sessions whose dialers have not been told yet.
+        self._unsent_resets: dict[bytes, int] = {}
         self._probes_at_s: deque[float] = deque()
         self._hinted_s = -math.inf  # the first try after the last hint
         self._num_read = 0  # frames since the last look at the connections
@@ -131,8 +132,8 @@ class Listener(Generic[Out, In]):
                 self._read()
                 continue
             self._num_read = 0
-            if not self._look_around() and not self._wire.readable():
-                self._wire.settle(self._probes_at_s[0] if self._probes_at_s else None)
+            if not self._check_connections() and not self._wire.readable():
+                self._wire.clear_signal(self._probes_at_s[0] if self._probes_at_s else None)
                 return None
         # A flood of frames that are not messages must not keep the caller here.
         self._wire.wake_if_readable(anything_else=True)
@@ -159,14 +160,14 @@ class Listener(Generic[Out, In]):
         if session is None:
             return
         self._events.append(Received(peer, None, disconnected=True))
-        self._unaware[peer] = session.id
-        self._tell_unaware()
+        self._unsent_resets[peer] = session.id
+        self._send_resets()
         self._wire.wake_if_readable(anything_else=True)
 
     def close(self) -> None:
         self._wire.close()
 
-    def _look_around(self) -> bool:
+    def _check_connections(self) -> bool:
         """Answer handshakes and try connections that may be gone. Return whether there were any."""
         if self._probes_at_s and self._probes_at_s[0] <= monotonic():  # before a hint puts it off
             self._probes_at_s.popleft()
@@ -175,11 +176,11 @@ class Listener(Generic[Out, In]):
         if changes := self._wire.changes():
             self.refusals += changes.count("refused")
             if "lost" in changes:
-                self._expect_losses()
+                self._schedule_probes()
             return True
         return False
 
-    def _expect_losses(self) -> None:
+    def _schedule_probes(self) -> None:
         """Note a hint that a connection ended: try all of them soon, and again a bit later."""
         now_s = monotonic()
         if self._hinted_s > now_s:
@@ -208,8 +209,8 @@ class Listener(Generic[Out, In]):
                 self._sessions[peer] = session = Session(session_id)
                 session.next_in = 1
             case Verdict.STALE:
-                self._unaware[peer] = session_id
-                self._tell_unaware()
+                self._unsent_resets[peer] = session_id
+                self._send_resets()
                 return
             case Verdict.GAP | Verdict.RESET | Verdict.PROBE:
                 self.end(peer)
@@ -225,13 +226,13 @@ class Listener(Generic[Out, In]):
 
     def _probe(self) -> None:
         """End the sessions whose connections are gone."""
-        self._tell_unaware()
+        self._send_resets()
         for peer in list(self._sessions):
             self.is_connected(peer)
 
-    def _tell_unaware(self) -> None:
+    def _send_resets(self) -> None:
         """Tell dialers that their sessions are over. One that has moved on ignores it."""
-        for peer, session_id in list(self._unaware.items()):
+        for peer, session_id in list(self._unsent_resets.items()):
             try:
                 self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
             except zmq.Again:
@@ -240,8 +241,8 @@ class Listener(Generic[Out, In]):
                 continue
             except zmq.ZMQError:
                 pass
-            del self._unaware[peer]
+            del self._unsent_resets[peer]
 
     def _drop(self, reason: str) -> None:
         self.num_malformed += 1
-        tell_malformed(self.num_malformed, self.endpoint, reason)
+        log_malformed(self.num_malformed, self.endpoint, reason)

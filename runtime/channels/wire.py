@@ -23,7 +23,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from baton.protocol.codec import MAX_MESSAGE_BYTES
 from baton.protocol.errors import NodeError
-from baton.runtime.channels.keys import DOMAIN, Gate, KeyPair, Keys
+from baton.runtime.channels.keys import DOMAIN, Authenticator, KeyPair, Keys
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 
@@ -176,24 +176,24 @@ class Wire:
     def __init__(
         self, context: "zmq.Context[zmq.Socket[bytes]]", kind: zmq.SocketType, keys: Keys
     ) -> None:
-        """A dialer with keys must call `lock` with one of them before it connects.
+        """A dialer with keys must call `use_key` with one of them before it connects.
 
         Raises `zmq.ZMQError`, `OSError` or `NodeError` when the process has no descriptor left.
         """
         is_listener = kind is zmq.ROUTER
         self._refusals = _REFUSALS if is_listener else (*_REFUSALS, _CLOSED)
-        self._gate: Gate | None = None
+        self._authenticator: Authenticator | None = None
         self._is_awake = False
         self._alarm_at_s: float | None = None
         with contextlib.ExitStack() as opened:
             if is_listener and keys.first is not None:
-                self._gate = Gate(context, keys.first)
-                opened.callback(self._gate.close)
+                self._authenticator = Authenticator(context, keys.first)
+                opened.callback(self._authenticator.close)
             self.socket: zmq.Socket[bytes] = context.socket(kind)
             opened.callback(self.socket.close)
             self._configure(has_keys=bool(keys.pairs))
             if is_listener and keys.first is not None:
-                self.lock(keys.first)
+                self.use_key(keys.first)
             self._monitor: zmq.Socket[bytes] = context.socket(zmq.PAIR)
             opened.callback(self._monitor.close, 0)
             self._monitor.setsockopt(zmq.RCVHWM, 0)
@@ -210,7 +210,7 @@ class Wire:
             for socket in (
                 self.socket,
                 self._monitor,
-                *([self._gate.socket] if self._gate else ()),
+                *([self._authenticator.socket] if self._authenticator else ()),
             ):
                 self._epoll.register(_descriptor_of(socket), select.EPOLLIN)
             self._epoll.register(self._wake, select.EPOLLIN)
@@ -236,16 +236,16 @@ class Wire:
     def fileno(self) -> int:
         return self._epoll.fileno()
 
-    def lock(self, pair: KeyPair) -> None:
+    def use_key(self, pair: KeyPair) -> None:
         """Talk only to processes that have this key, beginning with the next bind or connect."""
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, pair.secret)
         self.socket.setsockopt(zmq.CURVE_PUBLICKEY, pair.public)
-        if self._gate is None:
+        if self._authenticator is None:
             self.socket.setsockopt(zmq.CURVE_SERVERKEY, pair.public)
             return
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
-        # Without a gate, ZMQ lets no dialer in.
+        # Without an authenticator, ZMQ lets no dialer in.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def readable(self) -> bool:
@@ -253,8 +253,8 @@ class Wire:
 
     def changes(self) -> list[ConnectionChange]:
         """Return the connections that came, went or were refused since the last call."""
-        while self._gate is not None and _has_input(self._gate.socket):
-            self._gate.answer()
+        while self._authenticator is not None and _has_input(self._authenticator.socket):
+            self._authenticator.answer()
         found: list[ConnectionChange] = []
         while _has_input(self._monitor):
             event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
@@ -272,7 +272,7 @@ class Wire:
             self._is_awake = True
             os.eventfd_write(self._wake, 1)
 
-    def settle(self, wake_at_s: float | None = None) -> None:
+    def clear_signal(self, wake_at_s: float | None = None) -> None:
         """Clear the signal. Call it once there is nothing left to read.
 
         The descriptor fires by `wake_at_s` on the monotonic clock, or earlier.
@@ -312,7 +312,7 @@ def _has_input(socket: "zmq.Socket[bytes]") -> bool:
     return bool(events & _INPUT)
 
 
-def tell_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
+def log_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
     """Log the 1st, 2nd, 4th, 8th … dropped message, because a peer may send many."""
     if num_malformed.bit_count() == 1:
         log.warning(
