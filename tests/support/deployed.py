@@ -72,7 +72,7 @@ class Deployed:
         code, said, _ = self.run("status", "--json")
         found = {}
         for one in json.loads(said) if code != 2 else ():
-            # The notes of a keeper that was killed name processes that are gone.
+            # The notes of a supervisor that was killed name processes that are gone.
             with contextlib.suppress(psutil.NoSuchProcess):
                 if one["state"] == "running":
                     found[one["name"]] = psutil.Process(int(one["note"].split()[1]))
