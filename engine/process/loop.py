@@ -200,6 +200,7 @@ class EngineLoop:
 
     def _forget(self, origin: Origin) -> None:
         self.scheduler.forget(origin)
+        self.scheduler.outputs.drop(origin)
         self.scheduler.pool.cache.journal.forget(origin)
 
     def _settle(self, now_s: float) -> None:

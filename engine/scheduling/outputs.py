@@ -33,6 +33,11 @@ class Outputs:
         if entries := self._entries.pop(origin, None):
             self.to_routers.append((origin, Tokens(entries)))
 
+    def drop(self, origin: Origin) -> None:
+        """Forget what is queued for a router whose session ended; the next one must not get it."""
+        self._entries.pop(origin, None)
+        self.to_routers = [queued for queued in self.to_routers if queued[0] != origin]
+
     def take_router_messages(self) -> list[tuple[Origin, ToRouter]]:
         for origin in list(self._entries):
             self.flush(origin)

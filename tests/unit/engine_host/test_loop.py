@@ -193,6 +193,13 @@ def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
     assert len(bench.tokens()) < 10
 
 
+def test_messages_of_a_dead_session_are_not_sent_into_the_next_one() -> None:
+    bench = Bench()
+    bench.loop.drain()
+    bench.hear(FromRouter(0, local("r", PROMPT)), FromRouter(1, local("s", PROMPT)), RouterLost(0))
+    assert bench.wire.origins == [1]
+
+
 def test_a_loop_that_drains_finishes_what_it_has_and_takes_nothing_new() -> None:
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))

@@ -177,7 +177,7 @@ def start(**env: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-@pytest.mark.slow
+@pytest.mark.release
 @pytest.mark.timeout(400)
 def test_one_of_several_processes_compiles_and_every_cpu_computes_the_same_bits(
     cache: Path,
