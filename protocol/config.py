@@ -241,8 +241,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     api_key_file: Annotated[
         str,
         about(
-            "file with the hashes of further keys, made by `baton api-key`; it is read again when "
-            "it changes",
+            "file with the hashes of further keys, made by `baton api-key`; it is read at start",
             kind="path",
         ),
     ] = ""

@@ -1,8 +1,8 @@
 """The endpoints that generate text: completions and chats.
 
-`app` routes to these. A handler parses the body, submits one request per prompt, and answers with
-one body or a stream of events. Every request that it submitted is closed, however the handler ends.
-Handlers know nothing of nodes. They raise `BatonError` while an error can still be an HTTP status.
+A handler parses the body, submits one request per prompt, and responds with one body or a stream of
+events. Every request that it submitted is closed, however the handler ends. Handlers know nothing
+of nodes. They raise `BatonError` while an error can still be an HTTP status.
 """
 
 import asyncio
@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
-from aiohttp.http import HttpVersion11
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
@@ -23,24 +22,30 @@ from baton.protocol.messages import Kept
 from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
-from baton.router.http.answers import Answer, clamped_to
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.connections import connection_of
-from baton.router.http.engine import Engine
-from baton.router.http.kept import Form, form_of, kept_of, owner_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.open_stream import OpenStream
-from baton.router.http.places import HEADER, ReaderPlace, place_of, start_of
 from baton.router.http.prepare import Job, check_ids, check_name, parsed, rendered, unpacked
-from baton.router.http.relay import Relay
 from baton.router.http.request_log import GONE, RUNNING, Running
-from baton.router.http.routes import PATH_END
+from baton.router.http.responses import (
+    LAST_EVENT_ID,
+    Answer,
+    Form,
+    ReaderPlace,
+    clamped_to,
+    form_of,
+    kept_of,
+    owner_of,
+    place_of,
+    start_of,
+)
 from baton.router.http.schema import Ask, BodyPrompt, Chat
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import Claim
 from baton.router.stream import RequestStream, Sink
+from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
 MAX_REQUEST_ID_CHARS = 128
@@ -69,7 +74,7 @@ class Handlers:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: TextRouter,
         config: ClusterConfig,
         metrics: HttpMetrics,
         chat_template: ChatTemplate | None = None,
@@ -95,8 +100,8 @@ class Handlers:
     async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         place = None
-        if HEADER in request.headers:
-            place = place_of(request.headers[HEADER])
+        if LAST_EVENT_ID in request.headers:
+            place = place_of(request.headers[LAST_EVENT_ID])
             # The form of the answer is known, so the body is not used.
             with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._max_body_mib << 20)
@@ -109,15 +114,15 @@ class Handlers:
                 return await self._echo(request, work)
             if not work.ask.is_streamed:
                 return await self._whole(work, running)
-            relay = await self._begin_stream(request, work, running.streams)
+            events = await self._begin_stream(work, running.streams)
             headers = _headers(work, [stream.metrics for stream in running.streams])
-            return await self._relayed(request, running, relay, headers)
+            return await self._relayed(request, running, events, headers)
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
-        place = start_of(request[PATH_END], request.headers.get(HEADER))
-        if HEADER in request.headers:
-            place = place_of(request.headers[HEADER])
+        place = start_of(request.match_info["id"], request.headers.get(LAST_EVENT_ID))
+        if LAST_EVENT_ID in request.headers:
+            place = place_of(request.headers[LAST_EVENT_ID])
         with _Counted(request, self._metrics) as running:
             return await self._again(request, running, place)
 
@@ -140,11 +145,10 @@ class Handlers:
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         answer, running.request_id = forms[-1].answer, forms[-1].request_id
-        events = EventStream(answer.id, self._silence_s)
-        relay = Relay(events, answer, stream.params.n, (), self._metrics)
-        relay.goes_on(place)
+        events = EventStream(answer, stream.params.n, (), self._metrics, self._silence_s)
+        events.resume_at(place)
         headers = {"X-Request-Id": running.request_id}
-        return await self._relayed(request, running, relay, headers)
+        return await self._relayed(request, running, events, headers)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -269,14 +273,13 @@ class Handlers:
         if not work.ask.is_streamed:
             body = work.answer.whole(outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
-        events = EventStream(work.answer.id, self._silence_s)
-        relay = Relay(events, work.answer, num_choices, (), self._metrics)
+        events = EventStream(work.answer, num_choices, (), self._metrics, self._silence_s)
         response = await events.open(request, headers)
         for output in outputs:
-            relay.sink(0)(output)
-        relay.finish(metrics)
+            events.sink(0)(output)
+        events.finish(metrics)
         events.stop()
-        await response.write_eof()
+        await events.close()
         return response
 
     def _counted(self, sink: Sink) -> Sink:
@@ -286,10 +289,8 @@ class Handlers:
 
         return take
 
-    async def _begin_stream(
-        self, request: web.Request, work: Work, streams: list[RequestStream]
-    ) -> Relay:
-        """Return the relay of an answer once its first token, or its first node, is known."""
+    async def _begin_stream(self, work: Work, streams: list[RequestStream]) -> EventStream:
+        """Return the events of a response once its first token, or its first node, is known."""
         # An error can be an HTTP status until something is sent, so this waits for the first delta.
         # It does not leave the client in silence for long, except while the request waits for a
         # node, because then it may still get status 503.
@@ -300,28 +301,39 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        events = EventStream(work.answer.id, self._silence_s)
-        relay = Relay(events, work.answer, work.params.n, work.echoes, self._metrics)
+        events = EventStream(
+            work.answer, work.params.n, work.echoes, self._metrics, self._silence_s
+        )
         if work.kept is not None:
-            relay.goes_on(ReaderPlace(work.answer.id, None))
-        return relay
+            events.resume_at(ReaderPlace(work.answer.id, None))
+        return events
 
     async def _relayed(
-        self, request: web.Request, running: Running, relay: Relay, headers: dict[str, str]
+        self, request: web.Request, running: Running, events: EventStream, headers: dict[str, str]
     ) -> web.StreamResponse:
-        """Send the headers, and let an `OpenStream` send what the streams bring."""
-        connection = connection_of(request)
-        goes_on = request.version >= HttpVersion11 and connection.can_go_on_after(request)
-        await relay.events.open(request, headers, goes_on=goes_on)
-        stream = OpenStream(relay, running, partial(_count, running, self._metrics))
-        return stream.begin(connection, goes_on=goes_on)
+        """Send the headers, then what the streams bring."""
+        response = await events.open(request, headers)
+        try:
+            await events.relay(running.streams)
+            running.outcome = "finished"
+        except BatonError as error:
+            running.failed(error)
+            events.fail(error)
+        except ConnectionError:
+            raise
+        except Exception:
+            log.exception("a streamed answer broke", request=running.request_id)
+            broken = BatonError("the router failed to make this answer")
+            running.failed(broken)
+            events.fail(broken)
+        finally:
+            events.stop()
+        await events.close()
+        return response
 
 
 class _Counted:
-    """A context around an answer, at whose end all submitted requests are closed and counted.
-
-    An `OpenStream` does that for its own requests.
-    """
+    """A context around a response, at whose end all submitted requests are closed and counted."""
 
     __slots__ = ("_metrics", "_running")
 
@@ -338,15 +350,9 @@ class _Counted:
             running.outcome = GONE
         elif isinstance(error, BatonError):
             running.failed(error)
-        if not running.is_open:
-            _count(running, self._metrics)
-
-
-def _count(running: Running, metrics: HttpMetrics) -> None:
-    """Close and count the requests that an HTTP request has submitted."""
-    for stream in running.streams:
-        stream.close()
-        metrics.ended(stream.metrics, running.outcome, stream.params.n)
+        for stream in running.streams:
+            stream.close()
+            self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
 
 def _all_ended(streams: Sequence[RequestStream]) -> Awaitable[None]:

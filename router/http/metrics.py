@@ -9,7 +9,7 @@ from collections import Counter
 from baton.protocol.errors import BatonError
 from baton.router.health import Health, ServedModel
 from baton.router.http import metric_families as families
-from baton.router.http.answers import RETRY_STATUSES
+from baton.router.http.responses import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.runtime.metrics import Histogram, Page, add_nodes
 
@@ -37,7 +37,7 @@ class HttpMetrics:
     """The metrics of one router, without globals, because two routers can share a process."""
 
     def __init__(self, model_name: str = "", version: str = "", router: str = "") -> None:
-        """Label every value with `name`, which a router that shares its port passes."""
+        """Label every value with `router`, the name of a router that shares its port."""
         self.num_requests = 0  # requests that have ended
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0

@@ -4,15 +4,13 @@
 nodes and the seconds of the stages, so that a request's history can be found by its id.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import msgspec
 from aiohttp import web
 
 from baton.protocol.config import LogConfig
 from baton.protocol.errors import BatonError, Failure
-from baton.router.http.answers import RETRY_STATUSES
+from baton.router.http.responses import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
@@ -38,37 +36,12 @@ class Running:
     # Not the exception, whose frames refer to this object and would make a cycle.
     failure: Failure | None = None
     request_id: str = ""  # empty until the body has been read
-    is_open: bool = False  # as a stream, which goes on when the handler has returned
-    at_end: "Callable[[Running], None] | None" = None  # of an open stream
-
-    def tell_end(self) -> None:
-        """Call `at_end` once: an open stream is over."""
-        at_end, self.at_end = self.at_end, None
-        if at_end is not None:
-            at_end(self)
 
     def failed(self, error: BatonError) -> None:
         self.outcome, self.failure = error.code, error.to_failure()
 
 
 RUNNING = web.RequestKey("running", Running)
-
-
-class Facts(msgspec.Struct, frozen=True):
-    """What is kept of a request as long as its answer is an open stream."""
-
-    method: str
-    path: str
-    remote: str | None
-    headers: dict[str, str]  # those of its trace
-
-
-Asked = web.Request | Facts
-
-
-def facts_of(request: web.Request) -> Facts:
-    headers = {name: request.headers[name] for name in CARRIED if name in request.headers}
-    return Facts(request.method, request.path, request.remote, headers)
 
 
 class RequestLog:
@@ -80,16 +53,21 @@ class RequestLog:
         self._num_unlogged = 0
 
     def answered(
-        self, asked: Asked, running: Running | None, status: int, request_id: str, took_s: float
+        self,
+        request: web.Request,
+        running: Running | None,
+        status: int,
+        request_id: str,
+        took_s: float,
     ) -> None:
         """Log an ended HTTP request, unless it was uneventful and the access log is off."""
         request_id = request_id or (running.request_id if running is not None else "")
         if self._is_access:
             fields = {} if running is None else _sums([one.metrics for one in running.streams])
-            tell = log.debug if asked.path in FREQUENT_PATHS else log.info
+            tell = log.debug if request.path in FREQUENT_PATHS else log.info
             tell(
-                "access", request=request_id, method=asked.method, path=clip(asked.path),
-                status=status, client=asked.remote, s=round(took_s, 6), **fields,
+                "access", request=request_id, method=request.method, path=clip(request.path),
+                status=status, client=request.remote, s=round(took_s, 6), **fields,
             )  # fmt: skip
         if running is None:
             return

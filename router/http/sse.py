@@ -1,52 +1,83 @@
-"""Server-sent events over one HTTP response: framing, ids, keep-alive comments, back-pressure.
+"""Server-sent events: the deltas of one streamed response, sent as they arrive.
 
-`handlers` opens one `EventStream` per streamed answer. Every token is an event, so events are
-written to the transport without a task switch. The stream knows nothing about its content. It never
-waits for a slow client, so the sender must check `is_full` before it sends.
+Deltas become events at once, and one task per response writes all events that have piled up since
+its last turn. While a client reads too slowly, deltas are merged per choice.
 """
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-# What any answer to a request must have, besides its own headers.
+from baton.protocol.errors import BatonError
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.responses import Answer, ChunkTemplate, EventIds, ReaderPlace, error_of
+from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.reattach import ReceivedPart
+from baton.router.stream import RequestStream, Sink
+
+# What any response to a request must have, besides its own headers.
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict[str, str])
 SILENCE_S = 10.0
-# A client may leave this much output unread before events are held back and merged.
+# With this much output unwritten, deltas are merged.
 FULL_BYTES = 256 * 1024
 # No blank line follows, because after an event with an id the openai package takes one for an
 # event.
 _COMMENT = b": waiting\n"
-_LAST_CHUNK = b"0\r\n\r\n"
+# Tells a client that the response is complete.
+_DONE = b"[DONE]"
 
 
 class EventStream:
-    """Call `open`, then `send` for every event, then `end`."""
+    """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_is_chunked", "_loop", "_name", "_silence_s", "_timer", "_transport", "_written_s",
+        "_answer", "_echoes", "_has_usage", "_held", "_ids", "_is_over", "_loop", "_metrics",
+        "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s", "_templates",
+        "_timer", "_unwritten", "_wake", "_written_s",
     )  # fmt: skip
 
-    def __init__(self, name: str, silence_s: float = SILENCE_S) -> None:
-        """Give events ids that begin with `name` and a colon."""
-        self._name = name.encode()
+    def __init__(
+        self,
+        answer: Answer,
+        num_choices: int,
+        echoes: Sequence[str],
+        metrics: HttpMetrics,
+        silence_s: float = SILENCE_S,
+    ) -> None:
+        """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
+        self._answer = answer
+        self._ids = EventIds(answer.id)
+        self._has_usage = False  # the client has it
+        self._num_choices = num_choices  # per prompt
+        self._echoes = echoes
+        self._metrics = metrics
         self._silence_s = silence_s
-        self._is_chunked = False
-        self._transport: asyncio.Transport | None = None
+        self._templates: dict[int, ChunkTemplate] = {}
+        self._unwritten: list[bytes] = []
+        self._num_bytes = 0  # of `_unwritten`
+        self._held: Merged | None = None  # deltas for a client that reads too slowly
+        self._num_left = 0  # streams that have not ended
+        self._is_over = False
+        self._wake: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
-        self._written_s = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
+        self._written_s = 0.0
 
-    async def open(
-        self, request: web.Request, headers: Mapping[str, str], *, goes_on: bool = True
-    ) -> web.StreamResponse:
-        """Send the headers. From then on an error can only be an event.
+    def resume_at(self, place: ReaderPlace) -> None:
+        """Begin where the client left off, and put its place into the ids of events."""
+        received = place.received or (ReceivedPart(),) * self._num_choices
+        self._ids = EventIds(self._answer.id, received)
+        self._has_usage = place.tail != ""
+        for index, one in enumerate(received):
+            if one.has_begun:
+                self._templates[index] = self._answer.chunks(index)
 
-        `goes_on` is False for a connection that is closed behind the answer.
-        """
-        response = web.StreamResponse(
+    async def open(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
+        """Send the headers. From then on an error can only be an event."""
+        self._response = response = web.StreamResponse(
             headers={
                 **headers,
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -56,51 +87,130 @@ class EventStream:
                 **request.get(EXTRA_HEADERS, {}),
             }
         )
-        self._is_chunked = request.version >= HttpVersion11
-        if self._is_chunked:
+        if request.version >= HttpVersion11:
             response.enable_chunked_encoding()
-        if not goes_on:
+        else:
             response.force_close()
         await response.prepare(request)
-        self._transport = request.transport
         self._written_s = self._loop.time()
         self._timer = self._loop.call_later(self._silence_s, self._break_silence)
         return response
 
-    def send(self, data: bytes, place: bytes) -> None:
-        """Send one event, which must have no line breaks. It is dropped if the client is gone."""
-        self._write(b"id: %b:%b\ndata: %b\n\n" % (self._name, place, data))
+    async def relay(self, streams: Sequence[RequestStream]) -> None:
+        """Send what the streams bring until all have ended.
 
-    @property
-    def is_full(self) -> bool:
-        transport = self._transport
-        return transport is not None and transport.get_write_buffer_size() > FULL_BYTES
+        Raises the `BatonError` of the first that failed, and `ConnectionError` if the client left.
+        """
+        self._num_left = len(streams)
+        for index, stream in enumerate(streams):
+            stream.send_to(self.sink(index))
+            stream.call_at_end(self._one_ended)
+        while not self._is_over:
+            if not self._unwritten and self._held is None:
+                self._wake = self._loop.create_future()
+                # This wait needs no deadline: the lifecycle ends every request within one.
+                await self._wake
+                self._wake = None
+            await self._flush()
+        for stream in streams:
+            stream.raise_error()
+        self.finish([stream.metrics for stream in streams])
 
-    def end(self) -> None:
-        """Send no more events, and say so if the client cannot know it otherwise."""
-        self.stop()
-        transport = self._transport
-        if self._is_chunked and transport is not None and not transport.is_closing():
-            transport.write(_LAST_CHUNK)
+    def sink(self, prompt_index: int) -> Sink:
+        """Return the sink for the deltas of one prompt."""
+        return partial(self._take, prompt_index * self._num_choices)
+
+    def finish(self, metrics: Sequence[RequestMetrics]) -> None:
+        """Add the last events of a complete response."""
+        self._release()
+        closing = self._answer.closing(metrics)
+        if closing is not None and not self._has_usage:
+            self._add(closing, self._ids.current(b"/u"))
+        self._add(_DONE, self._ids.current(b"/d"))
+
+    def fail(self, error: BatonError) -> None:
+        """Add the held deltas, then the error that ends the response."""
+        self._release()
+        self._metrics.failed(error)
+        self._add(error_of(error), self._ids.current())
+
+    async def close(self) -> None:
+        """Send what was added, and end the response."""
+        await self._flush()
+        await self._response.write_eof()
 
     def stop(self) -> None:
         """Send no more comments. It may be called again."""
         if self._timer is not None:
             self._timer.cancel()
 
-    def _write(self, data: bytes) -> None:
-        transport = self._transport
-        if transport is None or transport.is_closing():
+    def _take(self, offset: int, delta: CompletionOutput) -> None:
+        self._metrics.num_output_tokens += len(delta.token_ids)
+        delta.index += offset
+        if self._held is None and self._num_bytes < FULL_BYTES:
+            self._send(delta)
+        else:
+            if self._held is None:
+                self._held = Merged()
+            self._held.add(delta)
+
+    def _send(self, delta: CompletionOutput) -> None:
+        template = self._templates.get(delta.index)
+        if template is None:
+            template = self._begin(delta.index)
+        has_ended = delta.finish_reason is not None
+        self._ids.advance(delta.index, len(delta.token_ids), has_ended=has_ended)
+        self._add(template.fill(delta), self._ids.current())
+
+    def _begin(self, index: int) -> ChunkTemplate:
+        template = self._templates[index] = self._answer.chunks(index)
+        if self._answer.is_chat:
+            self._ids.begin(index)
+            self._add(self._answer.opening(index), self._ids.current())
+        elif self._echoes:
+            echo = self._echoes[index // self._num_choices]
+            self._add(template.fill(CompletionOutput(index, echo, [])), self._ids.current())
+        return template
+
+    def _add(self, data: bytes, event_id: bytes) -> None:
+        """Add one event, which must have no line breaks."""
+        event = b"id: %b\ndata: %b\n\n" % (event_id, data)
+        self._unwritten.append(event)
+        self._num_bytes += len(event)
+        self._wake_up()
+
+    def _release(self) -> None:
+        held, self._held = self._held, None
+        for delta in held.take() if held is not None else ():
+            self._send(delta)
+
+    async def _flush(self) -> None:
+        """Write all events, which waits only for a client that reads too slowly."""
+        self._release()
+        if not self._unwritten:
             return
+        data = b"".join(self._unwritten)
+        self._unwritten.clear()
+        self._num_bytes = 0
         self._written_s = self._loop.time()
-        if self._is_chunked:
-            data = b"%x\r\n%b\r\n" % (len(data), data)
-        transport.write(data)
+        await self._response.write(data)
+
+    def _one_ended(self, stream: RequestStream) -> None:
+        """End the response with the last stream, or with the first that failed."""
+        self._num_left -= 1
+        if stream.has_failed or self._num_left == 0:
+            self._is_over = True
+            self._wake_up()
+
+    def _wake_up(self) -> None:
+        if self._wake is not None and not self._wake.done():
+            self._wake.set_result(None)
 
     def _break_silence(self) -> None:
         rest_s = self._written_s + self._silence_s - self._loop.time()
         if rest_s <= 0:
-            if not self.is_full:
-                self._write(_COMMENT)
+            if not self._unwritten:
+                self._unwritten.append(_COMMENT)
+                self._wake_up()
             rest_s = self._silence_s
         self._timer = self._loop.call_later(rest_s, self._break_silence)

@@ -215,7 +215,7 @@ def _keygen(name: str, summary: str, rest: list[str]) -> int:
 
 def _api_key(name: str, summary: str, rest: list[str]) -> int:
     path, owner = _operands(name, rest)
-    from baton.router.http.key_file import add_key
+    from baton.router.http.auth import add_key
 
     print(add_key(Path(path), owner))
     print(API_KEY_MADE.format(path=path), end="", file=sys.stderr)

@@ -20,7 +20,6 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.app import App
-from baton.router.http.engine import Engine
 from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer
 from baton.router.reattach import Claim
@@ -169,7 +168,7 @@ class HttpBench:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: ScriptedEngine,
         config: ClusterConfig | None = None,
         chat_template: ChatTemplate | None = None,
         silence_s: float = WAIT_S,

@@ -1,15 +1,12 @@
-"""TLS by files: what is served with them, how they are replaced, which of them stop a start."""
+"""TLS by files: what is served with them, and which of them stop a start."""
 
 import asyncio
 import http.client
-import os
 import shutil
 import ssl
 import subprocess
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from socket import create_connection
 
 import msgspec
 import pytest
@@ -32,19 +29,6 @@ def dial(url: str, made: Certificate) -> http.client.HTTPSConnection:
     host, port = url.removeprefix("https://").split(":")
     context = client_context(str(made.cert))
     return http.client.HTTPSConnection(host, int(port), timeout=WAIT_S, context=context)
-
-
-def is_live(connection: http.client.HTTPSConnection) -> bool:
-    connection.request("GET", "/live")
-    reply = connection.getresponse()
-    return bool(reply.read()) and reply.status == 200
-
-
-def replace_by(other: Certificate, made: Certificate) -> None:
-    """Replace the files one after the other, as tools that renew certificates do."""
-    for new, old in zip(other, made, strict=True):
-        shutil.copy(new, f"{new}.copy")
-        os.replace(f"{new}.copy", old)
 
 
 def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
@@ -87,31 +71,6 @@ def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
         plain.getresponse()
     plain.close()
     router.end_well()
-
-
-def test_clients_that_never_agree_on_tls_count_and_leave_the_probes_answered(
-    config: ClusterConfig, start: StartRouter, made: Certificate
-) -> None:
-    router = start(with_tls(config, made), files=(64, 128))
-    url = router.wait_for_url()
-    host, port = url.removeprefix("https://").split(":")
-    flood = []
-    for number in range(400):
-        link = create_connection((host, int(port)), WAIT_S)
-        link.sendall(b"\x16\x03\x01\x02\0\x01\0\x01\xfc"[: number % 10])
-        flood.append(link)
-        if len(flood) % 100 == 0:
-            probe = dial(url, made)
-            assert is_live(probe)
-            probe.close()
-    for link in flood[:200]:  # those that have waited longest made room
-        with suppress(ConnectionResetError):
-            assert link.recv(1) == b""
-    for link in flood:
-        link.close()
-    router.end_well()
-    assert not any("cannot be accepted" in line for line in router.lines), router.lines
-    assert any("those that are idle longest are closed" in line for line in router.lines)
 
 
 def missing(made: Certificate) -> None:

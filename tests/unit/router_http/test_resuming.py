@@ -3,9 +3,18 @@
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.answers import Answer
-from baton.router.http.kept import Form, form_of, kept_of, owner_of
-from baton.router.http.places import MAX_CHOICES, Positions, ReaderPlace, place_of, start_of
+from baton.router.http.responses import (
+    MAX_CHOICES,
+    Answer,
+    EventIds,
+    Form,
+    ReaderPlace,
+    form_of,
+    kept_of,
+    owner_of,
+    place_of,
+    start_of,
+)
 from baton.router.reattach import ReceivedPart
 from tests.support.http_bench import HttpBench, served
 
@@ -14,17 +23,17 @@ NOTHING = ReceivedPart()
 
 
 def test_an_id_tells_what_its_events_brought() -> None:
-    places = Positions([NOTHING] * 3)
-    places.begin(1)
-    places.advance(2, 1, has_ended=False)
-    places.advance(2, 4, has_ended=True)
-    assert places.now() == b".0.5e"
+    ids = EventIds(NAME, [NOTHING] * 3)
+    ids.begin(1)
+    ids.advance(2, 1, has_ended=False)
+    ids.advance(2, 4, has_ended=True)
+    assert ids.current().decode() == f"{NAME}:.0.5e"
     received = (NOTHING, ReceivedPart(0, True), ReceivedPart(5, True, True))
     assert place_of(f"{NAME}:.0.5e") == ReaderPlace(NAME, received)
-    again = Positions(received)
-    assert again.now() == b".0.5e"
+    again = EventIds(NAME, received)
+    assert again.current().decode() == f"{NAME}:.0.5e"
     again.advance(1, 2, has_ended=False)
-    assert place_of(f"{NAME}:{again.now('/u').decode()}").tail == "/u"
+    assert place_of(again.current(b"/u").decode()).tail == "/u"
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,24 @@
-"""The JSON that clients get: completions, their chunks, usage and errors, in OpenAI's form.
+"""What clients get in OpenAI's form: completions, their chunks, usage, errors, and event ids.
 
-`handlers` makes one `Answer` per HTTP request. The fixed part of a chunk is encoded only once per
-choice, because every token is a chunk. This file is pure: no I/O, no clock.
+The fixed part of a chunk is encoded only once per choice, because every token is a chunk. The id of
+an event says how much of the response its reader has by then; a client sends the last one back as
+`Last-Event-ID`, and the nodes keep the response's form, so it can resume a stream at any router.
 """
 
+import hashlib
 import math
+import re
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.ids import MAX_FORM_BYTES
+from baton.protocol.messages import Kept
+from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
+from baton.router.reattach import ReceivedPart
 
 _encode = msgspec.json.Encoder().encode
 
@@ -23,6 +31,14 @@ _ERROR_TYPES = {
 }
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
+
+MAX_CHOICES = 16  # choices of a response that can be resumed
+LAST_EVENT_ID = "Last-Event-ID"
+OWNER_BYTES = 16
+Tail = Literal["", "/u", "/d"]
+_ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
+_CHOICES = re.compile(rf"(\d{{1,9}}e?)?(\.(\d{{1,9}}e?)?){{0,{MAX_CHOICES - 1}}}")
+_TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -159,3 +175,131 @@ def retry_headers(error: BatonError) -> dict[str, str]:
         "Retry-After": str(max(1, math.ceil(after_s))),
         "retry-after-ms": str(max(1, math.ceil(after_s * 1000))),
     }
+
+
+# --- event ids ----------------------------------------------------------------------------------
+
+
+class ReaderPlace(msgspec.Struct, frozen=True):
+    """How far the reader of a response got. `received` is None if the reader has nothing."""
+
+    answer_id: str
+    received: tuple[ReceivedPart, ...] | None
+    tail: Tail = ""
+
+
+class EventIds:
+    """Makes the ids of one stream's events.
+
+    An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
+    event, then the number of its tokens, and an `e` after its end. `/u` is appended with the usage,
+    and `/d` at the end. A response that cannot be resumed has numbers in the place of `CHOICES`.
+    """
+
+    __slots__ = ("_counts", "_num_events", "_parts", "_prefix")
+
+    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
+        """`received` is what the client has of each choice; None if it cannot resume."""
+        self._prefix = answer_id.encode() + b":"
+        self._num_events = 0
+        self._counts = [one.num_tokens for one in received] if received is not None else None
+        self._parts = [_part(one) for one in received or ()]
+
+    def begin(self, choice: int) -> None:
+        """Note the event that opens a choice."""
+        if self._counts is not None:
+            self._parts[choice] = b"0"
+
+    def advance(self, choice: int, num_tokens: int, *, has_ended: bool) -> None:
+        """Note an event with tokens of a choice."""
+        if self._counts is not None:
+            self._counts[choice] += num_tokens
+            self._parts[choice] = (b"%de" if has_ended else b"%d") % self._counts[choice]
+
+    def current(self, tail: bytes = b"") -> bytes:
+        """Return the id of the event that has just been noted."""
+        if self._counts is not None:
+            return self._prefix + b".".join(self._parts) + tail
+        self._num_events += 1
+        return self._prefix + b"%d" % self._num_events
+
+
+def place_of(event_id: str) -> ReaderPlace:
+    """Read an event id that a client sent back. Raises `RequestError`."""
+    answer_id, colon, rest = event_id.partition(":")
+    choices, _, tail = rest.partition("/")
+    if not (colon and _ID.fullmatch(answer_id) and _CHOICES.fullmatch(choices) and tail in _TAILS):
+        text = "this is not the id of an event of a stream that can be resumed"
+        raise RequestError(text, param=LAST_EVENT_ID)
+    received = tuple(
+        ReceivedPart(int(part.rstrip("e") or 0), bool(part), part.endswith("e"))
+        for part in choices.split(".")
+    )
+    return ReaderPlace(answer_id, received, _TAILS[tail])
+
+
+def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
+    """Return the place of a client that has no part of a response.
+
+    Raises `RequestError` if the id is malformed, or if `event_id` is not of that response.
+    """
+    if _ID.fullmatch(answer_id) is None:
+        text = "name a stream by the id of its answer, which is the field `id` of its chunks"
+        raise RequestError(text, code="stream_gone", http_status=404)
+    if event_id is not None and event_id.partition(":")[0] != answer_id:
+        raise RequestError(
+            "this event does not belong to the stream that the URL names", param=LAST_EVENT_ID
+        )
+    return ReaderPlace(answer_id, None)
+
+
+def _part(received: ReceivedPart) -> bytes:
+    if not received.has_begun:
+        return b""
+    return (b"%de" if received.has_ended else b"%d") % received.num_tokens
+
+
+# --- what nodes keep of a streamed response -----------------------------------------------------
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """The form of one response: everything besides tokens on which its text and events depend."""
+
+    answer: Answer
+    sampling: dict[str, object]  # the given fields of `SamplingParams`
+    request_id: str
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling)  # type: ignore[arg-type]
+
+
+_encode_form = msgspec.msgpack.Encoder().encode
+_decode_form = msgspec.msgpack.Decoder(Form).decode
+
+
+def kept_of(form: Form, owner: bytes, num_choices: int) -> Kept | None:
+    """Return what nodes keep of a response; None for one that cannot be resumed."""
+    data = _encode_form(form)
+    if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
+        return None
+    return Kept(data, owner, num_choices)
+
+
+def form_of(data: bytes) -> Form:
+    """Read what a node kept. Raises `RequestError` if another version of baton wrote it."""
+    try:
+        form = _decode_form(data)
+        _ = form.params
+    except (msgspec.MsgspecError, RequestError, TypeError) as error:
+        text = "a router of another version began this stream: send the request again"
+        raise RequestError(text, code="stream_gone", http_status=404) from error
+    return form
+
+
+def owner_of(authorization: str, *, wants_key: bool) -> bytes:
+    """Return the client's identity, by its key; the same for all if there are no keys."""
+    if not wants_key:
+        return b""
+    key = authorization.partition(" ")[2].strip()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:OWNER_BYTES]

@@ -1,4 +1,4 @@
-"""API keys from a file of hashes: made, taken, read again while the router runs."""
+"""API keys from settings and from a file of hashes."""
 
 import os
 import stat
@@ -10,9 +10,7 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.http.access import Access
-from baton.router.http.key_file import LOOK_AGAIN_S, KeyFile, add_key, digest_of
-from tests.support.virtual_clock import VirtualClock
+from baton.router.http.auth import Access, add_key, digest_of, read_keys
 
 
 @pytest.fixture
@@ -28,43 +26,20 @@ def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path: 
     assert first != second
     assert first not in path.read_text()
     assert " alice\n" in path.read_text()
-    keys = KeyFile(str(path), VirtualClock())
+    keys = read_keys(path)
     assert [digest_of(key.encode()) in keys for key in (first, second, "other")] == [
         True, True, False,
     ]  # fmt: skip
 
 
-def test_a_change_of_the_file_is_noticed_within_a_second(path: Path) -> None:
-    clock = VirtualClock()
-    first = digest_of(add_key(path, "alice").encode())
-    keys = KeyFile(str(path), clock)
-    second = digest_of(add_key(path, "bob").encode())
-    assert second not in keys
-    clock.advance(LOOK_AGAIN_S)
-    assert second in keys
-    path.write_text(path.read_text().splitlines()[1] + "\n")
-    clock.advance(LOOK_AGAIN_S)
-    assert first not in keys
-    assert second in keys
-
-
 @pytest.mark.parametrize("damage", ["sha256:12", "secret", "\ud800"])
-def test_a_damaged_file_stops_a_start_and_leaves_a_running_router_its_keys(
-    damage: str, path: Path
-) -> None:
-    clock = VirtualClock()
-    key = digest_of(add_key(path, "alice").encode())
-    keys = KeyFile(str(path), clock)
+def test_a_damaged_or_missing_file_stops_a_start(damage: str, path: Path) -> None:
     path.write_bytes(b"\n" + damage.encode(errors="surrogatepass"))
-    clock.advance(LOOK_AGAIN_S)
-    assert key in keys
     with pytest.raises(ConfigError, match=r"line 2|not text"):
-        KeyFile(str(path), clock)
+        read_keys(path)
     path.unlink()
-    clock.advance(LOOK_AGAIN_S)
-    assert key in keys
     with pytest.raises(ConfigError, match="No such file"):
-        KeyFile(str(path), clock)
+        read_keys(path)
 
 
 def test_a_name_of_two_lines_is_refused(path: Path) -> None:

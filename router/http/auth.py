@@ -1,0 +1,172 @@
+"""Decide who may call the router: API keys, host names, and the web pages of other origins.
+
+Keys are compared by their hashes, so the time of a comparison reveals nothing about a key. A router
+that trusts its own host, because it listens there alone and asks for no key, must not trust the web
+pages in a browser there: a page can rebind its own name to 127.0.0.1, but it cannot hide that name
+in the header Host.
+"""
+
+import functools
+import hashlib
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from aiohttp import hdrs, web
+
+from baton.protocol.config import RouterConfig
+from baton.protocol.errors import ConfigError, RequestError
+from baton.runtime.log import clip
+
+# These paths need no key. Probes only tell whether requests can be served. The page at `/` holds no
+# data and asks its reader for a key.
+OPEN_PATHS = ("/", "/live", "/health")
+_SCHEME = "bearer "
+ALL = "*"
+# No public name server answers for these, so no page of the web can have such a name.
+_LOCAL_ENDINGS = (".localhost", ".local", ".internal")
+PREFIX = "sha256:"
+KEY_START = "sk-baton-"
+_LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
+_PREFLIGHT = {
+    hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
+    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "Authorization, Content-Type, Last-Event-ID, X-Request-Id",
+    hdrs.ACCESS_CONTROL_MAX_AGE: "600",
+}
+_READABLE = "X-Request-Id, Retry-After, retry-after-ms"
+
+
+class Access:
+    def __init__(self, config: RouterConfig) -> None:
+        """Without keys in the settings, any key is accepted, and so is none.
+
+        Raises `ConfigError` if the file of keys cannot be read.
+        """
+        self._wants_key = config.wants_key
+        self._digests = {digest_of(key.encode()) for key in config.api_keys}
+        if config.api_key_file:
+            self._digests |= read_keys(Path(config.api_key_file))
+        self._hosts = {host.lower() for host in config.allowed_hosts}
+        trusts_host = config.is_on_loopback and not (config.wants_key or config.speaks_tls)
+        self._wants_local = trusts_host and not self._hosts
+
+    def check(self, request: web.Request) -> None:
+        """Raise `RequestError` if the request may not be answered."""
+        if request.path in OPEN_PATHS:
+            return
+        if (self._hosts or self._wants_local) and not self._answers_to(request.headers):
+            text = (
+                f"this router does not answer to the host {clip(request.host)!r}: name it in "
+                "router.allowed_hosts"
+            )
+            raise RequestError(text, code="wrong_host", http_status=421)
+        if self._wants_key and not self._is_known(request.headers.get("Authorization", "")):
+            text = "send a valid API key in the header `Authorization: Bearer KEY`"
+            raise RequestError(text, code="invalid_api_key", http_status=401)
+
+    def _answers_to(self, headers: Mapping[str, str]) -> bool:
+        host = headers.get("Host", "")
+        if self._wants_local:
+            return is_local(host)
+        return ALL in self._hosts or _name_of(host) in self._hosts
+
+    def _is_known(self, authorization: str) -> bool:
+        scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
+        if scheme.lower() != _SCHEME:
+            return False
+        return digest_of(given.strip().encode(errors="surrogateescape")) in self._digests
+
+
+class Cors:
+    """Tells browsers which web pages may call the router; by default, none may.
+
+    A browser first sends a preflight request, without the API key of the request that will follow,
+    and passes a response to the page only with these headers.
+    """
+
+    def __init__(self, origins: tuple[str, ...]) -> None:
+        self._origins = frozenset(origin.rstrip("/").lower() for origin in origins)
+
+    def preflight(self, request: web.Request) -> web.Response | None:
+        """Return the response to a browser's preflight request; None for any other request."""
+        asks = request.method == "OPTIONS" and (
+            hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
+        )
+        return web.Response(status=204, headers=_PREFLIGHT) if asks else None
+
+    def headers_for(self, request: web.Request) -> dict[str, str]:
+        """Return the headers of any response, which name the page's origin if it is allowed."""
+        headers: dict[str, str] = {hdrs.VARY: hdrs.ORIGIN}
+        origin = request.headers.get(hdrs.ORIGIN, "")
+        if origin.lower() in self._origins or (origin and ALL in self._origins):
+            headers[hdrs.ACCESS_CONTROL_ALLOW_ORIGIN] = origin
+            headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = _READABLE
+        return headers
+
+
+@functools.lru_cache(maxsize=64)
+def is_local(host: str) -> bool:
+    """Return whether a Host header has an address or a name that no web page can have."""
+    name = _name_of(host).removesuffix(".")
+    is_address = name.startswith("[") or name.rpartition(".")[2].isdecimal()
+    return is_address or "." not in name or name.endswith(_LOCAL_ENDINGS)
+
+
+def _name_of(host: str) -> str:
+    """Return a Host header without its port."""
+    name, colon, port = host.rpartition(":")
+    return (name if colon and port.isdigit() else host).lower()
+
+
+# --- the file of API keys -----------------------------------------------------------------------
+
+
+def digest_of(key: bytes) -> bytes:
+    """Return the 32 bytes that identify a key. Keys are random, so no salt is needed."""
+    return hashlib.sha256(key).digest()
+
+
+def read_keys(path: Path) -> frozenset[bytes]:
+    """Return the digests in a file, which never holds a key itself.
+
+    Raises a `ConfigError` that names the first line that is not a hash.
+    """
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "the file is not text"
+        raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
+    digests = set()
+    for number, line in enumerate(lines, 1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        match = _LINE.fullmatch(text)
+        if match is None:
+            raise ConfigError(
+                f"{path} line {number} is not `{PREFIX}` and 64 hexadecimal digits "
+                "(router.api_key_file): add keys with `baton api-key FILE NAME`"
+            )
+        digests.add(bytes.fromhex(match[1]))
+    return frozenset(digests)
+
+
+def add_key(path: Path, name: str) -> str:
+    """Make a key, append its hash and `name` to the file, and return the key.
+
+    A missing file is created, readable by this user only. Raises `ConfigError`.
+    """
+    if not name.isprintable():
+        raise ConfigError("the name of a key must be one line of printable characters")
+    key = KEY_START + secrets.token_urlsafe(32)
+    line = f"{PREFIX}{digest_of(key.encode()).hex()} {name}".rstrip() + "\n"
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        with open(descriptor, "r+") as file:
+            before = file.read()
+            file.write(line if not before or before.endswith("\n") else f"\n{line}")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from error
+    return key
