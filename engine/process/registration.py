@@ -7,13 +7,15 @@ import socket
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 
 from baton.engine.scheduling.outputs import Origin
+from baton.protocol.codec import Unreadable
 from baton.protocol.errors import ConfigError
-from baton.protocol.messages import Peers, Refused
+from baton.protocol.messages import Peers, Refused, ToNode, ToRouter
+from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import bindable
 from baton.runtime.log import logger
 
@@ -22,13 +24,8 @@ LONGEST_S = 600.0
 
 log = logger("node")
 
-
-class RouterLink(Protocol):
-    """The part of a dialer that `RouterWatch` needs."""
-
-    endpoint: str
-    connected: bool
-    refusals: int
+# The channels of heartbeats and of requests read different messages.
+RouterDialer = Dialer[ToRouter, ToNode] | Dialer[ToRouter, ToNode | Unreadable]
 
 
 @dataclass(slots=True)
@@ -44,7 +41,7 @@ class RouterWatch:
     def __init__(self) -> None:
         self._absences: dict[str, _Absence] = {}
 
-    def look(self, now_s: float, router: RouterLink) -> None:
+    def look(self, now_s: float, router: RouterDialer) -> None:
         """Note whether a router answers. Log its absence after 5 s, then at growing intervals."""
         absence = self._absences.get(router.endpoint)
         if router.connected:
@@ -96,7 +93,7 @@ class RouterStanding(msgspec.Struct, frozen=True):
 class Standings:
     """The latest standing at each router since its channel began."""
 
-    def __init__(self, dialers: Sequence[RouterLink]) -> None:
+    def __init__(self, dialers: Sequence[RouterDialer]) -> None:
         self._dialers = dialers
         # Each value is frozen: replacing it is atomic, and only one thread writes.
         self._words: list[RouterStanding | None] = [None] * len(dialers)
@@ -116,7 +113,7 @@ class Standings:
         """Return the standing at every router. Any thread may call this."""
         return tuple(map(self._read, self._dialers, self._words))
 
-    def _read(self, dialer: RouterLink, word: RouterStanding | None) -> RouterStanding:
+    def _read(self, dialer: RouterDialer, word: RouterStanding | None) -> RouterStanding:
         if dialer.connected:
             return word or RouterStanding(dialer.endpoint, "joining")
         is_refused = dialer.refusals >= REFUSALS_TO_TELL
