@@ -1,10 +1,9 @@
 """Requests that are about to join the running batch: prompts that land or are computed here.
 
-This file is pure; only the decode scheduler calls it. Blocks are reserved in full, so a request
-that has its blocks waits for nothing else. A request gets blocks only when the steps have a place
-for one of its choices, because a first token is worthless if the second one must wait. Its other
-choices get places as they become free. Smaller requests may pass the head of the line while it has
-no blocks, until it has waited for `MAX_PASSED_S`.
+Blocks are reserved in full, so a request that has its blocks waits for nothing else. A request gets
+blocks only when the steps have a place for one of its choices, because a first token is worthless
+if the second one must wait. Its other choices get places as they become free. Smaller requests may
+pass the head of the line while it has no blocks, until it has waited for `MAX_PASSED_S`.
 """
 
 from dataclasses import dataclass, field

@@ -1,10 +1,9 @@
 """Decide which sequences take the next step: continuous batching, with prompts in between.
 
-This file is pure; only the engine loop calls it. Every running sequence that has its next block
-takes part in every step while there are places. If there are too few places, requests get them in
-turn, so a request with many choices never keeps another one out. Local prompts get the rest of the
-token budget. When no block is left to grow into, the youngest sequence goes back to its router,
-which resumes it elsewhere.
+Every running sequence that has its next block takes part in every step while there are places. If
+there are too few places, requests get them in turn, so a request with many choices never keeps
+another one out. Local prompts get the rest of the token budget. When no block is left to grow into,
+the youngest sequence goes back to its router, which resumes it elsewhere.
 """
 
 from collections import Counter

@@ -2,7 +2,7 @@
 
 Prefill and decode nodes each have their own scheduler; the loop does not know which one it drives.
 Time comes in as `now_s`, and messages go out through `outputs`. `plan` may be called again before
-the last plan is settled. This file is pure.
+the last plan is settled.
 """
 
 from collections.abc import Callable
