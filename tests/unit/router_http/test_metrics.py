@@ -3,7 +3,7 @@
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.protocol.errors import NodeError
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
 from baton.router.health import Health, ServedModel
 from baton.router.http.metric_families import ROUTER_FAMILIES
@@ -38,9 +38,9 @@ def test_retries_resumes_and_transfers_are_counted_once() -> None:
     failure = NodeError("gone").to_failure()
     for _ in range(2):
         request = RequestMetrics()
-        request.try_again(Key(RequestId("r"), 0, 0), 0.0, failure, is_resume=False)
+        request.try_again(failure, is_resume=False)
         for _ in range(3):
-            request.try_again(Key(RequestId("r"), 0, 0), 0.0, failure, is_resume=True)
+            request.try_again(failure, is_resume=True)
         metrics.ended(request, "finished", 1)
     moved = PairTransfers(NodeId("p0"), NodeId("d0"), 7, 2, 4096, 0.5)
     health = Health("ready", (), 0, 0, transfers=(moved,))

@@ -9,7 +9,6 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
-from baton.protocol.ids import Key, RequestId
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running
 from baton.router.stream import RequestStream
 from tests.support.http_bench import (
@@ -33,7 +32,7 @@ def begun(stream: RequestStream) -> None:
 def resumed(stream: RequestStream) -> None:
     placed(stream)
     stream.push(0, TEXT.encode_now(" hello"), None)
-    stream.metrics.try_again(Key(RequestId("r"), 0, 0), 0.0, LOST, is_resume=True)
+    stream.metrics.try_again(LOST, is_resume=True)
     stream.push(0, TEXT.encode_now(" hello"), "stop")
     stream.finish()
 

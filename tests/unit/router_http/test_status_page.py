@@ -36,8 +36,9 @@ CHROMIUM = shutil.which("chromium")
 def moved(stream: RequestStream) -> None:
     placed(stream)
     failure = NodeError("d0 is lost").to_failure()
-    stream.metrics.attempts[0].placed_at_s = 0.0
-    stream.metrics.try_again(Key(RequestId("r"), 0, 0), 0.5, failure, is_resume=True)
+    first = stream.metrics.attempts[0]
+    first.placed_at_s, first.lost_at_s, first.failure = 0.0, 0.5, failure.code
+    stream.metrics.try_again(failure, is_resume=True)
     stream.metrics.begin_attempt(Key(RequestId("r"), 0, 1), 1, 0.5)
     stream.push(0, TEXT.encode_now(" hello"), "stop")
     stream.finish()
