@@ -25,8 +25,8 @@ from baton.protocol.messages import (
     FinishReason,
     FirstToken,
     HeldChoice,
-    Kept,
     NotAttached,
+    ResumeState,
 )
 from baton.protocol.sampling import Sampling
 
@@ -41,7 +41,7 @@ class Ended:
     """One choice of a request. Without a finish reason, it can be continued from its tokens."""
 
     key: Key
-    kept: Kept
+    kept: ResumeState
     tokens: "array[int]"  # prompt and output
     num_prompt_tokens: int
     sampling: Sampling
@@ -49,7 +49,7 @@ class Ended:
     until_s: float = 0.0
 
     @classmethod
-    def of(cls, sequence: Sequence, kept: Kept, reason: FinishReason | None) -> "Ended":
+    def of(cls, sequence: Sequence, kept: ResumeState, reason: FinishReason | None) -> "Ended":
         """Return the record of a sequence that ran."""
         tokens = array("i", sequence.token_ids)
         num_prompt = sequence.num_prompt_tokens
@@ -240,7 +240,7 @@ class Detached:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _detaches(self, request_id: RequestId, kept: Kept | None) -> bool:
+    def _detaches(self, request_id: RequestId, kept: ResumeState | None) -> bool:
         """Note that a request goes on without a router, and return whether it may."""
         if kept is None or not self._keep_s:
             return False
@@ -249,7 +249,7 @@ class Detached:
 
     def _kept(
         self, request_id: RequestId, prompts: list[PendingPrompt], streams: list[Stream]
-    ) -> Kept | None:
+    ) -> ResumeState | None:
         found = [one.message.kept for one in prompts] + [one.kept for one in streams]
         found += [one.kept for one in self.ended.of(request_id)]
         return found[0] if found else None
@@ -257,7 +257,7 @@ class Detached:
     def _give(
         self,
         request_id: RequestId,
-        kept: Kept,
+        kept: ResumeState,
         origin: Origin,
         prompts: list[PendingPrompt],
         streams: list[Stream],

@@ -14,7 +14,7 @@ from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.engine.scheduling.sequence import Sequence, reserve
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded
+from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId
@@ -165,7 +165,7 @@ class Intake:
             self.take(prompt.key)
             self.pool.release([*prompt.sequence.block_table, *prompt.tails])
 
-    def landing_ended(self, report: LandingEnded) -> None:
+    def landing_ended(self, report: ReceiveEnded) -> None:
         prompt = self.take(report.key)
         blocks = [*prompt.sequence.block_table, *prompt.tails]
         self.pool.quarantine(report.quarantined)
@@ -223,7 +223,7 @@ class Intake:
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)
         else:
-            land = Land(prompt.key, len(reservation.cached), tuple(reservation.fresh))
+            land = BeginReceive(prompt.key, len(reservation.cached), tuple(reservation.fresh))
             self.outputs.to_connector.append(land)
         self.outputs.say(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
         return True

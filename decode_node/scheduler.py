@@ -20,10 +20,10 @@ from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
 from baton.kv_transfer.interfaces import (
-    BlocksQuiet,
+    BlocksDrained,
     ConnectorReport,
-    Landed,
-    LandingEnded,
+    KVReceived,
+    ReceiveEnded,
     Released,
 )
 from baton.protocol.codec import MalformedMessage
@@ -95,12 +95,12 @@ class DecodeScheduler:
         match report:
             case Offered():
                 self.intake.offered(now_s, report)
-            case Landed():
+            case KVReceived():
                 self._land(now_s, report)
-            case LandingEnded():
+            case ReceiveEnded():
                 self._detached.keep_prompt(now_s, self.intake.pending[report.key])
                 self.intake.landing_ended(report)
-            case BlocksQuiet(block_ids=block_ids):
+            case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
             case Released():
                 raise InvariantBroken("a decode node was told that its offer was released")
@@ -111,12 +111,12 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         self._detached.expire(now_s)
-        num_seats = self.limits.max_num_seqs
-        num_growing = min(len(self._running), num_seats)
+        num_slots = self.limits.max_num_seqs
+        num_growing = min(len(self._running), num_slots)
         self.intake.reserve(now_s, len(self._num_running), num_growing)
         computing = self.intake.computing()
-        slices = self._decode_slices(num_seats - len(computing))
-        budget = max(self.limits.chunk_tokens - len(slices), self.pool.block_size)
+        slices = self._decode_slices(num_slots - len(computing))
+        budget = max(self.limits.max_num_batched_tokens - len(slices), self.pool.block_size)
         for prompt in computing:
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
@@ -168,23 +168,23 @@ class DecodeScheduler:
             elif any(key.is_superseded_by(other) for other in newer.keys):
                 self._leave(stream)
 
-    def _decode_slices(self, num_seats: int) -> list[Slice]:
+    def _decode_slices(self, num_slots: int) -> list[Slice]:
         slices: list[Slice] = []
-        for stream in self._in_turn(num_seats):
-            if len(slices) == num_seats:
+        for stream in self._in_turn(num_slots):
+            if len(slices) == num_slots:
                 break
             if stream.wants_step and self._grow(stream):
                 slices.append(stream.sequence.slice(1, (stream.sequence.key.choice,)))
         return slices
 
-    def _in_turn(self, num_seats: int) -> list[Stream]:
+    def _in_turn(self, num_slots: int) -> list[Stream]:
         """Return the running streams, beginning with those that have places if not all do.
 
         The first choice of every request comes before the second choice of any. A request's choices
         keep their order, so choices that have begun finish before others begin.
         """
         streams = list(self._running.values())
-        if len(streams) <= num_seats:
+        if len(streams) <= num_slots:
             return streams
         turns: Counter[Key] = Counter()
         ranked: list[tuple[int, int]] = []
@@ -248,7 +248,7 @@ class DecodeScheduler:
             if first.finish_reason is not None:
                 self._leave(stream, first.finish_reason)
 
-    def _land(self, now_s: float, report: Landed) -> None:
+    def _land(self, now_s: float, report: KVReceived) -> None:
         prompt = self.intake.pending[report.key]
         if prompt.is_ended:  # the prompt landed while the cancel was on its way
             self.intake.release_if_idle(prompt)

@@ -10,7 +10,7 @@ from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
-from baton.protocol.messages import FinishReason, HeldChoice, Kept, StageTimes, TokenEntry
+from baton.protocol.messages import FinishReason, HeldChoice, ResumeState, StageTimes, TokenEntry
 
 
 @dataclass(slots=True, eq=False)
@@ -22,7 +22,7 @@ class Stream:
     limit: int  # no token stands at this position or beyond
     joined_s: float
     times: StageTimes | None  # until they are sent with the first entry
-    kept: Kept | None = None  # for another router, if this one is lost
+    kept: ResumeState | None = None  # for another router, if this one is lost
     left_by: Origin = NO_ROUTER  # the lost router, while no other router has the stream
     is_ended: bool = False
 

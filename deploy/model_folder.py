@@ -36,7 +36,7 @@ log = logger("model")
 
 
 def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterConfig:
-    """Return `config` with an absolute `model.path` that can be read and a `model.name`.
+    """Return `config` with an absolute, readable `model.path` and a `model.served_model_name`.
 
     Raises `ConfigError` for a folder that cannot be served. Routers do not need the weights.
     """
@@ -55,7 +55,9 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
                 )
                 # The processes that this one starts need not say it again.
                 config = with_values(config, {"model.dtype": "float32"})
-    model = msgspec.structs.replace(config.model, path=str(folder), name=config.model.name or name)
+    model = msgspec.structs.replace(
+        config.model, path=str(folder), name=config.model.served_model_name or name
+    )
     return msgspec.structs.replace(config, model=model)
 
 

@@ -35,7 +35,7 @@ log = logger("serve")
 def serve(config: ClusterConfig) -> int:
     """Serve until Ctrl-C or SIGTERM and return the exit code.
 
-    SIGTERM lets running requests finish within `router.drain_s`. A second signal ends everything
+    SIGTERM lets running requests finish within `router.shutdown_timeout_s`. A second one ends all
     at once. Raises `ConfigError` and `NodeError`.
     """
     if config.router.control is not None:
@@ -54,9 +54,9 @@ def serve(config: ClusterConfig) -> int:
 
 def _greet(url: str, config: ClusterConfig) -> None:
     if is_json():
-        log.info("ready", model=config.model.name, url=f"{url}/v1")
+        log.info("ready", model=config.model.served_model_name, url=f"{url}/v1")
     else:
-        text = greeting(url, config.model.name, wants_key=config.router.wants_key)
+        text = greeting(url, config.model.served_model_name, wants_key=config.router.wants_key)
         print(text, flush=True)
 
 
@@ -131,8 +131,8 @@ class LocalServer:
         If it is hurried, this takes five seconds at most.
         """
         self._progress.stop()
-        drain_s = 0.0 if is_hurried else self._config.router.drain_s
-        self._router.stop(drain_s + ROUTER_GRACE_S, is_hurried=is_hurried)
+        shutdown_timeout_s = 0.0 if is_hurried else self._config.router.shutdown_timeout_s
+        self._router.stop(shutdown_timeout_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
         self._port.close()
         shutil.rmtree(self._folder, ignore_errors=True)

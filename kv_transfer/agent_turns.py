@@ -24,8 +24,8 @@ from baton.kv_transfer.interfaces import (
     PeerRank,
     PeerUp,
     Read,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
     RemovePeer,
     SumBlocks,
     Transport,
@@ -319,7 +319,7 @@ class AgentTurns:
             read.handles = [one for one in read.handles if not read.transport.cancel(one)]
             if not read.handles:
                 self._unquiet.remove(read)
-                self._events.append(ReadQuiet(read.ticket))
+                self._events.append(ReadDrained(read.ticket))
 
     def _is_corrupt(self, peer: _ReadablePeer, command: Read) -> bool:
         if self._checksums is None or not command.checksums:

@@ -1,8 +1,8 @@
 """The connector of one node, which routes events to its offers, its receives and its peers.
 
 One object serves both roles. It is pure: it has no clock and no I/O, and keys break ties. Exactly
-one Released follows each Offer, and exactly one Landed or LandingEnded follows each Expect. Every
-state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
+one Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect.
+Every state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from typing import assert_never
 from baton.kv_transfer.interfaces import (
     Abandon,
     AgentEvent,
+    BeginReceive,
     BlocksSummed,
     ConnectorEvent,
     ConnectorStep,
@@ -18,15 +19,14 @@ from baton.kv_transfer.interfaces import (
     Expect,
     FromPeer,
     FromRank,
-    Land,
     Offer,
     PeerDown,
     PeerLost,
     PeerName,
     PeersChanged,
     PeerUp,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
 from baton.kv_transfer.peers import (
@@ -42,6 +42,7 @@ from baton.kv_transfer.receives import KVReceives
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.messages import (
+    BlockRange,
     Declined,
     Done,
     End,
@@ -50,7 +51,6 @@ from baton.protocol.messages import (
     PeerHello,
     Renew,
     Renewed,
-    Span,
     ToDecode,
     ToPrefill,
     Withdrawn,
@@ -85,9 +85,9 @@ class NodeConnector:
                 self._on_message(now_s, self._peers.get((node, epoch)), message, out)
             case FromRank(rank, rank_event):
                 self._on_rank(now_s, rank, rank_event, out)
-            case Span() | End() | Withdrawn():
+            case BlockRange() | End() | Withdrawn():
                 self._offers.advance(now_s, event, out)
-            case Land() | Abandon():
+            case BeginReceive() | Abandon():
                 self._receives.advance(now_s, event, out)
             case Offer():
                 self._offers.offer(now_s, event, out)
@@ -113,7 +113,7 @@ class NodeConnector:
             return  # the peer has not introduced itself
         peer.heard_s = now_s
         match message:
-            case Offered() | Span() | End() | Withdrawn() | Renewed():
+            case Offered() | BlockRange() | End() | Withdrawn() | Renewed():
                 self._receives.announced(now_s, peer, message, out)
             case Renew(keys=keys):
                 for key in keys:
@@ -148,7 +148,7 @@ class NodeConnector:
         if isinstance(event, ReadEnded):
             self._receives.read_ended(now_s, event, out)
             return
-        if isinstance(event, ReadQuiet):
+        if isinstance(event, ReadDrained):
             self._receives.read_quiet(event.ticket, out)
             return
         if isinstance(event, BlocksSummed):

@@ -13,12 +13,12 @@ import msgspec
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
+    BlockRange,
     End,
     FirstToken,
     NodeInfo,
     Offered,
     RankAddress,
-    Span,
     ToDecode,
     ToPrefill,
     Withdrawn,
@@ -34,7 +34,7 @@ class PeerRank(NamedTuple):
     rank: int = 0
 
 
-class BlockPiece(msgspec.Struct, frozen=True):
+class BlockSlice(msgspec.Struct, frozen=True):
     """The bytes of each block that one rank reads from another: a range of KV heads.
 
     Both blocks are whole numbers of such pieces, and each offset is a multiple of `num_bytes`.
@@ -66,7 +66,7 @@ class AddPeer(AgentMessage, frozen=True):
     address: RankAddress
     num_blocks: int
     block_bytes: int
-    piece: BlockPiece
+    piece: BlockSlice
 
 
 class RemovePeer(AgentMessage, frozen=True):
@@ -121,7 +121,7 @@ class PeerDown(AgentMessage, frozen=True):
 
 
 class ReadEnded(AgentMessage, frozen=True):
-    """A read has ended. Unless it is `quiet`, bytes may still land until ReadQuiet comes."""
+    """A read has ended. Unless it is `quiet`, bytes may still land until ReadDrained comes."""
 
     ticket: int
     posted_s: float
@@ -131,7 +131,7 @@ class ReadEnded(AgentMessage, frozen=True):
     quiet: bool = True
 
 
-class ReadQuiet(AgentMessage, frozen=True):
+class ReadDrained(AgentMessage, frozen=True):
     """That read is quiet now: no byte of it can land any more."""
 
     ticket: int
@@ -144,7 +144,7 @@ class BlocksSummed(AgentMessage, frozen=True):
     checksums: tuple[tuple[int, ...], ...]
 
 
-AgentEvent = PeerUp | PeerDown | ReadEnded | ReadQuiet | BlocksSummed
+AgentEvent = PeerUp | PeerDown | ReadEnded | ReadDrained | BlocksSummed
 
 
 class TransferPort(Protocol):
@@ -195,7 +195,7 @@ class Transport(Protocol):
         ...
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         """Begin to make a pool with blocks of `block_bytes` readable. Raises `TransferError`.
 
@@ -271,7 +271,7 @@ class FromRank(ConnectorMessage, frozen=True):
 class Offer(ConnectorMessage, frozen=True):
     """On prefill: all blocks of this prompt are reserved, and `decode_node` may read them.
 
-    The scheduler's Span, End and Withdrawn for this key follow.
+    The scheduler's BlockRange, End and Withdrawn for this key follow.
     """
 
     key: Key
@@ -281,13 +281,13 @@ class Offer(ConnectorMessage, frozen=True):
 
 
 class Expect(ConnectorMessage, frozen=True):
-    """On decode: `prefill_node` computes a request's prompt. Offered or LandingEnded follows."""
+    """On decode: `prefill_node` computes a request's prompt. Offered or ReceiveEnded follows."""
 
     key: Key
     prefill_node: NodeId
 
 
-class Land(ConnectorMessage, frozen=True):
+class BeginReceive(ConnectorMessage, frozen=True):
     """On decode: the offered blocks from `first_block` on are to be read into `block_ids`."""
 
     key: Key
@@ -296,7 +296,7 @@ class Land(ConnectorMessage, frozen=True):
 
 
 class Abandon(ConnectorMessage, frozen=True):
-    """On decode: the request is cancelled or refused. LandingEnded follows when its reads end."""
+    """On decode: the request is cancelled or refused. ReceiveEnded follows when its reads end."""
 
     key: Key
     failure: Failure
@@ -304,8 +304,8 @@ class Abandon(ConnectorMessage, frozen=True):
 
 ConnectorEvent = (
     PeersChanged | PeerLost | FromPeer | FromRank
-    | Offer | Span | End | Withdrawn
-    | Expect | Land | Abandon
+    | Offer | BlockRange | End | Withdrawn
+    | Expect | BeginReceive | Abandon
 )  # fmt: skip
 
 # --- the connector: commands out (to the shell) and reports (to the scheduler) -------------------
@@ -346,7 +346,7 @@ class Released(ConnectorMessage, frozen=True):
     failure: Failure | None = None
 
 
-class Landed(ConnectorMessage, frozen=True):
+class KVReceived(ConnectorMessage, frozen=True):
     """On decode: all blocks and End have arrived. This is the last report of its key."""
 
     key: Key
@@ -356,7 +356,7 @@ class Landed(ConnectorMessage, frozen=True):
     exposed_s: float  # from End's arrival (or the last post before it) to the last read's end
 
 
-class LandingEnded(ConnectorMessage, frozen=True):
+class ReceiveEnded(ConnectorMessage, frozen=True):
     """On decode: the landing failed or was abandoned. This is the last report of its key.
 
     Its blocks may be reused, except those in `quarantined`, in which bytes may still land.
@@ -367,13 +367,13 @@ class LandingEnded(ConnectorMessage, frozen=True):
     quarantined: tuple[int, ...] = ()
 
 
-class BlocksQuiet(ConnectorMessage, frozen=True):
+class BlocksDrained(ConnectorMessage, frozen=True):
     """On decode: these blocks were quarantined, and nothing can land in them any more."""
 
     block_ids: tuple[int, ...]
 
 
-ConnectorReport = Released | Offered | Landed | LandingEnded | BlocksQuiet
+ConnectorReport = Released | Offered | KVReceived | ReceiveEnded | BlocksDrained
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):

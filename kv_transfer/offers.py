@@ -29,13 +29,13 @@ from baton.kv_transfer.tombstones import Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
+    BlockRange,
     Declined,
     Done,
     End,
     Offered,
     Renew,
     Renewed,
-    Span,
     Withdrawn,
 )
 
@@ -46,7 +46,7 @@ class Offers:
     def __init__(
         self, peers: PeerTable, lease_s: float, sums: "AnnouncedSums | None" = None
     ) -> None:
-        """If `sums` is given, spans are sent with checksums of their blocks."""
+        """If `sums` is given, block ranges are sent with checksums of their blocks."""
         self._sums = sums
         self._peers = peers
         self._lease_s = lease_s
@@ -71,7 +71,7 @@ class Offers:
         self._peers.dial(now_s, peer, out)
         self._sources[offer.key] = SourceHandoff(now_s, offer, peer.name, self._lease_s, out)
 
-    def advance(self, now_s: float, event: Span | End | Withdrawn, out: Effects) -> None:
+    def advance(self, now_s: float, event: BlockRange | End | Withdrawn, out: Effects) -> None:
         """Handle a scheduler's event of an offer, or drop it if it crossed Released."""
         if event.key not in self._sources:
             return
@@ -83,7 +83,7 @@ class Offers:
             self._announce(now_s, event.key, out)
 
     def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:
-        """Handle one rank's checksums of a span."""
+        """Handle one rank's checksums of a block range."""
         key = self._sums.summed(rank, event) if self._sums is not None else None
         if key is not None:
             self._announce(now_s, key, out)
@@ -170,7 +170,7 @@ class Offers:
 
 
 class SourceState(Enum):
-    OFFERED = auto()  # Offered is sent, spans follow
+    OFFERED = auto()  # Offered is sent, block ranges follow
     COMPLETE = auto()  # End is sent
     LEAVING = auto()  # given up, but decode may still read announced blocks
     RELEASED = auto()
@@ -194,7 +194,7 @@ class Reconnected:
 
 
 SourceEvent = (
-    Span | End | Withdrawn | Renew | Done | Declined | ChannelLost | Reconnected | LeaseEnded
+    BlockRange | End | Withdrawn | Renew | Done | Declined | ChannelLost | Reconnected | LeaseEnded
 )
 
 
@@ -228,7 +228,7 @@ class SourceHandoff:
 
     def _on_live(self, now_s: float, event: SourceEvent, out: Effects) -> None:
         match event:
-            case Span():
+            case BlockRange():
                 self._announce(event, out)
             case End():
                 self._complete(event, out)
@@ -264,16 +264,18 @@ class SourceHandoff:
                 self._release(None if self._is_complete else self.failure, out)
             case Declined() | LeaseEnded():
                 self._release(self.failure, out)
-            case Span() | End() | Withdrawn() | ChannelLost():
+            case BlockRange() | End() | Withdrawn() | ChannelLost():
                 pass
             case _:
                 assert_never(event)
 
-    def _announce(self, span: Span, out: Effects) -> None:
-        if self._is_complete or span.first_block != self._num_announced_blocks:
-            raise InvariantBroken(f"{self.key} announces block {span.first_block} out of order")
-        self._num_announced_blocks += len(span.block_ids)
-        out.tell(self.peer, span)
+    def _announce(self, block_range: BlockRange, out: Effects) -> None:
+        if self._is_complete or block_range.first_block != self._num_announced_blocks:
+            raise InvariantBroken(
+                f"{self.key} announces block {block_range.first_block} out of order"
+            )
+        self._num_announced_blocks += len(block_range.block_ids)
+        out.tell(self.peer, block_range)
 
     def _complete(self, end: End, out: Effects) -> None:
         if self._is_complete or self._num_announced_blocks != self._num_blocks:
@@ -296,7 +298,7 @@ class SourceHandoff:
 
 @dataclass(slots=True)
 class _Waiting:
-    message: Span | End
+    message: BlockRange | End
     # The rows of checksums from each rank that has answered.
     sums: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
 
@@ -309,11 +311,11 @@ class AnnouncedSums:
         self._queues: dict[Key, deque[_Waiting]] = {}
         self._asked: dict[int, _Waiting] = {}
 
-    def add(self, message: Span | End, num_pieces: int, out: Effects) -> None:
-        """Queue an announcement, and ask all ranks for the checksums if it is a span."""
+    def add(self, message: BlockRange | End, num_pieces: int, out: Effects) -> None:
+        """Queue an announcement, and ask all ranks for the checksums if it is a block range."""
         waiting = _Waiting(message)
         self._queues.setdefault(message.key, deque()).append(waiting)
-        if isinstance(message, Span):
+        if isinstance(message, BlockRange):
             ticket = next(self._tickets)
             self._asked[ticket] = waiting
             piece_bytes = self._block_bytes // num_pieces
@@ -331,12 +333,12 @@ class AnnouncedSums:
         del self._asked[event.ticket]
         return waiting.message.key
 
-    def take(self, key: Key) -> Iterator[Span | End]:
+    def take(self, key: Key) -> Iterator[BlockRange | End]:
         """Yield the announcements that can be sent now, in order."""
         queue = self._queues.get(key)
         while queue:
             message, sums = queue[0].message, queue[0].sums
-            if isinstance(message, Span):
+            if isinstance(message, BlockRange):
                 if len(sums) < self._num_ranks:
                     return
                 rows = tuple(row for rank in range(self._num_ranks) for row in sums[rank])

@@ -14,7 +14,7 @@ import msgspec
 
 from baton.kv_transfer.interfaces import (
     AddPeer,
-    BlockPiece,
+    BlockSlice,
     DialPeer,
     DropPeer,
     Effects,
@@ -27,7 +27,7 @@ from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
-from baton.protocol.pairs import degree_problem, transport_problem
+from baton.protocol.pairs import tp_size_problem, transport_problem
 
 REDIAL_S = 5.0  # from losing a channel to dialling a peer that has to learn what has ended
 HELLO_S = 10.0  # from dialling to the peer's PeerHello
@@ -52,7 +52,7 @@ class LinkState(Enum):
 class RankLink:
     """One of our ranks, and the peer's rank that it reads."""
 
-    edge: "Edge"
+    edge: "ShardMapping"
     state: LinkState = LinkState.ABSENT
     adding_s: float = 0.0
     transport: str = ""  # the one that was chosen last
@@ -285,7 +285,7 @@ class PeerTable:
         """Return why this node and that peer can never exchange blocks."""
         own, pair = self._node, (info, self._node)
         prefill, decode = pair if own.role == "decode" else pair[::-1]
-        if (problem := degree_problem(prefill, decode)) is not None:
+        if (problem := tp_size_problem(prefill, decode)) is not None:
             return TransferError(problem, code="peer_mismatch").to_failure()
         if (problem := transport_problem(prefill, decode)) is not None:
             return TransferError(problem, code="no_transport").to_failure()
@@ -296,33 +296,33 @@ def _owner(peer: Peer, link: RankLink) -> PeerRank:
     return PeerRank(peer.epoch, link.edge.source)
 
 
-class Edge(msgspec.Struct, frozen=True):
+class ShardMapping(msgspec.Struct, frozen=True):
     """Rank `target` of decode reads `piece` of every block of rank `source` of prefill."""
 
     source: int
     target: int
-    piece: BlockPiece
+    piece: BlockSlice
     num_pieces: int  # in a block of `source`
 
     @property
     def sums_row(self) -> int:
-        """Return the row in which a span lists the checksums of this piece.
+        """Return the row in which a block range lists the checksums of this piece.
 
         Rows are ordered by rank of prefill, then by heads.
         """
         return self.source * self.num_pieces + self.piece.remote_offset // self.piece.num_bytes
 
 
-def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[Edge]:
+def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[ShardMapping]:
     """Return every read that one block needs, ordered by rank of decode and then by heads.
 
-    `pairs.degree_problem` must have found no problem with the two nodes. Nodes of equal degree read
+    `pairs.tp_size_problem` must have found no problem with the two nodes. Equal `tp_size`s read
     rank by rank. If several ranks hold the same head, each serves its share of that head's readers.
     """
     num_sources, num_targets = len(prefill.ranks), len(decode.ranks)
     if num_sources == num_targets:
-        whole = BlockPiece(0, 0, decode.layout.block_bytes)
-        return [Edge(rank, rank, whole, 1) for rank in range(num_targets)]
+        whole = BlockSlice(0, 0, decode.layout.block_bytes)
+        return [ShardMapping(rank, rank, whole, 1) for rank in range(num_targets)]
     kv_heads = prefill.layout.kv_heads
     # The number of ranks that hold different heads. If there are more ranks, neighbours hold the
     # same heads.
@@ -337,6 +337,6 @@ def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[Edge]:
             source = (part * sources // targets + number) * source_copies
             source += copy * source_copies // target_copies
             remote_offset = part % num_pieces * num_bytes
-            piece = BlockPiece(remote_offset, number * num_bytes, num_bytes)
-            edges.append(Edge(source, target, piece, num_pieces))
+            piece = BlockSlice(remote_offset, number * num_bytes, num_bytes)
+            edges.append(ShardMapping(source, target, piece, num_pieces))
     return edges

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece, PoolMemory
+from baton.kv_transfer.interfaces import BlockSlice, PoolMemory
 from baton.protocol.errors import ConfigError, TransferError
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -159,7 +159,7 @@ def check_read(
     return source, target
 
 
-def check_piece(piece: BlockPiece, remote_bytes: int, local_bytes: int) -> None:
+def check_piece(piece: BlockSlice, remote_bytes: int, local_bytes: int) -> None:
     """Raise `TransferError` unless blocks of both sizes can be cut into pieces like `piece`."""
     size = piece.num_bytes
     for offset, block_bytes in (
@@ -281,12 +281,12 @@ class PieceRead(NamedTuple):
 
 
 @dataclass(slots=True, frozen=True)
-class PieceMap:
+class SliceMap:
     """The pieces of one peer. Raises `TransferError` unless both pools can be cut into them."""
 
     theirs: PoolShape
     ours: PoolShape
-    piece: BlockPiece
+    piece: BlockSlice
 
     def __post_init__(self) -> None:
         check_piece(self.piece, self.theirs.block_bytes, self.ours.block_bytes)
@@ -313,7 +313,7 @@ class PieceMap:
 
 
 def piece_numbers(
-    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockPiece
+    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockSlice
 ) -> NDArray[np.int64]:
     """Return the number of the piece at `offset` in each of `blocks`."""
     return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes

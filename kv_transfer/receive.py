@@ -1,7 +1,7 @@
 """One handoff on the decode side: announced blocks are read until all are there.
 
-Landed is reported only after every slice of every block was read on every rank, End has arrived,
-and it is proven that prefill held the blocks while they were read. A failed handoff drains first:
+KVReceived is reported only after every slice of every block was read on every rank, End is here, and
+ it is proven that prefill held the blocks while they were read. A failed handoff drains first:
 it gives its blocks back when no read can write to them any more, and reports those for which this
 is not certain as quarantined.
 """
@@ -15,22 +15,23 @@ from typing import assert_never
 
 from baton.kv_transfer.interfaces import (
     Abandon,
+    BeginReceive,
     CancelRead,
     Effects,
     Expect,
-    Land,
-    Landed,
-    LandingEnded,
+    KVReceived,
     PeerName,
     PeerRank,
     PeerUp,
     Read,
     ReadEnded,
+    ReceiveEnded,
 )
-from baton.kv_transfer.peers import Edge, LinkState, Peer
+from baton.kv_transfer.peers import LinkState, Peer, ShardMapping
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Epoch, Key
 from baton.protocol.messages import (
+    BlockRange,
     Declined,
     Done,
     End,
@@ -38,19 +39,18 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
-    Span,
     Withdrawn,
 )
 
 WAIT_S = 600.0  # the router cancels long before this; it only bounds what a router forgot
 STALL_S = 60.0  # how long reads may make no progress while blocks are missing
-DRAIN_S = 60.0  # longer than an agent takes to decide whether a read is quiet
+SHUTDOWN_TIMEOUT_S = 60.0  # longer than an agent takes to decide whether a read is quiet
 
 
 class ReceiveState(Enum):
     EXPECTED = auto()  # prefill has not offered the prompt
     OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
-    LANDING = auto()  # the scheduler has reserved blocks, and spans are read
+    LANDING = auto()  # the scheduler has reserved blocks, and block ranges are read
     DRAINING = auto()  # the landing failed, and reads may still write
     LANDED = auto()
     ENDED = auto()
@@ -69,8 +69,10 @@ class TimeUp:
 
 
 TakeTicket = Callable[[Key], int]
-Announcement = Offered | Span | End | Renewed
-ReceiveEvent = Announcement | Withdrawn | Land | Abandon | Broken | PeerUp | ReadEnded | TimeUp
+Announcement = Offered | BlockRange | End | Renewed
+ReceiveEvent = (
+    Announcement | Withdrawn | BeginReceive | Abandon | Broken | PeerUp | ReadEnded | TimeUp
+)
 
 
 class KVReceive:
@@ -88,20 +90,20 @@ class KVReceive:
         self._since_s = now_s
         self._progress_s = now_s
         self._num_blocks = 0  # blocks of the whole prompt, as offered
-        self._spans: list[Span] = []
+        self._block_ranges: list[BlockRange] = []
         self._num_announced_blocks = 0
         self._end: End | None = None
         self._end_arrived_s = now_s
-        self._reads: SpanReads | None = None
+        self._reads: BlockRangeReads | None = None
 
     @property
     def deadline_s(self) -> float:
         if self.state is ReceiveState.DRAINING:
-            return self._since_s + DRAIN_S
+            return self._since_s + SHUTDOWN_TIMEOUT_S
         limit_s = self._since_s + WAIT_S
         if self.lease is not None:
             limit_s = min(limit_s, self.lease.limit_s)
-        if self._reads is not None and not self._reads.have_all(len(self._spans)):
+        if self._reads is not None and not self._reads.have_all(len(self._block_ranges)):
             limit_s = min(limit_s, self._progress_s + STALL_S)
         return limit_s
 
@@ -157,31 +159,31 @@ class KVReceive:
         match event:
             case Offered():
                 self._take_offer(now_s, event, out)
-            case Span() | End() | Renewed():
+            case BlockRange() | End() | Renewed():
                 self._fail(now_s, _wrong(f"{type(event).__name__} came before Offered"), out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(now_s, self._why(event), out)
-            case Land() | PeerUp() | ReadEnded():
+            case BeginReceive() | PeerUp() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
                 assert_never(event)
 
     def _on_live(self, now_s: float, event: ReceiveEvent, out: Effects) -> None:
         match event:
-            case Offered() | Span() | End() | Renewed():
+            case Offered() | BlockRange() | End() | Renewed():
                 self._hear(now_s, event, out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(now_s, self._why(event), out)
             case PeerUp():
                 self._progress_s = now_s
-            case Land() if self._reads is None:
+            case BeginReceive() if self._reads is None:
                 self._begin(now_s, event, out)
             case ReadEnded(failure=failure) if self._reads is not None:
                 self._progress_s = now_s
                 self._reads.ended(event)
                 if failure is not None or not event.quiet:
                     self._fail(now_s, failure or _wrong("a read ended without being quiet"), out)
-            case Land() | ReadEnded():
+            case BeginReceive() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
                 assert_never(event)
@@ -196,7 +198,7 @@ class KVReceive:
             case TimeUp():
                 self._reads.give_up()
                 self._finish(out)
-            case Land():
+            case BeginReceive():
                 raise self._out_of_place(event)
             case _:
                 pass  # nothing else matters any more
@@ -220,42 +222,42 @@ class KVReceive:
             case Renewed():
                 if not self.lease.confirmed():
                     problem = "prefill confirmed a renewal that was not sent"
-            case Span():
+            case BlockRange():
                 problem = self._problem_of(message)
                 if problem is None:
-                    if self._reads is None or self._reads.have_all(len(self._spans)):
+                    if self._reads is None or self._reads.have_all(len(self._block_ranges)):
                         self._progress_s = now_s
-                    self._spans.append(message)
+                    self._block_ranges.append(message)
                     self._num_announced_blocks += len(message.block_ids)
             case End():
                 if self._end is not None or self._num_announced_blocks != self._num_blocks:
-                    problem = "End came twice or before all spans"
+                    problem = "End came twice or before all block ranges"
                 self._end, self._end_arrived_s = message, now_s
             case _:
                 assert_never(message)
         if problem is not None:
             self._fail(now_s, _wrong(problem), out)
 
-    def _problem_of(self, span: Span) -> str | None:
-        num_blocks = len(span.block_ids)
-        if span.first_block != self._num_announced_blocks:
-            return "a span does not follow the last one"
-        if num_blocks == 0 or num_blocks != len(span.generations):
-            return "a span is malformed"
-        if any(len(row) != num_blocks for row in span.checksums):
-            return "a span's checksums are not those of its blocks"
-        if span.first_block + num_blocks > self._num_blocks:
-            return "a span has more blocks than were offered"
+    def _problem_of(self, block_range: BlockRange) -> str | None:
+        num_blocks = len(block_range.block_ids)
+        if block_range.first_block != self._num_announced_blocks:
+            return "a block range does not follow the last one"
+        if num_blocks == 0 or num_blocks != len(block_range.generations):
+            return "a block range is malformed"
+        if any(len(row) != num_blocks for row in block_range.checksums):
+            return "a block range's checksums are not those of its blocks"
+        if block_range.first_block + num_blocks > self._num_blocks:
+            return "a block range has more blocks than were offered"
         return None
 
-    def _begin(self, now_s: float, land: Land, out: Effects) -> None:
+    def _begin(self, now_s: float, land: BeginReceive, out: Effects) -> None:
         assert self.peer is not None
         assert self.lease is not None
         if land.first_block + len(land.block_ids) != self._num_blocks:
             text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
             self._fail(now_s, _wrong(text), out)
             return
-        self._reads = SpanReads(land.first_block, land.block_ids)
+        self._reads = BlockRangeReads(land.first_block, land.block_ids)
         self.state = ReceiveState.LANDING
         self._since_s = self._progress_s = now_s
         self.lease.renewed(now_s)
@@ -272,20 +274,20 @@ class KVReceive:
         for number, link in enumerate(peer.links):
             if link.state is not LinkState.UP:
                 continue
-            for span in self._spans[reads.num_posted[number] :]:
-                problem = _unreadable(span, peer.info, link.edge)
+            for block_range in self._block_ranges[reads.num_posted[number] :]:
+                problem = _unreadable(block_range, peer.info, link.edge)
                 if problem is not None:
                     self._fail(now_s, _wrong(problem), out)
                     return
                 take_ticket = partial(self._take_ticket, self.key)
-                read = reads.post(number, link.edge, span, peer.epoch, take_ticket)
+                read = reads.post(number, link.edge, block_range, peer.epoch, take_ticket)
                 if read is not None:
                     out.order(link.edge.target, read)
 
     def _has_all(self) -> bool:
         if self._end is None or self._reads is None:
             return False
-        return not self._reads.block_ids or self._reads.have_all(len(self._spans))
+        return not self._reads.block_ids or self._reads.have_all(len(self._block_ranges))
 
     def _land_if_complete(self, out: Effects) -> None:
         if self.state is not ReceiveState.LANDING or not self._has_all():
@@ -299,7 +301,7 @@ class KVReceive:
         self.state = ReceiveState.LANDED
         out.tell(self.peer, Done(self.key))
         out.reports.append(
-            Landed(
+            KVReceived(
                 self.key,
                 self._end.tokens,
                 self._reads.num_bytes,
@@ -324,7 +326,7 @@ class KVReceive:
         quarantined = tuple(sorted({b for local in self.quarantined.values() for b in local}))
         if self.peer is not None:
             out.tell(self.peer, Declined(self.key, self.failure))
-        out.reports.append(LandingEnded(self.key, self.failure, quarantined))
+        out.reports.append(ReceiveEnded(self.key, self.failure, quarantined))
 
     def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:
         if not isinstance(event, TimeUp):
@@ -340,20 +342,20 @@ def _wrong(text: str) -> Failure:
     return TransferError(text).to_failure()
 
 
-def _unreadable(span: Span, prefill: NodeInfo, edge: Edge) -> str | None:
-    """Return why the blocks of a span cannot be read from the node that announced it."""
-    if not all(0 <= block < prefill.num_blocks for block in span.block_ids):
-        return "a span names blocks that prefill does not have"
-    if span.checksums and len(span.checksums) != len(prefill.ranks) * edge.num_pieces:
-        return "a span has checksums of pieces other than those that are read"
+def _unreadable(block_range: BlockRange, prefill: NodeInfo, edge: ShardMapping) -> str | None:
+    """Return why the blocks of a block range cannot be read from the node that announced it."""
+    if not all(0 <= block < prefill.num_blocks for block in block_range.block_ids):
+        return "a block range names blocks that prefill does not have"
+    if block_range.checksums and len(block_range.checksums) != len(prefill.ranks) * edge.num_pieces:
+        return "a block range has checksums of pieces other than those that are read"
     return None
 
 
 @dataclass(slots=True)
-class SpanReads:
+class BlockRangeReads:
     """The reads of one handoff. Only blocks that decode lacks are read, once over every edge.
 
-    `num_posted` counts, by edge, the spans that were posted or need no read.
+    `num_posted` counts, by edge, the block ranges that were posted or need no read.
     """
 
     first_block: int
@@ -367,24 +369,29 @@ class SpanReads:
     num_bytes: int = 0
 
     def post(
-        self, number: int, edge: Edge, span: Span, peer: Epoch, take_ticket: Callable[[], int]
+        self,
+        number: int,
+        edge: ShardMapping,
+        block_range: BlockRange,
+        peer: Epoch,
+        take_ticket: Callable[[], int],
     ) -> Read | None:
-        """Return the read of the blocks of `span` that are missing here; None if none is missing.
+        """Return the read of the blocks of `block_range` that are missing here; None if none is.
 
         `number` is the place of the edge among the edges of the peer.
         """
         self.num_posted[number] += 1
-        skip = max(0, self.first_block - span.first_block)
-        remote = span.block_ids[skip:]
+        skip = max(0, self.first_block - block_range.first_block)
+        remote = block_range.block_ids[skip:]
         if not remote:
             return None
-        start = span.first_block + skip - self.first_block
+        start = block_range.first_block + skip - self.first_block
         local = self.block_ids[start : start + len(remote)]
         ticket = take_ticket()
         self.outstanding[ticket] = (edge.target, local)
-        checksums = span.checksums[edge.sums_row][skip:] if span.checksums else ()
+        checksums = block_range.checksums[edge.sums_row][skip:] if block_range.checksums else ()
         owner = PeerRank(peer, edge.source)
-        return Read(ticket, owner, remote, local, span.generations[skip:], checksums)
+        return Read(ticket, owner, remote, local, block_range.generations[skip:], checksums)
 
     def ended(self, event: ReadEnded) -> None:
         _, local = self.outstanding.pop(event.ticket)
@@ -401,10 +408,12 @@ class SpanReads:
             self.quarantined[ticket] = local
         self.outstanding.clear()
 
-    def have_all(self, num_spans: int) -> bool:
+    def have_all(self, num_block_ranges: int) -> bool:
         if not self.num_posted:
-            return num_spans == 0
-        return not self.outstanding and all(posted == num_spans for posted in self.num_posted)
+            return num_block_ranges == 0
+        return not self.outstanding and all(
+            posted == num_block_ranges for posted in self.num_posted
+        )
 
     def transfer_s(self) -> float:
         return self.last_end_s - min(self.posted_s) if self.posted_s else 0.0

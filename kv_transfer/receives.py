@@ -9,14 +9,14 @@ from collections.abc import Iterable
 
 from baton.kv_transfer.interfaces import (
     Abandon,
-    BlocksQuiet,
+    BeginReceive,
+    BlocksDrained,
     Effects,
     Expect,
-    Land,
-    LandingEnded,
     PeerName,
     PeerUp,
     ReadEnded,
+    ReceiveEnded,
 )
 from baton.kv_transfer.peers import Channel, Peer, PeerTable
 from baton.kv_transfer.receive import Broken, KVReceive, ReceiveEvent, ReceiveState, TimeUp
@@ -24,6 +24,7 @@ from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, supersed
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
+    BlockRange,
     Declined,
     Done,
     End,
@@ -31,11 +32,10 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
-    Span,
     Withdrawn,
 )
 
-FromPrefill = Offered | Span | End | Withdrawn | Renewed
+FromPrefill = Offered | BlockRange | End | Withdrawn | Renewed
 
 
 class KVReceives:
@@ -60,7 +60,7 @@ class KVReceives:
         tombstone = self._tombstones.answer(key)
         if tombstone is not None or self._tombstones.is_superseded(key):
             failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
-            out.reports.append(LandingEnded(key, failure))
+            out.reports.append(ReceiveEnded(key, failure))
             if parked is not None:
                 self._decline(parked.peer, key, failure, out)
             return
@@ -74,10 +74,10 @@ class KVReceives:
             for message in parked.messages:
                 self.announced(came_s, self._peers.get(parked.peer), message, out)
 
-    def advance(self, now_s: float, event: Land | Abandon, out: Effects) -> None:
+    def advance(self, now_s: float, event: BeginReceive | Abandon, out: Effects) -> None:
         """Handle a scheduler's event, or drop it if it crossed its key's last report."""
         landing = self._receives.get(event.key)
-        if landing is not None and isinstance(event, Land):
+        if landing is not None and isinstance(event, BeginReceive):
             self._make_readable(now_s, landing, out)
             landing = self._receives.get(event.key)
         if landing is not None:
@@ -88,7 +88,7 @@ class KVReceives:
         key = message.key
         landing = self._receives.get(key)
         # Another message of the key makes its state clear.
-        wants_answer = not isinstance(message, Span | Renewed)
+        wants_answer = not isinstance(message, BlockRange | Renewed)
         if landing is not None:
             if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
                 self._on(now_s, landing, message, out, sender=peer)
@@ -122,7 +122,7 @@ class KVReceives:
         for others in self._quarantined.values():
             named -= {*others}
         if named:
-            out.reports.append(BlocksQuiet(tuple(sorted(named))))
+            out.reports.append(BlocksDrained(tuple(sorted(named))))
 
     def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
         for landing in self._of(peer):

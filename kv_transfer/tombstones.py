@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 from baton.kv_transfer.interfaces import PeerName
 from baton.protocol.errors import Cancelled, Failure
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import End, Offered, Span
+from baton.protocol.messages import BlockRange, End, Offered
 
 MAX_TOMBSTONES = 4096
 MAX_PARKED_KEYS = 512
@@ -18,7 +18,7 @@ MAX_PARKED_MESSAGES = 8192
 PARKED_S = 5.0
 
 Answered = TypeVar("Answered")
-EarlyMessage = Offered | Span | End
+EarlyMessage = Offered | BlockRange | End
 
 
 class Tombstones(Generic[Answered]):

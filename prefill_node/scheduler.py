@@ -20,6 +20,7 @@ from baton.protocol.errors import Cancelled, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     Attach,
+    BlockRange,
     CancelDone,
     Decode,
     End,
@@ -28,7 +29,6 @@ from baton.protocol.messages import (
     Load,
     NotAttached,
     Prefill,
-    Span,
     StageTimes,
     Withdrawn,
 )
@@ -126,7 +126,7 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         slices: list[Slice] = []
-        budget = self.limits.chunk_tokens
+        budget = self.limits.max_num_batched_tokens
         for handoff in self._candidates(now_s):
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
@@ -165,7 +165,7 @@ class PrefillScheduler:
         """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
         ready = [h for h in self._computing.values() if h.sequence.num_unplanned_tokens]
         tokens = sum(handoff.sequence.num_unplanned_tokens for handoff in ready)
-        while self._waiting and tokens < self.limits.chunk_tokens:
+        while self._waiting and tokens < self.limits.max_num_batched_tokens:
             handoff = next(iter(self._waiting.values()))
             if not self._admit(now_s, handoff):
                 break
@@ -206,8 +206,8 @@ class PrefillScheduler:
             return
         blocks = tuple(sequence.block_table[first:end])
         handoff.num_announced_blocks = end
-        span = Span(sequence.key, first, blocks, self.pool.generations_of(blocks))
-        self.outputs.to_connector.append(span)
+        block_range = BlockRange(sequence.key, first, blocks, self.pool.generations_of(blocks))
+        self.outputs.to_connector.append(block_range)
 
     def _complete(self, now_s: float, handoff: Handoff, token_ids: tuple[int, ...]) -> None:
         sequence = handoff.sequence

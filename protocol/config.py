@@ -55,7 +55,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kind="path",
         ),
     ] = ""
-    name: Annotated[str, about("name of the model in the API; empty takes the folder's name")] = ""
+    served_model_name: Annotated[
+        str, about("name of the model in the API; empty takes the folder's name")
+    ] = ""
     chat_template: Annotated[
         str, about("file with a chat template that replaces the model's own", kind="path")
     ] = ""
@@ -66,14 +68,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dtype: Annotated[
         Dtype, about("number type of weights and KV blocks; auto takes the checkpoint's")
     ] = "auto"
-    max_len: Annotated[
+    max_model_len: Annotated[
         int, about("longest prompt and output together; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
 
     @property
     def shown_name(self) -> str:
         """Return the name of the model in the API and in metrics."""
-        return self.name or Path(self.path).resolve().name
+        return self.served_model_name or Path(self.path).resolve().name
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -112,14 +114,16 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             le=MAX_BLOCKS,
         ),
     ] = 0
-    prefix: Annotated[bool, about("keep finished blocks for prompts with the same prefix")] = True
+    enable_prefix_caching: Annotated[
+        bool, about("keep finished blocks for prompts with the same prefix")
+    ] = True
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Device, about("device to compute on; auto takes a GPU when there is one")] = (
         "auto"
     )
-    tensor_parallel: Annotated[
+    tensor_parallel_size: Annotated[
         int, about("number of ranks over which one node splits the model", ge=1)
     ] = 1
     shared_cpus: Annotated[
@@ -146,7 +150,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: Annotated[
         int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
     ] = 0
-    chunk_tokens: Annotated[
+    max_num_batched_tokens: Annotated[
         int, about("most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs", "tokens", ge=0)
     ] = 0
 
@@ -208,7 +212,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             ge=0,
         ),
     ] = 32
-    drain_s: Annotated[
+    shutdown_timeout_s: Annotated[
         float,
         about("how long a router that gets SIGTERM may take to finish its requests", "s", ge=0),
     ] = 30.0
@@ -245,15 +249,17 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             kind="path",
         ),
     ] = ""
-    tls_cert: Annotated[
+    ssl_certfile: Annotated[
         str,
         about(
             "PEM file of the certificate chain; with it, the router speaks only https", kind="path"
         ),
     ] = ""
-    tls_key: Annotated[
+    ssl_keyfile: Annotated[
         str,
-        about("PEM file with its private key; empty takes it from router.tls_cert", kind="path"),
+        about(
+            "PEM file with its private key; empty takes it from router.ssl_certfile", kind="path"
+        ),
     ] = ""
     page: Annotated[
         bool,
@@ -262,7 +268,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "data if the router has keys"
         ),
     ] = True
-    otlp_traces: Annotated[
+    otlp_traces_endpoint: Annotated[
         str, about("URL to which traces of requests go (needs the extra otel); empty sends none")
     ] = ""
     allowed_origins: Annotated[
@@ -288,7 +294,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def speaks_tls(self) -> bool:
-        return bool(self.tls_cert)
+        return bool(self.ssl_certfile)
 
     @property
     def is_on_loopback(self) -> bool:
@@ -314,7 +320,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bind: Annotated[
         str, about("address that peer nodes dial, as tcp://host (a free port) or ipc://path")
     ] = "tcp://127.0.0.1"
-    drain_s: Annotated[
+    shutdown_timeout_s: Annotated[
         float,
         about("how long a node that is told to end may take to finish its sequences", "s", ge=0),
     ] = 30.0

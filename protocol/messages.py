@@ -63,7 +63,7 @@ class RankAddress(msgspec.Struct, frozen=True):
 class StepLimits(msgspec.Struct, frozen=True, array_like=True):
     """The most that one step takes, so a router knows how much to give at once. 0 means unknown."""
 
-    num_seats: Count = 0  # places for sequences
+    num_slots: Count = 0  # places for sequences
     num_tokens: Count = 0  # prompt tokens
 
 
@@ -98,7 +98,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
     facts: NodeFacts = NodeFacts()
 
 
-class Kept(msgspec.Struct, frozen=True):
+class ResumeState(msgspec.Struct, frozen=True):
     """What another router needs to continue a request. A node keeps it and does not read it."""
 
     form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the client's answer
@@ -145,7 +145,7 @@ class Decode(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     prefill_node: NodeId | None = None
-    kept: Kept | None = None  # set for a stream that its client can resume
+    kept: ResumeState | None = None  # set for a stream that its client can resume
     max_uncached_tokens: Count | None = None  # None means no limit
 
 
@@ -166,7 +166,7 @@ class Refused(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Asks a node to take no new legs, to finish within `node.drain_s`, and to end."""
+    """Asks a node to take no new legs, to finish within `node.shutdown_timeout_s`, and to end."""
 
 
 class WatchCache(Message, frozen=True):
@@ -205,7 +205,7 @@ class Hello(Message, frozen=True):
 
 
 class Starting(Message, frozen=True):
-    """Start-up progress. The beat thread sends it at least once a second while a node starts."""
+    """Start-up progress, which a node sends at least once a second while it starts."""
 
     node_id: NodeId
     epoch: Epoch
@@ -247,7 +247,7 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
 
 
-class Beat(Message, frozen=True):
+class Heartbeat(Message, frozen=True):
     """A node's state. A thread of its own sends it every second, however long a step takes."""
 
     node_id: NodeId
@@ -394,7 +394,7 @@ class DrainNode(Message, frozen=True):
 
 
 ToRouter = (
-    Hello | Starting | Ready | Beat | Accepted | FirstTokens | Tokens | Failed | CancelDone
+    Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
     | Crashed | Attached | NotAttached | DrainNode | CacheChanges
 )  # fmt: skip
 
@@ -421,7 +421,7 @@ class Offered(Message, frozen=True):
     lease_s: float
 
 
-class Span(Message, frozen=True):
+class BlockRange(Message, frozen=True):
     """Blocks [first_block, first_block + len(block_ids)) of the prompt are final.
 
     `block_ids` and `generations` are those of prefill's pool.
@@ -437,7 +437,7 @@ class Span(Message, frozen=True):
 
 
 class End(Message, frozen=True):
-    """Spans for all blocks were sent. This message carries the first token of every choice."""
+    """All block ranges were sent. This message carries the first token of every choice."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
@@ -456,7 +456,7 @@ class Renewed(Message, frozen=True):
     key: Key
 
 
-ToDecode = PeerHello | Offered | Span | End | Withdrawn | Renewed
+ToDecode = PeerHello | Offered | BlockRange | End | Withdrawn | Renewed
 
 
 # --- decode to prefill ------------------------------------------------------------------------

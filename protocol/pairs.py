@@ -8,10 +8,10 @@ from baton.protocol.messages import NodeInfo
 
 def pair_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     """Return a phrase that says why `decode` can never read from `prefill`; None if it may try."""
-    return degree_problem(prefill, decode) or transport_problem(prefill, decode)
+    return tp_size_problem(prefill, decode) or transport_problem(prefill, decode)
 
 
-def degree_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
+def tp_size_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
     """Return why the ranks of `decode` cannot divide the blocks of `prefill` among themselves."""
     num_prefill, num_decode = len(prefill.ranks), len(decode.ranks)
     if problem := degrees_problem(num_prefill, num_decode):

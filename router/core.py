@@ -23,7 +23,6 @@ from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Attached,
-    Beat,
     CacheChanges,
     Cancel,
     CancelDone,
@@ -31,10 +30,11 @@ from baton.protocol.messages import (
     DrainNode,
     Failed,
     FirstTokens,
+    Heartbeat,
     Hello,
-    Kept,
     NotAttached,
     Ready,
+    ResumeState,
     Starting,
     TokenEntry,
     Tokens,
@@ -156,7 +156,7 @@ class RouterCore:
     def submit(
         self,
         stream: RequestStream,
-        kept: Kept | None = None,
+        kept: ResumeState | None = None,
         block_keys: tuple[BlockKey, ...] = (),
     ) -> RequestId:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
@@ -302,7 +302,7 @@ class RouterCore:
                     self._on_request_message(node, entry.key.request_id, entry)
             case Accepted() | FirstTokens() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
-                    self.registry.drains(node)  # the node's next beat will report it too
+                    self.registry.drains(node)  # the node's next heartbeat will report it too
                 self._on_request_message(node, message.key.request_id, message)
             case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
@@ -310,9 +310,9 @@ class RouterCore:
                 if isinstance(message, Crashed):
                     self._apply(self.registry.gone(node, message.failure.message))
                     self._send(node, Cancel(keys, "crashed"))
-            case Beat(node_id=node_id):
+            case Heartbeat(node_id=node_id):
                 if node_id == node:
-                    self._apply(self.registry.beat(self._now_s, message))
+                    self._apply(self.registry.heartbeat(self._now_s, message))
             case CacheChanges():
                 if not self.registry.hears_cache(node, message):
                     self._send(node, WatchCache())
@@ -377,7 +377,7 @@ class RouterCore:
         self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
     ) -> None:
         attached, choices = found.attached, adopted_choices(claim, found, stream, self.registry)
-        kept = Kept(attached.form, claim.owner, attached.num_choices)
+        kept = ResumeState(attached.form, claim.owner, attached.num_choices)
         request = Request(
             claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
             self._config.max_attempts, kept,
@@ -498,7 +498,7 @@ class RouterCore:
     def _tick(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         assert self._link is not None
-        # If this loop was delayed, beats are waiting in the socket, so it is read first.
+        # If this loop was delayed, heartbeats are waiting in the socket, so it is read first.
         self._link.read()
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s))

@@ -59,7 +59,7 @@ from baton.router.request import (
 
 # How long the load of a cancelled attempt stays reserved at nodes that do not confirm it.
 CONFIRM_DEADLINE_S = 5.0
-# These are only a backstop: beats show within seconds that a node is dead, stuck or cut off. A
+# These are only a backstop: heartbeats show within seconds that a node is dead, stuck or cut off. A
 # sequence that has begun gets a token in every step of its node.
 SILENCE_DEADLINE_S, STREAM_DEADLINE_S = 600.0, 30.0
 # A request is refused after this many processes died of an error in one of its steps.

@@ -17,7 +17,7 @@ from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer, exporter_to
 from baton.router.text_router import TextRouter
 from baton.runtime.host import AcceptErrors, raise_descriptor_limit
-from baton.runtime.log import logger, own_process, tell_failure
+from baton.runtime.log import logger, print_failure, setup_process_log
 from baton.runtime.process import Interrupts
 from baton.runtime.tls import server_context
 
@@ -33,16 +33,16 @@ log = logger("router")
 def run(config: ClusterConfig) -> int:
     """Serve until a signal and return the exit code.
 
-    SIGTERM lets requests finish within `router.drain_s`, SIGINT within a second. A second signal
-    ends the process at once.
+    SIGTERM lets requests finish within `router.shutdown_timeout_s`, SIGINT within a
+    second. A second signal ends the process at once.
     """
-    own_process(config.log, config.router.name)
+    setup_process_log(config.log, config.router.name)
     raise_descriptor_limit()
     try:
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
     except BatonError as error:
-        tell_failure(error.message, error.code)
+        print_failure(error.message, error.code)
         return EXIT_FAILED
 
 
@@ -64,7 +64,7 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
         _warn_if_open(config.router)
         stats.start()
         await asked_to_end.wait()
-        grace_s = HURRIED_S if interrupts.is_hurried else config.router.drain_s
+        grace_s = HURRIED_S if interrupts.is_hurried else config.router.shutdown_timeout_s
         log.info("draining: running requests finish, and new ones get status 503", within_s=grace_s)
         await server.drain(grace_s)
     finally:
@@ -90,9 +90,9 @@ def spare_collector() -> None:
 
 
 def _tracer(config: ClusterConfig) -> Tracer | None:
-    if not config.router.otlp_traces:
+    if not config.router.otlp_traces_endpoint:
         return None
-    return Tracer(exporter_to(config.router.otlp_traces), config.model.shown_name, VERSION)
+    return Tracer(exporter_to(config.router.otlp_traces_endpoint), config.model.shown_name, VERSION)
 
 
 def _chat_template(model: ModelConfig) -> ChatTemplate | None:

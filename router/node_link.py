@@ -35,7 +35,7 @@ from baton.runtime.channels.listener import Listener, Received
 from baton.runtime.channels.wire import OPERATOR, name_of
 from baton.runtime.log import logger
 
-BEATS = b"beats:"
+HEARTBEATS = b"heartbeats:"
 # The number of messages that are read before other work on the loop gets its turn.
 BATCH = 512
 # The largest number of nodes for which cancels are kept that could not be sent.
@@ -148,11 +148,11 @@ class NodeLink:
                 self._listener.send(received.peer, self._drain(message.node_id))
             return
         try:
-            node = NodeId(name.removeprefix(BEATS).decode())
+            node = NodeId(name.removeprefix(HEARTBEATS).decode())
         except UnicodeDecodeError:
             return  # not a node, because the names of nodes are text
         session = self._sessions.get(node)
-        if name.startswith(BEATS):
+        if name.startswith(HEARTBEATS):
             if message is not None:
                 yield node, message
         elif isinstance(message, Hello):

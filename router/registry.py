@@ -12,8 +12,8 @@ from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
-    Beat,
     CacheChanges,
+    Heartbeat,
     Hello,
     Load,
     NodeInfo,
@@ -106,7 +106,7 @@ class Node:
     num_sequences: int = 0
     num_suspects: int = 0
     num_blocks: int = 0
-    num_foreign: int = 0  # sequences from other routers, as of its last beat
+    num_foreign: int = 0  # sequences from other routers, as of its last heartbeat
     # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
@@ -120,12 +120,12 @@ class Node:
         An idle node takes any work that its pool can hold.
         """
         info = self.info
-        if info is None or not info.facts.step.num_seats or not self.reserved:
+        if info is None or not info.facts.step.num_slots or not self.reserved:
             return True
         if self.role == "prefill":
             return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
         # A request with many choices needs one slot to begin.
-        has_slot = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_seats
+        has_slot = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_slots
         return has_slot and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
 
     def reserve(self, key: Key, load: ReservedLoad) -> None:
@@ -148,7 +148,7 @@ class Node:
         self.num_blocks += sign * load.num_blocks
 
 
-# Three beats of one second each, and half a second for a busy router.
+# Three heartbeats of one second each, and half a second for a busy router.
 SILENCE_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
@@ -214,7 +214,7 @@ class Registry:
         self._changed()
         return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
 
-    def beat(self, now_s: float, message: Beat) -> list[Change]:
+    def heartbeat(self, now_s: float, message: Heartbeat) -> list[Change]:
         node = self._node(message.node_id, message.epoch)
         if node is None:
             return []
@@ -225,7 +225,7 @@ class Registry:
         if node.info is None:
             return []
         was = node.state
-        # A beat from before the drain may arrive after it.
+        # A heartbeat from before the drain may arrive after it.
         node.state = "draining" if message.is_draining or was == "draining" else "ready"
         if _is_stuck(message):
             node.state = "stuck"
@@ -418,11 +418,11 @@ def _impossible(info: NodeInfo) -> Failure | None:
     return _mismatch("impossible_node", text)
 
 
-def _is_stuck(beat: Beat) -> bool:
-    if beat.loop_age_s > STUCK_S:
+def _is_stuck(heartbeat: Heartbeat) -> bool:
+    if heartbeat.loop_age_s > STUCK_S:
         return True
-    has_work = beat.load.num_running + beat.load.num_waiting > 0
-    return has_work and beat.step_age_s > max(STUCK_S, STUCK_FACTOR * beat.predicted_s)
+    has_work = heartbeat.load.num_running + heartbeat.load.num_waiting > 0
+    return has_work and heartbeat.step_age_s > max(STUCK_S, STUCK_FACTOR * heartbeat.predicted_s)
 
 
 def _lost(message: str) -> Failure:

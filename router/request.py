@@ -25,8 +25,8 @@ from baton.protocol.messages import (
     FinishReason,
     FirstToken,
     FirstTokens,
-    Kept,
     Prefill,
+    ResumeState,
     StageTimes,
     TokenEntry,
 )
@@ -209,7 +209,7 @@ class Request(msgspec.Struct, frozen=True):
     sampling: Sampling
     num_choices: int = 1
     max_attempts: int = 3  # attempts in a row that bring no token
-    kept: Kept | None = None  # for another router, if the client can resume the stream there
+    kept: ResumeState | None = None  # for another router, if the client can resume the stream there
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
 
 

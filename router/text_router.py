@@ -14,7 +14,7 @@ import msgspec
 from baton.protocol.blocks import BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
-from baton.protocol.messages import Kept
+from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.core import RouterCore
 from baton.router.health import Health, ServedModel
@@ -76,7 +76,7 @@ class TextRouter:
         prompt: str | list[int],
         params: SamplingParams,
         request_id: str | None = None,
-        kept: Kept | None = None,
+        kept: ResumeState | None = None,
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 

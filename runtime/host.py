@@ -35,7 +35,7 @@ def threads_per_rank(engine: EngineConfig, num_nodes: int = 1) -> int:
     """Return `engine.threads`, or each rank's share if `num_nodes` nodes share this host."""
     if engine.threads:
         return engine.threads
-    return max(1, _num_cpus() // (num_nodes * engine.tensor_parallel))
+    return max(1, _num_cpus() // (num_nodes * engine.tensor_parallel_size))
 
 
 def thread_counts(engine: EngineConfig) -> tuple[int, ...]:

@@ -107,9 +107,9 @@ class LocalCluster:
         num_nodes = self._config.prefill + self._config.decode
         threads = threads_per_rank(self._config.engine, num_nodes)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
-        if not self._config.engine.threads and engine.tensor_parallel == 1:
+        if not self._config.engine.threads and engine.tensor_parallel_size == 1:
             engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
-        degree = engine.tensor_parallel
+        degree = engine.tensor_parallel_size
         gpus = () if engine.device == "cpu" else gpus_of(number * degree)
         on_gpu = nodes_on_gpu(number, num_nodes, len(gpus), degree) if gpus else 1
         # A node that cannot use its GPU computes on the CPU, so it also needs its share of the

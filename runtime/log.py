@@ -56,7 +56,7 @@ def clip(text: str) -> str:
     return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
 
 
-def own_process(config: LogConfig, name: str) -> None:
+def setup_process_log(config: LogConfig, name: str) -> None:
     """Send all log lines of this process, which is called `name`, to stderr in one form."""
     setup(config, name)
     everything = logging.getLogger()
@@ -86,7 +86,7 @@ def is_json() -> bool:
     return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
 
 
-def tell_failure(message: str, code: str) -> None:
+def print_failure(message: str, code: str) -> None:
     """Write the one line that says why a command ends."""
     if is_json():
         Log("command").error(message, code=code)
@@ -94,7 +94,7 @@ def tell_failure(message: str, code: str) -> None:
         print(f"baton: {message}", file=sys.stderr)
 
 
-def tell_warning(message: str) -> None:
+def print_warning(message: str) -> None:
     """Write one line about what a command was given and does not use."""
     if is_json():
         Log("command").warning(message)
@@ -125,7 +125,7 @@ def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no beats"`."""
+    """`2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no heartbeats"`."""
 
     def __init__(self, process: str) -> None:
         super().__init__()

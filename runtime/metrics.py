@@ -132,15 +132,15 @@ class NodeHealth(msgspec.Struct, frozen=True):
     phase: str = ""  # of the start, with `done` of `total` complete
     done: int = 0
     total: int = 0
-    load: Load = Load()  # as of the last beat
-    beat_age_s: float = 0.0
+    load: Load = Load()  # as of the last heartbeat
+    heartbeat_age_s: float = 0.0
     step_age_s: float = 0.0
-    num_legs: int = 0  # charged by this router
+    num_attempts: int = 0  # charged by this router
     num_tokens: int = 0  # of those legs
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     reason: str = ""  # why it is degraded
-    totals: Totals = Totals()  # as of the last beat
+    totals: Totals = Totals()  # as of the last heartbeat
     dtype: str = ""
     device: str = ""
     transports: str = ""
@@ -160,7 +160,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
             dtype=info.facts.dtype,
             device=info.facts.device,
             transports="+".join(sorted(names)),
-            tensor_parallel=len(info.ranks),
+            tensor_parallel_size=len(info.ranks),
             features=info.facts.features,
         )
 
@@ -193,7 +193,7 @@ def _counter(name: str, value: _Value, meaning: str, vllm: str = "") -> tuple[Fa
 
 _TABLE = (
     _gauge("baton_node_up", lambda one: one.state not in ("silent", "stuck"),
-           "1 while a node sends beats and is not stuck, 0 for a node that is silent, stuck or "
+           "1 while a node sends heartbeats and is not stuck, 0 for one that is silent, stuck or "
            "lost"),
     _gauge("baton_node_running_requests", lambda one: one.load.num_running,
            "Sequences (decode) or prompts (prefill) that the node is computing",
@@ -240,8 +240,8 @@ _TABLE = (
              "Reads whose checksum was wrong (transfer.verify_kv)"),
     _counter("baton_node_leases_expired", lambda one: one.totals.leases_expired,
              "Handoffs whose blocks were taken back because decode did not renew the lease"),
-    _gauge("baton_node_beat_age_seconds", lambda one: one.beat_age_s,
-           "Seconds since the last beat"),
+    _gauge("baton_node_heartbeat_age_seconds", lambda one: one.heartbeat_age_s,
+           "Seconds since the last heartbeat"),
     _gauge("baton_node_step_age_seconds", lambda one: one.step_age_s,
            "Seconds for which the oldest unfinished step has run, 0 without one"),
 )  # fmt: skip

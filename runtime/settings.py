@@ -27,26 +27,23 @@ SHORT_FLAGS = {
     "api-key-file": "router.api_key_file",
     "allowed-origins": "router.allowed_origins",
     "generation-config": "model.generation_config",
-    "ssl-certfile": "router.tls_cert",
-    "ssl-keyfile": "router.tls_key",
-    "otlp-traces-endpoint": "router.otlp_traces",
+    "ssl-certfile": "router.ssl_certfile",
+    "ssl-keyfile": "router.ssl_keyfile",
+    "otlp-traces-endpoint": "router.otlp_traces_endpoint",
     "model": "model.path",
-    "served-model-name": "model.name",
+    "served-model-name": "model.served_model_name",
     "chat-template": "model.chat_template",
     "dtype": "model.dtype",
-    "max-len": "model.max_len",
-    "max-model-len": "model.max_len",
+    "max-model-len": "model.max_model_len",
     "memory-mib": "cache.memory_mib",
     "gpu-memory-utilization": "cache.gpu_memory_utilization",
     "num-gpu-blocks-override": "cache.num_blocks",
-    "enable-prefix-caching": "cache.prefix",
+    "enable-prefix-caching": "cache.enable_prefix_caching",
     "block-size": "cache.block_size",
     "device": "engine.device",
-    "tensor-parallel": "engine.tensor_parallel",
-    "tensor-parallel-size": "engine.tensor_parallel",
+    "tensor-parallel-size": "engine.tensor_parallel_size",
     "threads": "engine.threads",
-    "chunk-tokens": "engine.chunk_tokens",
-    "max-num-batched-tokens": "engine.chunk_tokens",
+    "max-num-batched-tokens": "engine.max_num_batched_tokens",
     "max-num-seqs": "engine.max_num_seqs",
     "id": "node.id",
     "routers": "node.routers",
@@ -114,9 +111,9 @@ def checked(config: ClusterConfig) -> ClusterConfig:
         )
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
-    if config.router.tls_key and not config.router.tls_cert:
+    if config.router.ssl_keyfile and not config.router.ssl_certfile:
         raise ConfigError(
-            "router.tls_key is set without router.tls_cert: name the certificate with "
+            "router.ssl_keyfile is set without router.ssl_certfile: name the certificate with "
             "--ssl-certfile FILE"
         )
     return config

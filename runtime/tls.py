@@ -15,12 +15,12 @@ _ALPN = ["http/1.1"]
 def server_context(router: RouterConfig) -> ssl.SSLContext | None:
     """Return what a router serves https with, or None for http. Raises `ConfigError`.
 
-    Without `tls_key`, the file of the certificate holds the key too.
+    Without `ssl_keyfile`, the file of the certificate holds the key too.
     """
     if not router.speaks_tls:
         return None
-    cert, key = Path(router.tls_cert), Path(router.tls_key or router.tls_cert)
-    for path, setting in ((cert, "router.tls_cert"), (key, "router.tls_key")):
+    cert, key = Path(router.ssl_certfile), Path(router.ssl_keyfile or router.ssl_certfile)
+    for path, setting in ((cert, "router.ssl_certfile"), (key, "router.ssl_keyfile")):
         try:
             path.open("rb").close()
         except OSError as error:
@@ -32,7 +32,7 @@ def server_context(router: RouterConfig) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(cert, key, _refuse_password)
     except (OSError, ValueError) as error:
-        files = f"{cert} (router.tls_cert) and {key} (router.tls_key)"
+        files = f"{cert} (router.ssl_certfile) and {key} (router.ssl_keyfile)"
         raise ConfigError(f"{files} {_why_not(error)}") from error
     return context
 

@@ -20,13 +20,13 @@ from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
-    Beat,
     Cancel,
     CancelDone,
     Decode,
     FinishReason,
     FirstToken,
     FirstTokens,
+    Heartbeat,
     Hello,
     KVLayout,
     Load,
@@ -44,7 +44,7 @@ from baton.runtime.host import raise_descriptor_limit
 
 STARTED = b"started\n"
 PROMPT = "The second runner never looks behind. "
-BEAT_S = 1.0
+HEARTBEAT_S = 1.0
 LAYOUT = KVLayout(block_size=16, block_bytes=1024, fingerprint="layout")
 DIALS = 64  # connections that are opened side by side
 NUM_CONNECTIONS = 128  # for short requests
@@ -85,16 +85,16 @@ class PlayedNode:
         self.running: dict[Key, Decode] = {}
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._main = self._dial(endpoint, name)
-        self._beats = self._dial(endpoint, f"beats:{name}")
+        self._heartbeats = self._dial(endpoint, f"heartbeats:{name}")
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._main.fileno(), self._read)
-        loop.add_reader(self._beats.fileno(), self._read)
+        loop.add_reader(self._heartbeats.fileno(), self._read)
 
     def join(self) -> None:
         self._main.send(Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch))
         self._main.send(Ready(self.info))
-        self._beat()
+        self._heartbeat()
 
     async def until_running(self, num_requests: int) -> None:
         while len(self.running) < num_requests:
@@ -115,9 +115,9 @@ class PlayedNode:
         if entries:
             self._main.send(Tokens(entries))
 
-    def _beat(self) -> None:
-        self._beats.send(Beat(self.info.node_id, self.info.epoch, Load()))
-        asyncio.get_running_loop().call_later(BEAT_S, self._beat)
+    def _heartbeat(self) -> None:
+        self._heartbeats.send(Heartbeat(self.info.node_id, self.info.epoch, Load()))
+        asyncio.get_running_loop().call_later(HEARTBEAT_S, self._heartbeat)
 
     def _dial(self, endpoint: str, identity: str) -> Dialer[ToRouter, ToNode]:
         return Dialer(
@@ -128,7 +128,7 @@ class PlayedNode:
         while (message := self._main.receive()) is not None:
             if not isinstance(message, Disconnected):
                 self._answer(message)
-        while self._beats.receive() is not None:
+        while self._heartbeats.receive() is not None:
             pass
 
     def _answer(self, message: ToNode) -> None:

@@ -122,7 +122,8 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
                 model=ModelConfig(path=str(Path(model).resolve())),
                 router=RouterConfig(
                     name=f"router-{index}", port=port.port, shares_port=num_routers > 1,
-                    control=control, local_prefill="never", max_inflight=1 << 16, drain_s=0.0,
+                    control=control, local_prefill="never", max_inflight=1 << 16,
+                    shutdown_timeout_s=0.0,
                 ),
                 log=LogConfig(level="error"),
             )  # fmt: skip

@@ -27,7 +27,7 @@ from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
-    BlockPiece,
+    BlockSlice,
     PeerRank,
     PeerUp,
     PoolMemory,
@@ -182,7 +182,7 @@ class PortReader:
         self._name = name
         self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))  # type: ignore[arg-type]
         shape = pool.shape
-        whole = BlockPiece(0, 0, shape.block_bytes)
+        whole = BlockSlice(0, 0, shape.block_bytes)
         self._port.send(
             AddPeer(PeerRank(OWNER), name, owner, shape.num_blocks, shape.block_bytes, whole)
         )

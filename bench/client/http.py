@@ -25,7 +25,7 @@ from baton.runtime.tls import client_context, trusting
 
 # Servers close idle connections after 5 s or more, and no request may be sent on such a connection.
 IDLE_LIMIT_S = 2.0
-DRAIN_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
+SHUTDOWN_TIMEOUT_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
 MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
 # More heads, chunk sizes and trailers than this without a byte of the body are not a response.
 MAX_OTHER_BYTES = 64 << 10
@@ -369,7 +369,7 @@ class Session:
             if exchange.reader.done and connection.is_open and not connection.is_idle:
                 # The end of the body most likely comes at once.
                 exchange.drained = self._loop.create_future()
-                await asyncio.wait({exchange.drained}, timeout=DRAIN_S)
+                await asyncio.wait({exchange.drained}, timeout=SHUTDOWN_TIMEOUT_S)
             self.give_back(connection)
 
 

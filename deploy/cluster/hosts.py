@@ -113,8 +113,8 @@ def _with_visible_gpus(spec: ProcessSpec) -> ProcessSpec:
 
 
 def _with_share(spec: ProcessSpec, num_nodes: int, shared: str) -> ProcessSpec:
-    degree = int(_set(spec, "engine.tensor_parallel") or 1)
-    threads = threads_per_rank(EngineConfig(tensor_parallel=degree), num_nodes)
+    degree = int(_set(spec, "engine.tensor_parallel_size") or 1)
+    threads = threads_per_rank(EngineConfig(tensor_parallel_size=degree), num_nodes)
     env = {**spec.env, "BATON_ENGINE_THREADS": str(threads)}
     if shared and degree == 1:
         env["BATON_ENGINE_SHARED_CPUS"] = shared

@@ -182,7 +182,7 @@ def _router(
         ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
         live=Probe("/live", router.port),
         ready=Probe("/health", router.port),
-        grace_s=config_of(description, router.settings).router.drain_s + EXTRA_GRACE_S,
+        grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
     )
 
@@ -233,7 +233,7 @@ def _node(
         ),
         live=Probe("/live", http) if http else None,
         ready=Probe("/ready", http) if http else None,
-        grace_s=config.node.drain_s + EXTRA_GRACE_S,
+        grace_s=config.node.shutdown_timeout_s + EXTRA_GRACE_S,
     )
 
 
@@ -282,7 +282,7 @@ def _computing(description: Description, pool: Pool) -> Settings:
     settings: Settings = {"engine.device": "cuda" if pool.gpus else "cpu"}
     degree = tensor_parallel(description, pool)
     if degree > 1:
-        settings["engine.tensor_parallel"] = degree
+        settings["engine.tensor_parallel_size"] = degree
     if pool.cpus and not pool.gpus:
         settings["engine.threads"] = max(1, pool.cpus // degree)
     return settings

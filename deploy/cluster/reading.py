@@ -69,7 +69,7 @@ def config_of(description: Description, own: Settings) -> ClusterConfig:
 
 
 def tensor_parallel(description: Description, pool: Pool) -> int:
-    return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel
+    return pool.gpus or config_of(description, pool.settings).engine.tensor_parallel_size
 
 
 def placed_hosts(pool: Pool) -> list[str]:
@@ -137,9 +137,10 @@ def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[st
         yield f"{at}.gpus is {pool.gpus}, but engine.device is cpu; take one of the two out"
     if not pool.gpus and config.engine.device == "cuda":
         yield f"{at}: engine.device is cuda, but gpus is 0; say how many GPUs each node has"
-    if pool.gpus and config.engine.tensor_parallel not in (1, pool.gpus):
+    if pool.gpus and config.engine.tensor_parallel_size not in (1, pool.gpus):
         yield (
-            f"{at}.settings.engine.tensor_parallel: it is {config.engine.tensor_parallel}, but a "
+            f"{at}.settings.engine.tensor_parallel_size: "
+            f"it is {config.engine.tensor_parallel_size}, but a "
             f"node has {pool.gpus} GPUs (gpus), which is its degree; take the line out"
         )
     if len(pool.hosts) > pool.replicas:

@@ -54,7 +54,7 @@ class NodeDocument(msgspec.Struct, frozen=True):
     done: int = 0
     total: int = 0
     load: NodeLoad = NodeLoad()
-    beat_age_s: float = 0.0
+    heartbeat_age_s: float = 0.0
 
     @property
     def doing(self) -> str:
@@ -301,7 +301,7 @@ def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> Status
     heard = [one for one in seen.values() if one.state not in ("lost", "absent")]
     if not heard:
         return row
-    load = min(heard, key=lambda one: one.beat_age_s).load
+    load = min(heard, key=lambda one: one.heartbeat_age_s).load
     used = load.total_blocks - load.free_blocks
     return msgspec.structs.replace(
         row,

@@ -15,7 +15,7 @@ from baton.kv_transfer.agent import make_port
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
-    BlockPiece,
+    BlockSlice,
     PeerDown,
     PeerRank,
     PeerUp,
@@ -35,7 +35,7 @@ NUM_BLOCKS, BLOCK_BYTES = 1024, 64 << 10
 NUM_SINGLE = 50  # reads of one block
 NUM_WHOLE = 5  # reads of all blocks, fewer where they would take longer than
 WHOLE_S = 3.0
-WHOLE_BLOCK = BlockPiece(0, 0, BLOCK_BYTES)
+WHOLE_BLOCK = BlockSlice(0, 0, BLOCK_BYTES)
 
 
 class PoolOffered(msgspec.Struct, frozen=True):

@@ -23,7 +23,8 @@ from baton.runtime.host import num_gpus
 GIB = 1 << 30
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 SMALL = (
-    "lower cache.memory_mib, engine.chunk_tokens or engine.max_num_seqs, or set engine.graphs=false"
+    "lower cache.memory_mib, engine.max_num_batched_tokens or engine.max_num_seqs, "
+    "or set engine.graphs=false"
 )
 # A text that an error contains, and its meaning.
 MEANINGS = (
@@ -100,7 +101,8 @@ def line_without_pool(memory: GpuMemory, block_bytes: int) -> str:
     """Return the line for a GPU on which weights and steps leave no room for a pool."""
     return (
         f"no KV block of {block_bytes / GIB:.3f} GiB fits beside the weights and the largest step: "
-        f"{memory}; {_what_to_free(memory)}lower engine.chunk_tokens or engine.max_num_seqs, or "
+        f"{memory}; {_what_to_free(memory)}lower engine.max_num_batched_tokens or "
+        "engine.max_num_seqs, or "
         "take a smaller model"
     )
 
@@ -162,7 +164,11 @@ def memory_of(device: torch.device) -> GpuMemory:
 
 
 def free_for_pool(
-    probe: Runner, chunk_tokens: int, max_num_seqs: int, max_len: int, cache: CacheConfig
+    probe: Runner,
+    max_num_batched_tokens: int,
+    max_num_seqs: int,
+    max_model_len: int,
+    cache: CacheConfig,
 ) -> int:
     """Return the bytes that a pool may take beside the largest steps, which are tried on `probe`.
 
@@ -172,9 +178,11 @@ def free_for_pool(
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    probe.execute(StepPlan(0, (_slice("prompt", 0, min(chunk_tokens, max_len), probe),)))
+    probe.execute(
+        StepPlan(0, (_slice("prompt", 0, min(max_num_batched_tokens, max_model_len), probe),))
+    )
     # A table as wide as the longest sequence needs the largest workspace.
-    decoding = [_slice("longest", max_len - 1, 1, probe)]
+    decoding = [_slice("longest", max_model_len - 1, 1, probe)]
     decoding += [_slice(f"s{number}", 0, 1, probe) for number in range(1, max_num_seqs)]
     probe.execute(StepPlan(1, tuple(decoding)))
     needed = torch.cuda.max_memory_allocated(device) - before

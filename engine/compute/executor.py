@@ -36,7 +36,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
-    chunk_tokens: int = 512  # the most that one step computes
+    max_num_batched_tokens: int = 512  # the most that one step computes
     max_num_seqs: int = 64  # the most sequences in one step
 
 

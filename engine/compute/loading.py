@@ -72,9 +72,13 @@ def check_split(config: DecoderConfig, size: int) -> None:
     kv_heads = config.num_kv_heads
     for name, units in (("heads", config.num_heads), ("MLP width", config.intermediate_size)):
         if units % size:
-            raise ConfigError(f"engine.tensor_parallel: {size} does not divide the {name}, {units}")
+            raise ConfigError(
+                f"engine.tensor_parallel_size: {size} does not divide the {name}, {units}"
+            )
     if kv_heads % size and size % kv_heads:
-        raise ConfigError(f"engine.tensor_parallel: {size} ranks cannot share {kv_heads} KV heads")
+        raise ConfigError(
+            f"engine.tensor_parallel_size: {size} ranks cannot share {kv_heads} KV heads"
+        )
 
 
 class _Loader:

@@ -75,7 +75,7 @@ class RankPlan:
     max_model_len: int
     layout: KVLayout
     num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
-    chunk_tokens: int
+    max_num_batched_tokens: int
     max_num_seqs: int
 
 
@@ -126,7 +126,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
         facts=NodeFacts(dtype, plan.device.type),
-        chunk_tokens=plan.chunk_tokens,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_seqs=plan.max_num_seqs,
     )
     return LoadedRank(runner, pool, port, info)
@@ -140,13 +140,13 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     decoder = read_decoder_config(folder)
     check_split(decoder, num_ranks)
     limit = decoder.max_position_embeddings
-    if config.model.max_len > limit:
-        raise ConfigError(f"model.max_len: the model has {limit} positions")
+    if config.model.max_model_len > limit:
+        raise ConfigError(f"model.max_model_len: the model has {limit} positions")
     name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
     dtype = torch.float32 if name == "float32" else torch.bfloat16
     layout = kv_layout(decoder, config.cache, num_ranks, dtype)
     device = _device(config, decoder, num_ranks)
-    chunk_tokens, max_num_seqs = STEP_LIMITS[device.type]
+    max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
     if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
         raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
     plan = RankPlan(
@@ -154,10 +154,10 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         decoder=decoder,
         device=device,
         dtype=dtype,
-        max_model_len=config.model.max_len or limit,
+        max_model_len=config.model.max_model_len or limit,
         layout=layout,
         num_blocks=0,
-        chunk_tokens=config.engine.chunk_tokens or chunk_tokens,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
     )
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
@@ -246,7 +246,7 @@ def _on_gpu(
     if not plan.num_blocks:
         probe = runner_over(1)
         num_bytes = free_for_pool(
-            probe, plan.chunk_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
+            probe, plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
         )
         if num_bytes < plan.layout.block_bytes:
             raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
@@ -316,7 +316,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: i
     # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         return (
-            f"{num_ranks} ranks (engine.tensor_parallel) need one GPU each, but this node sees "
+            f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each, but this node "
+            "sees "
             f"{num_seen}"
         )
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.

@@ -116,8 +116,8 @@ def _shards_by_name(folder: Path) -> dict[str, Path]:
     raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
 
 
-def _samples(file: Path, span: tuple[int, int]) -> Iterator[bytes]:
-    first, last = span
+def _samples(file: Path, block_range: tuple[int, int]) -> Iterator[bytes]:
+    first, last = block_range
     with file.open("rb") as stream:
         if last - first <= WHOLE_BYTES:
             stream.seek(first)

@@ -37,7 +37,7 @@ from baton.engine.compute.worker_messages import (
 from baton.engine.scheduling.plan import StepResult
 from baton.kv_transfer.interfaces import AgentCommand, TransferPort
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
-from baton.runtime.log import logger, own_process
+from baton.runtime.log import logger, setup_process_log
 from baton.runtime.process import die_with_parent
 
 CLOSE_S = 2.0  # time for the running step to end once the executor is gone
@@ -62,7 +62,7 @@ class Worker:
                 return 0
             if not isinstance(first, LoadRank):
                 raise InvariantBroken("a worker's first message must load it")
-            own_process(first.config.log, f"rank-{first.rank}")
+            setup_process_log(first.config.log, f"rank-{first.rank}")
             self._serve(first)
         except Exception as error:
             if self._steps.is_closed:

@@ -48,7 +48,7 @@ WORKER = "baton.engine.compute.worker"
 
 
 class WorkerExecutor:
-    """The `Executor` of `engine.tensor_parallel` ranks on this host."""
+    """The `Executor` of `engine.tensor_parallel_size` ranks on this host."""
 
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class WorkerExecutor:
 
     def start(self, progress: Progress) -> ExecutorInfo:
         """Spawn the workers and load. Raises the error of the first rank that fails."""
-        size = self._config.engine.tensor_parallel
+        size = self._config.engine.tensor_parallel_size
         config, is_on_gpus = _settled(self._config)
         with _meeting(size) as (memory, peers):
             for rank in range(size):
@@ -270,7 +270,7 @@ def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
 
     The size of a pool in host memory is settled here, since each rank would find less memory free.
     """
-    plan = plan_rank(config, config.engine.tensor_parallel)
+    plan = plan_rank(config, config.engine.tensor_parallel_size)
     cache = msgspec.structs.replace(config.cache, num_blocks=plan.num_blocks)
     return msgspec.structs.replace(config, cache=cache), plan.device.type == "cuda"
 

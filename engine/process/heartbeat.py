@@ -1,8 +1,8 @@
 """Send a node's vital signs from a separate thread, however long a step takes.
 
-The node's loop writes into `Vitals`; `BeatThread` sends `Starting` once a second until the node is
-ready and `Beat` from then on, over its own socket to every router. It never touches the node's
-other channels and never waits for the loop, because the beats must show that a loop hangs.
+The node's loop writes into `Vitals`. `HeartbeatThread` sends `Starting` once a second until it is
+ready and `Heartbeat` from then on, over its own socket to every router. It never touches the node's
+other channels and never waits for the loop, because the heartbeats must show that a loop hangs.
 """
 
 import threading
@@ -14,12 +14,12 @@ import zmq
 from baton.engine.process.registration import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
-from baton.protocol.messages import Beat, Load, Starting, ToNode, ToRouter, Totals
+from baton.protocol.messages import Heartbeat, Load, Starting, ToNode, ToRouter, Totals
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.clock import Clock
 
-BEAT_INTERVAL_S = 1.0
+HEARTBEAT_INTERVAL_S = 1.0
 TICK_S = 0.1
 JOIN_TIMEOUT_S = 2.0
 
@@ -54,7 +54,7 @@ class Vitals:
         return self._signs
 
     def turned(self, now_s: float) -> None:
-        """Note that the loop had nothing left to do at `now_s`, on the beat thread's clock."""
+        """Note that the loop had nothing left to do at `now_s`, on the thread's clock."""
         self._turned_s = now_s
 
     def loop_age_s(self, now_s: float) -> float:
@@ -81,7 +81,7 @@ class Vitals:
         self._signs = msgspec.structs.replace(self._signs, load=load)
 
     def step_started(self, now_s: float, predicted_s: float = 0.0) -> None:
-        """Note that the oldest unfinished step began at `now_s`, on the beat thread's clock."""
+        """Note that the oldest unfinished step began at `now_s`, on the thread's clock."""
         self._signs = msgspec.structs.replace(
             self._signs, step_started_s=now_s, predicted_s=predicted_s
         )
@@ -90,7 +90,7 @@ class Vitals:
         self._signs = msgspec.structs.replace(self._signs, step_started_s=None, predicted_s=0.0)
 
 
-class BeatThread:
+class HeartbeatThread:
     """Sends a node's vital signs to each router every second, from `start` to `stop`."""
 
     def __init__(
@@ -112,13 +112,13 @@ class BeatThread:
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._watch = RouterWatch()
         self._context: zmq.Context[zmq.Socket[bytes]]
-        self._thread = threading.Thread(target=self._run, name="beats", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
-        # A separate context has its own I/O thread, so traffic of the node cannot delay a beat.
+        # A separate context has its own I/O thread, so the node's traffic delays no heartbeat.
         self._context = zmq.Context(io_threads=1)
-        identity = f"beats:{self._node_id}".encode()
+        identity = f"heartbeats:{self._node_id}".encode()
         self._dialers = [
             Dialer[ToRouter, ToNode](
                 endpoint, identity, to_router_codec(), to_node_codec(), self._context, self._keys
@@ -128,17 +128,17 @@ class BeatThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread. No beat is sent after this returns; a second call does nothing."""
+        """End the thread. No heartbeat is sent after this returns; a second call does nothing."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
 
-    def message(self, now_s: float) -> Starting | Beat:
+    def message(self, now_s: float) -> Starting | Heartbeat:
         """Return the message that would be sent at `now_s`."""
         signs = self._vitals.read()
         if not signs.ready:
             return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
-        return Beat(
+        return Heartbeat(
             self._node_id,
             self._epoch,
             signs.load,
@@ -156,15 +156,15 @@ class BeatThread:
                 now_s = self._clock()
                 everyone = now_s >= due_s
                 if everyone:
-                    due_s = now_s + BEAT_INTERVAL_S
-                beat = self.message(now_s)
+                    due_s = now_s + HEARTBEAT_INTERVAL_S
+                heartbeat = self.message(now_s)
                 for dialer in self._dialers:
                     was_connected = dialer.connected
                     while dialer.receive() is not None:
                         pass
-                    # Old beats are worthless, so none is queued for an absent router.
+                    # Old heartbeats are worthless, so none is queued for an absent router.
                     if dialer.connected and (everyone or not was_connected):
-                        dialer.send(beat)
+                        dialer.send(heartbeat)
                     self._watch.look(now_s, dialer)
         finally:
             for dialer in self._dialers:

@@ -56,7 +56,7 @@ FORECAST_WEIGHT = 0.1  # the share of the newest step if it was quicker than pre
 
 
 class LoopObserver(Protocol):
-    """Receives the loop's events, for the beat thread, the stats line and the step records."""
+    """Receives the loop's events, for the heartbeat thread, the stats line and the step records."""
 
     def step_started(self, at_s: float, predicted_s: float) -> None: ...
 

@@ -1,6 +1,6 @@
 """An engine process from start to exit, which is the same for prefill and decode nodes.
 
-The `main.run` of both rooms calls it. Beats start before any slow work, so the router sees progress
+Heartbeats start before any slow work, so the router sees progress
 while weights load. One deadline covers the start. A fatal error is one log line and a non-zero
 exit.
 """
@@ -17,7 +17,7 @@ import msgspec
 from baton.engine.compute.executor import Executor, ExecutorInfo
 from baton.engine.compute.local_executor import InProcessExecutor
 from baton.engine.compute.worker_executor import WorkerExecutor
-from baton.engine.process.heartbeat import BeatThread, Vitals
+from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
 from baton.engine.process.records import Records, folder_for_dumps
 from baton.engine.process.registration import Standings
@@ -39,8 +39,8 @@ from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
-    Beat,
     Crashed,
+    Heartbeat,
     Hello,
     Load,
     NodeInfo,
@@ -50,7 +50,7 @@ from baton.protocol.messages import (
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
-from baton.runtime.log import logger, own_process
+from baton.runtime.log import logger, setup_process_log
 from baton.runtime.process import Interrupts, die_with_parent
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ log = logger("node")
 
 
 class NodeObserver:
-    """Passes the loop's reports on to the beat thread, the records and the stats line.
+    """Passes the loop's reports on to the heartbeat thread, the records and the stats line.
 
     It logs no stats line for an interval in which the node was idle.
     """
@@ -160,7 +160,7 @@ class EngineNode:
         """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
         raise_descriptor_limit()
-        own_process(self.config.log, str(self.node_id))
+        setup_process_log(self.config.log, str(self.node_id))
         try:
             with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
@@ -175,13 +175,13 @@ class EngineNode:
         self._stopping.set()
 
     def drain(self) -> None:
-        """Ask `serve` to return when its sequences are finished, or after `node.drain_s`."""
+        """Ask `serve` to return once its sequences end, or after `node.shutdown_timeout_s`."""
         self._draining.set()
 
     def serve(self) -> None:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
         keys = load_keys(self.config.keys)
-        beats = BeatThread(
+        heartbeats = HeartbeatThread(
             self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
         executor = self._make_executor(self.config, self.epoch)
@@ -191,10 +191,10 @@ class EngineNode:
         http: NodeHttp | None = None
         try:
             http = self._start_http(sockets.standings)
-            beats.start()
+            heartbeats.start()
             self._serve(executor, sockets, records)
         finally:
-            beats.stop()
+            heartbeats.stop()
             if http is not None:
                 http.stop()
             executor.close()
@@ -219,10 +219,12 @@ class EngineNode:
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = self._published(info, endpoint)
         pool = BlockPool(
-            info.num_blocks, info.layout.block_size, cache_prefixes=self.config.cache.prefix
+            info.num_blocks,
+            info.layout.block_size,
+            cache_prefixes=self.config.cache.enable_prefix_caching,
         )
         limits = NodeLimits(
-            info.chunk_tokens,
+            info.max_num_batched_tokens,
             info.max_num_seqs,
             info.max_model_len,
             info.eos_token_ids,
@@ -289,7 +291,7 @@ class EngineNode:
             dtype=info.facts.dtype,
             kv_tokens=kv_tokens,
             blocks=info.num_blocks,
-            max_len=info.max_model_len,
+            max_model_len=info.max_model_len,
             transports=",".join(sorted(info.ranks[0].metadata)) or "none",
             threads=threads_per_rank(self.config.engine),
             batch_invariant=info.batch_invariant,
@@ -315,12 +317,12 @@ class EngineNode:
         now_s = boottime()
         if self._drain_by_s is None:
             is_hurried = self._interrupts is not None and self._interrupts.is_hurried
-            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.drain_s)
+            self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.shutdown_timeout_s)
             loop.drain()
             self._vitals.set_draining()
-            # The beat thread may send its next beat too late, after this process has ended.
+            # The thread may send its next heartbeat too late, after this process has ended.
             load = loop.scheduler.load()
-            sockets.tell_routers(Beat(self.node_id, self.epoch, load, is_draining=True))
+            sockets.tell_routers(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, and new ones are refused")
         if loop.is_idle:
@@ -357,18 +359,18 @@ def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
     """Return the info with the facts that the settings add."""
     found = {
         "batch_invariant": info.batch_invariant,
-        "prefix_caching": config.cache.prefix,
+        "prefix_caching": config.cache.enable_prefix_caching,
         "verify_kv": config.transfer.verify_kv,
     }
     features = tuple(name for name, is_on in found.items() if is_on)
     name = config.model.shown_name
-    step = StepLimits(info.max_num_seqs, info.chunk_tokens)
+    step = StepLimits(info.max_num_seqs, info.max_num_batched_tokens)
     facts = msgspec.structs.replace(info.facts, features=features, model_name=name, step=step)
     return msgspec.structs.replace(info, facts=facts)
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:
     """Return the executor that `config` asks for."""
-    if config.engine.tensor_parallel > 1:
+    if config.engine.tensor_parallel_size > 1:
         return WorkerExecutor(config, epoch)
     return InProcessExecutor(config, epoch)

@@ -25,7 +25,7 @@ from baton.protocol.sampling import MAX_CHOICES
 class NodeLimits(msgspec.Struct, frozen=True):
     """The bounds of a step and of a sequence on this node."""
 
-    chunk_tokens: int  # token budget of one step
+    max_num_batched_tokens: int  # token budget of one step
     max_num_seqs: int  # sequences in one step
     max_model_len: int
     eos_token_ids: tuple[int, ...] = ()

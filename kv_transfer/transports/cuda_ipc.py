@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank
-from baton.kv_transfer.pools import DevicePool, PeerPool, PieceMap, PieceRead, PoolShape
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank
+from baton.kv_transfer.pools import DevicePool, PeerPool, PieceRead, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import (
     CUDA_IPC,
     CudaIpcAddress,
@@ -35,7 +35,9 @@ class CudaIpcTransport:
 
     name = CUDA_IPC
     connect_s = 10.0
-    least_slice_bytes = 1 << 30  # a span is one launch; the GPU needs a few milliseconds for it
+    least_slice_bytes = (
+        1 << 30
+    )  # a block range is one launch; the GPU needs a few milliseconds for it
     progress_s: float | None = None
 
     def __init__(self, pool: DevicePool, epoch: Epoch) -> None:
@@ -58,7 +60,7 @@ class CudaIpcTransport:
         ).encode()
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         where = CudaIpcAddress.decode(address)
         where.table.check(peer.epoch)
@@ -66,7 +68,7 @@ class CudaIpcTransport:
             raise TransferError("the address is not that peer's")
         memory = self._pool.memory
         ours = PoolShape(memory.num_blocks, memory.block_bytes)
-        pieces = PieceMap(PoolShape(num_blocks, block_bytes), ours, piece)
+        pieces = SliceMap(PoolShape(num_blocks, block_bytes), ours, piece)
         self.remove_peer(peer)
         self._links.add(peer, where.table.socket, where.table.nonce, PoolShape(num_blocks, 0))
         self._peers[peer] = _OpenPeer(where.handle, pieces)
@@ -175,7 +177,7 @@ class CudaIpcTransport:
 @dataclass(slots=True, eq=False)
 class _OpenPeer:
     handle: bytes
-    pieces: PieceMap
+    pieces: SliceMap
     pool: PeerPool | None = None
     in_flight: set[int] = field(default_factory=set)
 

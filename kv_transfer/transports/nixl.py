@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank, PoolMemory
 from baton.kv_transfer.pools import check_piece, check_read
 from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
 from baton.kv_transfer.transports.nixl_binding import (
@@ -122,7 +122,7 @@ class NixlTransport:
         ).encode()  # fmt: skip
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         where = NixlAddress.decode(address)
         announced = (peer.epoch, num_blocks, block_bytes)
@@ -141,7 +141,7 @@ class NixlTransport:
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: "NixlAddress", piece: BlockPiece) -> "_PreparedPeer":
+    def _prepare(self, where: "NixlAddress", piece: BlockSlice) -> "_PreparedPeer":
         """Load the metadata, prepare the pieces of the pool, and post the read that connects."""
         parked = self._parked.pop(where.agent, None)
         added = where.agent
@@ -168,7 +168,7 @@ class NixlTransport:
             undo.pop_all()
         return peer
 
-    def _target(self, piece: BlockPiece) -> Releasable:
+    def _target(self, piece: BlockSlice) -> Releasable:
         """Return the target of reads of that piece, which peers of one shape share."""
         place = (piece.local_offset, piece.num_bytes)
         if place not in self._targets:
@@ -335,7 +335,7 @@ class NixlTransport:
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
     where: NixlAddress
-    piece: BlockPiece
+    piece: BlockSlice
     pieces: Releasable  # of all of its blocks
     target: Releasable  # the same pieces of ours; the transport's own
     source: Releasable  # of the warm-up

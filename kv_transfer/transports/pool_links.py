@@ -33,7 +33,7 @@ class OwnerLinks:
         self._links: dict[int, PeerRank] = {}
         self._gone: list[PeerRank] = []
         self._poller = select.epoll()
-        self._lender = PoolLender(pool)
+        self._lender = PoolExporter(pool)
         self._poller.register(self._lender, select.EPOLLIN)
 
     @property
@@ -179,7 +179,7 @@ PAUSE_S = 0.02  # without descriptors, the readable listener would keep a core b
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
-class PoolLender:
+class PoolExporter:
     """Passes the descriptor of one pool to readers that know its nonce.
 
     Every process in this network namespace can connect to an abstract socket, so a connection has

@@ -15,8 +15,8 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank
-from baton.kv_transfer.pools import HostPool, PieceMap, PoolShape
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank
+from baton.kv_transfer.pools import HostPool, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import SHM, ShmAddress
 from baton.kv_transfer.transports.pool_links import OwnerLinks
 from baton.protocol.errors import ConfigError, TransferError
@@ -38,7 +38,7 @@ class ShmTransport:
         self._fence = make_fence()
         self._pool = pool
         self._epoch = epoch
-        self._maps: dict[PeerRank, PieceMap] = {}
+        self._maps: dict[PeerRank, SliceMap] = {}
         self._ended: set[int] = set()
         self._next_handle = 0
         self._links = OwnerLinks(pool)
@@ -47,11 +47,11 @@ class ShmTransport:
         return ShmAddress.here(self._links.name, self._pool.nonce, self._epoch).encode()
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         where = ShmAddress.decode(address)
         where.check(peer.epoch)
-        pieces = PieceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, piece)
+        pieces = SliceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, piece)
         self._links.add(peer, where.socket, where.nonce, pieces.theirs)
         self._maps[peer] = pieces
 
@@ -107,7 +107,7 @@ class ShmTransport:
 
 
 def piece_view(
-    buffer: mmap.mmap | memoryview, shape: PoolShape, piece: BlockPiece
+    buffer: mmap.mmap | memoryview, shape: PoolShape, piece: BlockSlice
 ) -> NDArray[np.void]:
     """Return the pieces of a pool in order, as an array with one opaque element each."""
     num_pieces = shape.pool_bytes // piece.num_bytes

@@ -18,7 +18,7 @@ from aiohttp import web
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.protocol.ids import RequestId
-from baton.protocol.messages import Kept
+from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
@@ -66,7 +66,7 @@ class Work:
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the answer's
-    kept: Kept | None = None  # for a stream that the client can resume
+    kept: ResumeState | None = None  # for a stream that the client can resume
 
 
 class Handlers:

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import MAX_FORM_BYTES
-from baton.protocol.messages import Kept
+from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
@@ -278,12 +278,12 @@ _encode_form = msgspec.msgpack.Encoder().encode
 _decode_form = msgspec.msgpack.Decoder(Form).decode
 
 
-def kept_of(form: Form, owner: bytes, num_choices: int) -> Kept | None:
+def kept_of(form: Form, owner: bytes, num_choices: int) -> ResumeState | None:
     """Return what nodes keep of a response; None for one that cannot be resumed."""
     data = _encode_form(form)
     if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
         return None
-    return Kept(data, owner, num_choices)
+    return ResumeState(data, owner, num_choices)
 
 
 def form_of(data: bytes) -> Form:

@@ -1,6 +1,6 @@
 """Spans for OpenTelemetry: one trace per HTTP request, with the stages of each of its prompts.
 
-`App` makes a `Tracer` only if `router.otlp_traces` is set. The router makes all spans when the
+The router makes all spans when the
 request has ended, from the times of its waterfall, so nodes need no OpenTelemetry and tokens cost
 nothing. A trace continues that of the client's `traceparent`. Only this file imports the package,
 which is an extra.
@@ -30,7 +30,7 @@ def exporter_to(endpoint: str) -> "SpanExporter":
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         text = (
-            "router.otlp_traces needs OpenTelemetry: install the extra otel (`make serve "
+            "router.otlp_traces_endpoint needs OpenTelemetry: install the extra otel (`make serve "
             "EXTRAS=otel`)"
         )
         raise ConfigError(text) from error

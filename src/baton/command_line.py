@@ -21,7 +21,7 @@ from baton.protocol.errors import BatonError, ConfigError
 from baton.protocol.ids import NodeId
 from baton.runtime.fields import FlagParser, did_you_mean
 from baton.runtime.host import spin_briefly
-from baton.runtime.log import own_process, tell_failure, tell_warning
+from baton.runtime.log import print_failure, print_warning, setup_process_log
 from baton.runtime.process import die_with_parent, end_by_signal
 from baton.runtime.settings import Subcommand, ignored_variables, load
 
@@ -52,7 +52,7 @@ COMMANDS = {
 }
 DRAIN_HELP = "Remove a node from a running cluster and wait until it is gone."
 DRAIN_MORE = """ The node takes no new requests, finishes or hands over its requests within its
-node.drain_s, and exits with 0. `serve` does not start it again."""
+node.shutdown_timeout_s, and exits with 0. `serve` does not start it again."""
 KEY_MADE = """\
 {path} is a new key (mode 0600). Anyone who has it can join the cluster: keep it like an ssh key.
 Copy it to each host, and start every router and node with it:
@@ -90,10 +90,10 @@ def run(arguments: Sequence[str]) -> int:
     try:
         return _run(list(arguments))
     except ConfigError as error:
-        tell_failure(error.message, error.code)
+        print_failure(error.message, error.code)
         return EXIT_MISUSED
     except BatonError as error:
-        tell_failure(error.message, error.code)
+        print_failure(error.message, error.code)
         return EXIT_FAILED
     except BrokenPipeError:
         # The reader of our output is gone, so flushing stdout at exit would fail.
@@ -124,7 +124,7 @@ def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.ports import check_reach, check_router_ports
     from baton.runtime.tls import server_context
 
-    own_process(config.log, config.node.id or name)
+    setup_process_log(config.log, config.node.id or name)
     _warn_of_variables()
     config = with_model(config, needs_weights=name != "router")
     if name in ("serve", "router"):
@@ -154,7 +154,7 @@ def _start(name: str, config: ClusterConfig) -> int:
 
 def _warn_of_variables() -> None:
     for warning in ignored_variables():
-        tell_warning(warning)
+        print_warning(warning)
 
 
 def _cluster(name: str, summary: str, rest: list[str]) -> int:

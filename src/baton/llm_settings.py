@@ -19,6 +19,12 @@ Model = str | os.PathLike[str] | ModelConfig | Mapping[str, object]
 
 # Keywords of vLLM that change nothing here, whatever their value.
 IGNORED = ("trust_remote_code", "enforce_eager", "disable_log_stats")
+# Others, each with the value that asks for nothing, besides None.
+NEUTRAL: dict[str, object] = {
+    "cpu_offload_gb": 0, "enable_lora": False, "kv_cache_dtype": "auto", "load_format": "auto",
+    "pipeline_parallel_size": 1, "skip_tokenizer_init": False, "swap_space": 0,
+    "tokenizer_mode": "auto",
+}  # fmt: skip
 
 
 def config_of(
@@ -44,7 +50,7 @@ def _from_keywords(model: Model, settings: Mapping[str, object]) -> ClusterConfi
             plain[name] = _section(name, value)
         elif setting := SHORT_FLAGS.get(name.replace("_", "-")):
             moved.append((setting, value))
-        elif name not in IGNORED:
+        elif name not in IGNORED and value not in (None, NEUTRAL.get(name)):
             names = (flag.replace("-", "_") for flag in SHORT_FLAGS)
             known = [*ClusterConfig.__struct_fields__, *names, "seed"]
             hint = did_you_mean(name, known) or "; docs/config.md lists the settings"

@@ -162,7 +162,7 @@ def files_of(cluster: Cluster) -> dict[str, int]:
 def test_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) -> None:
     """First with descriptors enough, then with fewer than the strangers take."""
     config = tiny_cluster(
-        cache={"num_blocks": 600}, engine={"chunk_tokens": 64},
+        cache={"num_blocks": 600}, engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"}, node={"http": "127.0.0.1:0"},
     )  # fmt: skip
     with Cluster(tmp_path, config, over="tcp") as cluster:

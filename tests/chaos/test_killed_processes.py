@@ -31,7 +31,7 @@ def expected(num_tokens: int) -> list[int]:
 
 def settings(**nodes: object) -> ClusterConfig:
     return tiny_cluster(
-        cache={"num_blocks": 600}, engine={"chunk_tokens": 64},
+        cache={"num_blocks": 600}, engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"}, **nodes,
     )  # fmt: skip
 
@@ -55,11 +55,11 @@ def serving(cluster: Cluster, role: str) -> str:
     return max(names, key=lambda name: len(cluster.steps(name)))
 
 
-@pytest.mark.parametrize(("drain_s", "by_command"), [(0.0, False), (60.0, True)])
+@pytest.mark.parametrize(("shutdown_timeout_s", "by_command"), [(0.0, False), (60.0, True)])
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
-    drain_s: float, by_command: bool, tmp_path: Path
+    shutdown_timeout_s: float, by_command: bool, tmp_path: Path
 ) -> None:
-    config = settings(decode=2, node={"drain_s": drain_s})
+    config = settings(decode=2, node={"shutdown_timeout_s": shutdown_timeout_s})
     with Cluster(tmp_path, config) as cluster:
         stream = cluster.stream(**body(PROMPT, NUM_TOKENS))
         tokens: list[int] = []
@@ -95,7 +95,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     assert attempts == {0}
     assert any(
         part.key.request_id == steps[first][0].slices[0].key.request_id for part in moved
-    ) == (drain_s == 0)
+    ) == (shutdown_timeout_s == 0)
 
 
 class Reader:

@@ -40,7 +40,9 @@ async def leave_together(cluster: Cluster) -> None:
 
 def test_a_crowd_of_clients_that_leave_at_once_give_everything_back(tmp_path: Path) -> None:
     router = {"max_queued": NUM_CLIENTS, "max_queued_s": NEVER_S}
-    config = tiny_cluster(cache={"num_blocks": 600}, engine={"chunk_tokens": 64}, router=router)
+    config = tiny_cluster(
+        cache={"num_blocks": 600}, engine={"max_num_batched_tokens": 64}, router=router
+    )
     with Cluster(tmp_path, config) as cluster:
         ask = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
         alone = cluster.complete(**ask)["choices"]
@@ -49,5 +51,5 @@ def test_a_crowd_of_clients_that_leave_at_once_give_everything_back(tmp_path: Pa
         cluster.wait_until_unused()
         health = json.loads(cluster.get("/health")[1])
         assert (health["num_running"], health["num_queued"]) == (0, 0)
-        assert all(node["num_legs"] == node["num_tokens"] == 0 for node in health["nodes"])
+        assert all(node["num_attempts"] == node["num_tokens"] == 0 for node in health["nodes"])
         assert not [line for line in cluster.lines if any(alarm in line for alarm in ALARMS)]

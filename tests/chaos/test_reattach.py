@@ -36,7 +36,8 @@ ASKS: dict[str, dict[str, object]] = {
 
 def settings(**nodes: int) -> ClusterConfig:
     return tiny_cluster(
-        cache={"num_blocks": 800}, engine={"chunk_tokens": 64}, node={"detached_s": DEADLINE_S},
+        cache={"num_blocks": 800}, engine={"max_num_batched_tokens": 64},
+        node={"detached_s": DEADLINE_S},
         router={"local_prefill": "never", "api_keys": (KEY,)}, **nodes,
     )  # fmt: skip
 

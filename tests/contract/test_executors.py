@@ -19,7 +19,7 @@ from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
-    BlockPiece,
+    BlockSlice,
     PeerRank,
     PeerUp,
     Read,
@@ -51,7 +51,8 @@ def config_of(kind: str, folder: Path | None = None, **more: object) -> ClusterC
     ranks = 2 if kind == "two ranks" else 1
     return tiny_cluster(
         folder or "qwen3", cache={"num_blocks": NUM_BLOCKS, "block_size": BLOCK},
-        engine={"device": "cpu", "tensor_parallel": ranks}, transfer={"transport": "shm"}, **more,
+        engine={"device": "cpu", "tensor_parallel_size": ranks},
+        transfer={"transport": "shm"}, **more,
     )  # fmt: skip
 
 
@@ -359,7 +360,7 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
         assert Steps(source).result().tokens[0] == (expected.token_ids[0],)
         for rank, port in enumerate(reader.ports):
             owner, block_bytes = PeerRank(SOURCE, rank), info.layout.block_bytes
-            whole = BlockPiece(0, 0, block_bytes)
+            whole = BlockSlice(0, 0, block_bytes)
             port.send(AddPeer(owner, "shm", info.ranks[rank], info.num_blocks, block_bytes, whole))
             assert isinstance(event_of(port), PeerUp)
             port.send(Read(1, owner, remote, local, generations))

@@ -14,9 +14,9 @@ from baton.protocol.messages import (
     CancelDone,
     Decode,
     HeldChoice,
-    Kept,
     NotAttached,
     Prefill,
+    ResumeState,
     TokenEntry,
     Tokens,
 )
@@ -94,7 +94,7 @@ async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: Rou
     order = await holder.hear(Decode)
     assert order.key == Key(ID, 0, 9), "a router that had it before must lose against this one"
     assert order.token_ids == PROMPT + ANSWER[:5]
-    assert order.kept == Kept(b"form", OWNER, 1), "this router may die as well"
+    assert order.kept == ResumeState(b"form", OWNER, 1), "this router may die as well"
     holder.say(Tokens([TokenEntry(order.key, len(PROMPT) + 5, ANSWER[5:], "length")]))
     await stream.ended()
     assert token_ids(deltas) == ANSWER[3:]
@@ -226,7 +226,7 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
     decode.say(msgspec.structs.replace(answer, landing=(0,)))
     stream, deltas = await task
     (node,) = [node for node in bench.core.health().nodes if node.role == "decode"]
-    assert (node.num_legs, node.num_tokens) == (1, len(PROMPT))
+    assert (node.num_attempts, node.num_tokens) == (1, len(PROMPT))
     assert bench.core.registry.node(node.node_id).num_blocks > 0
     decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT), ANSWER[:2])]))
     decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 2, ANSWER[2:], "length")]))

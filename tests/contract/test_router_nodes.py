@@ -130,20 +130,20 @@ async def test_a_successor_is_taken_in_although_the_router_reads_late(bench: Rou
 
 
 async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -> None:
-    """Move the clock until that decode node is out; the others' beats are heard at every second."""
+    """Move the clock until that decode node is out; the others are heard every second."""
 
     def ages() -> list[float]:
-        return [n.beat_age_s for n in bench.core.health().nodes if n.node_id != silent]
+        return [n.heartbeat_age_s for n in bench.core.health().nodes if n.node_id != silent]
 
     while silent in [node.node_id for node in bench.core.registry.in_service("decode")]:
         bench.clock.advance(1.0)
         for node in others:
-            node.beat()
+            node.heartbeat()
         await bench.until(lambda: max(ages()) == 0)
 
 
 @routed()
-async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBench) -> None:
+async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     other = await bench.scripted(node_info("d1", "decode"))
     stream = await bench.router.submit(PROMPT, GREEDY)
@@ -155,7 +155,7 @@ async def test_a_silent_node_is_out_and_back_with_its_next_beat(bench: RouterBen
     assert (await decode.hear(Cancel)).keys == (first.key,)
     states = {node.node_id: node.state for node in bench.core.health().nodes}
     assert states == {"d0": "silent", "d1": "ready", "p0": "ready"}
-    decode.beat()
+    decode.heartbeat()
     await bench.until(lambda: bench.core.health().status == "ready")
     stream.close()
 

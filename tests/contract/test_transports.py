@@ -14,14 +14,14 @@ import pytest
 
 from baton.kv_transfer.agent_turns import AgentLimits
 from baton.kv_transfer.interfaces import (
-    BlockPiece,
+    BlockSlice,
     CancelRead,
     PeerDown,
     PeerRank,
     PeerUp,
     Read,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
     RemovePeer,
 )
 from baton.kv_transfer.transports.nixl_binding import is_installed
@@ -98,7 +98,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[TransferPeer]]:
     found.close()
 
 
-def connect(reader: TransferPeer, owner: TransferPeer, piece: BlockPiece | None = None) -> None:
+def connect(reader: TransferPeer, owner: TransferPeer, piece: BlockSlice | None = None) -> None:
     reader.send(reader.add(owner, piece))
     (event,) = reader.wait(1)
     assert event == PeerUp(owner.name, *owner.address.metadata)
@@ -235,11 +235,11 @@ def test_pieces_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) 
     whole = peers.start(block_bytes=2 * half)
     for number, source in enumerate(sources):
         source.ask(fill=20 + number)
-        connect(whole, source, BlockPiece(0, number * half, half))
+        connect(whole, source, BlockSlice(0, number * half, half))
     for end in run(whole, *(read(source, remote, local) for source in sources)):
         assert (end.failure, end.num_bytes) == (None, len(remote) * half)
     for number, (part, source) in enumerate(zip(parts, sources, strict=True)):
-        connect(part, whole, BlockPiece(number * half, 0, half))
+        connect(part, whole, BlockSlice(number * half, 0, half))
         (end,) = run(part, read(whole, local, remote))
         assert (end.failure, end.num_bytes) == (None, len(remote) * half)
         assert part.digests(tuple(remote)) == source.digests(tuple(remote))
@@ -252,7 +252,7 @@ def test_a_piece_that_is_not_one_of_equal_parts_of_a_block_is_refused(
     good = reader.add(owner)
     size = good.block_bytes
     wrong = [(size, 0, size), (0, -size, size), (0, 0, size // 3), (0, 0, 0)]
-    for piece in [BlockPiece(size // 4, 0, size // 2), *(BlockPiece(*one) for one in wrong)]:
+    for piece in [BlockSlice(size // 4, 0, size // 2), *(BlockSlice(*one) for one in wrong)]:
         other = PeerRank(owner.name.epoch, 1)
         reader.send(msgspec.structs.replace(good, peer=other, piece=piece))
         (event,) = reader.wait(1)
@@ -329,7 +329,7 @@ def test_a_read_has_a_deadline_and_is_quiet_when_its_peer_goes_on_or_is_gone(pee
         else:
             owner.resume()
         events = reader.wait(1)
-        while ReadQuiet(end.ticket) not in events:  # that the peer is down is reported too
+        while ReadDrained(end.ticket) not in events:  # that the peer is down is reported too
             events += reader.wait(1)
         # Its deadline holds for each read, and this machine may be slow: some read is in time.
         while not is_last and run(reader, read(owner, [7], [40]))[0].failure is not None:

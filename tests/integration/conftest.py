@@ -67,8 +67,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = tiny_cluster(
-        "llama", cache={"num_blocks": NUM_BLOCKS}, engine={"chunk_tokens": 64},
-        router={"local_prefill": "never", "otlp_traces": collector.url},
+        "llama", cache={"num_blocks": NUM_BLOCKS}, engine={"max_num_batched_tokens": 64},
+        router={"local_prefill": "never", "otlp_traces_endpoint": collector.url},
         node={"http": "127.0.0.1:0"},
     )  # fmt: skip
     with Cluster(tmp_path_factory.mktemp("cluster"), config) as cluster:

@@ -31,7 +31,8 @@ ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     config = tiny_cluster(
-        "llama", cache={"num_blocks": 700, "prefix": False}, engine={"chunk_tokens": 64},
+        "llama", cache={"num_blocks": 700, "enable_prefix_caching": False},
+        engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"},
     )  # fmt: skip
     with Cluster(tmp_path_factory.mktemp("bench"), config) as running:

@@ -67,7 +67,7 @@ def cluster(folder: Path, env: dict[str, str]) -> Deployed:
         "settings": {
             "cache": {"memory_mib": 64},
             "engine": {"threads": 1},
-            "router": {"drain_s": TIMEOUT_S},
+            "router": {"shutdown_timeout_s": TIMEOUT_S},
         },
     }
     return deployed

@@ -88,7 +88,7 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     code, said, _ = small.run("status")
     assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (0, ["ready"] * 3)
     assert said.startswith("small: ready · demo · baton ")
-    until(lambda: small.rows()["decode-0"]["kv_used"] == 0.0, small.rows)  # its first beat
+    until(lambda: small.rows()["decode-0"]["kv_used"] == 0.0, small.rows)  # its first heartbeat
     rows = small.rows()
     assert "cannot write the log of decode-0" in (small.state / "supervisor.log").read_text()
     assert rows["prefill-0"]["num_handoffs"] == 1

@@ -11,7 +11,7 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.deploy.demo_model import CHECKPOINT
-from baton.kv_transfer.interfaces import BlockPiece, Transport
+from baton.kv_transfer.interfaces import BlockSlice, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import ClusterConfig
 from baton.protocol.sampling import SamplingParams
@@ -48,7 +48,7 @@ def score(answers: list[str]) -> int:
 
 def settings() -> ClusterConfig:
     return tiny_cluster(
-        CHECKPOINT, cache={"num_blocks": 1200}, engine={"chunk_tokens": 512},
+        CHECKPOINT, cache={"num_blocks": 1200}, engine={"max_num_batched_tokens": 512},
         router={"local_prefill": "never"}, transfer={"transport": "shm"},
     )  # fmt: skip
 
@@ -73,7 +73,7 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
     reads: list[tuple[int, ...]] = []
 
     def blanking(inner: Transport, pool: HostPool) -> Transport:
-        def landed(local: tuple[int, ...], _: BlockPiece) -> None:
+        def landed(local: tuple[int, ...], _: BlockSlice) -> None:
             reads.append(local)
             if len(reads) == 2:  # that of the second chunk
                 start = local[len(local) // 2] * pool.shape.block_bytes

@@ -149,7 +149,7 @@ async def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
         assert len(llm.health().nodes) == 4
         await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
         async with asyncio.timeout(START_TIMEOUT_S):
-            while any(node.num_legs for node in llm.health().nodes):  # noqa: ASYNC110
+            while any(node.num_attempts for node in llm.health().nodes):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
     assert not llm.is_running

@@ -43,7 +43,7 @@ def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_shor
         assert fields.pop("compute")
         assert fields == {
             "role": role, "device": "cpu", "dtype": "float32", "kv_tokens": "8000",
-            "blocks": "500", "max_len": "8192", "transports": fields["transports"],
+            "blocks": "500", "max_model_len": "8192", "transports": fields["transports"],
             "batch_invariant": "True",
         }  # fmt: skip
         assert "shm" in fields["transports"].split(",")
@@ -80,7 +80,7 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
         own = counters(url, role)
         gained = {name: own[name] - before[role][name] for name in expected[role]}
         assert gained == expected[role]
-        node = f"{role}-0"  # whose beats come once a second
+        node = f"{role}-0"  # whose heartbeats come once a second
         until(lambda own=own, node=node: values(page(cluster), node=node) == own)
 
 

@@ -93,7 +93,9 @@ def test_blocks_are_read_while_the_next_chunk_computes(
     meeting = Meeting()
     meeting.compute(monkeypatch)
     wrap_transports(monkeypatch, lambda inner, _: meeting.transport(inner))
-    nodes = NodeThreads(tmp_path, never_local(tiny_cluster(engine={"chunk_tokens": CHUNK})))
+    nodes = NodeThreads(
+        tmp_path, never_local(tiny_cluster(engine={"max_num_batched_tokens": CHUNK}))
+    )
     nodes.run(serve)
     chunks = [record for record in nodes.records("prefill-0") if isinstance(record, StepRecord)]
     reads = [record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)]

@@ -69,7 +69,7 @@ def test_processes_say_what_transformers_says(cluster: Cluster) -> None:
 def test_ranks_read_through_nixl(ranks: tuple[int, int], tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     config = tiny_cluster(
-        "qwen3", cache={"num_blocks": 700}, engine={"chunk_tokens": 64},
+        "qwen3", cache={"num_blocks": 700}, engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"}, transfer={"transport": "nixl"},
     )  # fmt: skip
     degrees = dict(zip(("prefill-0", "decode-0"), ranks, strict=True))

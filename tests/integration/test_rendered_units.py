@@ -22,7 +22,7 @@ def test_systemd_accepts_every_unit(scope: str, tmp_path: Path) -> None:
             "first": {"role": "prefill", "cpus": 2, "memory_mib": 2048},
             "second": {"role": "decode", "replicas": 2, "env": {"NOTE": words[0]}},
         },
-        "settings": {"model": {"name": words[0]}, "router": {"api_keys": ["s3cret"]}},
+        "settings": {"model": {"served_model_name": words[0]}, "router": {"api_keys": ["s3cret"]}},
         "systemd": {"scope": scope},
     }
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(content, sort_keys=False))

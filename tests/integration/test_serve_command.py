@@ -152,7 +152,7 @@ def test_a_server_with_a_certificate_speaks_https_and_nothing_outlives_it_when_i
 
 def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> None:
     made, small = make_certificate(tmp_path), Deployed(tmp_path)
-    tls = {"tls_cert": str(made.cert), "tls_key": str(made.key)}
+    tls = {"ssl_certfile": str(made.cert), "ssl_keyfile": str(made.key)}
     small.content["settings"] = {"cache": {"memory_mib": 64}, "router": tls}
     try:
         code, said, complained = small.run("up", "--detach")

@@ -44,7 +44,8 @@ def expected(family: str, length: int) -> Expected:
 def settings(checkpoint: str | Path, *, verify: bool = False, **cache: bool) -> ClusterConfig:
     return tiny_cluster(
         checkpoint, cache={"block_size": BLOCK, "num_blocks": 700, **cache},
-        engine={"chunk_tokens": CHUNK, "max_num_seqs": 16}, transfer={"verify_kv": verify},
+        engine={"max_num_batched_tokens": CHUNK, "max_num_seqs": 16},
+        transfer={"verify_kv": verify},
     )  # fmt: skip
 
 
@@ -78,7 +79,7 @@ def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) 
     assert cluster.num_bytes_read("decode-0") == num_blocks * cluster.block_bytes
 
 
-def test_the_colocated_engine_says_what_split_serving_says(tmp_path: Path) -> None:
+def test_the_aggregated_engine_says_what_split_serving_says(tmp_path: Path) -> None:
     family = "qwen3"
     cluster = NodeThreads(tmp_path, always_local(settings(family, prefix=False)))
     outputs = cluster.run(all_at_once)
@@ -116,7 +117,7 @@ def test_prefix_hits_on_either_side_change_nothing(
     assert cluster.num_bytes_read("decode-0") == moved * cluster.block_bytes
 
 
-def test_choices_and_seeds_come_out_the_same_split_and_colocated(tmp_path: Path) -> None:
+def test_choices_and_seeds_come_out_the_same_split_and_aggregated(tmp_path: Path) -> None:
     params = SamplingParams(
         n=3, temperature=1.0, top_p=0.95, top_k=50, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
     )

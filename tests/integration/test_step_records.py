@@ -25,7 +25,7 @@ def steps_of(
     place: Callable[[ClusterConfig], ClusterConfig],
 ) -> list[StepRecord]:
     """Return what the decode node computed."""
-    engine = {"chunk_tokens": CHUNK, "max_num_seqs": 16}
+    engine = {"max_num_batched_tokens": CHUNK, "max_num_seqs": 16}
     config = tiny_cluster(cache={"num_blocks": 256}, engine=engine)
     cluster = NodeThreads(tmp_path, place(config))
     cluster.run(use)

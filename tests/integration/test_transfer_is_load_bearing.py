@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from baton.async_llm import AsyncLLM
 from baton.engine.process.records import ReadRecord
-from baton.kv_transfer.interfaces import BlockPiece, Transport
+from baton.kv_transfer.interfaces import BlockSlice, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
@@ -72,7 +72,7 @@ def damaging(hurt: Hurt) -> Callable[[Transport, HostPool], Transport]:
     """Make transports that hurt what they bring before decode is told that it is there."""
 
     def wrap(inner: Transport, pool: HostPool) -> Transport:
-        def landed(local: tuple[int, ...], _: BlockPiece) -> None:
+        def landed(local: tuple[int, ...], _: BlockSlice) -> None:
             flat = np.frombuffer(pool.buffer, np.float32)
             blocks = flat.reshape(pool.shape.num_blocks, -1, BLOCK_SIZE, HEAD_DIM)
             hurt([blocks[block] for block in local])
@@ -91,7 +91,7 @@ async def answer(llm: AsyncLLM) -> list[int]:
 
 
 def answer_with(hurt: Hurt, folder: Path) -> list[int]:
-    config = tiny_cluster(cache={"num_blocks": 64}, engine={"chunk_tokens": 512})
+    config = tiny_cluster(cache={"num_blocks": 64}, engine={"max_num_batched_tokens": 512})
     folder.mkdir()
     with pytest.MonkeyPatch.context() as patch:
         wrap_transports(patch, damaging(hurt))
@@ -103,7 +103,7 @@ def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
     blanked: list[int] = []
 
     def wrap(inner: Transport, pool: HostPool) -> Transport:
-        def landed(local: tuple[int, ...], piece: BlockPiece) -> None:
+        def landed(local: tuple[int, ...], piece: BlockSlice) -> None:
             if not blanked:
                 start = local[0] * pool.shape.block_bytes + piece.local_offset
                 blanked.append(start)
@@ -123,8 +123,10 @@ def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     wrap_transports(monkeypatch, blank_one_piece())
-    cache = {"num_blocks": 64, "prefix": False}
-    config = tiny_cluster(cache=cache, engine={"chunk_tokens": 16}, transfer={"verify_kv": verify})
+    cache = {"num_blocks": 64, "enable_prefix_caching": False}
+    config = tiny_cluster(
+        cache=cache, engine={"max_num_batched_tokens": 16}, transfer={"verify_kv": verify}
+    )
     ranks: dict[Role, int] = {"prefill": num_ranks}
     nodes = NodeThreads(tmp_path, never_local(config), ranks=ranks)
     answered = nodes.run(answer)

@@ -124,7 +124,7 @@ def tiny_cluster(checkpoint: str | Path = "qwen3", **sections: object) -> Cluste
     The other sections are written as in a file of settings.
     """
     folder = checkpoint if isinstance(checkpoint, Path) else model_folder(checkpoint)
-    model = {"path": str(folder), "name": "tiny"}
+    model = {"path": str(folder), "served_model_name": "tiny"}
     return msgspec.convert({"model": model, **sections}, ClusterConfig)
 
 

@@ -92,8 +92,8 @@ class Cluster:
         name = f"{role}-{index}"
         bind = f"ipc://{self.folder}/peers-{name}" if self._over == "ipc" else "tcp://127.0.0.1"
         node = msgspec.structs.replace(self.config.node, id=name, bind=bind)
-        degree = self._ranks.get(name, self.config.engine.tensor_parallel)
-        engine = msgspec.structs.replace(self.config.engine, tensor_parallel=degree)
+        degree = self._ranks.get(name, self.config.engine.tensor_parallel_size)
+        engine = msgspec.structs.replace(self.config.engine, tensor_parallel_size=degree)
         self.start(name, msgspec.structs.replace(self.config, node=node, engine=engine), role)
 
     def start(self, name: str, config: ClusterConfig, command: str = "") -> None:
@@ -164,7 +164,7 @@ class Cluster:
                     yield json.loads(line[6:])
 
     def num_used_blocks(self) -> int:
-        """Blocks of all nodes that could not be given out, as of their last beats."""
+        """Blocks of all nodes that could not be given out, as of their last heartbeats."""
         page = self.get("/metrics")[1]
         return metric(page, "baton_node_total_blocks") - metric(page, "baton_node_free_blocks")
 

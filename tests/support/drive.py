@@ -14,7 +14,7 @@ from baton.protocol.sampling import Sampling
 from tests.support.toy_executor import ToyExecutor
 
 BLOCK_SIZE = 4
-LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=256)
+LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256)
 
 
 def key(name: str = "r", choice: int = 0, attempt: int = 0) -> Key:

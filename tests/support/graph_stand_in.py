@@ -136,12 +136,12 @@ class TableBackend:
     name = "tables"
     is_batch_invariant = False
 
-    def __init__(self, pool: Tensor, num_heads: int, max_len: int) -> None:
+    def __init__(self, pool: Tensor, num_heads: int, max_model_len: int) -> None:
         """The last block of the pool takes what is not to be stored."""
         self.pool, self.num_heads = pool, num_heads
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
-        self.table_blocks = -(-max_len // self.block_size)
-        table = rope_table(Rope(1e4), self.head_dim, max_len)
+        self.table_blocks = -(-max_model_len // self.block_size)
+        table = rope_table(Rope(1e4), self.head_dim, max_model_len)
         self._cos_sin = table.to(pool.device, pool.dtype)
 
     def begin(self, batch: Batch) -> None:

@@ -15,7 +15,7 @@ import msgspec
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.messages import FinishReason, Kept
+from baton.protocol.messages import FinishReason, ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
@@ -81,7 +81,7 @@ class ScriptedEngine:
         self.errored = False
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
-        self.kept: Kept | None = None  # what nodes would keep of the last request
+        self.kept: ResumeState | None = None  # what nodes would keep of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
 
@@ -90,7 +90,7 @@ class ScriptedEngine:
         prompt: str | list[int],
         params: SamplingParams,
         request_id: str | None = None,
-        kept: Kept | None = None,
+        kept: ResumeState | None = None,
     ) -> RequestStream:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece, PoolMemory
+from baton.kv_transfer.interfaces import BlockSlice, PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape
 from baton.kv_transfer.transports.shm import copy_blocks, piece_view
 from baton.protocol.errors import ConfigError, TransferError
@@ -86,7 +86,7 @@ class MemfdPool:
         return has_ended
 
     def _copy(self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int) -> None:
-        piece = BlockPiece(0, 0, num_bytes)
+        piece = BlockSlice(0, 0, num_bytes)
         target = piece_view(self._own.buffer, self._own.shape, piece)
         copy_blocks(target, local, piece_view(self._file, self._shape, piece), remote)
 

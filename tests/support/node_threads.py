@@ -62,7 +62,8 @@ class NodeThread:
 class NodeThreads:
     """`config.prefill` and `config.decode` nodes behind one `AsyncLLM`, in `folder`.
 
-    `prefix` overrides `cache.prefix` for a role, and `ranks` its `engine.tensor_parallel`.
+    `prefix` overrides `cache.enable_prefix_caching` for a role, and `ranks` its
+    `engine.tensor_parallel_size`.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class NodeThreads:
             self.config.node, id=name, bind=f"ipc://{self.folder}/peers-{name}"
         )
         cache = msgspec.structs.replace(
-            self.config.cache, prefix=self._prefix.get(role, self.config.cache.prefix)
+            self.config.cache,
+            enable_prefix_caching=self._prefix.get(role, self.config.cache.enable_prefix_caching),
         )
-        degree = self._ranks.get(role, self.config.engine.tensor_parallel)
-        engine = msgspec.structs.replace(self.config.engine, tensor_parallel=degree)
+        degree = self._ranks.get(role, self.config.engine.tensor_parallel_size)
+        engine = msgspec.structs.replace(self.config.engine, tensor_parallel_size=degree)
         config = msgspec.structs.replace(self.config, node=node, cache=cache, engine=engine)
         return NodeThread(config, role)
 
@@ -152,7 +154,7 @@ def never_local(config: ClusterConfig) -> ClusterConfig:
 
 
 def always_local(config: ClusterConfig) -> ClusterConfig:
-    """`config` with decode nodes alone: the colocated engine."""
+    """`config` with decode nodes alone: the aggregated engine."""
     router = RouterConfig(local_prefill="always")
     return msgspec.structs.replace(config, router=router, prefill=0)
 

@@ -82,7 +82,7 @@ class RouterBench:
     async def settled(self) -> None:
         """No request is left, and no node carries a charge."""
         await self.until(lambda: not self.core.num_active)
-        assert all(node.num_legs == node.num_tokens == 0 for node in self.core.health().nodes)
+        assert all(node.num_attempts == node.num_tokens == 0 for node in self.core.health().nodes)
 
 
 async def collected(stream: RequestStream) -> RequestOutput:

@@ -19,7 +19,7 @@ from tests.support.scripted_nodes import ToyNode, node_info
 T = TypeVar("T")
 StartRouter = Callable[..., "Router"]
 WAIT_S = 60.0
-BEAT_S = 0.5
+HEARTBEAT_S = 0.5
 NUM_BLOCKS = 4096  # of each node
 SCRIPT = """
 import resource
@@ -99,8 +99,8 @@ async def with_toy_nodes(
     try:
         while not using.done():
             for node in nodes:
-                node.beat()
-            await asyncio.wait([using], timeout=BEAT_S)
+                node.heartbeat()
+            await asyncio.wait([using], timeout=HEARTBEAT_S)
         return await using
     finally:
         for node in nodes:

@@ -17,13 +17,13 @@ from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Accepted,
-    Beat,
     Cancel,
     CancelDone,
     Decode,
     FinishReason,
     FirstToken,
     FirstTokens,
+    Heartbeat,
     Hello,
     KVLayout,
     Load,
@@ -102,24 +102,24 @@ class ScriptedNode:
         self.heard: list[ToNode] = []  # what no `hear` has asked for yet
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._main = self._dial(endpoint, info.node_id)
-        self._beats = self._dial(endpoint, f"beats:{info.node_id}")
+        self._heartbeats = self._dial(endpoint, f"heartbeats:{info.node_id}")
         self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._main.fileno(), self._read)
-        loop.add_reader(self._beats.fileno(), self._read)
+        loop.add_reader(self._heartbeats.fileno(), self._read)
         self.is_open = True
 
     def join(self) -> None:
         self.say(hello_of(self.info))
         self.say(Ready(self.info))
-        self.beat()
+        self.heartbeat()
 
     def say(self, message: ToRouter) -> None:
         assert self._main.send(message)
 
-    def beat(self, step_age_s: float = 0.0, num_running: int = 0) -> None:
+    def heartbeat(self, step_age_s: float = 0.0, num_running: int = 0) -> None:
         load = Load(num_running=num_running, free_blocks=self.info.num_blocks)
-        self._beats.send(Beat(self.info.node_id, self.info.epoch, load, step_age_s))
+        self._heartbeats.send(Heartbeat(self.info.node_id, self.info.epoch, load, step_age_s))
 
     async def hear(self, kind: type[M]) -> M:
         """The oldest message of that type that was not asked for before."""
@@ -137,7 +137,7 @@ class ScriptedNode:
         if self.is_open:
             self.is_open = False
             loop = asyncio.get_running_loop()
-            for dialer in (self._main, self._beats):
+            for dialer in (self._main, self._heartbeats):
                 loop.remove_reader(dialer.fileno())
                 dialer.close()
             self._context.term()
@@ -155,7 +155,7 @@ class ScriptedNode:
             if not isinstance(message, Disconnected):
                 self.on_message(message)
                 self._came.set()
-        while self.is_open and self._beats.receive() is not None:
+        while self.is_open and self._heartbeats.receive() is not None:
             pass
 
 

@@ -34,7 +34,7 @@ class ToyCluster:
 
     def poll(self) -> list[Exit]:
         for node in self._nodes:
-            node.beat()
+            node.heartbeat()
         return []
 
     def stop(self) -> None:

@@ -7,7 +7,7 @@ and at the end here. The same random source gives the same schedule.
 from dataclasses import dataclass
 from random import Random
 
-from baton.kv_transfer.interfaces import Landed, PeerRank, Released
+from baton.kv_transfer.interfaces import KVReceived, PeerRank, Released
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Epoch
 from tests.support.connectors import FAILURE, key, node, rank_address
@@ -238,4 +238,4 @@ def successes(nemesis: Nemesis) -> tuple[int, int]:
     """Handoffs that landed, and that were released as landed."""
     reports = [report for process in nemesis._all() for report in process.reports]
     released = [r for r in reports if isinstance(r, Released) and r.failure is None]
-    return sum(isinstance(report, Landed) for report in reports), len(released)
+    return sum(isinstance(report, KVReceived) for report in reports), len(released)

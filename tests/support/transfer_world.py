@@ -13,8 +13,9 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     Abandon,
     AddPeer,
-    BlockPiece,
-    BlocksQuiet,
+    BeginReceive,
+    BlocksDrained,
+    BlockSlice,
     CancelRead,
     ConnectorCommand,
     ConnectorEvent,
@@ -24,9 +25,7 @@ from baton.kv_transfer.interfaces import (
     Expect,
     FromPeer,
     FromRank,
-    Land,
-    Landed,
-    LandingEnded,
+    KVReceived,
     Offer,
     PeerDown,
     PeerLost,
@@ -35,8 +34,9 @@ from baton.kv_transfer.interfaces import (
     PeersChanged,
     PeerUp,
     Read,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
+    ReceiveEnded,
     Released,
     RemovePeer,
     ToPeer,
@@ -46,7 +46,15 @@ from baton.protocol.codec import to_decode_codec, to_prefill_codec
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId
-from baton.protocol.messages import End, FirstToken, NodeInfo, Offered, PeerHello, Span, Withdrawn
+from baton.protocol.messages import (
+    BlockRange,
+    End,
+    FirstToken,
+    NodeInfo,
+    Offered,
+    PeerHello,
+    Withdrawn,
+)
 from tests.support.connectors import BLOCK_SIZE, FAILURE, heads_of
 
 TO_DECODE, TO_PREFILL = to_decode_codec(), to_prefill_codec()
@@ -70,7 +78,7 @@ class Session:
 class Reading:
     command: Read
     rank: int
-    piece: BlockPiece
+    piece: BlockSlice
     owner: "Prompt"
     posted_s: float
     copied: int = 0
@@ -111,7 +119,7 @@ class Process:
         self.owner: dict[int, Prompt | str] = {}
         self.content: dict[tuple[int, int], list[Bytes]] = {}  # (rank, block), by head
         self.links: dict[tuple[int, PeerRank], str] = {}  # (rank, peer) -> adding, up
-        self.pieces: dict[tuple[int, PeerRank], BlockPiece] = {}
+        self.pieces: dict[tuple[int, PeerRank], BlockSlice] = {}
         self.readings: dict[int, Reading] = {}
 
     @property
@@ -207,7 +215,7 @@ class World:
             for rank in process.ranks:
                 process.content[rank, block] = process.computed(prompt, index, rank)
         prompt.num_announced += len(blocks)
-        process.inbox.append(Span(prompt.key, first, blocks, (1,) * len(blocks)))
+        process.inbox.append(BlockRange(prompt.key, first, blocks, (1,) * len(blocks)))
 
     def complete(self, process: Process, prompt: Prompt) -> None:
         prompt.is_complete = True
@@ -225,7 +233,7 @@ class World:
     def land(self, process: Process, prompt: Prompt, first_block: int) -> None:
         prompt.first_block, prompt.is_landing = first_block, True
         prompt.blocks = process.take(prompt, prompt.num_blocks - first_block)
-        process.inbox.append(Land(prompt.key, first_block, tuple(prompt.blocks)))
+        process.inbox.append(BeginReceive(prompt.key, first_block, tuple(prompt.blocks)))
 
     def abandon(self, process: Process, prompt: Prompt) -> None:
         prompt.is_over = True
@@ -237,7 +245,7 @@ class World:
             assert prompt.num_blocks == 0, "offered twice"
             prompt.num_blocks = report.num_blocks
             return
-        if isinstance(report, BlocksQuiet):
+        if isinstance(report, BlocksDrained):
             assert all(process.owner[block] == "quarantined" for block in report.block_ids)
             process.give_back(list(report.block_ids))
             return
@@ -246,7 +254,7 @@ class World:
             case Released():
                 assert process.info.role == "prefill"
                 process.give_back(prompt.blocks)
-            case Landed(tokens=tokens, num_bytes=num_bytes):
+            case KVReceived(tokens=tokens, num_bytes=num_bytes):
                 for rank in process.ranks:
                     for index, block in enumerate(prompt.blocks, prompt.first_block):
                         assert process.content[rank, block] == process.computed(prompt, index, rank)
@@ -255,7 +263,7 @@ class World:
                 assert num_bytes == num_reads * process.info.layout.block_bytes
                 assert not self._reads_of(process, prompt), "landed, and still being read"
                 process.give_back(prompt.blocks)
-            case LandingEnded(quarantined=quarantined):
+            case ReceiveEnded(quarantined=quarantined):
                 process.give_back(prompt.blocks, quarantined)
 
     # --- channels ------------------------------------------------------------------------------
@@ -386,7 +394,7 @@ class World:
     def quiet_down(self, process: Process, reading: Reading) -> None:
         """Nothing of this stray can land any more."""
         self.strays.remove((process, reading))
-        process.inbox.append(FromRank(reading.rank, ReadQuiet(reading.command.ticket)))
+        process.inbox.append(FromRank(reading.rank, ReadDrained(reading.command.ticket)))
 
     def _reads_of(self, process: Process, prompt: Prompt) -> list[Reading]:
         return [reading for reading in process.readings.values() if reading.owner is prompt]

@@ -2,27 +2,27 @@
 
 from collections.abc import Callable, Sequence
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank, Transport
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank, Transport
 
-Landed = Callable[[tuple[int, ...], BlockPiece], None]
+KVReceived = Callable[[tuple[int, ...], BlockSlice], None]
 
 
 class WatchedTransport:
     """`inner`; `landed` gets the local blocks of a read and the slice of them that it brought."""
 
-    def __init__(self, inner: Transport, landed: Landed | None = None) -> None:
+    def __init__(self, inner: Transport, landed: KVReceived | None = None) -> None:
         self.name, self.connect_s = inner.name, inner.connect_s
         self.least_slice_bytes, self.progress_s = inner.least_slice_bytes, inner.progress_s
         self._inner = inner
         self._landed = landed
-        self._pieces: dict[PeerRank, BlockPiece] = {}
-        self._reads: dict[int, tuple[tuple[int, ...], BlockPiece]] = {}
+        self._pieces: dict[PeerRank, BlockSlice] = {}
+        self._reads: dict[int, tuple[tuple[int, ...], BlockSlice]] = {}
         self.address, self.connected = inner.address, inner.connected
         self.remove_peer, self.cancel = inner.remove_peer, inner.cancel
         self.fileno, self.service = inner.fileno, inner.service
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         self._inner.add_peer(peer, address, num_blocks, block_bytes, piece)
         self._pieces[peer] = piece

@@ -45,7 +45,7 @@ GONE_S = 15.0  # the longest wait for a section's process that was killed
 SECTIONS = (
     ("environment", "Machine and floors", 80.0),
     ("correctness", "Kernels against their torch twins", 65.0),
-    ("split", "Split against colocated", 70.0),
+    ("split", "Split against aggregated", 70.0),
     ("transfer", "Reads between two processes", 30.0),
     ("engine", "Steps of the engine", 120.0),
     ("kernels", "Kernel speed", 100.0),

@@ -92,20 +92,22 @@ class KernelCases(msgspec.Struct, frozen=True):
 class StepCase(msgspec.Struct, frozen=True):
     """A step of the whole engine: `batch` sequences that decode, or a prompt of `context` tokens.
 
-    `chunk_tokens` cuts the prompt; 0 computes it in one step.
+    `max_num_batched_tokens` cuts the prompt; 0 computes it in one step.
     """
 
     shape: Shape
     kind: Literal["decode", "prefill"]
     batch: int
     context: int
-    chunk_tokens: int = 0
+    max_num_batched_tokens: int = 0
 
     @property
     def key(self) -> str:
         if self.kind == "decode":
             return f"{self.shape.name} decode b{self.batch} ctx {short(self.context)}"
-        chunked = f" in chunks of {self.chunk_tokens}" if self.chunk_tokens else ""
+        chunked = (
+            f" in chunks of {self.max_num_batched_tokens}" if self.max_num_batched_tokens else ""
+        )
         return f"{self.shape.name} prefill {short(self.context)}{chunked}"
 
 
@@ -174,9 +176,9 @@ def _prefill(shape: Shape, context: int) -> StepCase:
     return StepCase(shape, "prefill", 1, context)
 
 
-def _in_chunks(shape: Shape, context: int, chunk_tokens: int) -> StepCase:
+def _in_chunks(shape: Shape, context: int, max_num_batched_tokens: int) -> StepCase:
     """Return the case of a prompt as it is served."""
-    return StepCase(shape, "prefill", 1, context, chunk_tokens)
+    return StepCase(shape, "prefill", 1, context, max_num_batched_tokens)
 
 
 # The cases in the order of measuring: those that cost much memory or time come last.

@@ -301,7 +301,7 @@ CLAIMS = (
     Claim("lane", r"lane .*"),
     Claim("KV reads", rows=r"KV reads .*"),
     Claim("hand-over p50 / p99", rows=r"hand-over .*"),
-    Claim("split tokens = colocated", r"greedy tokens, split against colocated"),
+    Claim("split tokens = aggregated", r"greedy tokens, split against aggregated"),
 )  # fmt: skip
 
 

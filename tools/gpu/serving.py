@@ -212,7 +212,7 @@ def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
 
 def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
     """Measure a prompt from its first token to its first sampled one."""
-    chunk = case.chunk_tokens or case.context
+    chunk = case.max_num_batched_tokens or case.context
     plans = [
         StepPlan(number, (_chunk(case, start, min(chunk, case.context - start)),))
         for number, start in enumerate(range(0, case.context, chunk))

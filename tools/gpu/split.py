@@ -1,4 +1,4 @@
-"""Compare split with colocated serving on one GPU: equal greedy tokens, and a handoff's cost.
+"""Compare split with aggregated serving on one GPU: equal greedy tokens, and a handoff's cost.
 
 This is a section of the GPU benchmark. It serves a random model twice through `LLM`, which starts
 real node processes: once with a prefill and a decode node, once with a decode node that computes
@@ -72,11 +72,11 @@ def run(desk: Desk, folder: Path, plan: SplitPlan | None = None) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
         model, records = Path(scratch) / "model", Path(scratch) / "records"
         write_model(model, plan.shape, desk.device)
-        colocated = _arm(desk, plan, "colocated", _settings(plan, model, "always"), folder)
+        aggregated = _arm(desk, plan, "aggregated", _settings(plan, model, "always"), folder)
         split = _arm(desk, plan, "split", _settings(plan, model, "never", records), folder)
-        if colocated is not None and split is not None:
-            desk.emit(compare(plan, colocated, split))
-            _report_first_tokens(desk, plan, {"colocated": colocated, "split": split})
+        if aggregated is not None and split is not None:
+            desk.emit(compare(plan, aggregated, split))
+            _report_first_tokens(desk, plan, {"aggregated": aggregated, "split": split})
         if split is not None:
             report_handovers(desk, plan, handovers(records))
 
@@ -133,14 +133,14 @@ def prompts(plan: SplitPlan, length: int) -> list[list[int]]:
     return ids
 
 
-def compare(plan: SplitPlan, colocated: Arm, split: Arm) -> Check:
+def compare(plan: SplitPlan, aggregated: Arm, split: Arm) -> Check:
     """Compare the answers token by token."""
-    key = "greedy tokens, split against colocated"
+    key = "greedy tokens, split against aggregated"
     different = [
         f"{length} tokens, request {number}: first at {_first_difference(ours, theirs)}"
         for length in plan.prompts
         for number, (ours, theirs) in enumerate(
-            zip(split.tokens[length], colocated.tokens[length], strict=True)
+            zip(split.tokens[length], aggregated.tokens[length], strict=True)
         )
         if ours != theirs
     ]
@@ -255,7 +255,7 @@ def _settings(
         prefill=1 if is_split else 0,
         decode=1,
         model=ModelConfig(path=str(model)),
-        cache=CacheConfig(memory_mib=plan.memory_mib, prefix=False),
+        cache=CacheConfig(memory_mib=plan.memory_mib, enable_prefix_caching=False),
         engine=EngineConfig(device=plan.device),  # type: ignore[arg-type]
         router=RouterConfig(local_prefill=local_prefill),  # type: ignore[arg-type]
         node=NodeConfig(start_timeout_s=START_S),

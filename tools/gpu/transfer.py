@@ -18,7 +18,7 @@ from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
-    BlockPiece,
+    BlockSlice,
     PeerRank,
     PeerUp,
     Read,
@@ -78,7 +78,7 @@ def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Chec
     try:
         owned = Owned(num_blocks, plan.block_bytes, (transport,), plan.device)
         with BlockOwner(owned) as owner:
-            whole = BlockPiece(0, 0, plan.block_bytes)
+            whole = BlockSlice(0, 0, plan.block_bytes)
             port.send(AddPeer(RANK, transport, owner.address, num_blocks, plan.block_bytes, whole))
             up = _next(port)
             if not isinstance(up, PeerUp):

@@ -92,7 +92,7 @@ TINY = Sizes(
     steps=(
         StepCase(_TINY_SHAPE, "decode", 3, 20),
         StepCase(_TINY_SHAPE, "prefill", 1, 40),
-        StepCase(_TINY_SHAPE, "prefill", 1, 40, chunk_tokens=16),
+        StepCase(_TINY_SHAPE, "prefill", 1, 40, max_num_batched_tokens=16),
     ),
     weights={"small": (48, 64)},
     rounds=1,

@@ -1,10 +1,9 @@
 """The arms of a comparison on one machine with two cores: their processes and flags.
 
 An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
-`vllm+compiled`, `vllm-pair`. Colocated arms have both cores. vLLM's pair computes prompts on core 0
-and decodes on core 1, or takes both for either with `+shared`; baton's nodes have one core each and
-lend it while they idle, as under `baton serve`. This file is pure: it makes commands, which run
-elsewhere.
+`vllm+compiled`, `vllm-pair`. Aggregated arms have both cores. vLLM's pair computes prompts on core
+0 and decodes on core 1, or takes both for either with `+shared`; baton's nodes have one core each
+and lend it while they idle, as under `baton serve`.
 """
 
 import glob
@@ -29,7 +28,7 @@ PORTS_PER_ARM = 6
 class Arm(msgspec.Struct, frozen=True):
     kind: str
     is_compiled: bool = False
-    chunk_tokens: int = 0  # 0: the server's default
+    max_num_batched_tokens: int = 0  # 0: the server's default
     keeps_prefixes: bool = True
     shares_cpus: bool = False
 
@@ -39,7 +38,7 @@ class Arm(msgspec.Struct, frozen=True):
         parts = [self.kind]
         parts += ["compiled"] * self.is_compiled
         parts += ["shared"] * self.shares_cpus
-        parts += [f"chunk{self.chunk_tokens}"] if self.chunk_tokens else []
+        parts += [f"chunk{self.max_num_batched_tokens}"] if self.max_num_batched_tokens else []
         return "-".join(parts)
 
 
@@ -72,7 +71,7 @@ def parse_arm(text: str) -> Arm:
         elif name == "shared" and not value and kind == "vllm-pair":
             arm = msgspec.structs.replace(arm, shares_cpus=True)
         elif name == "chunk" and value.isdecimal() and int(value) > 0:
-            arm = msgspec.structs.replace(arm, chunk_tokens=int(value))
+            arm = msgspec.structs.replace(arm, max_num_batched_tokens=int(value))
         else:
             raise ConfigError(f"arm {text!r}: unknown option {option!r}; chunk=N, for vllm "
                               "compiled, and for vllm-pair shared are known")  # fmt: skip
@@ -123,11 +122,11 @@ def _baton_router(arm: Arm, place: Place, local_prefill: str) -> ServerCommand:
 def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -> ServerCommand:
     settings = {
         "cache.memory_mib": KV_BYTES >> 20,
-        "cache.prefix": str(arm.keeps_prefixes).lower(),
+        "cache.enable_prefix_caching": str(arm.keeps_prefixes).lower(),
         **cpus,
     }
-    if arm.chunk_tokens:
-        settings["engine.chunk_tokens"] = arm.chunk_tokens
+    if arm.max_num_batched_tokens:
+        settings["engine.max_num_batched_tokens"] = arm.max_num_batched_tokens
     argv = (
         *_baton_command(place, role), "--routers", _control(place),
         "--bind", f"ipc://{place.folder}/{arm.name}-{role}", *_set(settings),
@@ -136,7 +135,7 @@ def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -
 
 
 def _baton_command(place: Place, command: str) -> tuple[str, ...]:
-    settings = {"model.path": place.model, "model.name": MODEL_NAME}
+    settings = {"model.path": place.model, "model.served_model_name": MODEL_NAME}
     return (sys.executable, "-m", "baton", command, *_set(settings))
 
 
@@ -195,8 +194,8 @@ def _vllm(
         argv.append("--enforce-eager")
     if not arm.keeps_prefixes:
         argv.append("--no-enable-prefix-caching")
-    if arm.chunk_tokens:
-        argv += ["--max-num-batched-tokens", str(arm.chunk_tokens)]
+    if arm.max_num_batched_tokens:
+        argv += ["--max-num-batched-tokens", str(arm.max_num_batched_tokens)]
     quiet = {
         "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",

@@ -157,12 +157,12 @@ def _config(settings: SoakSettings) -> ClusterConfig:
     return ClusterConfig(
         prefill=2,
         decode=2,
-        model=ModelConfig(path=settings.model, name=NAME),
+        model=ModelConfig(path=settings.model, served_model_name=NAME),
         cache=CacheConfig(num_blocks=400),  # few enough to be evicted and fought over
-        engine=EngineConfig(chunk_tokens=64, threads=1),
+        engine=EngineConfig(max_num_batched_tokens=64, threads=1),
         # Faults come faster here than attempts bring tokens.
         router=RouterConfig(max_attempts=8),
-        node=NodeConfig(drain_s=2.0),
+        node=NodeConfig(shutdown_timeout_s=2.0),
         transfer=TransferConfig(transport=settings.transport),
     )
 

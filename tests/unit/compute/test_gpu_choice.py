@@ -43,9 +43,9 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
     plan = plan_rank(config_for("auto"), 1)
     assert plan.device == torch.device("cuda", 0)
-    assert (plan.chunk_tokens, plan.max_num_seqs, plan.num_blocks) == (2048, 256, 0)
+    assert (plan.max_num_batched_tokens, plan.max_num_seqs, plan.num_blocks) == (2048, 256, 0)
     on_cpu = plan_rank(config_for("cpu"), 1)
-    assert (on_cpu.chunk_tokens, on_cpu.max_num_seqs) == (512, 64)
+    assert (on_cpu.max_num_batched_tokens, on_cpu.max_num_seqs) == (512, 64)
 
 
 @pytest.mark.usefixtures("with_gpu")
@@ -208,7 +208,7 @@ def test_a_gpu_without_room_for_a_pool_says_who_has_its_memory() -> None:
     crowded = line_without_pool(MEMORY, 2 << 20)
     assert "others have 70.0; end what else uses the GPU" in crowded
     alone = line_without_pool(GpuMemory(1 << 30, 80 << 30, 79 << 30), 2 << 20)
-    assert "others have 0.0; lower engine.chunk_tokens" in alone
+    assert "others have 0.0; lower engine.max_num_batched_tokens" in alone
 
 
 def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(

@@ -98,6 +98,6 @@ def test_settings_that_cannot_work_are_refused(
 
 
 def test_a_sequence_longer_than_the_model_is_refused(config: ClusterConfig) -> None:
-    model = ModelConfig(path=config.model.path, max_len=8193)
+    model = ModelConfig(path=config.model.path, max_model_len=8193)
     with pytest.raises(ConfigError, match="the model has 8192 positions"):
         plan_rank(msgspec.structs.replace(config, model=model), 1)

@@ -20,7 +20,7 @@ def decoded(runner: Runner, text: Text) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_split_and_colocated_logits_are_the_same_bits(family: str, dtype: str) -> None:
+def test_split_and_aggregated_logits_are_the_same_bits(family: str, dtype: str) -> None:
     config = compute_config(Path(model_folder(family)), dtype)
     tokens = random_tokens(PROMPT + OUTPUT)
     here = Text("r", tokens, range(4))
@@ -31,5 +31,5 @@ def test_split_and_colocated_logits_are_the_same_bits(family: str, dtype: str) -
             logits(prefill, here.chunk(start, min(start + CHUNK, PROMPT)))
         for source, target in zip(here.blocks[:3], there.blocks[:3], strict=True):
             decode.cache.pool[target] = prefill.cache.pool[source]
-        split, colocated = decoded(decode, there), decoded(prefill, here)
-    assert torch.equal(split, colocated)
+        split, aggregated = decoded(decode, there), decoded(prefill, here)
+    assert torch.equal(split, aggregated)

@@ -62,9 +62,9 @@ def test_an_example_becomes_processes_that_understand_their_commands(
             assert config.router.port == process.ports[0].port
             continue
         assert config.node.id == process.name
-        assert config.engine.tensor_parallel == max(1, process.gpus)
+        assert config.engine.tensor_parallel_size == max(1, process.gpus)
         assert len(config.node.routers) == len(routers)
-        assert process.grace_s > config.node.drain_s
+        assert process.grace_s > config.node.shutdown_timeout_s
 
 
 def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Path) -> None:
@@ -163,7 +163,11 @@ REMOTE: dict[str, object] = {
         ({"settings": {"cache": {"sise": 1}}}, "settings: cache.sise", "did you mean"),
         ({"settings": {"cache": {"block_size": 0}}}, "settings: ", "cache.block_size cannot be 0"),
         ({"settings": {"model": {"path": "x"}}}, "settings.model.path", "model decides"),
-        ({"pools": pools(settings={"model": {"name": "x"}})}, "pools.decode.settings", "share"),
+        (
+            {"pools": pools(settings={"model": {"served_model_name": "x"}})},
+            "pools.decode.settings",
+            "share",
+        ),
         ({"pools": pools(settings={"cache": {"block_size": 8}})}, "cache.block_size", "pools"),
         ({"pools": pools(env={"BATON_NODE_ID": "x"})}, "pools.decode.env", "settings"),
         ({"pools": pools(hosts=["10.0.0.2"])}, "routers[0].host", "of none"),

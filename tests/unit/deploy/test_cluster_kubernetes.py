@@ -31,7 +31,10 @@ CONTENT: dict[str, Any] = {
         },
         "decode": {"role": "decode", "gpus": 1, "replicas": 3, "http_port": 9200},
     },
-    "settings": {"router": {"api_keys": ["s3cret"]}, "model": {"name": "costs $(HOME)"}},
+    "settings": {
+        "router": {"api_keys": ["s3cret"]},
+        "model": {"served_model_name": "costs $(HOME)"},
+    },
     "kubernetes": {
         "image": "example/baton:1",
         "model_claim": "models",
@@ -120,7 +123,7 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
     assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
     assert pod["terminationGracePeriodSeconds"] > 30
-    assert "model.name=costs $$(HOME)" in container["args"]
+    assert "model.served_model_name=costs $$(HOME)" in container["args"]
     values = {one["name"]: one.get("value") for one in container["env"]}
     assert values["BATON_NODE_ROUTERS"] == "tcp://router-0:5570,tcp://router-1:5571"
     assert values["BATON_NODE_BIND"] == "tcp://[$(POD_IP)]"
@@ -180,7 +183,7 @@ def test_what_kubernetes_cannot_run_is_named(
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:
-    tls = {"settings": {"router": {"tls_cert": "/tls/pem"}}}
+    tls = {"settings": {"router": {"ssl_certfile": "/tls/pem"}}}
     routers = [{}, {"port": 8001, "control_port": 5571, **tls}]
     found = objects(rendered(tmp_path, routers=routers))
     for name, scheme in (("router-0", None), ("router-1", "HTTPS")):

@@ -19,7 +19,7 @@ from baton.protocol.errors import ConfigError
 
 
 def model_of(path: str, name: str = "") -> ModelConfig:
-    return with_model(ClusterConfig(model=ModelConfig(path=path, name=name))).model
+    return with_model(ClusterConfig(model=ModelConfig(path=path, served_model_name=name))).model
 
 
 @pytest.fixture
@@ -36,8 +36,8 @@ def write_model(folder: Path) -> None:
 
 
 def test_a_model_is_called_like_its_folder(folder: Path) -> None:
-    assert model_of(str(folder)) == ModelConfig(path=str(folder), name="tiny-model")
-    assert model_of(f"{folder}/") == ModelConfig(path=str(folder), name="tiny-model")
+    assert model_of(str(folder)) == ModelConfig(path=str(folder), served_model_name="tiny-model")
+    assert model_of(f"{folder}/") == ModelConfig(path=str(folder), served_model_name="tiny-model")
 
 
 def test_a_name_of_ones_own_stays(folder: Path) -> None:
@@ -56,7 +56,7 @@ def test_a_home_folder_is_found(folder: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_no_model_means_the_one_that_comes_with_baton() -> None:
-    assert model_of("") == ModelConfig(path=str(CHECKPOINT), name="demo")
+    assert model_of("") == ModelConfig(path=str(CHECKPOINT), served_model_name="demo")
     assert (CHECKPOINT / "config.json").is_file()
 
 
@@ -120,7 +120,7 @@ def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
     with pytest.raises(ConfigError, match="does not list"):
         model_of(str(folder))
     config = ClusterConfig(model=ModelConfig(path=str(folder)))
-    assert with_model(config, needs_weights=False).model.name == "tiny-model"
+    assert with_model(config, needs_weights=False).model.served_model_name == "tiny-model"
     with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         check_tokenizer(tmp_path)
     check_tokenizer(CHECKPOINT)
@@ -138,7 +138,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
     write_model(snapshot)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(snapshot.name)
-    assert model_of("some/model") == ModelConfig(path=str(snapshot), name="some/model")
+    assert model_of("some/model") == ModelConfig(path=str(snapshot), served_model_name="some/model")
 
 
 @pytest.mark.parametrize("wants_key", [False, True])

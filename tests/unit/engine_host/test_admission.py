@@ -5,14 +5,14 @@ import pytest
 
 from baton.decode_node.intake import MAX_PASSED_S, MAX_PASSING
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import LandingEnded
+from baton.kv_transfer.interfaces import ReceiveEnded
 from baton.protocol.blocks import block_hashes
 from baton.protocol.errors import Failure
 from baton.protocol.messages import Accepted, Failed
 from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation
 
-LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=2, max_model_len=64)
+LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)
 
 
@@ -47,7 +47,7 @@ def test_landings_take_places_too() -> None:
         hand(drive, name, 5, num_choices)
     drive.launch()
     assert accepted(drive) == ["a", "b"]
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("a"), LOST))
     drive.launch()
     assert accepted(drive) == ["a", "b", "c"]
 
@@ -99,12 +99,12 @@ def test_a_head_that_waited_long_is_passed_no_more() -> None:
     hand(drive, "c", 4)
     drive.launch()
     assert accepted(drive) == ["a", "c"]
-    drive.scheduler.on_report(0.0, LandingEnded(key("c"), LOST))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("c"), LOST))
     drive.now_s = MAX_PASSED_S + 0.1
     hand(drive, "d", 4)
     drive.launch()
     assert accepted(drive) == ["a", "c"]
-    drive.scheduler.on_report(drive.now_s, LandingEnded(key("a"), LOST))
+    drive.scheduler.on_report(drive.now_s, ReceiveEnded(key("a"), LOST))
     drive.launch()
     assert accepted(drive) == ["a", "c", "b", "d"]
 
@@ -120,7 +120,7 @@ def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool
         drive.scheduler.add(0.0, 0, big)
         drive.scheduler.on_report(0.0, offered("big", 29, 8))
     (block,) = [block for block in range(8) if drive.pool.references(block)]
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), LOST, (block,)))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("a"), LOST, (block,)))
     if not is_early:
         drive.scheduler.add(0.0, 0, big)
     assert drive.launch() is None

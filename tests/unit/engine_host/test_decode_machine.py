@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed, LandingEnded
+from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, KVReceived, ReceiveEnded
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Accepted,
@@ -20,9 +20,9 @@ from baton.protocol.messages import (
     Decode,
     Failed,
     FirstToken,
-    Kept,
     NotAttached,
     Offered,
+    ResumeState,
     Tokens,
 )
 from tests.support.scheduler_machine import (
@@ -36,7 +36,7 @@ from tests.support.scheduler_machine import (
 )
 from tests.support.toy_executor import VOCAB, next_token
 
-KEPT = Kept(b"form", b"owner", 3)
+KEPT = ResumeState(b"form", b"owner", 3)
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Reading:
     message: Decode
     is_offered: bool = False
     is_draining: bool = False
-    land: Land | None = None
+    land: BeginReceive | None = None
 
 
 class DecodeMachine(SchedulerMachine):
@@ -152,7 +152,7 @@ class DecodeMachine(SchedulerMachine):
         if isinstance(event, Expect):
             assert event.key not in self.readings
             self.readings[event.key] = Reading(self.asked[event.key].message)
-        elif isinstance(event, Land) and event.key in self.readings:
+        elif isinstance(event, BeginReceive) and event.key in self.readings:
             reading = self.readings[event.key]
             assert reading.is_offered
             assert reading.land is None
@@ -165,7 +165,7 @@ class DecodeMachine(SchedulerMachine):
 
     def end(self, of: Key, quarantined: tuple[int, ...]) -> None:
         del self.readings[of]
-        self.scheduler.on_report(self.now_s, LandingEnded(of, LOST, quarantined))
+        self.scheduler.on_report(self.now_s, ReceiveEnded(of, LOST, quarantined))
 
     def pick(self, index: int) -> Key:
         return sorted(self.readings)[index % len(self.readings)]
@@ -189,7 +189,7 @@ class DecodeMachine(SchedulerMachine):
         if reading.land is not None:
             self.write(reading.message, reading.land, len(reading.land.block_ids) // part)
 
-    def write(self, message: Decode, land: Land, num_blocks: int) -> None:
+    def write(self, message: Decode, land: BeginReceive, num_blocks: int) -> None:
         tokens, start = message.token_ids, land.first_block * BLOCK_SIZE
         for position in range(start, min(start + num_blocks * BLOCK_SIZE, len(tokens))):
             block = land.block_ids[(position - start) // BLOCK_SIZE]
@@ -211,7 +211,7 @@ class DecodeMachine(SchedulerMachine):
             firsts.append(FirstToken(tokens[0], "stop" if len(tokens) == 1 else None))
             if not asked.is_adopted:
                 asked.is_over |= len(tokens) == 1  # prefill has told the router
-        self.scheduler.on_report(self.now_s, Landed(of, tuple(firsts), 0, 0.0, 0.0))
+        self.scheduler.on_report(self.now_s, KVReceived(of, tuple(firsts), 0, 0.0, 0.0))
 
     @precondition(lambda self: self.readings)
     @rule(index=st.integers(0, 9), num_unknown=st.sampled_from([0, 0, 0, 1]))

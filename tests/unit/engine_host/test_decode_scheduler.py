@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, Landed
+from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, KVReceived
 from baton.protocol.messages import NOT_CACHED, Accepted, Failed, FirstToken
 from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation, next_token
@@ -14,12 +14,12 @@ def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> No
     num_blocks = drive.pool.blocks_for(len(prompt))
     drive.scheduler.on_report(0.0, offered(name, len(prompt), num_blocks))
     assert drive.launch() is None, "nothing else may be running"
-    (order,) = [e for e in drive.asked if isinstance(e, Land) and e.key == key(name)]
+    (order,) = [e for e in drive.asked if isinstance(e, BeginReceive) and e.key == key(name)]
     for position in range(order.first_block * BLOCK_SIZE, len(prompt)):
         block = order.block_ids[position // BLOCK_SIZE - order.first_block]
         drive.executor.slots[block][position % BLOCK_SIZE] = tuple(prompt[: position + 1])
     firsts = tuple(FirstToken(next_token(prompt, choice)) for choice in range(num_choices))
-    drive.scheduler.on_report(0.0, Landed(key(name), firsts, 0, 0.0, 0.0))
+    drive.scheduler.on_report(0.0, KVReceived(key(name), firsts, 0, 0.0, 0.0))
 
 
 @pytest.mark.parametrize("length", [3, 4, 9])
@@ -58,7 +58,7 @@ def test_only_blocks_that_are_not_cached_are_landed() -> None:
     drive.run()
     drive.scheduler.add(0.0, 0, handed("a", prompt))
     land(drive, "a", prompt)
-    (order,) = [e for e in drive.asked if isinstance(e, Land)]
+    (order,) = [e for e in drive.asked if isinstance(e, BeginReceive)]
     assert (order.first_block, len(order.block_ids)) == (2, 1)
     assert Accepted(key("a"), 8) in drive.said
     drive.run()

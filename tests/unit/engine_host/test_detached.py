@@ -5,7 +5,7 @@ import pytest
 
 from baton.decode_node import detached as keeping
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import Land, Landed, LandingEnded
+from baton.kv_transfer.interfaces import BeginReceive, KVReceived, ReceiveEnded
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, RequestId
 from baton.protocol.messages import (
@@ -15,8 +15,8 @@ from baton.protocol.messages import (
     Failed,
     FirstToken,
     HeldChoice,
-    Kept,
     NotAttached,
+    ResumeState,
     TokenEntry,
     Tokens,
 )
@@ -28,12 +28,12 @@ OWNER, OTHER = b"owner", b"another"
 OLD, NEW = 0, 1
 KEEP_S = 30.0
 LIMITS = NodeLimits(
-    chunk_tokens=16, max_num_seqs=8, max_model_len=256, vocab_size=1000, detached_s=KEEP_S
+    max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256, vocab_size=1000, detached_s=KEEP_S
 )
 
 
 def stream(message: Decode, num_choices: int = 1) -> Decode:
-    return msgspec.structs.replace(message, kept=Kept(b"form", OWNER, num_choices))
+    return msgspec.structs.replace(message, kept=ResumeState(b"form", OWNER, num_choices))
 
 
 def detached(steps: int, message: Decode) -> Drive:
@@ -144,13 +144,13 @@ def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches
     assert choices_of(said) == {n: HeldChoice(key("r", n), [], is_running=True) for n in range(2)}
     assert isinstance(said[0], Attached)
     assert said[0].landing == (0, 1)
-    (land,) = [event for event in drive.asked if isinstance(event, Land)]
+    (land,) = [event for event in drive.asked if isinstance(event, BeginReceive)]
     for position in range(len(PROMPT)):
         block = land.block_ids[position // BLOCK_SIZE]
         drive.executor.slots[block][position % BLOCK_SIZE] = tuple(PROMPT[: position + 1])
     firsts = [continuation(PROMPT, 20, choice)[0] for choice in range(2)]
     tokens = FirstToken(firsts[0]), FirstToken(firsts[1], "stop")
-    drive.scheduler.on_report(0.0, Landed(key("r"), tokens, 0, 0.0, 0.0))
+    drive.scheduler.on_report(0.0, KVReceived(key("r"), tokens, 0, 0.0, 0.0))
     drive.run(1)
     assert tokens_after(drive, 1) == (len(PROMPT), firsts[1:]), "prefill told the dead router"
     position, rest = tokens_after(drive, 0)
@@ -166,7 +166,7 @@ def test_a_prompt_that_is_lost_on_its_way_is_told_for_each_choice() -> None:
     drive.scheduler.forget(OLD)
     attach(drive)
     lost = NodeError("prefill is gone").to_failure()
-    drive.scheduler.on_report(0.0, LandingEnded(key("r"), lost, ()))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("r"), lost, ()))
     drive._collect()
     assert drive.said == [Failed(key("r", choice), lost) for choice in range(2)]
     assert drive.pool.num_free == 64

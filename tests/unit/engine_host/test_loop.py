@@ -32,6 +32,7 @@ from baton.protocol.codec import Unreadable
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, InvariantBroken, NodeError
 from baton.protocol.messages import (
+    BlockRange,
     CacheChanges,
     Cancel,
     CancelDone,
@@ -44,7 +45,6 @@ from baton.protocol.messages import (
     PeerHello,
     Peers,
     Refused,
-    Span,
     Tokens,
     ToRouter,
     WatchCache,
@@ -146,7 +146,7 @@ class Bench:
     def __init__(self) -> None:
         self.executor, self.wire, self.now_s = StepByStep(), Wire(), 0.0
         self.pool = BlockPool(NUM_BLOCKS, BLOCK, cache_prefixes=True)
-        limits = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=100)
+        limits = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=100)
         self.loop = EngineLoop(
             DecodeScheduler(self.pool, limits), self.executor,
             NodeConnector(node("d0", "decode"), TransferConfig()),
@@ -263,7 +263,7 @@ def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
             for message in (
                 greeting,
                 Offered(key("a"), 4, 1, 30.0),
-                Span(key("a"), 0, (9,), (1,)),
+                BlockRange(key("a"), 0, (9,), (1,)),
                 End(key("a"), (first,)),
             )
         ),

@@ -15,7 +15,7 @@ from baton.kv_transfer.interfaces import Offer, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key
-from baton.protocol.messages import End, Failed, FirstTokens, Prefill, Span, Withdrawn
+from baton.protocol.messages import BlockRange, End, Failed, FirstTokens, Prefill, Withdrawn
 from tests.support.scheduler_machine import (
     BLOCK_SIZE,
     EOS,
@@ -78,7 +78,7 @@ class PrefillMachine(SchedulerMachine):
             assert [token.token_id for token in message.tokens] == expected
 
     def hear_connector(self, event: object) -> None:
-        assert isinstance(event, Offer | Span | End | Withdrawn)
+        assert isinstance(event, Offer | BlockRange | End | Withdrawn)
         offering = self.offerings.get(event.key)
         if isinstance(event, Offer):
             assert offering is None
@@ -93,9 +93,9 @@ class PrefillMachine(SchedulerMachine):
         elif offering is not None:
             self.advance(offering, event)
 
-    def advance(self, offering: Offering, event: Span | End | Withdrawn) -> None:
+    def advance(self, offering: Offering, event: BlockRange | End | Withdrawn) -> None:
         match event:
-            case Span():
+            case BlockRange():
                 assert not offering.is_complete
                 assert event.first_block == len(offering.blocks)
                 assert event.block_ids
@@ -125,7 +125,7 @@ class PrefillMachine(SchedulerMachine):
         self.give_back(of, LOST if is_lost or not self.offerings[of].is_complete else None)
 
     def settles(self, plan: StepPlan) -> None:
-        assert sum(part.length for part in plan.slices) <= self.limits.chunk_tokens
+        assert sum(part.length for part in plan.slices) <= self.limits.max_num_batched_tokens
         for block, generation in plan.generations:
             self.written[block] = generation
 

@@ -1,7 +1,7 @@
 """Prefill scheduling on an executor that checks every slot it reads."""
 
 from baton.kv_transfer.interfaces import Released
-from baton.protocol.messages import Failed, FirstTokens, Span, Withdrawn
+from baton.protocol.messages import BlockRange, Failed, FirstTokens, Withdrawn
 from tests.support.drive import Drive, key, prefill, prefill_drive
 from tests.support.toy_executor import next_token
 
@@ -10,7 +10,7 @@ def announced(drive: Drive, name: str) -> list[int]:
     """The blocks announced for a prompt, in order; fails when one is skipped or repeated."""
     blocks: list[int] = []
     for event in drive.asked:
-        if isinstance(event, Span) and event.key == key(name):
+        if isinstance(event, BlockRange) and event.key == key(name):
             assert event.first_block == len(blocks)
             blocks += event.block_ids
     return blocks

@@ -28,7 +28,7 @@ class Bench:
         self.clock, self.watch, self._caplog = VirtualClock(), RouterWatch(), caplog
 
     def said(self, link: Link, seconds: float = 0.0) -> list[str]:
-        """The lines of the next `seconds`, looked at as often as beats do."""
+        """The lines of the next `seconds`, looked at as often as heartbeats do."""
         self._caplog.clear()
         end_s = self.clock() + seconds
         while True:

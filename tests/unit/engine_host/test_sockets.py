@@ -204,7 +204,7 @@ def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -
     executor = EndlessStart()
     twin = NodeThread(config, "decode", lambda *_: executor)  # type: ignore[arg-type]
     while not isinstance(router.hear(), Hello):
-        pass  # its beats come over the same socket
+        pass  # its heartbeats come over the same socket
     router.say(Refused(Failure("duplicate_node", "another process uses the id d0 at this router")))
     with pytest.raises(NodeError, match="another process uses the id d0"):
         twin.stop()

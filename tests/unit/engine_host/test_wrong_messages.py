@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import Abandon, Landed, LandingEnded, Offer, Released
+from baton.kv_transfer.interfaces import Abandon, KVReceived, Offer, ReceiveEnded, Released
 from baton.protocol.errors import Failure
 from baton.protocol.messages import CancelDone, Decode, Failed, FirstToken, FirstTokens, Prefill
 from baton.protocol.sampling import MAX_CHOICES
@@ -22,7 +22,7 @@ from tests.support.drive import (
 from tests.support.toy_executor import continuation
 
 NUM_BLOCKS = 16
-LIMITS = NodeLimits(chunk_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
+LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=32, vocab_size=1000)
 PROMPT = [1, 2, 3, 4, 5]
 
 
@@ -178,7 +178,7 @@ def test_a_newer_attempt_ends_a_prompt_once_it_has_taken_all_of_its_choices() ->
         drive.scheduler.add(0.0, 0, request("decode", key=key("a", choice, 1)))
         drive.run()
         assert any(isinstance(event, Abandon) for event in drive.asked) == is_over
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), Failure("x", "gone")))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("a"), Failure("x", "gone")))
     assert drive.pool.num_free == NUM_BLOCKS
 
 
@@ -193,7 +193,7 @@ def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, 
     drive.scheduler.add(0.0, 0, handed("a", PROMPT, num_choices=2))
     drive.scheduler.on_report(0.0, offered("a", 5, 2))
     drive.launch()
-    drive.scheduler.on_report(0.0, Landed(key("a"), tokens, 0, 0.0, 0.0))
+    drive.scheduler.on_report(0.0, KVReceived(key("a"), tokens, 0, 0.0, 0.0))
     (failed,) = failures(drive)
     assert failed.failure.retryable
     assert drive.launch() is None
@@ -206,7 +206,7 @@ def test_an_offer_of_another_prompt_is_declined() -> None:
     drive.scheduler.on_report(0.0, offered("a", 6, 2))
     (failed,) = failures(drive)
     assert [e.failure for e in drive.asked if isinstance(e, Abandon)] == [failed.failure]
-    drive.scheduler.on_report(0.0, LandingEnded(key("a"), failed.failure))
+    drive.scheduler.on_report(0.0, ReceiveEnded(key("a"), failed.failure))
     assert len(failures(drive)) == 1
     assert drive.pool.num_free == NUM_BLOCKS
 
@@ -217,7 +217,7 @@ def test_a_first_token_that_fills_decodes_own_length_ends_the_sequence() -> None
     drive.scheduler.add(0.0, 0, handed("a", prompt))
     drive.scheduler.on_report(0.0, offered("a", 31, 8))
     drive.launch()
-    drive.scheduler.on_report(0.0, Landed(key("a"), (FirstToken(5),), 0, 0.0, 0.0))
+    drive.scheduler.on_report(0.0, KVReceived(key("a"), (FirstToken(5),), 0, 0.0, 0.0))
     drive.run()
     assert [(e.token_ids, e.finish_reason) for e in drive.entries()] == [([5], "length")]
     assert drive.pool.num_free == NUM_BLOCKS

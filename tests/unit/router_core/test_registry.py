@@ -6,7 +6,7 @@ import pytest
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
-    Beat,
+    Heartbeat,
     Hello,
     KVLayout,
     Load,
@@ -44,12 +44,14 @@ def ids(registry: Registry, role: Role) -> list[str]:
     return [node.node_id for node in registry.in_service(role)]
 
 
-def beat(info: NodeInfo, age_s: float = 0.0, load: Load = BUSY, predicted_s: float = 0.0) -> Beat:
-    return Beat(info.node_id, info.epoch, load, age_s, predicted_s)
+def heartbeat(
+    info: NodeInfo, age_s: float = 0.0, load: Load = BUSY, predicted_s: float = 0.0
+) -> Heartbeat:
+    return Heartbeat(info.node_id, info.epoch, load, age_s, predicted_s)
 
 
-def hanging(info: NodeInfo, loop_age_s: float) -> Beat:
-    return Beat(info.node_id, info.epoch, Load(), loop_age_s=loop_age_s)
+def hanging(info: NodeInfo, loop_age_s: float) -> Heartbeat:
+    return Heartbeat(info.node_id, info.epoch, Load(), loop_age_s=loop_age_s)
 
 
 def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
@@ -58,7 +60,7 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     assert registry.hello(0, peer, hello_of(info)) == []
     registry.starting(0.5, Starting(peer, info.epoch, "weights", 3, 10))
     (health,) = nodes_health(1.0, registry)
-    assert (health.state, health.phase, health.done, health.beat_age_s) == (
+    assert (health.state, health.phase, health.done, health.heartbeat_age_s) == (
         "starting", "weights", 3, 0.5,
     )  # fmt: skip
     assert ids(registry, "decode") == []
@@ -71,7 +73,7 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     assert registry.model == info
 
 
-def test_three_missed_beats_and_no_less_put_a_node_out() -> None:
+def test_three_missed_heartbeats_and_no_less_put_a_node_out() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
     assert SILENCE_S >= 3, "a pause of two seconds is no reason to leave"
@@ -79,39 +81,44 @@ def test_three_missed_beats_and_no_less_put_a_node_out() -> None:
     assert [type(change) for change in registry.tick(SILENCE_S + 0.01)] == [Left]
     assert registry.tick(SILENCE_S + 1) == []
     assert ids(registry, "decode") == []
-    assert registry.beat(9.0, beat(info)) == [Entered(info)]
+    assert registry.heartbeat(9.0, heartbeat(info)) == [Entered(info)]
 
 
 @pytest.mark.parametrize(
     ("message", "is_stuck"),
     [
-        (beat(node_info("d0", "decode"), 9.9), False),
-        (beat(node_info("d0", "decode"), 10.1), True),
-        (beat(node_info("d0", "decode"), 10.1, predicted_s=2.0), False),
-        (beat(node_info("d0", "decode"), 16.1, predicted_s=2.0), True),
-        (beat(node_info("d0", "decode"), 99.0, Load()), False),
+        (heartbeat(node_info("d0", "decode"), 9.9), False),
+        (heartbeat(node_info("d0", "decode"), 10.1), True),
+        (heartbeat(node_info("d0", "decode"), 10.1, predicted_s=2.0), False),
+        (heartbeat(node_info("d0", "decode"), 16.1, predicted_s=2.0), True),
+        (heartbeat(node_info("d0", "decode"), 99.0, Load()), False),
         (hanging(node_info("d0", "decode"), 9.9), False),
         (hanging(node_info("d0", "decode"), 10.1), True),
     ],
 )
-def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(message: Beat, is_stuck: bool) -> None:
+def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(
+    message: Heartbeat, is_stuck: bool
+) -> None:
     registry = Registry()
     join(registry, node_info("d0", "decode"))
-    changes = registry.beat(1.0, message)
+    changes = registry.heartbeat(1.0, message)
     assert [type(change) for change in changes] == ([Left] if is_stuck else [])
     assert (nodes_health(1.0, registry)[0].state == "stuck") == is_stuck
 
 
-@pytest.mark.parametrize("by_beat", [True, False])
-def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_beat: bool) -> None:
+@pytest.mark.parametrize("by_heartbeat", [True, False])
+def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has(by_heartbeat: bool) -> None:
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
-    if by_beat:
-        assert registry.beat(1.0, Beat(info.node_id, info.epoch, BUSY, is_draining=True)) == []
+    if by_heartbeat:
+        assert (
+            registry.heartbeat(1.0, Heartbeat(info.node_id, info.epoch, BUSY, is_draining=True))
+            == []
+        )
     else:
         registry.drains(info.node_id)
-    late = Beat(info.node_id, info.epoch, BUSY)  # from before the drain
-    assert registry.beat(1.0, late) == []
+    late = Heartbeat(info.node_id, info.epoch, BUSY)  # from before the drain
+    assert registry.heartbeat(1.0, late) == []
     assert nodes_health(1.0, registry)[0].state == "draining"
     assert ids(registry, "decode") == []
     assert [type(change) for change in registry.tick(99.0)] == [Left]
@@ -121,7 +128,7 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
     registry, (lost, planned) = Registry(), (node_info("d0", "decode"), node_info("d1", "decode"))
     for info in (lost, planned):
         join(registry, info)
-    registry.beat(1.0, Beat(planned.node_id, planned.epoch, Load(), is_draining=True))
+    registry.heartbeat(1.0, Heartbeat(planned.node_id, planned.epoch, Load(), is_draining=True))
     (left,) = registry.gone(planned.node_id)
     assert isinstance(left, Left)
     assert left.failure.code == "draining"
@@ -213,7 +220,7 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     registry.hello(0.0, odd.node_id, Hello(PROTOCOL_VERSION, odd.node_id, odd.role, odd.epoch))
     differs = Notice(DIFFERENT_BITS, odd.node_id, NodeId("d0"))
     assert registry.ready(0.0, odd.node_id, Ready(odd)) == [Entered(odd), differs]
-    assert registry.beat(1.0, beat(odd)) == []
+    assert registry.heartbeat(1.0, heartbeat(odd)) == []
     assert ids(registry, "prefill") == ["p0", "p1"]
     told = {health.node_id: health for health in nodes_health(1.0, registry)}
     assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")

@@ -46,9 +46,9 @@ def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Sta
 def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
     number: signal.Signals, config: ClusterConfig, start: StartRouter
 ) -> None:
-    """SIGTERM waits for `drain_s`, which is longer than this test waits if SIGINT took it."""
-    drain_s = 2.0 if number == signal.SIGTERM else 10 * WAIT_S
-    limited = msgspec.structs.replace(config.router, drain_s=drain_s)
+    """SIGTERM waits for `shutdown_timeout_s`, longer than this test waits if SIGINT took it."""
+    shutdown_timeout_s = 2.0 if number == signal.SIGTERM else 10 * WAIT_S
+    limited = msgspec.structs.replace(config.router, shutdown_timeout_s=shutdown_timeout_s)
     router = start(msgspec.structs.replace(config, router=limited))
     url = router.wait_for_url()
     body = {"prompt": [5, 6, 7], "max_tokens": 50, "stream": True}

@@ -32,7 +32,9 @@ def dial(url: str, made: Certificate) -> http.client.HTTPSConnection:
 
 
 def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
-    router = msgspec.structs.replace(config.router, tls_cert=str(made.cert), tls_key=str(made.key))
+    router = msgspec.structs.replace(
+        config.router, ssl_certfile=str(made.cert), ssl_keyfile=str(made.key)
+    )
     return msgspec.structs.replace(config, router=router)
 
 
@@ -102,8 +104,8 @@ def encrypted(made: Certificate) -> None:
 @pytest.mark.parametrize(
     ("damage", "hint"),
     [
-        (missing, "(router.tls_cert): No such file"),
-        (folder, "(router.tls_key): Is a directory"),
+        (missing, "(router.ssl_certfile): No such file"),
+        (folder, "(router.ssl_keyfile): Is a directory"),
         (mismatching, "do not belong together"),
         (swapped, "in PEM form"),
         (encrypted, "without a password"),
@@ -129,7 +131,7 @@ def test_a_key_may_be_in_the_file_of_its_certificate_but_not_alone(
 ) -> None:
     both = made.cert.with_suffix(".pem")
     both.write_bytes(made.cert.read_bytes() + made.key.read_bytes())
-    assert server_context(RouterConfig(tls_cert=str(both))) is not None
+    assert server_context(RouterConfig(ssl_certfile=str(both))) is not None
     assert main(["router", "--ssl-keyfile", str(made.key)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "--ssl-certfile" in line

@@ -39,7 +39,7 @@ def test_threads_of_a_rank(
 ) -> None:
     # A process may be kept to CPUs of any numbers.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 3 + num_cpus)))
-    engine = EngineConfig(threads=threads, tensor_parallel=ranks)
+    engine = EngineConfig(threads=threads, tensor_parallel_size=ranks)
     assert threads_per_rank(engine, nodes) == expected
 
 

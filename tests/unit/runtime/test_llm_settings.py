@@ -13,7 +13,7 @@ from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, Mode
 from baton.protocol.errors import ConfigError
 from baton.runtime.settings import SHORT_FLAGS
 
-DEMO = ModelConfig(path=str(CHECKPOINT), name="demo")
+DEMO = ModelConfig(path=str(CHECKPOINT), served_model_name="demo")
 MAPPED: list[tuple[str, object, object]] = [
     ("served_model_name", "mine", "mine"),
     ("dtype", "bfloat16", "bfloat16"),
@@ -29,7 +29,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
     ({"quantization": "awq"}, "unknown setting quantization; docs/config.md"),
     ({"dtype": "float16"}, "float32 or bfloat16"),
     ({"dtype": "int8"}, "int8"),
-    ({"tensor_parallel_size": "2"}, "engine.tensor_parallel"),
+    ({"tensor_parallel_size": "2"}, "engine.tensor_parallel_size"),
     ({"gpu_memory_utilization": 90}, "cache.gpu_memory_utilization"),
     ({"cache": {"memory": 5}}, "memory"),
     ({"cache": 5}, "cache"),
@@ -58,9 +58,9 @@ def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> Non
     forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
     forms.append(ModelConfig(path=str(tmp_path)))
     for form in forms:
-        assert made(form).model == ModelConfig(path=str(tmp_path), name=tmp_path.name)
-    assert made({"path": str(tmp_path), "max_len": 9}, dtype="float32").model == ModelConfig(
-        path=str(tmp_path), name=tmp_path.name, max_len=9, dtype="float32"
+        assert made(form).model == ModelConfig(path=str(tmp_path), served_model_name=tmp_path.name)
+    assert made({"path": str(tmp_path), "max_model_len": 9}, dtype="float32").model == ModelConfig(
+        path=str(tmp_path), name=tmp_path.name, max_model_len=9, dtype="float32"
     )
     with pytest.raises(ConfigError, match="does not exist"):
         made(tmp_path / "gone")

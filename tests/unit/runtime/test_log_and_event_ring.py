@@ -43,11 +43,11 @@ def test_a_field_cannot_forge_a_line(stream: io.StringIO) -> None:
 OWNED = """
 import logging, sys, threading, warnings
 from baton.protocol.config import LogConfig
-from baton.runtime.log import own_process, relayed, tell_failure
-own_process(LogConfig(json=True), "router")
+from baton.runtime.log import setup_process_log, relayed, print_failure
+setup_process_log(LogConfig(json=True), "router")
 warnings.warn("old", DeprecationWarning)
 logging.getLogger("aiohttp.server").error("bad %s", "request")
-tell_failure("no port", "no_port")
+print_failure("no port", "no_port")
 sys.stderr.write(relayed("decode-0", "a line of a library") + "\\n")
 sys.stderr.write(relayed("decode-0", '{"process": "decode-0"}') + "\\n")
 thread = threading.Thread(target=lambda: 1 / 0)

@@ -78,7 +78,7 @@ def test_the_sample_of_settings_can_be_loaded() -> None:
     config = load(SERVE, ["--config", str(REPOSITORY / "docs/sample-settings.yaml")])
     assert config == msgspec.structs.replace(
         ClusterConfig(),
-        model=ModelConfig(name="demo"),
+        model=ModelConfig(served_model_name="demo"),
         router=RouterConfig(host="0.0.0.0", api_key_file="keys.txt"),
         cache=CacheConfig(memory_mib=2048),
     )
@@ -95,7 +95,7 @@ def test_every_setting_of_a_command_has_a_flag(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "section", "field", "value"),
     [
-        (["--cache-prefix=false"], "cache", "prefix", False),
+        (["--enable-prefix-caching=false"], "cache", "prefix", False),
         (["--log-stats-s", "0.5"], "log", "stats_s", 0.5),
         (["--set", "node.routers=tcp://a:1,tcp://b:2"], "node", "routers",
          ("tcp://a:1", "tcp://b:2")),

@@ -70,7 +70,7 @@ def test_the_last_lines_say_something_of_every_claim(ran: Run) -> None:
     last = dict(line.split(": ", 1) for line in ran.lines[-len(CLAIMS) :])
     assert list(last) == [claim.title for claim in CLAIMS]
     assert {title for title, said in last.items() if said.startswith("not tried")} == set()
-    assert last["split tokens = colocated"].startswith("PASS")
+    assert last["split tokens = aggregated"].startswith("PASS")
     assert last["graph = eager"].startswith("PASS")
     assert "tiny decode b3 ctx 20" in last["decode ms, served by the loop"]
     assert "idle share" not in last["decode ms, served by the loop"]

@@ -11,14 +11,14 @@ from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
-    BlockPiece,
+    BlockSlice,
     CancelRead,
     PeerDown,
     PeerRank,
     PeerUp,
     Read,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
     RemovePeer,
 )
 from baton.protocol.errors import InvariantBroken, TransferError
@@ -27,7 +27,7 @@ from baton.protocol.messages import RankAddress
 from tests.support.virtual_clock import VirtualClock
 
 A, B = PeerRank(Epoch("a")), PeerRank(Epoch("a"), 1)
-WHOLE = BlockPiece(0, 0, 100)
+WHOLE = BlockSlice(0, 0, 100)
 LIMITS = AgentLimits(slice_bytes=400, read_s=30, quiet_s=5)
 
 
@@ -55,7 +55,7 @@ class ScriptedTransport:
         return b"here"
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockPiece
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
     ) -> None:
         if address != b"there":
             raise TransferError("bad address")
@@ -214,7 +214,7 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled
     driven.clock.advance(100.0)
     assert driven.settle() == []
     driven.transport.cancels = True  # its peer went on, or is gone
-    assert driven.settle() == ([] if cancels else [ReadQuiet(1)])
+    assert driven.settle() == ([] if cancels else [ReadDrained(1)])
     assert driven.turns.wake_at_s(1.0) is None
 
 
@@ -238,7 +238,7 @@ def test_a_failed_slice_that_may_still_write_ends_the_read_without_being_quiet()
     driven.clock.advance(5.0)
     assert not ended(driven.settle()).quiet
     driven.transport.cancels = True
-    assert driven.settle() == [ReadQuiet(1)]
+    assert driven.settle() == [ReadDrained(1)]
 
 
 def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:

@@ -9,23 +9,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.kv_transfer.interfaces import Land, PeerUp, ReadEnded
+from baton.kv_transfer.interfaces import BeginReceive, PeerUp, ReadEnded
 from baton.kv_transfer.offers import SourceEvent, SourceHandoff, SourceState
 from baton.kv_transfer.receive import KVReceive, ReceiveEvent, ReceiveState
-from baton.protocol.messages import Done, End, Offered, Renewed, Span
+from baton.protocol.messages import BlockRange, Done, End, Offered, Renewed
 from tests.support.transfer_nemesis import HARMLESS, Malice, run_schedule, successes
 
 # A broken scheduler or connector of this process; the machines end it. `test_liars` holds some.
 BUGS = {
-    (SourceState.COMPLETE, Span), (SourceState.COMPLETE, End),
-    (ReceiveState.EXPECTED, Land), (ReceiveState.EXPECTED, PeerUp),
+    (SourceState.COMPLETE, BlockRange), (SourceState.COMPLETE, End),
+    (ReceiveState.EXPECTED, BeginReceive), (ReceiveState.EXPECTED, PeerUp),
     (ReceiveState.EXPECTED, ReadEnded), (ReceiveState.OFFERED, ReadEnded),
-    (ReceiveState.LANDING, Land), (ReceiveState.DRAINING, Land),
+    (ReceiveState.LANDING, BeginReceive), (ReceiveState.DRAINING, BeginReceive),
 }  # fmt: skip
 # Only a peer that breaks the protocol leads here; `test_liars` does.
 LIES = {
     (SourceState.OFFERED, Done),
-    (ReceiveState.EXPECTED, Span), (ReceiveState.EXPECTED, End), (ReceiveState.EXPECTED, Renewed),
+    (ReceiveState.EXPECTED, BlockRange), (ReceiveState.EXPECTED, End),
+    (ReceiveState.EXPECTED, Renewed),
     (ReceiveState.OFFERED, Offered), (ReceiveState.LANDING, Offered),
     (ReceiveState.DRAINING, Offered),
 }  # fmt: skip

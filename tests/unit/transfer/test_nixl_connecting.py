@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank, PoolMemory
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank, PoolMemory
 from baton.kv_transfer.transports import nixl
 from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
@@ -15,7 +15,7 @@ from baton.protocol.ids import Epoch
 
 OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
 NUM_BLOCKS, BLOCK_BYTES = 4, 4096
-WHOLE = BlockPiece(0, 0, BLOCK_BYTES)
+WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
 
 
 class ScriptedNixl:
@@ -118,7 +118,7 @@ def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: Scrip
     address = NixlAddress(
         OWNER.epoch, "owner-agent", "cuda:1", 1 << 40, num_blocks, block_bytes, b"owner-agent"
     ).encode()  # fmt: skip
-    whole = BlockPiece(0, 0, block_bytes)
+    whole = BlockSlice(0, 0, block_bytes)
     transport.add_peer(OWNER, address, num_blocks, block_bytes, whole)
     assert not transport.connected(OWNER)
     assert agent.reads == [([0], [0])]

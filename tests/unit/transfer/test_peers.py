@@ -6,8 +6,9 @@ import pytest
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     AddPeer,
-    BlockPiece,
-    BlocksQuiet,
+    BeginReceive,
+    BlocksDrained,
+    BlockSlice,
     BlocksSummed,
     CancelRead,
     ConnectorStep,
@@ -15,16 +16,15 @@ from baton.kv_transfer.interfaces import (
     DropPeer,
     Expect,
     FromRank,
-    Land,
-    LandingEnded,
     PeerDown,
     PeerLost,
     PeerRank,
     PeersChanged,
     PeerUp,
     Read,
+    ReadDrained,
     ReadEnded,
-    ReadQuiet,
+    ReceiveEnded,
     Released,
     RemovePeer,
     SumBlocks,
@@ -34,15 +34,15 @@ from baton.kv_transfer.peers import edges_between
 from baton.protocol.config import TransferConfig
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
+    BlockRange,
     Declined,
     End,
     FirstToken,
     KVLayout,
     RankAddress,
-    Span,
     Withdrawn,
 )
-from baton.protocol.pairs import degree_problem
+from baton.protocol.pairs import tp_size_problem
 from tests.support.connectors import (
     BLOCK_BYTES,
     DECODE,
@@ -64,8 +64,8 @@ from tests.support.connectors import (
     told,
 )
 
-POOL, WHOLE = PeerRank(PREFILL.epoch), BlockPiece(0, 0, BLOCK_BYTES)
-SPAN = Span(key(), 0, (5,), (0,))
+POOL, WHOLE = PeerRank(PREFILL.epoch), BlockSlice(0, 0, BLOCK_BYTES)
+BLOCK_RANGE = BlockRange(key(), 0, (5,), (0,))
 END = End(key(), (FirstToken(7),))
 
 
@@ -110,7 +110,7 @@ def test_degrees_fit_if_one_divides_the_other_and_else_the_reason_says_what_to_s
         node("d", "decode", num_ranks=num_decode, kv_heads=4),
     ]
     layout = msgspec.structs.replace(nodes[1].layout, **decode)
-    found = degree_problem(nodes[0], msgspec.structs.replace(nodes[1], layout=layout))
+    found = tp_size_problem(nodes[0], msgspec.structs.replace(nodes[1], layout=layout))
     assert (found is None) == (problem is None)
     assert problem is None or (found or "").endswith(problem)
 
@@ -166,7 +166,7 @@ def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
 
 def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
     connector = prefill()
-    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), SPAN])
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), BLOCK_RANGE])
     assert connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports == []
     connector.step(2.0, [offer("other")])
     step = connector.step(3.0, [*heard(DECODE, hello(DECODE))])
@@ -178,7 +178,7 @@ def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_o
 
 def test_announced_blocks_outlive_a_lost_channel_by_their_lease() -> None:
     connector = prefill()
-    connector.step(0.0, [offer(), SPAN])
+    connector.step(0.0, [offer(), BLOCK_RANGE])
     step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
     assert step.wake_at_s == 30.0
     assert connector.step(29.9, []).reports == []
@@ -206,7 +206,7 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
     assert isinstance(withdrawn, Withdrawn)
     target = decode(Expect(key(), P))
     step = target.step(16.0, heard(PREFILL, hello(PREFILL), withdrawn))
-    assert step.reports == [LandingEnded(key(), withdrawn.failure)]
+    assert step.reports == [ReceiveEnded(key(), withdrawn.failure)]
     connector.step(17.0, heard(DECODE, *said(step)[-1:]))
     assert connector.step(18.0, [PeerLost(D, DECODE.epoch)]).wake_at_s is None
 
@@ -221,9 +221,9 @@ def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is(
 
 def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
-    connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), Land(key(), 0, (20, 21))])
+    connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
-    assert step.reports == [LandingEnded(key(), FAILURE)]
+    assert step.reports == [ReceiveEnded(key(), FAILURE)]
     assert ToRank(0, RemovePeer(POOL)) in step.commands
     step = connector.step(2.0, [Expect(key("other"), P)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
@@ -235,8 +235,8 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on(
     source, target = node("p", "prefill", ranks=(far,)), node("d", "decode", ranks=(far,))
     connector = NodeConnector(target, TransferConfig())
     connector.step(0.0, [PeersChanged((source,)), *heard(PREFILL, hello(PREFILL))])
-    connector.step(0.0, [Expect(key(), P), *heard(PREFILL, offered(), SPAN)])
-    connector.step(0.0, [Land(key(), 0, (20, 21))])
+    connector.step(0.0, [Expect(key(), P), *heard(PREFILL, offered(), BLOCK_RANGE)])
+    connector.step(0.0, [BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
     assert step.reports == []
     assert [c.command for c in step.commands if isinstance(c, ToRank)] == [
@@ -252,9 +252,9 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on(
 
 def test_a_rank_that_no_transport_reaches_ends_its_landings_and_is_tried_afresh() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
-    connector.step(0.0, [Land(key(), 0, (20, 21))])
+    connector.step(0.0, [BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
-    assert step.reports == [LandingEnded(key(), FAILURE)]
+    assert step.reports == [ReceiveEnded(key(), FAILURE)]
     step = connector.step(2.0, [Expect(key("b"), P)])
     assert ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE)) in step.commands
 
@@ -273,13 +273,15 @@ def test_no_transport_in_common_ends_the_landing_with_both_sides_named() -> None
     assert codes(step) == ["no_transport"]
 
 
-def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their_order() -> None:
+def test_where_blocks_are_verified_block_ranges_wait_for_their_checksums_and_keep_their_order() -> (
+    None
+):
     two_ranks = {"num_ranks": 2}
     decode_info = node("d", "decode", **two_ranks)  # type: ignore[arg-type]
     source = NodeConnector(node("p", "prefill", **two_ranks), TransferConfig(verify_kv=True))  # type: ignore[arg-type]
     source.step(0.0, [PeersChanged((decode_info,)), offer(), *heard(DECODE, hello(decode_info))])
-    spans = [Span(key(), block, (5 + block,), (0,)) for block in range(2)]
-    step = source.step(0.0, [*spans, END])
+    block_ranges = [BlockRange(key(), block, (5 + block,), (0,)) for block in range(2)]
+    step = source.step(0.0, [*block_ranges, END])
     assert said(step) == []
     assert [(c.rank, c.command) for c in step.commands if isinstance(c, ToRank)] == [
         (rank, SumBlocks(ticket, (4 + ticket,), 64, 1)) for ticket in (1, 2) for rank in (0, 1)
@@ -287,20 +289,20 @@ def test_where_blocks_are_verified_spans_wait_for_their_checksums_and_keep_their
     late = [FromRank(rank, BlocksSummed(2, ((20 + rank,),))) for rank in (0, 1)]
     assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, ((11,),)))])) == []
     assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, ((10,),)))])) == [
-        msgspec.structs.replace(spans[0], checksums=((10,), (11,))),
-        msgspec.structs.replace(spans[1], checksums=((20,), (21,))),
+        msgspec.structs.replace(block_ranges[0], checksums=((10,), (11,))),
+        msgspec.structs.replace(block_ranges[1], checksums=((20,), (21,))),
         END,
     ]
     target = NodeConnector(decode_info, TransferConfig(verify_kv=True))
     peer = node("p", "prefill", **two_ranks)  # type: ignore[arg-type]
     target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
     target.step(0.0, [up(rank, rank) for rank in (0, 1)])
-    target.step(0.0, [*heard(PREFILL, offered()), Land(key(), 0, (20, 21))])
-    summed = msgspec.structs.replace(spans[0], checksums=((10,), (11,)))
+    target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
+    summed = msgspec.structs.replace(block_ranges[0], checksums=((10,), (11,)))
     step = target.step(0.0, [*heard(PREFILL, summed)])
     reads = [c.command for c in step.commands if isinstance(c, ToRank)]
     assert [read.checksums for read in reads if isinstance(read, Read)] == [(10,), (11,)]
-    wrong = msgspec.structs.replace(spans[1], checksums=((20,),))
+    wrong = msgspec.structs.replace(block_ranges[1], checksums=((20,),))
     step = target.step(0.0, [*heard(PREFILL, wrong)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
 
@@ -319,24 +321,24 @@ def test_checksums_are_of_the_pieces_that_the_ranks_of_decode_read(
     info = node("d", "decode", num_ranks=num_decode, kv_heads=4)
     source = NodeConnector(peer, TransferConfig(verify_kv=True))
     source.step(0.0, [PeersChanged((info,)), offer(), *heard(DECODE, hello(info))])
-    step = source.step(0.0, [SPAN])
+    step = source.step(0.0, [BLOCK_RANGE])
     assert step.commands == [ToRank(rank, SumBlocks(1, (5,), *asked)) for rank in rows]
     answers = [FromRank(rank, BlocksSummed(1, sums)) for rank, sums in rows.items()]
     [summed] = said(source.step(1.0, answers))
-    assert summed == msgspec.structs.replace(SPAN, checksums=((10,), (11,)))
+    assert summed == msgspec.structs.replace(BLOCK_RANGE, checksums=((10,), (11,)))
 
     target = NodeConnector(info, TransferConfig(verify_kv=True))
     target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
     edges = edges_between(peer, info)
     target.step(0.0, [up(edge.target, edge.source) for edge in edges])
-    target.step(0.0, [*heard(PREFILL, offered()), Land(key(), 0, (20, 21))])
+    target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
     commands = target.step(0.0, [*heard(PREFILL, summed)]).commands
     reads = [c.command for c in commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
     assert [(read.peer.rank, read.checksums) for read in reads] == [
         (edges[0].source, (10,)),
         (edges[1].source, (11,)),
     ]
-    wrong = Span(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
+    wrong = BlockRange(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
     step = target.step(0.0, [*heard(PREFILL, wrong)])
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
 
@@ -346,12 +348,12 @@ def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank(
     connector = NodeConnector(info, TransferConfig())
     connector.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
     connector.step(0.0, [up(rank, rank) for rank in (0, 1)])
-    connector.step(0.0, [*heard(PREFILL, offered(), SPAN), Land(key(), 0, (20, 21))])
+    connector.step(0.0, [*heard(PREFILL, offered(), BLOCK_RANGE), BeginReceive(key(), 0, (20, 21))])
     ends = [
         FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiet=False)) for rank in (0, 1)
     ]
     (ended,) = connector.step(1.0, ends).reports
-    assert ended == LandingEnded(key(), FAILURE, quarantined=(20,))
-    assert connector.step(2.0, [FromRank(0, ReadQuiet(1))]).reports == []
-    assert connector.step(3.0, [FromRank(1, ReadQuiet(2))]).reports == [BlocksQuiet((20,))]
-    assert connector.step(4.0, [FromRank(1, ReadQuiet(2))]).reports == []
+    assert ended == ReceiveEnded(key(), FAILURE, quarantined=(20,))
+    assert connector.step(2.0, [FromRank(0, ReadDrained(1))]).reports == []
+    assert connector.step(3.0, [FromRank(1, ReadDrained(2))]).reports == [BlocksDrained((20,))]
+    assert connector.step(4.0, [FromRank(1, ReadDrained(2))]).reports == []

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockPiece, PeerRank
+from baton.kv_transfer.interfaces import BlockSlice, PeerRank
 from baton.kv_transfer.pools import HostPool, PoolShape, piece_numbers
 from baton.kv_transfer.transports import shm
 from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_view
@@ -17,11 +17,11 @@ from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 6
-WHOLE = BlockPiece(0, 0, BLOCK_BYTES)
+WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
 OWNER = PeerRank(Epoch("owner"))
 
 
-def check(remote: list[int], local: list[int], piece: BlockPiece = WHOLE) -> None:
+def check(remote: list[int], local: list[int], piece: BlockSlice = WHOLE) -> None:
     """Copy that piece of blocks; the larger of the two offsets is in the last piece of a block."""
     theirs = PoolShape(NUM_BLOCKS, piece.remote_offset + piece.num_bytes)
     ours = PoolShape(NUM_BLOCKS, piece.local_offset + piece.num_bytes)
@@ -69,7 +69,7 @@ def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
     local = data.draw(st.one_of(ids.map(lambda p: p[:count]), st.just(list(range(count)))))
     offsets = st.sampled_from((0, BLOCK_BYTES, 3 * BLOCK_BYTES))
     check(
-        list(remote), list(local), BlockPiece(data.draw(offsets), data.draw(offsets), BLOCK_BYTES)
+        list(remote), list(local), BlockSlice(data.draw(offsets), data.draw(offsets), BLOCK_BYTES)
     )
 
 

@@ -1,10 +1,11 @@
 """Messages of keys that have ended, have not begun, or were overtaken."""
 
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import Abandon, Expect, Land, LandingEnded, Released
+from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded, Released
 from baton.kv_transfer.tombstones import Parking, Tombstones
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
+    BlockRange,
     Declined,
     Done,
     End,
@@ -12,7 +13,6 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
-    Span,
     Withdrawn,
 )
 from tests.support import connectors
@@ -31,7 +31,7 @@ from tests.support.connectors import (
 )
 
 WITHDRAWN, DECLINED = Withdrawn(key(), FAILURE), Declined(key(), FAILURE)
-SPAN, END = Span(key(), 0, (1, 2), (0, 0)), End(key(), (FirstToken(1),))
+BLOCK_RANGE, END = BlockRange(key(), 0, (1, 2), (0, 0)), End(key(), (FirstToken(1),))
 
 
 def decode() -> NodeConnector:
@@ -58,22 +58,22 @@ def test_an_offer_whose_request_never_comes_is_declined_for_good() -> None:
     assert isinstance(declined, Declined)
     assert declined.failure.code == "not_expected"
     step = connector.step(7.0, [Expect(key(), P)])
-    assert step.reports == [LandingEnded(key(), declined.failure)]
+    assert step.reports == [ReceiveEnded(key(), declined.failure)]
 
 
 def test_an_abandoned_key_declines_what_still_comes_for_it() -> None:
     connector = decode()
     step = connector.step(1.0, [Expect(key(), P), Abandon(key(), FAILURE)])
-    assert (step.reports, said(step)) == ([LandingEnded(key(), FAILURE)], [])
+    assert (step.reports, said(step)) == ([ReceiveEnded(key(), FAILURE)], [])
     for late in (offered(), END, WITHDRAWN):
         assert said(connector.step(2.0, heard(PREFILL, late))) == [DECLINED]
-    assert said(connector.step(3.0, heard(PREFILL, SPAN, Renewed(key())))) == []
+    assert said(connector.step(3.0, heard(PREFILL, BLOCK_RANGE, Renewed(key())))) == []
 
 
 def test_a_landed_key_says_done_again() -> None:
     connector = decode()
-    connector.step(1.0, [Expect(key(), P), *heard(PREFILL, offered(), SPAN, END)])
-    assert said(connector.step(2.0, [Land(key(), 2, ())])) == [Renew((key(),)), Done(key())]
+    connector.step(1.0, [Expect(key(), P), *heard(PREFILL, offered(), BLOCK_RANGE, END)])
+    assert said(connector.step(2.0, [BeginReceive(key(), 2, ())])) == [Renew((key(),)), Done(key())]
     assert said(connector.step(3.0, heard(PREFILL, WITHDRAWN))) == [Done(key())]
 
 
@@ -92,7 +92,7 @@ def test_events_that_crossed_the_end_mean_nothing() -> None:
     connector = prefill()
     step = connector.step(1.0, heard(DECODE, DECLINED))
     assert step.reports == [Released(key(), FAILURE)]
-    step = connector.step(2.0, [SPAN, END, WITHDRAWN, *heard(DECODE, Done(key()), DECLINED)])
+    step = connector.step(2.0, [BLOCK_RANGE, END, WITHDRAWN, *heard(DECODE, Done(key()), DECLINED)])
     assert (step.reports, step.commands) == ([], [])
 
 
@@ -115,7 +115,7 @@ def test_an_older_attempt_that_comes_late_is_refused_on_both_sides() -> None:
     target.step(1.0, [Expect(key(attempt=1), P)])
     [declined] = said(target.step(2.0, heard(PREFILL, offered())))
     assert isinstance(declined, Declined)
-    assert isinstance(target.step(3.0, [Expect(key(), P)]).reports[0], LandingEnded)
+    assert isinstance(target.step(3.0, [Expect(key(), P)]).reports[0], ReceiveEnded)
 
 
 def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
@@ -133,7 +133,7 @@ def test_parking_is_bounded_in_keys_and_messages() -> None:
     other = Offered(key("other"), 8, 2, 30.0)
     assert parking.park(0.0, peer, offered())
     assert not parking.park(0.0, peer, other)
-    assert parking.park(0.0, peer, SPAN)
+    assert parking.park(0.0, peer, BLOCK_RANGE)
     assert not parking.park(0.0, peer, END)
     assert parking.take(key()) is not None
     assert parking.park(0.0, peer, other)
