@@ -1,7 +1,8 @@
 """One handoff on the decode side: announced blocks are read until all are there.
 
-KVReceived is reported only after every slice of every block was read on every rank, End is here, and
-it is proven that prefill held the blocks while they were read. A failed handoff drains first: it gives its blocks back when no read can write to them any more, and reports those for which this
+KVReceived is reported only after every slice of every block was read on every rank, End is here,
+and it is proven that prefill held the blocks while they were read. A failed handoff drains first:
+it gives its blocks back when no read can write to them any more, and reports those for which this
 is not certain as quarantined.
 """
 
