@@ -56,7 +56,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
                 # The processes that this one starts need not say it again.
                 config = with_values(config, {"model.dtype": "float32"})
     model = msgspec.structs.replace(
-        config.model, path=str(folder), name=config.model.served_model_name or name
+        config.model, path=str(folder), served_model_name=config.model.served_model_name or name
     )
     return msgspec.structs.replace(config, model=model)
 
