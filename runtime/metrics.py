@@ -160,7 +160,7 @@ class NodeHealth(msgspec.Struct, frozen=True):
             dtype=info.facts.dtype,
             device=info.facts.device,
             transports="+".join(sorted(names)),
-            tensor_parallel_size=len(info.ranks),
+            tensor_parallel=len(info.ranks),
             features=info.facts.features,
         )
 
