@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.choices import ByRequest, Choices
-from baton.engine.scheduling.outputs import Origin, Outputs
+from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
 from baton.engine.scheduling.sequence import Sequence, reserve
@@ -74,7 +74,10 @@ class PrefillScheduler:
             return
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
-            if lower.origin != origin and lower.sequence.key.attempt < message.key.attempt:
+            if (
+                lower.origin not in (origin, NO_ROUTER)
+                and lower.sequence.key.attempt < message.key.attempt
+            ):
                 # The other router loses the whole request and would not learn it otherwise. If it
                 # has the first tokens, decode tells it.
                 if lower.sequence.key not in self._holding:
@@ -100,10 +103,13 @@ class PrefillScheduler:
         # Decode may still reach the router, to which this must look like a lost node and not like a
         # cancel.
         lost = NodeError("the prefill node lost the channel to its router").to_failure()
-        # A client may have the first token of a computed prompt, so decode must get its blocks.
         for handoff in [*self._waiting.values(), *self._computing.values()]:
             if handoff.origin == origin:
                 self._end(handoff, lost)
+        # A client may have the first token of a computed prompt, so decode must get its blocks.
+        for handoff in self._holding.values():
+            if handoff.origin == origin:
+                handoff.origin = NO_ROUTER
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
         # Requests on prefill nodes end with their router. Decode has the tokens to begin them
@@ -115,12 +121,13 @@ class PrefillScheduler:
             raise InvariantBroken(f"a prefill node was told {type(report).__name__}")
         handoff = self._computing.get(report.key) or self._holding[report.key]
         handoff.is_offered = False
-        # Decode is gone or has declined, so stop computing for it.
-        if report.key in self._computing:
-            if report.failure is not None:
-                self.outputs.say(handoff.origin, Failed(report.key, report.failure))
-            self._end(handoff, None)
-        self._release_if_quiet(handoff)
+        if handoff.is_ended:
+            self._release_if_quiet(handoff)
+            return
+        # Decode will not get all blocks, even if the router has the first tokens.
+        if report.failure is not None:
+            self.outputs.say(handoff.origin, Failed(report.key, report.failure))
+        self._end(handoff, None)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -231,7 +238,7 @@ class PrefillScheduler:
     def _end(self, handoff: Handoff, why: Failure | None) -> None:
         """End a handoff. Its blocks are released when no step and no reader needs them.
 
-        `why` is None if decode has ended it.
+        `why` is None if the connector has released it.
         """
         handoff.is_ended = True
         key = handoff.sequence.key

@@ -54,6 +54,8 @@ class PrefillMachine(SchedulerMachine):
         self.written = [0] * num_blocks  # the generation table of the pool
         self.offerings: dict[Key, Offering] = {}
         self.num_released: Counter[Key] = Counter()
+        self.lost: set[Key] = set()  # released with a failure
+        self.computed: set[Key] = set()  # the router has the first tokens
 
     @rule(origin=st.integers(0, ORIGINS - 1), name=st.sampled_from("abcdef"), ask=asks(36, 4))
     def request(self, origin: int, name: str, ask: Ask) -> None:
@@ -64,14 +66,25 @@ class PrefillMachine(SchedulerMachine):
                 self.settle()
             self.connect()
 
+    @rule(origin=st.integers(0, ORIGINS - 1))
+    def lose_router(self, origin: int) -> None:
+        super().lose_router(origin)
+        self.computed = {of for of in self.computed if self.asked[of].origin != origin}
+
     def hear(self, origin: int, message: object) -> None:
         assert isinstance(message, Failed | FirstTokens)
         choices = self.choices_of(message.key)
+        if isinstance(message, Failed) and message.key in self.computed:
+            assert message.key in self.lost
+            assert choices[0].origin == origin
+            self.computed.remove(message.key)
+            return
         assert not all(one.is_over for one in choices), f"{message.key} speaks after its end"
         assert choices[0].origin == origin
         for one in choices:
             one.is_over = True
         if isinstance(message, FirstTokens):
+            self.computed.add(message.key)
             tokens = choices[0].message.token_ids
             assert message.position == len(tokens)
             expected = [next_token(tokens, one.choice) for one in choices]
@@ -115,6 +128,8 @@ class PrefillMachine(SchedulerMachine):
     def give_back(self, of: Key, failure: Failure | None) -> None:
         del self.offerings[of]
         self.num_released[of] += 1
+        if failure is not None:
+            self.lost.add(of)
         self.scheduler.on_report(0.0, Released(of, failure))
 
     @precondition(lambda self: self.offerings)

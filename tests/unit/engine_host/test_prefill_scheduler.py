@@ -1,9 +1,12 @@
 """Prefill scheduling on an executor that checks every slot it reads."""
 
 from baton.kv_transfer.interfaces import Released
+from baton.protocol.errors import TransferError
 from baton.protocol.messages import BlockRange, Failed, FirstTokens, Withdrawn
 from tests.support.drive import Drive, key, prefill, prefill_drive
 from tests.support.toy_executor import next_token
+
+LEASE_ENDED = TransferError("the lease ended").to_failure()
 
 
 def announced(drive: Drive, name: str) -> list[int]:
@@ -96,3 +99,22 @@ def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelle
     drive.launch()
     (withdrawn,) = [event for event in drive.asked if isinstance(event, Withdrawn)]
     assert (withdrawn.failure.code, withdrawn.failure.retryable) == ("node_lost", True)
+
+
+def test_a_computed_prompt_whose_handoff_fails_is_reported_to_its_router() -> None:
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
+    drive.run()
+    drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
+    assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LEASE_ENDED))]
+    assert not drive.pool.num_owned
+
+
+def test_a_handoff_that_fails_after_its_router_is_gone_is_reported_to_no_session() -> None:
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
+    drive.run()
+    drive.scheduler.forget(7)
+    drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
+    assert drive.scheduler.outputs.take_router_messages() == []
+    assert not drive.pool.num_owned

@@ -220,6 +220,20 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     assert place.avoid == {(NodeId("d2"), Epoch(""))}
 
 
+@pytest.mark.parametrize("is_accepted", [False, True])
+def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted: bool) -> None:
+    drive = Driver()
+    drive.place()
+    drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES))
+    if is_accepted:
+        assert of_type(drive.says(D, Accepted(KEY)), Deliver) == [Deliver(0, [9])]
+    out = drive.says(P, Failed(KEY, REFUSED))
+    assert of_type(out, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=is_accepted)]
+    assert of_type(out, Send) == [Send(D, Cancel((KEY,)))]
+    (place,) = of_type(out, Place)
+    assert (place.num_tokens, {node for node, _ in place.avoid}) == (3 + is_accepted, {P, D})
+
+
 def test_a_request_of_which_nothing_is_heard_is_tried_again() -> None:
     drive = Driver()
     drive.place()
