@@ -41,7 +41,7 @@ def test_a_model_is_called_like_its_folder(folder: Path) -> None:
 
 
 def test_a_name_of_ones_own_stays(folder: Path) -> None:
-    assert model_of(str(folder), "mine").name == "mine"
+    assert model_of(str(folder), "mine").served_model_name == "mine"
 
 
 def test_a_relative_path_becomes_absolute(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,7 +60,7 @@ def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> Non
     for form in forms:
         assert made(form).model == ModelConfig(path=str(tmp_path), served_model_name=tmp_path.name)
     assert made({"path": str(tmp_path), "max_model_len": 9}, dtype="float32").model == ModelConfig(
-        path=str(tmp_path), name=tmp_path.name, max_model_len=9, dtype="float32"
+        path=str(tmp_path), served_model_name=tmp_path.name, max_model_len=9, dtype="float32"
     )
     with pytest.raises(ConfigError, match="does not exist"):
         made(tmp_path / "gone")

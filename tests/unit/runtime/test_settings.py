@@ -95,14 +95,14 @@ def test_every_setting_of_a_command_has_a_flag(command: str) -> None:
 @pytest.mark.parametrize(
     ("words", "section", "field", "value"),
     [
-        (["--enable-prefix-caching=false"], "cache", "prefix", False),
+        (["--enable-prefix-caching=false"], "cache", "enable_prefix_caching", False),
         (["--log-stats-s", "0.5"], "log", "stats_s", 0.5),
         (["--set", "node.routers=tcp://a:1,tcp://b:2"], "node", "routers",
          ("tcp://a:1", "tcp://b:2")),
         (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
         (["/models/tiny", "--threads", "2"], "model", "path", "/models/tiny"),
-        (["/models/tiny", "--served-model-name", "tiny"], "model", "name", "tiny"),
-        (["--enable-prefix-caching"], "cache", "prefix", True),
+        (["/models/tiny", "--served-model-name", "tiny"], "model", "served_model_name", "tiny"),
+        (["--enable-prefix-caching"], "cache", "enable_prefix_caching", True),
     ],
 )  # fmt: skip
 def test_words_become_values(words: list[str], section: str, field: str, value: object) -> None:
