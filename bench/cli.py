@@ -38,17 +38,17 @@ class Command(msgspec.Struct, frozen=True):
 COMMANDS = {
     "run": Command(
         RunSettings,
-        "loads:run",
+        "experiment:run",
         "baton bench run --arrivals poisson:5 --requests 1000 --preset chat --out report",
     ),
     "sweep": Command(
         SweepSettings,
-        "loads:sweep",
+        "experiment:sweep",
         "baton bench sweep --rates 1,2,4,8 --duration-s 60 --preset chat --out report",
     ),
     "search": Command(
         SearchSettings,
-        "loads:search",
+        "experiment:search",
         "baton bench search --preset chat --attainment 0.9 --duration-s 60 --out report",
     ),
     "compare": Command(

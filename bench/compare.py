@@ -2,10 +2,10 @@
 
 In each round every arm gets the same requests once, in an order that is drawn anew; different
 rounds have different prompts. Figures are compared within a round, so that a machine that changes
-from hour to hour changes all arms alike. `--flags` show whether the servers were started alike:
-settings are compared by the names and values with which they were written.
+from hour to hour changes all arms alike.
 """
 
+import os
 import random
 import re
 import statistics
@@ -15,31 +15,13 @@ from pathlib import Path
 import msgspec
 
 from baton.bench.experiment import Experiment, Server
-from baton.bench.figures.metrics import figures_of, unit_of
-from baton.bench.figures.paired import paired
+from baton.bench.figures.metrics import figures_of, paired, unit_of
 from baton.bench.plan.plan import arrivals_of
-from baton.bench.report.document import UNKNOWN, Compared, Parity, Report, Run
+from baton.bench.report.document import Compared, Report, Run
 from baton.bench.settings import CompareSettings, Target, range_of
 from baton.protocol.errors import ConfigError
 
-ON = "true"  # the value of a flag that has none
-# The settings on which a comparison depends, and words by which their names are recognised.
-DECISIVE: Mapping[str, str] = {
-    "dtype": "dtype",
-    "quantization": "quantiz",
-    "block size": "(?:block|page)[-_]size",
-    "threads": "threads",
-    "CUDA graphs": "cuda[-_]?graph|eager",
-}
-_SETTING = re.compile(
-    rf"""([\w.-]*(?:{"|".join(DECISIVE.values())})[\w-]*)["']?"""
-    r"""(?:(?:[ \t]*[=:][ \t]*|[ \t]+)"""
-    r"""(?:"([^"]*)"|'([^']*)'|([^\s"',;{}\[\]\\-][^\s"',;{}\[\]]*)))?""",
-    re.IGNORECASE,
-)
-
 Arms = Mapping[str, Target]
-Facts = dict[str, str]
 
 
 def compare(settings: CompareSettings, operands: Sequence[str]) -> int:
@@ -53,8 +35,7 @@ def compare(settings: CompareSettings, operands: Sequence[str]) -> int:
         report.title = " against ".join(arms)
         servers = connect(experiment, arms)
         report.notes += [f"{name}: {server.described}" for name, server in servers.items()]
-        report.parity = parity(flags)
-        report.notes += warnings(report.parity, list(arms))
+        report.notes += flags
         rng = random.Random(settings.workload.seed)
         for number in range(1, settings.rounds + 1):
             for name in rng.sample(list(servers), len(servers)):
@@ -85,26 +66,25 @@ def arms_of(operands: Sequence[str], common: Target) -> dict[str, Target]:
     return arms
 
 
-def flags_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, Facts]:
-    """Return the flags with which every arm was started, according to `--flags`."""
-    flags: dict[str, Facts] = {arm: {} for arm in arms}
+def flags_of(texts: Sequence[str], arms: Sequence[str]) -> list[str]:
+    """Return a note for each of `--flags`: how the server of an arm was started."""
+    notes = []
     for given in texts:
         name, equals, text = given.partition("=")
-        if not equals or name not in flags:
-            known = ", ".join(flags)
+        if not equals or name not in arms:
+            known = ", ".join(arms)
             raise ConfigError(
                 f"--flags {given!r}: write NAME=FILE or NAME=TEXT, NAME one of {known}"
             )
-        try:
-            # A text too long for the name of a file is the flags themselves.
-            is_file = len(text) < 4096 and Path(text).is_file()
-            text = Path(text).read_text() if is_file else text
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--flags: cannot read {text}: {error}") from error
-        if not is_file and not re.search("--|[=:]", text):
+        if os.path.isfile(text):
+            try:
+                text = Path(text).read_text()
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"--flags: cannot read {text}: {error}") from error
+        elif not re.search("--|[=:]", text):
             raise ConfigError(f"--flags {given!r}: it is neither a file nor a flag")
-        flags[name] |= facts_of(text)
-    return flags
+        notes.append(f"{name} was started with: {' '.join(text.split())}")
+    return notes
 
 
 def connect(experiment: Experiment, arms: Arms) -> dict[str, Server]:
@@ -158,37 +138,3 @@ def whole_rounds(runs: Sequence[Run], arms: Sequence[str]) -> list[dict[str, Run
         if not run.invalid:
             rounds.setdefault(run.round, {})[run.arm] = run
     return [found for found in rounds.values() if len(found) == len(arms)]
-
-
-def facts_of(text: str) -> Facts:
-    """Return the decisive settings in a text of any form; the last of a name counts."""
-    return {
-        name.lstrip("-").lower().replace("_", "-").rpartition(".")[2]: "".join(values) or ON
-        for name, *values in _SETTING.findall(text)
-    }
-
-
-def parity(flags: Mapping[str, Facts]) -> list[Parity]:
-    """Return a row per setting with each arm's value."""
-    names = dict.fromkeys(name for facts in flags.values() for name in facts)
-    return [
-        Parity(name, {arm: facts.get(name, UNKNOWN) for arm, facts in flags.items()})
-        for name in names
-    ]
-
-
-def warnings(rows: Sequence[Parity], arms: Sequence[str]) -> list[str]:
-    """Return a line for each setting that differs, and one for all unknown settings."""
-    lines = []
-    for row in rows:
-        if row.same == "NO":
-            shown = ", ".join(f"{arm}: {value}" for arm, value in row.values.items())
-            lines.append(f"WARNING: the arms differ in {row.name} ({shown})")
-    silent = []
-    for subject, words in DECISIVE.items():
-        own = [row for row in rows if re.search(words, row.name)]
-        lacking = [arm for arm in arms if all(row.values[arm] == UNKNOWN for row in own)]
-        silent += [f"{subject} ({', '.join(lacking)})"] if lacking else []
-    if silent:
-        lines.append(f"--flags do not show {', '.join(silent)}")
-    return lines

@@ -1,27 +1,32 @@
-"""The frame of every command that measures: it plans all loads, runs them, judges and reports.
+"""The frame of every command that measures, and the commands `run`, `sweep` and `search`.
 
-A command makes an `Experiment`, which refuses, before the first load runs, any load that cannot be
-planned. The command then enters it, runs its loads and ends with `finish`. Ctrl-C ends the load
-that is running and leaves a report that is marked as interrupted; a second one ends the process at
-once.
+An `Experiment` plans all loads before the first one runs, then runs, judges and reports them. Each
+load has prompts of its own, so none profits from what an earlier one left in a prefix cache. Ctrl-C
+ends the load and leaves a report that is marked as interrupted; a second one ends the process.
 """
 
-import contextlib
 import os
+import sys
 import threading
 from collections.abc import Sequence
 
 import msgspec
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, accepted, probe
 from baton.bench.client.request import settled
 from baton.bench.figures.metrics import PRESETS, Bounds
-from baton.bench.figures.validity import Case, invalid, judge, sent_so_far
-from baton.bench.plan.plan import ArrivalProcess, Plan, plan_of, reseeded
+from baton.bench.figures.search import Probe, RateSearch
+from baton.bench.figures.validity import Case, find_growth, invalid, judge, sent_so_far
+from baton.bench.plan.plan import (
+    ArrivalProcess,
+    Plan,
+    arrivals_of,
+    loop_of,
+    plan_of,
+    reseeded,
+    shaped,
+)
 from baton.bench.records import Outcome
 from baton.bench.report.document import Report, Run
 from baton.bench.report.page import begin, finish
@@ -29,11 +34,14 @@ from baton.bench.settings import (
     AUTO,
     ArrivalSettings,
     BoundSettings,
+    RunSettings,
+    SearchSettings,
     Settings,
+    SweepSettings,
     Target,
     Workload,
 )
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.process import Interrupts
 
@@ -55,9 +63,8 @@ class Server(msgspec.Struct, frozen=True):
         """Return one line that describes the server and the extensions in use."""
         gives = {"token ids": self.target.token_ids, "usage": self.target.usage}
         found = ", ".join(name for name, given in gives.items() if given) or "nothing more"
-        known = {"version": self.probed.version, "server": self.probed.server}
-        names = [f"{what} {name}" for what, name in known.items() if name]
-        return f"{', '.join([f'{self.target.url}: {self.target.model}', *names])}, giving {found}"
+        name = f" ({self.probed.server})" if self.probed.server else ""
+        return f"{self.target.url}{name}: {self.target.model}, giving {found}"
 
 
 class Experiment:
@@ -84,18 +91,16 @@ class Experiment:
             self._draft = self._plan(settings.workload, place, arrivals[place])
         self._api_key = settled(settings.target, self._draft.requests).api_key
         self.progress = LoadProgress()
-        self._interrupts = Interrupts(on_second=self.progress.abandon)
-        self._stack = contextlib.ExitStack()
+        self._interrupts = Interrupts(on_second=_abandon)
 
     def __enter__(self) -> "Experiment":
         self.report = begin(self._command, self.settings)
         self.report.bounds = bounds_of(self.settings.bounds)
-        self._stack.enter_context(self._interrupts)
-        self._stack.enter_context(self.progress)
+        self._interrupts.__enter__()
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._stack.close()
+        self._interrupts.__exit__(None, None, None)
 
     @property
     def interrupted(self) -> bool:
@@ -215,51 +220,116 @@ def bounds_of(settings: BoundSettings) -> Bounds | None:
     return None if bounds == Bounds() else bounds
 
 
-class LoadProgress:
-    """The progress of a load on stderr: a live line on a terminal, else a line now and then."""
+def run(settings: RunSettings) -> int:
+    arrivals, num_runs = arrivals_of(settings.arrival, settings.workload), settings.runs
+    loads = [arrivals] * num_runs
+    experiment = Experiment("run", settings, loads, settings.arrival)
+    places = [f", run {place}" for place in range(1, num_runs + 1)] if num_runs > 1 else [""]
+    _run_all(experiment, [loop_of(settings.arrival) + place for place in places], loads)
+    return experiment.finish(num_runs)
 
-    def __init__(self, console: Console | None = None, clock: Clock = monotonic) -> None:
-        self._console = console or Console(stderr=True, highlight=False)
+
+def sweep(settings: SweepSettings) -> int:
+    rates = sorted(set(settings.rates))
+    if not rates:
+        raise ConfigError("say which rates in requests/s: --rates 1,2,4,8")
+    arrivals = [shaped(settings.shape, rate) for rate in rates]
+    experiment = Experiment("sweep", settings, arrivals)
+    _run_all(experiment, [f"{rate:g}/s" for rate in rates], arrivals, ", by rate")
+    return experiment.finish(len(rates))
+
+
+def _run_all(
+    experiment: Experiment,
+    labels: Sequence[str],
+    arrivals: Sequence[ArrivalProcess | None],
+    what: str = "",
+) -> None:
+    with experiment:
+        server = experiment.connect_alone(what)
+        for place, label in enumerate(labels):
+            experiment.run(server, place, label, arrivals[place])
+            if experiment.interrupted:
+                break
+
+
+def search(settings: SearchSettings) -> int:
+    if bounds_of(settings.bounds) is None:
+        presets = "|".join(PRESETS)
+        raise ConfigError(
+            f"a search needs bounds: give it --preset {presets} or flags like --ttft-ms"
+        )
+    rates = RateSearch(settings.search)
+    first = rates.next_rate()
+    assert first is not None, "a search begins with a rate"
+    with Experiment("search", settings, [shaped(settings.shape, first)]) as experiment:
+        report = experiment.report
+        report.target = settings.search.attainment
+        server = experiment.connect_alone(": largest rate")
+        while (rate := rates.next_rate()) is not None:
+            label = f"{rate:g}/s, {rates.purpose}"
+            try:
+                arrivals = shaped(settings.shape, rate)
+                run = experiment.run(server, len(report.runs), label, arrivals)
+            except ConfigError as error:
+                if not report.runs:
+                    raise
+                report.notes.append(f"the search ended at {rate:g}/s: {error.message}")
+                break
+            if run is None:
+                break
+            if run.summary.outcomes.get(Outcome.WRONG_LENGTH, 0) == run.summary.num_requests:
+                raise BatonError(f"no response has the requested length: {outcome(run)}")
+            if experiment.interrupted:
+                break
+            rates.observe(probe_of(rate, run))
+            experiment.progress.say(f"{label}: {outcome(run)}")
+    report.search = rates.result()
+    return experiment.finish()
+
+
+def probe_of(rate: float, run: Run) -> Probe:
+    summary, outcomes = run.summary, run.summary.outcomes
+    # A server that answers nothing fails; a client without free sockets shows nothing about it.
+    is_broken = run.invalid and not (
+        outcomes.get(Outcome.ANSWERED) or outcomes.get(Outcome.NO_SOCKET)
+    )
+    return Probe(
+        rate,
+        summary.attainment or 0.0,
+        is_broken or not run.invalid,
+        is_saturated=bool(find_growth(run.records, None)),
+        is_broken=is_broken,
+        offered_rate=summary.offered_rate,
+    )
+
+
+def outcome(run: Run) -> str:
+    why = next((one.text for one in run.problems if one.is_invalid), "")
+    return f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
+
+
+class LoadProgress:
+    """The progress of a load, as a line on stderr every `LINE_EVERY_S`."""
+
+    def __init__(self, clock: Clock = monotonic) -> None:
         self._clock = clock
-        self._status: Status | None = None
         self._label, self._total, self._num_warm_up = "", 0, 0
         self._started_s = self._printed_s = clock()
-
-    def __enter__(self) -> "LoadProgress":
-        if self._console.is_terminal:
-            self._status = self._console.status("")
-            self._status.start()
-        return self
-
-    def __exit__(self, *_error: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-            self._status = None
-
-    def abandon(self) -> None:
-        """Say that the process ends at once; safe within a signal handler."""
-        # The interrupted code may hold rich's locks; the live line hid the cursor.
-        cursor = b"\x1b[?25h\n" if self._status is not None else b""
-        os.write(2, cursor + b"baton: ended at once; nothing was written\n")
 
     def begin(self, label: str, total: int, num_warm_up: int = 0) -> None:
         """Start the load `label` of `total` requests, `num_warm_up` of which only warm up."""
         self._label, self._total, self._num_warm_up = label, total - num_warm_up, num_warm_up
         self._started_s = self._printed_s = self._clock()
-        if self._status is not None:
-            self._status.update(Text(label))
 
     def show(self, progress: Progress) -> None:
         now_s = self._clock()
-        if self._status is not None:
-            self._status.update(Text(self._line(progress, now_s)))
-        elif now_s - self._printed_s >= LINE_EVERY_S:
+        if now_s - self._printed_s >= LINE_EVERY_S:
             self._printed_s = now_s
             self.say(self._line(progress, now_s))
 
     def say(self, line: str) -> None:
-        """Print a line that stays."""
-        self._console.print(Text(line), soft_wrap=True)
+        print("".join(c if c.isprintable() else " " for c in line), file=sys.stderr, flush=True)
 
     def _line(self, progress: Progress, now_s: float) -> str:
         elapsed_s = max(now_s - self._started_s, 1e-9)
@@ -270,3 +340,8 @@ class LoadProgress:
         rate = f"  {progress.tokens / elapsed_s:.0f} tokens/s" if progress.tokens else ""
         so_far = f"{self._label}: {ended}/{self._total} ended{failed}"
         return f"{so_far}  {progress.sent - progress.ended} in flight{rate}  {elapsed_s:.0f} s"
+
+
+def _abandon() -> None:
+    """Say that the process ends at once; safe within a signal handler."""
+    os.write(2, b"\nbaton: ended at once; nothing was written\n")

@@ -140,7 +140,6 @@ class Workload(msgspec.Struct, frozen=True):
     path: Annotated[
         str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
     ] = ""
-    trace_start_s: Annotated[float, about("skip the trace up to this time", "s", ge=0)] = 0.0
     time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
     spread_s: Annotated[
         float,

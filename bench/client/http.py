@@ -27,8 +27,6 @@ from baton.runtime.tls import client_context, trusting
 IDLE_LIMIT_S = 2.0
 SHUTDOWN_TIMEOUT_S = 0.004  # the longest wait from [DONE] to the end of the body before closing
 MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
-# More heads, chunk sizes and trailers than this without a byte of the body are not a response.
-MAX_OTHER_BYTES = 64 << 10
 # These errors mean that this machine had no resources left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
@@ -106,7 +104,6 @@ class Exchange:
         # collects no cycles.
         self._parser: httptools.HttpResponseParser | None = None
         self._read_s = 0.0  # the stamp of the read that is being parsed
-        self._num_other_bytes = 0
         self._is_stream = False
 
     def end(self, at_s: float, problem: Problem | None = None) -> None:
@@ -118,7 +115,6 @@ class Exchange:
     def feed(self, parser: httptools.HttpResponseParser, data: bytes, at_s: float) -> None:
         """Take in the bytes of one read; `parser` is the one that was made for this exchange."""
         self._read_s, self._parser = at_s, parser
-        self._num_other_bytes += len(data)
         try:
             parser.feed_data(data)
         except httptools.HttpParserCallbackError:
@@ -131,8 +127,6 @@ class Exchange:
                 self._refuse(hint if is_tls else f"the response is not HTTP/1.1: {error}")
         finally:
             self._parser = None
-        if self._num_other_bytes > MAX_OTHER_BYTES and not self.is_complete:
-            self._refuse("the response is not HTTP/1.1: its head or its chunks have no end")
 
     def lost(self, why: str, at_s: float) -> None:
         """Note that the connection is gone, which ends a body without a length."""
@@ -165,16 +159,10 @@ class Exchange:
             return
         self.status = status
         coding = headers.get("content-encoding", "identity").lower()
-        transfer = headers.get("transfer-encoding", "chunked").lower()
-        if self._parser.get_http_version() not in ("1.0", "1.1"):
-            self._refuse("the response is not HTTP/1.1")
-        elif coding != "identity":
+        if coding != "identity":
             self._refuse(f"the response is compressed ({coding}), which the request did not allow")
-        elif transfer != "chunked":
-            self._refuse(f"the response has the transfer encoding {transfer}")
 
     def on_body(self, piece: bytes) -> None:
-        self._num_other_bytes = 0
         if self.ended.done():
             return
         if self.first_byte_s is None:

@@ -30,7 +30,6 @@ class Probed(msgspec.Struct, frozen=True):
 
     model: str
     server: str  # the header `Server`
-    version: str  # empty if the server does not report it
     # The `FIELDS` that it accepts; the check of each length shows whether it obeys `ignore_eos`.
     gives: frozenset[str]
 
@@ -45,10 +44,9 @@ class _Named(msgspec.Struct):
 
 
 class _Page(msgspec.Struct):
-    """A list of models, or a version."""
+    """A list of models."""
 
     data: list[_Named] | None = None
-    version: str = ""
 
 
 def probe(target: Target, stop_fd: int | None = None) -> Probed:
@@ -89,10 +87,8 @@ async def _probe(target: Target) -> Probed:
         reader = tried.reader
         shown = {"usage": reader.usage is not None, "token_ids": bool(reader.token_ids)}
         gives = {name for name in accepted_fields if shown.get(name, True)}
-        root = session.base_path.removesuffix("/v1")
-        version = _page(await _exchange(session, target, "GET", root + "/version"))
         server = one_line(listed.headers.get("server", ""))
-        return Probed(model, server, one_line(version.version if version else ""), frozenset(gives))
+        return Probed(model, server, frozenset(gives))
 
 
 def accepted(target: Target) -> Vocabulary:

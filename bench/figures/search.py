@@ -7,8 +7,7 @@ rate is confirmed only if every one of these runs attains.
 import math
 import statistics
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Annotated, Literal, assert_never
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -37,15 +36,15 @@ class SearchOptions(msgspec.Struct, frozen=True):
     max_probes: Annotated[int, about("runs after which the search gives up", ge=1)] = 40
 
 
-class Purpose(StrEnum):
-    """Why a rate was run."""
-
-    UP = "up"
-    DOWN = "down"
-    BISECT = "bisect"
-    # The rate failed once, and a single bad run must not decide the server's limit.
-    RECHECK = "recheck"
-    CONFIRM = "confirm"
+Purpose = Literal["up", "down", "bisect", "recheck", "confirm"]
+Ending = Literal[
+    "running",
+    "found",
+    "never_attained",
+    "client_limit",  # the server holds what the client can send
+    "no_valid_run",
+    "probes_spent",
+]
 
 
 class Probe(msgspec.Struct, frozen=True):
@@ -58,19 +57,10 @@ class Probe(msgspec.Struct, frozen=True):
     rate: float
     attainment: float
     is_valid: bool
-    purpose: Purpose = Purpose.UP
+    purpose: Purpose = "up"
     is_saturated: bool = False
     is_broken: bool = False
     offered_rate: float | None = None  # drawn arrivals never have quite the rate
-
-
-class Ending(StrEnum):
-    RUNNING = "running"
-    FOUND = "found"
-    NEVER_ATTAINED = "never_attained"
-    CLIENT_LIMIT = "client_limit"  # the server holds what the client can send
-    NO_VALID_RUN = "no_valid_run"
-    PROBES_SPENT = "probes_spent"
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -106,13 +96,13 @@ class RateSearch:
     probes: list[Probe] = field(default_factory=list)
     _known: dict[float, _Rate] = field(default_factory=dict)
     _next: tuple[float, Purpose] | None = None
-    _ending: Ending = Ending.RUNNING
+    _ending: Ending = "running"
 
     def __post_init__(self) -> None:
         least, start = self.options.min_rate, self.options.start_rate
         if not least <= start < math.inf:
             raise ConfigError(f"--start-rate {start:g} must not be below --min-rate {least:g}")
-        self._next = (start, Purpose.UP)
+        self._next = (start, "up")
 
     def next_rate(self) -> float | None:
         """Return the rate to run next, or None once the search has ended, without side effects."""
@@ -135,26 +125,26 @@ class RateSearch:
             is_good = is_good and not probe.is_saturated and not probe.is_broken
             # If the rate attained before, this failure is already the second result.
             was_held = known.verdict == "held"
-            known.is_rechecked |= purpose is Purpose.RECHECK or (was_held and not is_good)
+            known.is_rechecked |= purpose == "recheck" or (was_held and not is_good)
             known.verdict = "held" if is_good else "failed"
-            known.num_confirmed += is_good and purpose is Purpose.CONFIRM
+            known.num_confirmed += is_good and purpose == "confirm"
         elif known.num_invalid >= MAX_INVALID:
             known.is_rechecked = True
             known.verdict = "failed" if known.verdict == "failed" else "unreachable"
         if probe.is_valid or known.num_invalid >= MAX_INVALID:
             self._next = self._choose()
         if self._next is not None and len(self.probes) >= self.options.max_probes:
-            self._next, self._ending = None, Ending.PROBES_SPENT
+            self._next, self._ending = None, "probes_spent"
 
     def result(self) -> Found:
         """Return the result, or the state of the search so far."""
         low, high = self._low(), self._high()
-        has_rate = self._ending in (Ending.FOUND, Ending.CLIENT_LIMIT)
+        has_rate = self._ending in ("found", "client_limit")
         confirmed, line = has_rate and self._is_confirmed(), self._line(low, high)
         offered = [
             probe.offered_rate
             for probe in self.probes
-            if probe.rate == low and probe.purpose is Purpose.CONFIRM and probe.is_valid
+            if probe.rate == low and probe.purpose == "confirm" and probe.is_valid
             if probe.offered_rate is not None
         ]
         median = statistics.median(offered) if confirmed and offered else None
@@ -169,19 +159,20 @@ class RateSearch:
         if low is None:
             assert high is not None, "a rate was run and either attained or did not"
             if high > self.options.min_rate:
-                return max(_rounded(high / 2), self.options.min_rate), Purpose.DOWN
+                return max(_rounded(high / 2), self.options.min_rate), "down"
             has_failed = self._has_failed(high)
-            self._ending = Ending.NEVER_ATTAINED if has_failed else Ending.NO_VALID_RUN
+            self._ending = "never_attained" if has_failed else "no_valid_run"
             return None
         if high is None:
-            return _rounded(2 * low), Purpose.UP
+            return _rounded(2 * low), "up"
         if high > low * (1 + self.options.tolerance):
-            return _rounded(math.sqrt(low * high)), Purpose.BISECT
+            return _rounded(math.sqrt(low * high)), "bisect"
         if self._has_failed(high) and not self._known[high].is_rechecked:
-            return high, Purpose.RECHECK
+            # A single bad run must not decide the server's limit.
+            return high, "recheck"
         if not self._is_confirmed():
-            return low, Purpose.CONFIRM
-        self._ending = Ending.FOUND if self._has_failed(high) else Ending.CLIENT_LIMIT
+            return low, "confirm"
+        self._ending = "found" if self._has_failed(high) else "client_limit"
         return None
 
     def _high(self) -> float | None:
@@ -204,29 +195,23 @@ class RateSearch:
         goal = f"attainment of {self.options.attainment:.0%}"
         held = "no rate" if low is None else f"{low:g}/s"
         above = "" if high is None else f"{high:g}/s"
-        failed = [f"{rate:g}/s" for rate in sorted(self._known) if self._has_failed(rate)]
-        match self._ending:
-            case Ending.FOUND:
-                runs = f"confirmed by {self.options.confirmations} runs"
-                return f"{held} holds an {goal}, {runs}; {above} does not"
-            case Ending.NEVER_ATTAINED if all(probe.is_broken for probe in self.probes):
+        if self._ending == "found":
+            runs = f"confirmed by {self.options.confirmations} runs"
+            return f"{held} holds an {goal}, {runs}; {above} does not"
+        if self._ending == "never_attained":
+            if all(probe.is_broken for probe in self.probes):
                 return f"no run was valid, down to {above}, and that is the server's fault"
-            case Ending.NEVER_ATTAINED:
-                return f"not even {above} holds an {goal}: the bounds are out of reach"
-            case Ending.CLIENT_LIMIT:
-                return (
-                    f"{held} holds an {goal}, and this client cannot send {above}: the server's "
-                    "limit is higher; give the client more processes or a machine of its own"
-                )
-            case Ending.NO_VALID_RUN:
-                known = f", and {failed[0]} does not hold an {goal}" if failed else ""
-                return f"no run at {above} was valid{known}: the client cannot measure here"
-            case Ending.PROBES_SPENT | Ending.RUNNING:
-                spent = f"no result within {self.options.max_probes} runs"
-                why = spent if self._ending is Ending.PROBES_SPENT else "the search has not ended"
-                return f"{why}; {held} is the best that was seen, unconfirmed"
-            case _:
-                assert_never(self._ending)
+            return f"not even {above} holds an {goal}: the bounds are out of reach"
+        if self._ending == "client_limit":
+            return (
+                f"{held} holds an {goal}, and this client cannot send {above}: the server's "
+                "limit is higher; give the client more processes or a machine of its own"
+            )
+        if self._ending == "no_valid_run":
+            return f"no run at {above} was valid: the client cannot measure here"
+        spent = f"no result within {self.options.max_probes} runs"
+        why = spent if self._ending == "probes_spent" else "the search has not ended"
+        return f"{why}; {held} is the best that was seen, unconfirmed"
 
 
 def _rounded(rate: float) -> float:

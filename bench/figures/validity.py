@@ -108,9 +108,6 @@ def _unlike_the_settings(case: Case, summary: Summary) -> Iterator[Problem]:
     is_new = workload.workload in ("tokens", "text", "chat") and not workload.shared_prefix
     if is_new and (summary.cached_share or 0.0) > MAX_CACHED_SHARE:
         yield warning(CACHED)
-    num_planned = sum(not one.warm_up for one in plan.requests)
-    if num_planned < case.concurrency:
-        yield warning(f"{num_planned} requests cannot keep {case.concurrency} clients busy")
     # Drawn arrivals may be far from the rate that was asked for.
     wanted, drawn = plan.offered_rate, plan.realised.rate if plan.realised else None
     if wanted and drawn is not None and abs(drawn / wanted - 1) > MAX_OFF_RATE:
@@ -163,7 +160,16 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
         yield invalid(
             f"{missing} of {len(measured)} planned requests have no record: the load was cut short"
         )
-    yield from _lag(result, summary, measured)
+    gate_ms, lag_ms = lag_gate_ms(summary), summary.lag.p99
+    if all(one.at_s is None for one in measured):  # in a closed loop nothing is sent late
+        late_ms = 1e3 * max((client.max_loop_lag_s for client in result.clients), default=0.0)
+        if late_ms > gate_ms:
+            yield warning(f"the client's event loop was late by up to {late_ms:.1f} ms")
+    elif lag_ms > gate_ms:
+        yield invalid(
+            f"the client sent late: lag p99 is {lag_ms:.1f} ms, over {gate_ms:.1f} ms "
+            "(max(5 ms, 1 % of TTFT p50)); use more --processes or a machine of its own"
+        )
     # A load that ends with a long wait is idle on average, and may have been busy all the same.
     clients = [one for one in result.clients if one.wall_s > 0]
     used = [max(one.cpu_s / one.wall_s, one.busiest_cpu) for one in clients]
@@ -181,22 +187,6 @@ def _client(result: LoadResult, summary: Summary, planned: Sequence[Planned]) ->
         rates = [(len(sent) - 1) / over_s for over_s in (spread_s, wanted_s)]
         of = " of ".join(f"{rate:,.0f}" if rate >= 1000 else f"{rate:.4g}" for rate in rates)
         yield invalid(f"the client could not reach the rate: it sent {of} /s; use more --processes")
-
-
-def _lag(result: LoadResult, summary: Summary, measured: Sequence[Planned]) -> Iterator[Problem]:
-    gate_ms, lag_ms = lag_gate_ms(summary), summary.lag.p99
-    if all(one.at_s is None for one in measured):
-        late_ms = 1e3 * max((client.max_loop_lag_s for client in result.clients), default=0.0)
-        if late_ms > gate_ms:
-            yield warning(
-                "in a closed loop nothing is sent late, so lag cannot judge the client; its event "
-                f"loop was late by up to {late_ms:.1f} ms"
-            )
-    elif lag_ms > gate_ms:
-        yield invalid(
-            f"the client sent late: lag p99 is {lag_ms:.1f} ms, over {gate_ms:.1f} ms "
-            "(max(5 ms, 1 % of TTFT p50)); use more --processes or a machine of its own"
-        )
 
 
 def _responses(records: Sequence[Record], planned: Sequence[Planned]) -> Iterator[Problem]:

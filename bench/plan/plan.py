@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.figures.metrics import Window, distribution
+from baton.bench.figures.metrics import Window
 from baton.bench.plan.prompts import DrawnSource, Draws
 from baton.bench.plan.traces import FileSource, TraceSource
 from baton.bench.records import Planned
@@ -271,8 +271,7 @@ def make_plan(
         msgspec.structs.replace(one, index=index, at_s=at_s, warm_up=is_warm_up)
         for index, (at_s, is_warm_up, one) in enumerate(drawn)
     ]
-    notes = [*source.notes(num), *outline.notes, *_length_notes(requests[warm_up:])]
-    notes.append(f"seed {workload.seed}")
+    notes = [*source.notes(num), *outline.notes, f"seed {workload.seed}"]
     return msgspec.structs.replace(outline, requests=requests, notes=notes)
 
 
@@ -340,16 +339,3 @@ def _warm_up_times(warm_up: int, outline: Plan) -> list[float | None]:
     rate = outline.realised.rate
     spacing_s = WARM_UP_SPACING_S if rate is None else min(WARM_UP_SPACING_S, 1 / rate)
     return [-SETTLE_S - spacing_s * (warm_up - 1 - place) for place in range(warm_up)]
-
-
-def _length_notes(requests: Sequence[Planned]) -> list[str]:
-    """Return notes on the actual lengths, if they differ."""
-    sides = {
-        "outputs": [request.output_tokens for request in requests],
-        "prompts": [len(request.prompt_ids) for request in requests if request.prompt_ids],
-    }
-    return [
-        f"{side}, tokens: mean {one.mean:.5g}, p50 {one.p50:g}, p99 {one.p99:g}, max {one.max:g}"
-        for side, lengths in sides.items()
-        if len(set(lengths)) > 1 and (one := distribution(lengths)) is not None
-    ]

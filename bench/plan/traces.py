@@ -5,7 +5,6 @@ text. A row that cannot be read is an error with its line number, and never skip
 spreads, scales and clamps a trace as the settings say, and notes count the changes.
 """
 
-import collections
 import gzip
 import itertools
 import lzma
@@ -181,15 +180,12 @@ class Replay:
 
 
 def replay(rows: Sequence[TraceRow], options: Workload) -> Replay:
-    """Cut the rows before `trace_start_s`, then scale and clamp the others."""
+    """Spread, scale and clamp the rows."""
     spread = _spread(rows, options.spread_s) if options.spread_s else rows
-    chosen = [row for row in spread if row.at_s >= options.trace_start_s]
-    if not chosen:
-        raise ConfigError(f"the trace has no rows from {options.trace_start_s:g} s on")
     block_tokens = max(1, round(BLOCK_TOKENS * options.length_scale))
     played = Replay([], [], block_tokens)
-    for row in chosen:
-        at_s = (row.at_s - chosen[0].at_s) * options.time_scale
+    for row in spread:
+        at_s = row.at_s * options.time_scale
         inputs, outputs = _scaled(row, options.length_scale, block_tokens)
         fits = min(inputs, options.max_input or inputs), min(outputs, options.max_output or outputs)
         hash_ids = row.hash_ids[: math.ceil(fits[0] / block_tokens)]
@@ -223,35 +219,18 @@ def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
 
 
 def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
-    """Return notes on what the settings did to the first `count` rows."""
+    """Return notes on what the settings did to the first `num_arrivals` rows."""
     rows, notes = played.rows[:num_arrivals], []
     if any(row.hash_ids for row in rows):
         scale = played.block_tokens / BLOCK_TOKENS
         scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
         notes.append(f"equal hash ids are equal blocks of {played.block_tokens} tokens{scaled}")
-        share = repeated_share(rows, played.block_tokens)
-        notes.append(f"{share:.1%} of input tokens repeat the start of an earlier prompt")
-    counts = collections.Counter(row.at_s for row in rows)
-    shared = sum(count for count in counts.values() if count > 1)
-    if not options.spread_s and shared > len(rows) / 2:
-        notes.append(f"{shared} of {len(rows)} rows share a stamp: as recorded they are bursts")
     sides = ("inputs", options.max_input), ("outputs", options.max_output)
     for place, (side, limit) in enumerate(sides):
         if clamped := sum(marks[place] for marks in played.clamped[:num_arrivals]):
             bound = f"1 to {limit}" if limit else "1 or more"
             notes.append(f"{clamped} of {len(rows)} {side} were clamped to {bound} tokens")
     return notes
-
-
-def repeated_share(rows: Sequence[TraceRow], block_tokens: int) -> float:
-    """Return the share of input tokens that a prefix cache without end would hold."""
-    seen: set[int] = set()
-    repeated = 0
-    for row in rows:
-        known = list(itertools.takewhile(seen.__contains__, row.hash_ids))
-        repeated += min(len(known) * block_tokens, row.input_tokens)
-        seen.update(row.hash_ids)
-    return repeated / sum(row.input_tokens for row in rows)
 
 
 class TraceSource:
@@ -317,9 +296,8 @@ class FileSource:
             return Planned(0, None, outputs, prompt_ids=ids)
         text = row.prompt or " ".join(message.content for message in row.messages)
         words = written(self._draws.prompt(key, max(1, len(text.split())), WORD_PLACES))
-        if row.prompt:
-            return Planned(0, None, outputs, prompt=words)
-        return Planned(0, None, outputs, messages=(Message("user", words),))
+        messages = (Message("user", words),) if row.messages else ()
+        return Planned(0, None, outputs, prompt="" if messages else words, messages=messages)
 
     def _row(self, place: int, kind: int) -> tuple[PromptRow, int]:
         row = self._rows[place % len(self._rows)]

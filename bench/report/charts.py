@@ -1,4 +1,4 @@
-"""The charts of a report: distributions of times, requests over time, and results by rate.
+"""The charts of a report: distributions of times, and results by rate.
 
 Each chart is one inline SVG whose colours are classes of the page's style. A chart without records
 is left out.
@@ -12,15 +12,12 @@ from statistics import median
 
 import numpy as np
 
-from baton.bench.figures.metrics import DEFINITIONS, Bounds, gaps_ms, measure, meets
-from baton.bench.figures.paired import Floats
+from baton.bench.figures.metrics import DEFINITIONS, Bounds, Floats, gaps_ms, measure
 from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Report, Run
 
 MAX_CURVES = 8
-MAX_BINS = 240  # of a run over time
 MAX_LABEL = 40  # characters
-SKEWED = 12  # times the median: beyond it a linear axis squeezes most values into a corner
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 628.0, 22.0, 256.0  # of the frame
 MAX_TICKS = 6
@@ -46,7 +43,6 @@ class Chart:
     y_label: str
     curves: list[Curve]
     marks: tuple[tuple[float, str], ...] = ()  # vertical lines: x and label
-    log_x: bool = False
     is_share: bool = False  # y is a share, and its axis ends at 100 %
 
     def svg(self) -> str:
@@ -56,12 +52,10 @@ class Chart:
         low, high = float(xs.min()), max(float(xs.max()), 1e-9)
         # A mark far beyond the values would squeeze them into a corner.
         high = max(high, *(at for at, _ in self.marks if at <= 3 * high), low * 1.001)
-        if self.log_x:
-            low = max(low, high / 1e5)
-        elif low < 0.4 * high:
+        if low < 0.4 * high:
             low = 0.0
         top = 1.0 if self.is_share else 1.05 * float(ys.max(initial=0.0)) or 1.0
-        x, y = _Axis(low, high, LEFT, RIGHT, self.log_x), _Axis(0.0, top, BOTTOM, TOP)
+        x, y = _Axis(low, high, LEFT, RIGHT), _Axis(0.0, top, BOTTOM, TOP)
         grid = "".join(f"M{LEFT} {y.at(value):.1f}H{RIGHT}" for value in y.ticks())
         grid += "".join(f"M{x.at(value):.1f} {TOP}V{BOTTOM}" for value in x.ticks())
         rows = [(y.at(v), f"{100 * v:g} %" if self.is_share else f"{v:,g}") for v in y.ticks()]
@@ -91,24 +85,18 @@ class _Axis:
     high: float
     begin: float
     end: float
-    is_log: bool = False
 
     def at(self, value: float) -> float:
-        scaled = [self.low, self.high, min(max(value, self.low), self.high)]
-        low, high, place = map(math.log, scaled) if self.is_log else scaled
-        return self.begin + (self.end - self.begin) * (place - low) / (high - low)
+        place = min(max(value, self.low), self.high)
+        return self.begin + (self.end - self.begin) * (place - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
         """Return a few round numbers of the axis."""
-        if self.is_log and self.high > 10 * self.low:
-            steps = (1, 2, 5) if self.high < 1000 * self.low else (1,)
-            found = [step * 10.0**ten for ten in range(-6, 9) for step in steps]
-        else:
-            rough = (self.high - self.low) / MAX_TICKS
-            ten = 10.0 ** math.floor(math.log10(rough))
-            step = next(size * ten for size in (1, 2, 5, 10) if size * ten >= rough)
-            first = math.ceil(self.low / step)
-            found = [float(f"{place * step:.6g}") for place in range(first, first + 2 * MAX_TICKS)]
+        rough = (self.high - self.low) / MAX_TICKS
+        ten = 10.0 ** math.floor(math.log10(rough))
+        step = next(size * ten for size in (1, 2, 5, 10) if size * ten >= rough)
+        first = math.ceil(self.low / step)
+        found = [float(f"{place * step:.6g}") for place in range(first, first + 2 * MAX_TICKS)]
         return [value for value in found if self.low <= value <= self.high * (1 + 1e-9)]
 
 
@@ -131,9 +119,7 @@ def _text(x: float, y: float, text: str, anchor: str) -> str:
 
 def charts(report: Report) -> list[Chart]:
     """Return them in the order of the page."""
-    alone = [run for run in report.runs if len(report.runs) == 1 and run.measured]
-    over_time = [_over_time(run, report.bounds) for run in alone]
-    return [*_against_rate(report), *_distributions(report), *over_time]
+    return [*_against_rate(report), *_distributions(report)]
 
 
 def groups(report: Report) -> dict[str, list[Record]]:
@@ -164,14 +150,10 @@ def _distributions(report: Report) -> Iterator[Chart]:
             if len(x)
         ]  # fmt: skip
         if curves:
-            every = np.concatenate([curve.x for curve in curves])
-            is_skewed = float(every.max()) > SKEWED * float(np.median(every)) > 0
             marks = () if bound_ms is None else ((bound_ms, f"bound {bound_ms:g} ms"),)
             caption = f"{name.upper()}: {DEFINITIONS[name]}."
-            if len(found) == MAX_CURVES:
-                caption += f" At most {MAX_CURVES} of the runs are shown."
             x_label = f"{name.upper()}, ms"
-            yield Chart(title, caption, x_label, "share", curves, marks, is_skewed, is_share=True)
+            yield Chart(title, caption, x_label, "share", curves, marks, is_share=True)
 
 
 def _times_ms(name: str, records: list[Record]) -> Floats:
@@ -179,30 +161,6 @@ def _times_ms(name: str, records: list[Record]) -> Floats:
         return gaps_ms(records)[1]
     times = [getattr(measure(record), f"{name}_ms") for record in records]
     return np.array([time_ms for time_ms in times if time_ms is not None], np.float64)
-
-
-def _over_time(run: Run, bounds: Bounds | None) -> Chart:
-    """Draw arrivals per second by their outcome."""
-    start_s = math.floor(run.measured[0].intended_s)
-    took_s = max(record.end_s for record in run.measured) - start_s
-    bin_s = max(1, math.ceil(took_s / MAX_BINS))
-    edges_s = start_s + bin_s * np.arange(max(1, math.ceil(took_s / bin_s)) + 1, dtype=np.float64)
-    good = "met all bounds" if bounds else "answered"
-    hues = {good: "c0", "answered, missed a bound": "c1", "failed": "bad"}
-    at_s: dict[str, list[float]] = {kind: [] for kind in hues}
-    for record in run.measured:
-        is_answered = record.outcome is Outcome.ANSWERED
-        is_good = is_answered and (bounds is None or meets(record, bounds))
-        kind = good if is_good else "answered, missed a bound" if is_answered else "failed"
-        at_s[kind].append(record.intended_s)
-    rates = {kind: np.histogram(found, edges_s)[0] / bin_s for kind, found in at_s.items() if found}
-    curves = [
-        Curve(kind, edges_s, np.append(rate[:1], rate), hues[kind], is_steps=True)
-        for kind, rate in rates.items()
-    ]
-    caption = f"Bins of {bin_s} s. A request counts where it arrived."
-    title = f"Requests over time, {_short(run.label)}"
-    return Chart(title, caption, "seconds from the start of the schedule", "arrivals/s", curves)
 
 
 def _against_rate(report: Report) -> Iterator[Chart]:

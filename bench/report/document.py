@@ -12,17 +12,14 @@ from typing import Literal
 
 import msgspec
 
-from baton.bench.figures.metrics import DEFINITIONS, Bounds, Summary, counted
-from baton.bench.figures.paired import Ratio
+from baton.bench.figures.metrics import DEFINITIONS, Bounds, Ratio, Summary, counted
 from baton.bench.figures.search import Found
 from baton.bench.figures.validity import Problem, is_valid
 from baton.bench.records import ClientProcess, Record
 from baton.bench.report.provenance import Provenance
 from baton.protocol.errors import ConfigError
 
-SCHEMA = "baton.bench/1"
 NARROW = 24  # characters of a cell that still reads as a number
-UNKNOWN = "not said"  # the value of a setting that an arm of a comparison does not report
 WITHHELD = "(withheld)"
 SHORTEST_KEY = 4  # a shorter API key would match inside other words
 _NAMES = r"api[-_]?key|authorization|passw(?:or)?d|secret|token"
@@ -50,17 +47,12 @@ class Run(msgspec.Struct, kw_only=True):
     records: list[Record] = []
 
     @property
-    def measured(self) -> list[Record]:
-        """Return the records that can count, by intended time: no warm-up, nothing stopped."""
-        return counted(self.records, None)
-
-    @property
     def counted(self) -> list[Record]:
-        """Return the measured records that the summary is about."""
-        if len(self.measured) == self.summary.num_requests:
-            # Including a request that ended on arrival, at the end of the window.
-            return self.measured
-        return counted(self.records, self.summary.window)
+        """Return the records that the summary is about."""
+        every = counted(self.records, None)
+        # Without a window, that includes the request that arrived last.
+        is_whole = len(every) == self.summary.num_requests
+        return every if is_whole else counted(self.records, self.summary.window)
 
     @property
     def invalid(self) -> bool:
@@ -75,20 +67,6 @@ class Compared(msgspec.Struct):
     better: Literal["lower", "higher"]
     medians: dict[str, float]  # by arm, in the order of the command line
     ratios: dict[str, Ratio]  # by arm, without the first
-
-
-class Parity(msgspec.Struct):
-    """A setting that all arms should share, and the value of each arm."""
-
-    name: str
-    values: dict[str, str]  # by arm
-
-    @property
-    def same(self) -> Literal["yes", "NO", "not known"]:
-        known = set(self.values.values()) - {UNKNOWN}
-        if len(known) > 1:
-            return "NO"
-        return "not known" if UNKNOWN in self.values.values() else "yes"
 
 
 class Table(msgspec.Struct):
@@ -113,7 +91,7 @@ class Table(msgspec.Struct):
 class Report(msgspec.Struct, kw_only=True):
     """Everything about one `baton bench` command. `settings` are flat, for reading."""
 
-    schema: str = SCHEMA
+    schema: Literal["baton.bench/1"] = "baton.bench/1"
     command: str  # "run", "sweep", ...
     title: str
     provenance: Provenance
@@ -124,7 +102,6 @@ class Report(msgspec.Struct, kw_only=True):
     runs: list[Run] = []
     search: Found | None = None
     comparison: list[Compared] = []
-    parity: list[Parity] = []
     notes: list[str] = []
 
     @property
@@ -148,10 +125,6 @@ class Report(msgspec.Struct, kw_only=True):
         return "INVALID: these figures are not the server's and must not be used"
 
 
-class _Head(msgspec.Struct):
-    schema: str = ""
-
-
 def write_json(report: Report, path: Path) -> None:
     """Write every bit of every number, so that `read_json` gives back an equal report."""
     path.write_bytes(msgspec.json.encode(report) + b"\n")
@@ -160,17 +133,12 @@ def write_json(report: Report, path: Path) -> None:
 def read_json(path: Path) -> Report:
     """Raise `ConfigError` for a file that is not a report of this schema."""
     try:
-        content = path.read_bytes()
-        schema = msgspec.json.decode(content, type=_Head).schema
-        if schema == SCHEMA:
-            return msgspec.json.decode(content, type=Report)
+        return msgspec.json.decode(path.read_bytes(), type=Report)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"{path} is not a report of baton bench, or it is damaged: {error}"
-        ) from error
-    raise ConfigError(f"{path} has schema {schema!r}; this baton reads {SCHEMA!r}")
+        text = f"{path} is not a report of this version of baton bench, or damaged: {error}"
+        raise ConfigError(text) from error
 
 
 def flat_settings(settings: object) -> dict[str, str]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from baton.bench.records import Outcome
 from baton.bench.report.charts import charts
 from baton.bench.report.document import (
     Report,
@@ -26,10 +25,6 @@ from baton.bench.settings import ReportAgainSettings, Settings
 from baton.protocol.errors import ConfigError
 
 REPORT, PAGE = "report.json", "report.html"
-UNTOLD = (
-    "the server does not report how much of the prompts it had cached: TTFT is too good if it got "
-    "these prompts before, by this --seed or from this file"
-)
 
 
 def begin(command: str, settings: Settings) -> Report:
@@ -48,11 +43,6 @@ def begin(command: str, settings: Settings) -> Report:
 def finish(report: Report, folder: str, api_key: str = "") -> int:
     """Show and write the report, without `api_key`; return 0 if its figures may be used, else 1."""
     report.provenance = complete(report.provenance)
-    answered = [run for run in report.runs if run.summary.outcomes.get(Outcome.ANSWERED)]
-    silent = dict.fromkeys(run.arm for run in answered if run.summary.cached_share is None)
-    if silent:  # vLLM reports it only if it is configured to
-        arms = ", ".join(filter(None, silent))
-        report.notes.append(f"{arms}: {UNTOLD}" if arms else UNTOLD)
     return _give(report, Path(folder) if folder else None, api_key)
 
 

@@ -9,19 +9,17 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from statistics import median
 
 import msgspec
 from rich.console import Console
 from rich.table import Table as Grid
 from rich.text import Text
 
-from baton.bench.figures.metrics import Distribution, figures_of, unit_of
-from baton.bench.figures.paired import MIN_ROUNDS
+from baton.bench.figures.metrics import MIN_ROUNDS, Distribution
 from baton.bench.report.document import Compared, Report, Run, Table, flat_settings
 
 LATENCIES = ("ttft", "tpot", "itl", "gap_max", "e2e", "lag")
-FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent", "e2e_from_sent")
+FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent")
 # Fields of a summary, with their units.
 TOTALS = {
     "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
@@ -49,8 +47,6 @@ def sections(report: Report) -> list[Section]:
     found = [
         _search(report),
         _comparison(report),
-        _parity(report),
-        _spread(report),
         *_overview(report),
         *(_run(run, folded=len(report.runs) > 1) for run in report.runs),
         Section("Notes", report.notes, []),
@@ -105,24 +101,12 @@ def _comparison(report: Report) -> Section:
         for row in report.comparison
     ]  # fmt: skip
     caption = (
-        "Medians of the rounds. A ratio is the median of the ratios within each round, which the "
-        "next table has: it need not be the ratio of the two medians, which may lie in different "
-        "rounds. The 95 % interval ends at two of these ratios; with fewer than "
-        f"{MIN_ROUNDS} rounds it is their range. * no difference was shown: the interval includes "
-        "1, or there were too few rounds. Each interval misses by chance in up to 5 of 100 "
-        "comparisons: a difference in one figure alone may be none."
+        "Medians of the rounds. A ratio is the median of the ratios within each round, with its "
+        f"95 % interval; with fewer than {MIN_ROUNDS} rounds it is their range. * no difference "
+        "was shown: the interval includes 1, or there were too few rounds. Each interval misses by "
+        "chance in up to 5 of 100 comparisons: a difference in one figure alone may be none."
     )
-    by_round = [
-        [f"{row.name}, {arm}", *(f"{ratio:.3f}" for ratio in row.ratios[arm].each)]
-        for arm in others
-        for row in report.comparison
-        if row.ratios[arm].each  # reports of earlier versions have none
-    ]
-    places = (f"{place}." for place, _ in enumerate(by_round[0][1:] if by_round else [], start=1))
-    ratios = Table(
-        f"Ratios to {first} of each round that is compared", ["figure", *places], by_round
-    )
-    return Section("Comparison", [], [Table("", columns, rows, caption), ratios])
+    return Section("Comparison", [], [Table("", columns, rows, caption)])
 
 
 def _ratio(row: Compared, arm: str) -> str:
@@ -131,16 +115,8 @@ def _ratio(row: Compared, arm: str) -> str:
     return ends if ratio.is_conclusive else f"{ends} *"
 
 
-def _parity(report: Report) -> Section:
-    if not report.parity:
-        return Section("", [], [])
-    rows = [[setting.name, *setting.values.values(), setting.same] for setting in report.parity]
-    columns = ["setting", *report.parity[0].values, "same"]
-    return Section("Flag parity", [], [Table("", columns, rows)])
-
-
 def _overview(report: Report) -> Iterator[Section]:
-    """Return a row per run, where there are several, and the problems that most of them have."""
+    """Return a row per run, where there are several, and their problems."""
     if len(report.runs) < 2:
         return
     rows = [_overview_row(run) for run in report.runs]
@@ -151,9 +127,7 @@ def _overview(report: Report) -> Iterator[Section]:
     found = [(run, problem) for run in report.runs for problem in run.problems]
     lines = [form.format(run.label, one.text) for run, one in found if one.is_invalid]
     shared = Counter(problem.text for _, problem in found if not problem.is_invalid)
-    for text, count in shared.items():
-        if 2 * count >= len(report.runs):
-            lines.append(f"WARNING: {count} of {len(report.runs)} runs: {text}")
+    lines += [f"WARNING: {text} (runs: {count})" for text, count in shared.items()]
     yield Section("Runs", lines, [table])
 
 
@@ -174,21 +148,6 @@ def _overview_row(run: Run) -> dict[str, str]:
         "failed": f"{summary.num_requests - summary.outcomes.get('answered', 0):,}",
         "valid": "INVALID" if run.invalid else "warnings" if run.problems else "yes",
     }
-
-
-def _spread(report: Report) -> Section:
-    """Return the medians of the figures of a load that ran several times, and their spread."""
-    figures = [figures_of(run.summary) for run in report.runs if report.command == "run"]
-    rows = [
-        [
-            name,
-            *(quantity(one, unit_of(name)) for one in (median(values), min(values), max(values))),
-        ]
-        for name in (figures[0] if len(figures) > 1 else ())
-        if all(values := [one[name] for one in figures])
-    ]
-    table = Table("", ["figure", "median", "lowest", "highest"], rows)
-    return Section("Over the runs", [], [table])
 
 
 def _run(run: Run, *, folded: bool) -> Section:

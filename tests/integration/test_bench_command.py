@@ -122,7 +122,7 @@ def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_p
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)
     done = bench(*words, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "WARNING: the arms differ in quantization (a: fp8, b: none)" in done.stdout
+    assert "a was started with: --quantization fp8 --threads 1" in done.stdout
     report = read_json(tmp_path / "report" / "report.json")
     assert [run.round for run in report.runs] == [1, 1, 2, 2]
     tokens = {

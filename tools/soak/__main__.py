@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from baton.bench.figures.paired import nearest_rank
+from baton.bench.figures.metrics import nearest_rank
 from baton.bench.report.provenance import Provenance, collect, complete
 from baton.deploy.demo_model import CHECKPOINT
 from baton.protocol.config import (

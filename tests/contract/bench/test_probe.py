@@ -62,7 +62,6 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
     assert probed == Probed(
         model=MODEL,
         server="scripted",
-        version="",
         gives=frozenset({"usage", "ignore_eos", "token_ids"}),
     )
     fitted = probed.fit(target)

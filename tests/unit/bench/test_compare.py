@@ -1,17 +1,11 @@
-"""Comparisons: arms, how they were started, paired rounds, and what must be said of them."""
+"""Comparisons: arms, how they were started, and paired rounds."""
+
+from pathlib import Path
 
 import msgspec
 import pytest
 
-from baton.bench.compare import (
-    arms_of,
-    contrast,
-    facts_of,
-    flags_of,
-    parity,
-    warnings,
-    whole_rounds,
-)
+from baton.bench.compare import arms_of, contrast, flags_of, whole_rounds
 from baton.bench.figures.validity import invalid
 from baton.bench.report.document import Report, Run
 from baton.bench.settings import Target
@@ -73,42 +67,13 @@ def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
     }
 
 
-def test_flags_are_for_an_arm_that_exists() -> None:
-    flags = flags_of(("a=--dtype half", "a=--threads 2"), ["a", "b"])
-    assert flags == {"a": {"dtype": "half", "threads": "2"}, "b": {}}
-    with pytest.raises(ConfigError, match="one of a, b"):
-        flags_of(("c=--tp 2",), ["a", "b"])
-
-
-# --- how they were started -----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "name", "value"),
-    [
-        ("vllm serve m --dtype bfloat16", "dtype", "bfloat16"),
-        ("vllm serve Qwen/Qwen3-8B --block-size 16", "block-size", "16"),
-        ("--set cache.block_size=32", "block-size", "32"),
-        ("OMP_NUM_THREADS=2 vllm serve m", "omp-num-threads", "2"),
-        ("engine:\n  threads: 4  # cores", "threads", "4"),
-        ("--enforce-eager", "enforce-eager", "true"),
-        ("a \\\n  --block-size 8", "block-size", "8"),
-        ('{"args": {"dtype": "bf16", "tp": 2}}', "dtype", "bf16"),
-        ('{"disable_cuda_graph": true, "x": 1}', "disable-cuda-graph", "true"),
-    ],
-)
-def test_a_setting_is_read_as_it_was_written(text: str, name: str, value: str) -> None:
-    assert facts_of(text)[name] == value
-
-
-def test_a_difference_is_a_warning_and_what_is_not_known_is_told_once() -> None:
-    flags = {"a": facts_of("--threads 1"), "b": facts_of("--threads 2 --dtype half")}
-    rows = parity(flags)
-    assert [row.same for row in rows] == ["NO", "not known"]
-    assert warnings(rows, ["a", "b"]) == [
-        "WARNING: the arms differ in threads (a: 1, b: 2)",
-        "--flags do not show dtype (a), quantization (a, b), block size (a, b), CUDA graphs (a, b)",
+def test_the_report_says_how_each_arm_was_started(tmp_path: Path) -> None:
+    (tmp_path / "b.yaml").write_text("engine:\n  threads: 2\n")
+    given = ("a=vllm serve m --dtype half", f"b={tmp_path}/b.yaml")
+    assert flags_of(given, ["a", "b"]) == [
+        "a was started with: vllm serve m --dtype half",
+        "b was started with: engine: threads: 2",
     ]
-    alike = "--dtype half --quantization none --block-size 1 --threads 1 --enforce-eager"
-    facts = facts_of(alike)
-    assert warnings(parity({"a": facts, "b": facts}), ["a", "b"]) == []
+    for wrong, said in (("c=--tp 2", "one of a, b"), ("a=no-such-file", "neither a file nor a")):
+        with pytest.raises(ConfigError, match=said):
+            flags_of((wrong,), ["a", "b"])

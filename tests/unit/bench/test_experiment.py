@@ -58,7 +58,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every request of an experiment is answered at once."""
 
     def connect(experiment: Experiment, target: Target) -> Server:
-        probed = Probed("m", "", "", frozenset({"usage", "ignore_eos"}))
+        probed = Probed("m", "", frozenset({"usage", "ignore_eos"}))
         return Server(probed.fit(target), experiment.settings.workload, probed)
 
     def measure(_: Experiment, case: Case, _target: Target) -> Run:

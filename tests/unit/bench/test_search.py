@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.bench.experiment import probe_of
 from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
-from baton.bench.loads import probe_of
 from baton.bench.records import Outcome
 from tests.support.bench_records import case_of, ended, run_of
 
@@ -45,10 +45,10 @@ BAD: dict[str, bool] = {"invalid": True}
 
 def test_it_doubles_bisects_rechecks_and_confirms() -> None:
     found = run(knee(5.0), SearchOptions(tolerance=0.2))
-    purposes = [probe.purpose.value for probe in found.probes]
+    purposes = [probe.purpose for probe in found.probes]
     assert purposes == ["up"] * 4 + ["bisect"] * 2 + ["recheck"] + ["confirm"] * 3
     assert [probe.rate for probe in found.probes[:6]] == [1, 2, 4, 8, 5.657, 4.757]
-    assert (found.ending, found.confirmed) == (Ending.FOUND, True)
+    assert (found.ending, found.confirmed) == ("found", True)
     assert (found.rate, found.failing_rate) == (4.757, 5.657)
     assert found.line == "4.757/s holds an attainment of 90%, confirmed by 3 runs; 5.657/s does not"
 
@@ -56,20 +56,20 @@ def test_it_doubles_bisects_rechecks_and_confirms() -> None:
 @pytest.mark.parametrize(
     ("curve", "options", "reach", "ending", "said"),
     [
-        (lambda _: 0.5, SearchOptions(min_rate=0.1), math.inf, Ending.NEVER_ATTAINED,
+        (lambda _: 0.5, SearchOptions(min_rate=0.1), math.inf, "never_attained",
          "not even 0.1/s holds an attainment of 90%"),
-        (knee(1000.0), SearchOptions(), 50.0, Ending.CLIENT_LIMIT, "this client cannot send"),
-        (knee(10.0), SearchOptions(), 0.0, Ending.NO_VALID_RUN, "the client cannot measure here"),
+        (knee(1000.0), SearchOptions(), 50.0, "client_limit", "this client cannot send"),
+        (knee(10.0), SearchOptions(), 0.0, "no_valid_run", "the client cannot measure here"),
     ],
 )  # fmt: skip
 def test_a_search_says_how_it_ended(
     curve: Curve, options: SearchOptions, reach: float, ending: Ending, said: str
 ) -> None:
     found = run(curve, options, reach)
-    assert found.ending is ending
+    assert found.ending == ending
     assert said in found.line
-    assert found.confirmed is (ending is Ending.CLIENT_LIMIT)
-    if ending is Ending.CLIENT_LIMIT:
+    assert found.confirmed is (ending == "client_limit")
+    if ending == "client_limit":
         # That the client cannot send a rate is no failure of the server.
         assert 45 <= (found.rate or 0.0) <= 50
         assert found.failing_rate is None
@@ -79,16 +79,16 @@ def test_a_search_says_how_it_ended(
     ("steps", "options", "next_rate", "purpose"),
     [
         # One invalid run is repeated, not believed.
-        ([(1.0, 0.0, BAD)], {}, 1.0, Purpose.UP),
-        ([(1.0, 0.0, BAD), (1.0, 1.0, {})], {}, 2.0, Purpose.UP),
+        ([(1.0, 0.0, BAD)], {}, 1.0, "up"),
+        ([(1.0, 0.0, BAD), (1.0, 1.0, {})], {}, 2.0, "up"),
         # A run that outran or broke the server is evidence, and does not attain.
-        ([(1.0, 1.0, {}), (2.0, 1.0, {"saturated": True})], {}, 1.414, Purpose.BISECT),
-        ([(1.0, 1.0, {}), (2.0, 1.0, {"broken": True})], {}, 1.414, Purpose.BISECT),
-        ([(4.0, 0.0, {})], {"start_rate": 4.0}, 2.0, Purpose.DOWN),
+        ([(1.0, 1.0, {}), (2.0, 1.0, {"saturated": True})], {}, 1.414, "bisect"),
+        ([(1.0, 1.0, {}), (2.0, 1.0, {"broken": True})], {}, 1.414, "bisect"),
+        ([(4.0, 0.0, {})], {"start_rate": 4.0}, 2.0, "down"),
         # A recheck that the client cannot repeat does not go on for ever.
-        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD)], {"tolerance": 1}, 2.0, Purpose.RECHECK),
+        ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD)], {"tolerance": 1}, 2.0, "recheck"),
         ([(1.0, 1.0, {}), (2.0, 0.0, {}), (2.0, 0.0, BAD), (2.0, 0.0, BAD)], {"tolerance": 1},
-         1.0, Purpose.CONFIRM),
+         1.0, "confirm"),
     ],
 )  # fmt: skip
 def test_each_run_decides_the_next_one(
@@ -97,7 +97,7 @@ def test_each_run_decides_the_next_one(
     search = observed(steps, **options)
     assert (search.next_rate(), search.purpose) == (next_rate, purpose)
     found = search.result()
-    assert (found.ending, found.confirmed) == (Ending.RUNNING, False)
+    assert (found.ending, found.confirmed) == ("running", False)
     assert found.line.startswith("the search has not ended; ")
     for probe, (_, _, flaws) in zip(search.probes, steps, strict=True):
         assert probe.is_saturated == ("saturated" in flaws)
@@ -116,10 +116,10 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
         start_rate=start, tolerance=tolerance, max_probes=1000, min_rate=0.001, confirmations=2
     )
     found = run(lambda rate: curve(rate) + dice.uniform(-noise, noise), options)
-    if found.ending is Ending.NEVER_ATTAINED:
+    if found.ending == "never_attained":
         assert curve(0.001) <= GOAL + noise
         return
-    assert (found.ending, found.confirmed) == (Ending.FOUND, True)
+    assert (found.ending, found.confirmed) == ("found", True)
     assert found.failing_rate <= found.rate * (1 + tolerance)
     # What was confirmed holds up to the noise, and the next rate does not.
     assert curve(found.rate) >= GOAL - noise
@@ -143,14 +143,14 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
     confirming = [
         probe
         for probe in found.probes
-        if probe.rate == found.rate and probe.is_valid and probe.purpose is Purpose.CONFIRM
+        if probe.rate == found.rate and probe.is_valid and probe.purpose == "confirm"
     ]
     if found.confirmed:
         assert len(confirming) == confirmations
         assert all(probe.attainment >= options.attainment for probe in confirming)
         assert not any(probe.is_saturated for probe in confirming)
     else:
-        assert found.ending in (Ending.PROBES_SPENT, Ending.NEVER_ATTAINED, Ending.NO_VALID_RUN)
+        assert found.ending in ("probes_spent", "never_attained", "no_valid_run")
 
 
 # --- runs of a search ----------------------------------------------------------------------------
