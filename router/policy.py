@@ -8,7 +8,7 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from itertools import chain
+from operator import itemgetter
 
 import msgspec
 
@@ -17,6 +17,7 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.outputs import Path
+from baton.router.pairs import Host, Hosts
 from baton.router.registry import Node, Registry, ReservedLoad
 from baton.router.request import Place, Placed
 
@@ -76,6 +77,14 @@ class CheapestPair:
         Nodes that are `kept` for other attempts count as full.
         """
         search = _PairSearch(registry, place, math.ceil(self._output_tokens), kept)
+        # Most nodes have room, and checking takes long. A choice with room is the best in any case.
+        decision = self._choose(now_s, search, place)
+        if decision is None or not decision.full:
+            return decision
+        search.checks_room = True
+        return self._choose(now_s, search, place)
+
+    def _choose(self, now_s: float, search: "_PairSearch", place: Place) -> Decision | None:
         if self._mode == "always":
             return search.local(search.local_candidates())
         near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it
@@ -111,6 +120,7 @@ class _PairSearch:
         self, registry: Registry, place: Place, growth: int, kept: Collection[NodeId]
     ) -> None:
         self._registry, self._place, self._kept = registry, place, kept
+        self.checks_room = False  # whether full nodes rank behind the others
         self._likely_tokens = _likely_tokens(place, growth)
         # Another sequence in the batch delays each step by about the time of a prompt token.
         self._slot_tokens = max(1, self._likely_tokens - place.num_tokens)
@@ -166,12 +176,12 @@ class _PairSearch:
 
         No attempt shares a node with a suspect while there is another node.
         """
-        avoid, num_tokens = self._place.avoid, self._place.num_tokens
+        avoid, num_tokens, checks_room = self._place.avoid, self._place.num_tokens, self.checks_room
         return [
             (
                 bool(avoid) and node.process in avoid,
                 node.num_suspects,
-                not self._has_room(node),
+                checks_room and not self._has_room(node),
                 wait + read * (num_tokens - has.get(node.node_id, 0)),
                 node.num_tokens,
                 node.node_id,
@@ -185,33 +195,43 @@ class _PairSearch:
         return node.node_id not in self._kept and node.has_room(num_blocks)
 
     def cheapest_pair(self, now_s: float, prefills: list[Candidate]) -> _Pair | None:
-        """Return the cheapest pair that works; None if none does."""
-        best = sorted(self._best_pairs(prefills), key=_pair_order)
-        for pair in chain(best, self.possible_pairs(prefills)):
-            allows = self._registry.pairs.allows(now_s, pair.prefill.process, pair.decode.process)
-            if allows and self._registry.can_pair(pair.prefill, pair.decode):
-                return pair
-        return None
+        """Return the cheapest pair that works; None if none does.
 
-    def _best_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
-        """Yield the best pair of all nodes and that of each host; one of them is the cheapest.
-
-        The costs of two nodes are independent, except for the path between them.
+        It is the best pair of all nodes or that of a host, because the costs of two nodes are
+        independent, except for the path between them.
         """
         hosts = self._registry.hosts()
         decodes = self._reading_candidates(NEAR_READ if hosts.is_one else FAR_READ)
         if not decodes or not prefills:
-            return
-        yield _paired(min(prefills), min(decodes))
-        if hosts.is_one or not hosts.shared:
-            return
-        firsts = {one[5]: one for one in prefills}
-        seconds = {one[5]: one for one in self._reading_candidates(NEAR_READ)}
-        for host in hosts.shared:
-            near = [seconds[node] for node in host.decodes if node in seconds]
-            own = [firsts[node] for node in host.prefills if node in firsts]
-            if near and own:
-                yield _paired(min(own), min(near))
+            return None
+        first = min(prefills)
+        best = _paired(first, min(decodes))
+        found = best if self._works(now_s, best) else None
+        for second, host in [] if hosts.is_one else self._near_candidates(hosts):
+            # With the best prefill node of all, no pair of this host or of a later one is cheaper.
+            if found and _pair_order(found) <= _pair_order(_paired(first, second)):
+                break
+            own = [one for one in prefills if one[5] in host.prefills]
+            pair = _paired(min(own), second) if own else None
+            if pair and self._works(now_s, pair):
+                found = min(found or pair, pair, key=_pair_order)
+        pairs = self.possible_pairs(prefills)
+        return found or next((pair for pair in pairs if self._works(now_s, pair)), None)
+
+    def _near_candidates(self, hosts: Hosts) -> list[tuple[Candidate, Host]]:
+        """Return the best decode node of each host for a prompt from the same host, in order."""
+        near = {one[5]: one for one in self._reading_candidates(NEAR_READ)} if hosts.shared else {}
+        found = [
+            (min(own), host)
+            for host in hosts.shared
+            if (own := [near[node] for node in host.decodes if node in near])
+        ]
+        return sorted(found, key=itemgetter(0))
+
+    def _works(self, now_s: float, pair: _Pair) -> bool:
+        prefill, decode = pair.prefill, pair.decode
+        allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
+        return allows and self._registry.can_pair(prefill, decode)
 
     def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
