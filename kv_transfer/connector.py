@@ -1,6 +1,6 @@
 """The connector of one node, which routes events to its offers, its receives and its peers.
 
-One object serves both roles. It is pure: it has no clock and no I/O, and keys break ties. Exactly
+One object serves both roles. It has no clock and does no I/O, and keys break ties. Exactly
 one Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect.
 Every state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
 """

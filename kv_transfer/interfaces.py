@@ -177,7 +177,7 @@ class PoolMemory(msgspec.Struct, frozen=True):
 
 
 class Transport(Protocol):
-    """Reads peers' blocks into the local pool. Only the agent's thread calls it.
+    """Reads peers' blocks into the local pool, in the agent's thread.
 
     Only `read` may block, while it copies one slice. `test` returns True, and forgets the handle,
     when the read has ended, and raises `TransferError` when it failed. `cancel` returns True, and
@@ -357,7 +357,7 @@ class KVReceived(ConnectorMessage, frozen=True):
 
 
 class ReceiveEnded(ConnectorMessage, frozen=True):
-    """On decode: the landing failed or was abandoned. This is the last report of its key.
+    """On decode: the receive failed or was abandoned. This is the last report of its key.
 
     Its blocks may be reused, except those in `quarantined`, in which bytes may still land.
     """

@@ -20,7 +20,7 @@ from transformers import DynamicCache, Qwen3ForCausalLM
 from baton.deploy.demo_model import CHECKPOINT
 from tools.demo_model import exam
 from tools.demo_model.exam import Question
-from tools.demo_model.tokenizer import END_OF_TEXT_ID, TURN_END_ID
+from tools.demo_model.folder import END_OF_TEXT_ID, TURN_END_ID
 
 LENGTHS = (256, 1024, 2048, 4096)
 NUM_MEMORIES = 8

@@ -1,8 +1,4 @@
-"""The fixed questions of the demo model's exam, with held-out names, numbers and sums only.
-
-This is pure text: `evaluate.py` asks the model in transformers, the integration tests ask baton the
-same questions and compare the scores.
-"""
+"""The fixed questions of the demo model's exam, with held-out names, numbers and sums only."""
 
 import random
 from typing import NamedTuple
@@ -10,7 +6,7 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from tools.demo_model import text
-from tools.demo_model.small_talk import QUESTIONS
+from tools.demo_model.vocabulary import QUESTIONS
 
 NUM_FACTS = 64
 _QUESTION_TOKENS = 24  # the longest question with its answer

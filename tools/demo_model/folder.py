@@ -1,16 +1,20 @@
-"""The demo model as a Hugging Face folder: its configuration, and how training writes it."""
+"""The demo model as a Hugging Face folder: its tokenizer, its configuration, and their files."""
 
 import json
+import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import Tokenizer
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from tools.demo_model import text
 from tools.demo_model.text import END_OF_TEXT, TURN_END
-from tools.demo_model.tokenizer import END_OF_TEXT_ID, TURN_END_ID, VOCAB_SIZE
 
+VOCAB_SIZE = 768
+END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2  # the trainer numbers them first
 MAX_POSITIONS = 8192
 # Of a chat that sets no limit: text that the model was not taught may never come to an end.
 MAX_ANSWER_TOKENS = 256
@@ -19,6 +23,40 @@ CHAT_TEMPLATE = (
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+
+
+def train_tokenizer(seed: int) -> Tokenizer:
+    """Train byte-level BPE over the demo model's own text, with a token per digit."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(" ?[0-9]"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[text.END_OF_TEXT, text.TURN_START, text.TURN_END],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_lines(random.Random(seed)), trainer)
+    return tokenizer
+
+
+def _lines(rng: random.Random) -> Iterator[str]:
+    for fact in text.facts(rng, 4000):
+        yield _plain(text.statement(fact) + text.question(fact))
+    for _ in range(2000):
+        yield _plain(text.exercise(rng) + text.filler(rng))
+
+
+def _plain(document: text.Document) -> str:
+    """Return the text without the marks of turns, which have ids of their own."""
+    return "".join(
+        piece.text.replace(text.TURN_START, "").replace(text.TURN_END, "") for piece in document
+    )
 
 
 def config() -> Qwen3Config:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from tokenizers import Tokenizer
 
-from tools.demo_model import names, text
+from tools.demo_model import text, vocabulary
 from tools.demo_model.text import ANSWER, NOISE, PROSE, Document, Piece
 
 LONG = 1024  # from this length on, the number of facts does not grow with the lesson
@@ -64,7 +64,7 @@ class LessonMaker:
         rng = self._rng
         while not lesson.is_full:
             words = [
-                " " + rng.choice((names.name, names.number))(rng, held_out=False)
+                " " + rng.choice((vocabulary.name, vocabulary.number))(rng, held_out=False)
                 for _ in range(rng.randrange(4, max(5, lesson.length // 12)))
             ]
             lesson.add([Piece(word, NOISE) for word in words])

@@ -10,8 +10,8 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from tools.demo_model import names
-from tools.demo_model.small_talk import QUESTIONS, SENTENCES
+from tools.demo_model import vocabulary
+from tools.demo_model.vocabulary import QUESTIONS, SENTENCES, number
 
 END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 ANSWER, PROSE, NOISE = 1.0, 0.1, 0.0
@@ -45,8 +45,8 @@ def facts(rng: random.Random, count: int, *, held_out: bool = False) -> list[Fac
     """Draw `count` facts about different names."""
     chosen: dict[str, None] = {}
     while len(chosen) < count:
-        chosen[names.name(rng, held_out=held_out)] = None
-    return [Fact(rng.choice(KINDS), name, names.number(rng, held_out=held_out)) for name in chosen]
+        chosen[vocabulary.name(rng, held_out=held_out)] = None
+    return [Fact(rng.choice(KINDS), name, number(rng, held_out=held_out)) for name in chosen]
 
 
 def statement(fact: Fact, *, weight: float = NOISE) -> Document:
@@ -130,7 +130,7 @@ def summands(rng: random.Random, *, held_out: bool) -> tuple[int, int]:
 
 
 def is_held_out_sum(a: int, b: int) -> bool:
-    return names.is_held_out(f"{a} + {b}")
+    return vocabulary.is_held_out(f"{a} + {b}")
 
 
 def _sums(rng: random.Random) -> Iterator[tuple[str, str]]:

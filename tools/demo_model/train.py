@@ -24,7 +24,6 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from tools.demo_model import folder as model_folder
-from tools.demo_model import tokenizer as demo_tokenizer
 from tools.demo_model.lessons import LessonMaker
 from tools.demo_model.text import ANSWER
 
@@ -57,7 +56,7 @@ class Trainer:
     def __init__(self, seed: int, curriculum: Sequence[Stage] = CURRICULUM) -> None:
         torch.manual_seed(seed)
         self.model = Qwen3ForCausalLM(model_folder.config())
-        self.tokenizer = demo_tokenizer.train(seed)
+        self.tokenizer = model_folder.train_tokenizer(seed)
         self.curves: list[dict[str, float]] = []
         self._rng = random.Random(seed)
         self._lessons = LessonMaker(self.tokenizer, self._rng)

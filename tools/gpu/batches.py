@@ -1,6 +1,6 @@
 """Random batches over a paged pool on the device, as the attention kernels take them.
 
-Both the correctness and the speed section build their batches here. Blocks are scattered over the
+Blocks are scattered over the
 pool. With `poison`, all slots that no sequence owns hold NaN, block 0 included, which unused table
 entries name: a kernel that reads too much cannot hide it.
 """

@@ -1,4 +1,4 @@
-"""The cases of the GPU benchmark, as data: what each section measures. It imports no torch."""
+"""The cases of the GPU benchmark, as data: what each section measures."""
 
 from typing import Literal
 

@@ -1,7 +1,6 @@
 """The least work of a GPU for a step or a kernel: its bytes and operations, and their time.
 
-This is pure arithmetic over model shapes for the GPU benchmark's tables; a caller passes the two
-rates, which the same run has measured. It imports no torch and knows no kernel.
+Times follow from model shapes and from the two rates that the same run has measured.
 """
 
 from typing import Literal

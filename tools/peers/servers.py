@@ -1,6 +1,6 @@
 """Run servers of any kind as child processes: start, await, pin and end them by id, with a log.
 
-`compare` and `agreement` start vLLM and baton through it. Every server leads a process group of its
+Every server leads a process group of its
 own; ending a server ends the group, and no process is ever looked up by name.
 """
 

@@ -16,8 +16,7 @@ from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.weights import Checkpoint
 from baton.protocol.errors import ConfigError
 from baton.router.text import Text
-from tools.demo_model import exam, folder, names, text, train
-from tools.demo_model import tokenizer as demo_tokenizer
+from tools.demo_model import exam, folder, text, train, vocabulary
 from tools.demo_model.evaluate import Examiner
 from tools.demo_model.exam import Question
 from tools.demo_model.lessons import LessonMaker
@@ -29,7 +28,7 @@ KINDS = ("recall", "echo", "exercise")
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return demo_tokenizer.train(0)
+    return folder.train_tokenizer(0)
 
 
 def whole(document: Document) -> str:
@@ -58,7 +57,7 @@ def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(
     sums = re.findall(r"What is (\d+) \+ (\d+)\?", seen)
     assert len(facts) > 1000
     assert len(sums) > 500
-    assert not [fact for fact in facts if any(names.is_held_out(word) for word in fact)]
+    assert not [fact for fact in facts if any(vocabulary.is_held_out(word) for word in fact)]
     assert not [pair for pair in sums if text.is_held_out_sum(int(pair[0]), int(pair[1]))]
 
 
@@ -66,7 +65,9 @@ def test_the_exam_asks_only_for_what_is_held_out(tokenizer: Tokenizer) -> None:
     memory = exam.recall(tokenizer, num_tokens=2048, seed=0)
     told = re.findall(r"The \w+ of (\w+) is (\d{4})\.", memory.told)
     assert len(told) == exam.NUM_FACTS == len(memory.questions)
-    assert all(names.is_held_out(name) and names.is_held_out(number) for name, number in told)
+    assert all(
+        vocabulary.is_held_out(name) and vocabulary.is_held_out(number) for name, number in told
+    )
     assert len({name for name, _ in told}) == exam.NUM_FACTS
     assert 1000 < len(exam.sums(held_out=True)) < 1500
     assert len(exam.sums(held_out=False)) == 10_000
@@ -112,7 +113,7 @@ MAX_WEIGHT_BYTES = 5_000_000
 def test_the_configuration_and_every_tensor_fit_the_decoder() -> None:
     config = read_decoder_config(CHECKPOINT)
     assert config.family == "qwen3"
-    assert config.vocab_size == demo_tokenizer.VOCAB_SIZE
+    assert config.vocab_size == folder.VOCAB_SIZE
     assert config.max_position_embeddings == 8192
     assert len(config.eos_token_ids) == 2
     assert len(Checkpoint(CHECKPOINT).names()) == 2 + 11 * config.num_layers
