@@ -11,8 +11,8 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream
+from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.choices import ByRequest
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.sequence import Sequence
@@ -152,7 +152,7 @@ class Detached:
     def __init__(
         self,
         keep_s: float,
-        intake: Intake,
+        queue: WaitingQueue,
         streams: ByRequest[Stream],
         leave: Callable[[Stream], None],
     ) -> None:
@@ -160,7 +160,7 @@ class Detached:
         self.ended = EndedChoices(keep_s)
         self.owners = Owners()
         self._keep_s = keep_s
-        self._intake = intake
+        self._queue = queue
         self._streams = streams
         self._leave = leave
         self._until_s: dict[RequestId, float] = {}
@@ -168,16 +168,16 @@ class Detached:
 
     @property
     def _outputs(self) -> Outputs:
-        return self._intake.outputs
+        return self._queue.outputs
 
     def forget(self, origin: Origin, streams: list[Stream]) -> None:
         """Detach the requests of a lost router that may be taken over, and end the others."""
-        for prompt in list(self._intake.pending.values()):
+        for prompt in list(self._queue.pending.values()):
             if prompt.origin == origin and not prompt.is_ended:
                 if self._detaches(prompt.key.request_id, prompt.message.kept):
                     prompt.detach()
                 else:
-                    self._intake.end(prompt, _lost_router())
+                    self._queue.end(prompt, _lost_router())
         for stream in streams:
             if stream.origin == origin:
                 if self._detaches(stream.sequence.key.request_id, stream.kept):
@@ -188,7 +188,7 @@ class Detached:
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
         """Give a router the request that it asks for, or tell it why not."""
         request_id = message.request_id
-        prompts = [one for one in self._intake.of(request_id) if not one.is_ended]
+        prompts = [one for one in self._queue.of(request_id) if not one.is_ended]
         streams = self._streams.of(request_id)
         kept = self._kept(request_id, prompts, streams)
         if kept is None or kept.owner != message.owner:
@@ -203,7 +203,7 @@ class Detached:
             # The client has no token of this prompt, and prefill may have given it up. So the new
             # router begins it again on nodes of its choice.
             self.keep_prompt(now_s, prompt)
-            self._intake.end(prompt, _lost_router())
+            self._queue.end(prompt, _lost_router())
             prompts.remove(prompt)
         self._outputs.say(origin, self._give(request_id, kept, origin, prompts, streams))
 
@@ -230,9 +230,9 @@ class Detached:
         due = [rid for rid, until_s in self._until_s.items() if until_s <= now_s]
         for request_id in due:
             del self._until_s[request_id]
-            for prompt in self._intake.of(request_id):
+            for prompt in self._queue.of(request_id):
                 if prompt.origin == NO_ROUTER and not prompt.is_ended:
-                    self._intake.end(prompt, _lost_router())
+                    self._queue.end(prompt, _lost_router())
             for stream in self._streams.of(request_id):
                 if stream.origin == NO_ROUTER:
                     stream.kept = None

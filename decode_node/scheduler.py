@@ -12,8 +12,8 @@ from typing import assert_never
 import msgspec
 
 from baton.decode_node.detached import Detached
-from baton.decode_node.intake import Intake, PendingPrompt
 from baton.decode_node.stream import Stream, fork_prompt
+from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
@@ -49,13 +49,13 @@ class DecodeScheduler:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
-        self.intake = Intake(pool, self.outputs, limits)
+        self.queue = WaitingQueue(pool, self.outputs, limits)
         self._running: dict[Key, Stream] = {}  # in order of joining
         self._by_request: ByRequest[Stream] = ByRequest()  # the same
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
         self._copies: list[tuple[int, int]] = []
-        self._detached = Detached(limits.detached_s, self.intake, self._by_request, self._leave)
+        self._detached = Detached(limits.detached_s, self.queue, self._by_request, self._leave)
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -70,15 +70,15 @@ class DecodeScheduler:
             self.outputs.say(origin, Failed(message.key, taken_over()))
             return
         self._supersede(origin, Choices.of(message))
-        self.intake.add(now_s, origin, message)
+        self.queue.add(now_s, origin, message)
 
     def cancel(self, origin: Origin, keys: tuple[Key, ...]) -> None:
         # A router that was away may cancel a request that another router has since taken over.
         for request_id in dict.fromkeys(key.request_id for key in keys):
-            for prompt in self.intake.of(request_id):
+            for prompt in self.queue.of(request_id):
                 is_mine = origin in (prompt.origin, prompt.left_by)
                 if is_mine and prompt.choices.cancel(keys):
-                    self.intake.end(prompt)
+                    self.queue.end(prompt)
         for key in keys:
             stream = self._running.get(key)
             if stream is not None and origin in (stream.origin, stream.left_by):
@@ -94,12 +94,12 @@ class DecodeScheduler:
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:
             case Offered():
-                self.intake.offered(now_s, report)
+                self.queue.offered(now_s, report)
             case KVReceived():
                 self._land(now_s, report)
             case ReceiveEnded():
-                self._detached.keep_prompt(now_s, self.intake.pending[report.key])
-                self.intake.landing_ended(report)
+                self._detached.keep_prompt(now_s, self.queue.pending[report.key])
+                self.queue.landing_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
             case Released():
@@ -113,8 +113,8 @@ class DecodeScheduler:
         self._detached.expire(now_s)
         num_slots = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_slots)
-        self.intake.reserve(now_s, len(self._num_running), num_growing)
-        computing = self.intake.computing()
+        self.queue.reserve(now_s, len(self._num_running), num_growing)
+        computing = self.queue.computing()
         slices = self._decode_slices(num_slots - len(computing))
         budget = max(self.limits.max_num_batched_tokens - len(slices), self.pool.block_size)
         for prompt in computing:
@@ -139,14 +139,14 @@ class DecodeScheduler:
                 self._settle_prompt(now_s, done, tokens)
 
     def load(self) -> Load:
-        return load_of(self.pool, len(self._running), self.intake.num_waiting)
+        return load_of(self.pool, len(self._running), self.queue.num_waiting)
 
     # --- inside --------------------------------------------------------------------------------
 
     def _uses(self, choices: Choices) -> bool:
         if any(key in self._running or key in self._leaving for key in choices.keys):
             return True
-        pending = self.intake.of(choices.key.request_id)
+        pending = self.queue.of(choices.key.request_id)
         return any(prompt.choices.overlaps(choices) for prompt in pending)
 
     def _supersede(self, origin: Origin, newer: Choices) -> None:
@@ -155,11 +155,11 @@ class DecodeScheduler:
         Otherwise that router's client would wait for tokens that never come.
         """
         mine = (origin, NO_ROUTER)
-        for prompt in self.intake.of(newer.key.request_id):
+        for prompt in self.queue.of(newer.key.request_id):
             if prompt.origin not in mine and not prompt.is_ended:
-                self.intake.refuse(prompt, taken_over())
+                self.queue.refuse(prompt, taken_over())
             elif prompt.choices.supersede(newer):
-                self.intake.end(prompt)
+                self.queue.end(prompt)
         for stream in self._by_request.of(newer.key.request_id):
             key = stream.sequence.key
             if stream.origin not in mine:
@@ -227,10 +227,10 @@ class DecodeScheduler:
             self._leave(stream, reason)
 
     def _settle_prompt(self, now_s: float, done: Slice, tokens: tuple[int, ...]) -> None:
-        prompt = self.intake.pending[done.key]
+        prompt = self.queue.pending[done.key]
         prompt.sequence.settle(done)
         if prompt.is_ended:
-            self.intake.release_if_idle(prompt)
+            self.queue.release_if_idle(prompt)
             return
         prompt.sequence.store_prefix(self.pool)
         if not tokens:
@@ -249,13 +249,13 @@ class DecodeScheduler:
                 self._leave(stream, first.finish_reason)
 
     def _land(self, now_s: float, report: KVReceived) -> None:
-        prompt = self.intake.pending[report.key]
+        prompt = self.queue.pending[report.key]
         if prompt.is_ended:  # the prompt landed while the cancel was on its way
-            self.intake.release_if_idle(prompt)
+            self.queue.release_if_idle(prompt)
             return
         if not self._fit(report.tokens, prompt.choices):
             text = "the first tokens from prefill do not match the request"
-            self.intake.fail(prompt, TransferError(text).to_failure())
+            self.queue.fail(prompt, TransferError(text).to_failure())
             return
         sequence = prompt.sequence
         sequence.start_at(sequence.num_tokens)
@@ -286,7 +286,7 @@ class DecodeScheduler:
         every: bool,
     ) -> list[Stream]:
         """Fork the prompt into streams. Without `every`, leave out choices that have ended."""
-        self.intake.take(prompt.key)
+        self.queue.take(prompt.key)
         live = {
             choice: first.token_id
             for choice, first in zip(prompt.choices.every, firsts, strict=True)

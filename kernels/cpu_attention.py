@@ -15,8 +15,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from baton.kernels.constants import MAX_STRIP, ROWS, TILE, WIDTH, padded
 from baton.kernels.cpu_products import add_product, set_product, transpose, widen
-from baton.kernels.cpu_shapes import MAX_STRIP, ROWS, TILE, WIDTH, padded
 from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,

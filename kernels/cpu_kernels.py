@@ -15,8 +15,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.kernels.cpu_library import CpuLibrary
-from baton.kernels.cpu_shapes import (
+from baton.kernels.constants import (
     LOG2_E,
     NO_WINDOW,
     PANEL,
@@ -29,9 +28,10 @@ from baton.kernels.cpu_shapes import (
     padded,
     scratch_floats,
 )
+from baton.kernels.cpu_library import CpuLibrary
 from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
 
-# ruff: noqa: PLR0913, PLR0917  (the signatures follow the twins': tensors, not records)
+# ruff: noqa: PLR0913, PLR0917  (the signatures follow the references': tensors, not records)
 
 
 # These costs were measured on a Zen 5 core. On other CPUs threads may share the work less evenly,

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from baton.kernels.constants import MAX_STRIP, TILE, WIDTH
 from baton.kernels.cpu_attention import HIDDEN, ZERO, address, attention, row_floats
 from baton.kernels.cpu_pairs import as_halves, as_words, interleave, store_halves, weight
 from baton.kernels.cpu_products import add_product, set_product, transpose
-from baton.kernels.cpu_shapes import MAX_STRIP, TILE, WIDTH
 from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,

@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.kernels.cpu_shapes import WIDTH
+from baton.kernels.constants import WIDTH
 from baton.kernels.cpu_vectors import (
     FLOATS,
     HALF,
@@ -31,7 +31,7 @@ from baton.kernels.cpu_vectors import (
     widened,
 )
 
-# A polynomial like `draws.EXP2`, within 3e-6, which is enough for a weight that is rounded to bf16.
+# A polynomial like `EXP2`, within 3e-6, which is enough for a weight that is rounded to bf16.
 SHORT_EXP2 = (0.009582853876054287, 0.055906426161527634, 0.24024099111557007, 0.6931241750717163)
 
 

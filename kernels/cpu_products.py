@@ -16,8 +16,8 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from baton.kernels.constants import DEPTH, FEW, MAX_STRIP, PANEL, SHEET, WIDTH
 from baton.kernels.cpu_pairs import dotted
-from baton.kernels.cpu_shapes import DEPTH, FEW, MAX_STRIP, PANEL, SHEET, WIDTH
 from baton.kernels.cpu_vectors import (
     FEATURES,
     FLOAT,

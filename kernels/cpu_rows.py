@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.kernels.cpu_shapes import LOG2_E, WIDTH
+from baton.kernels.constants import LOG2_E, WIDTH
 from baton.kernels.cpu_vectors import (
     Floats,
     Int64s,

@@ -15,8 +15,23 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from baton.kernels import draws
-from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS, SUMS, WIDTH
+from baton.kernels import constants
+from baton.kernels.constants import (
+    GOLDEN,
+    LARGEST_UNIFORM,
+    LN_2_HIGH,
+    LN_2_LOW,
+    LOG,
+    MIN_TEMPERATURE,
+    MIX_1,
+    MIX_2,
+    ROOT_HALF,
+    ROW_INTS,
+    ROW_REALS,
+    SUMS,
+    WEIGHT_SCALE,
+    WIDTH,
+)
 from baton.kernels.cpu_vectors import (
     FLOAT,
     FLOATS,
@@ -44,23 +59,11 @@ from baton.kernels.cpu_vectors import (
     spread,
     store,
 )
-from baton.kernels.draws import (
-    GOLDEN,
-    LARGEST_UNIFORM,
-    LN_2_HIGH,
-    LN_2_LOW,
-    LOG,
-    MIN_TEMPERATURE,
-    MIX_1,
-    MIX_2,
-    ROOT_HALF,
-    WEIGHT_SCALE,
-)
 
 ZERO, HIDDEN = np.float32(0), np.float32("-inf")
-LOG2_E_HIGH, LOG2_E_LOW = np.float32(draws.LOG2_E_HIGH), np.float32(draws.LOG2_E_LOW)
-LN_2, LOWEST = np.float32(draws.LN_2), np.float32(draws.LOWEST)
-SCALE, TINY = np.float32(WEIGHT_SCALE), np.float32(draws.TINY)
+LOG2_E_HIGH, LOG2_E_LOW = np.float32(constants.LOG2_E_HIGH), np.float32(constants.LOG2_E_LOW)
+LN_2, LOWEST = np.float32(constants.LN_2), np.float32(constants.LOWEST)
+SCALE, TINY = np.float32(WEIGHT_SCALE), np.float32(constants.TINY)
 MAGNITUDE = 0x7FFFFFFF
 STEP, FIRST_FACTOR, SECOND_FACTOR = np.uint64(GOLDEN), np.uint64(MIX_1), np.uint64(MIX_2)
 

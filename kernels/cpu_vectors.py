@@ -28,8 +28,7 @@ from numba.types import CPointer as Int32s
 from numba.types import CPointer as Int64s
 from numba.types import CPointer as Numbers
 
-from baton.kernels.cpu_shapes import WIDTH
-from baton.kernels.draws import EXP2, ROUNDER
+from baton.kernels.constants import EXP2, ROUNDER, WIDTH
 
 __all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers"]
 
@@ -102,7 +101,7 @@ def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def power(builder: ir.IRBuilder, x: ir.Value, factors: Sequence[float]) -> ir.Value:
-    """Return 2**x for x up to 128 by a polynomial (see `draws.EXP2`); 0 below 2**-126."""
+    """Return 2**x for x up to 128 by a polynomial (see `constants.EXP2`); 0 below 2**-126."""
     is_tiny = builder.fcmp_ordered("<", x, constant(FLOATS, -126.0))
     shifted = builder.fadd(x, constant(FLOATS, ROUNDER))
     rest = builder.fsub(x, builder.fsub(shifted, constant(FLOATS, ROUNDER)))

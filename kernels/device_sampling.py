@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels import draws
-from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS
+from baton.kernels import constants
+from baton.kernels.constants import ROW_INTS, ROW_REALS
 from baton.kernels.device_filters import (
     CANDIDATES,
     NONE,
@@ -38,7 +38,7 @@ from baton.kernels.device_filters import (
 
 CHUNK = 4096  # logits of one program of the first two kernels
 _ROW_INTS, _ROW_REALS = tl.constexpr(ROW_INTS), tl.constexpr(ROW_REALS)
-_MIN_TEMPERATURE = tl.constexpr(draws.MIN_TEMPERATURE)
+_MIN_TEMPERATURE = tl.constexpr(constants.MIN_TEMPERATURE)
 
 
 def sample_tokens(
@@ -50,7 +50,7 @@ def sample_tokens(
     """Return one token id for each row, `[num_rows]` int64, on the device.
 
     The logits of the ids that must not be drawn are overwritten with minus infinity. A temperature
-    below `draws.MIN_TEMPERATURE` is greedy and takes the lowest id among equals; it ignores the
+    below `constants.MIN_TEMPERATURE` is greedy and takes the lowest id among equals; it ignores the
     filters and costs least, so it suits the padding rows of a captured graph.
     """
     num_rows, vocab = logits.shape

@@ -1,11 +1,7 @@
-"""The plain-torch twin of every kernel in this room, which defines its meaning in fp32.
+"""The plain-torch reference of every kernel in this room, which defines its meaning in fp32.
 
-Tests compare each kernel with its twin, on GPUs and on CPUs, and the engine runs the twins where
-neither kind of kernel works. A twin states the meaning as plainly as torch allows; the kernels are
-for speed. Nothing here may import Triton or numba.
-
-The pool of a rank is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]` with
-keys at 0 and values at 1 of the fourth axis. A slot is `block_id * block_size + offset`.
+The engine runs the references where neither kind of kernel works. A reference states the meaning as
+plainly as torch allows; the kernels are for speed. Nothing here may import Triton or numba.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the signatures are the kernels': tensors, not records)

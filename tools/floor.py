@@ -119,10 +119,10 @@ class Case(msgspec.Struct, frozen=True):
         table = torch.randperm(
             max(1, self.batch) * self.blocks_each, generator=torch.Generator().manual_seed(7)
         ).tolist()[number * self.blocks_each : (number + 1) * self.blocks_each]
-        draws = (0,) if start + length >= self.context else ()
+        samples = (0,) if start + length >= self.context else ()
         tokens = tuple(3 + (start + i) % 50 for i in range(length))
         key = Key(RequestId(f"r{number}"))
-        return Slice(key, start, length, tokens, tuple(table), draws, sampling, self.context)
+        return Slice(key, start, length, tokens, tuple(table), samples, sampling, self.context)
 
 
 class StepRow(msgspec.Struct, frozen=True):

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from baton.engine.compute.executor import Progress
-from baton.engine.compute.graphs import buckets_up_to
 from baton.engine.compute.runner import Runner
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.config import CacheConfig
@@ -236,3 +235,10 @@ def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
     sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
     tokens, table = (0,) * length, (0,) * num_blocks
     return Slice(Key(RequestId(name)), start, length, tokens, table, (0,), sampling, 1)
+
+
+def buckets_up_to(num_sequences: int) -> tuple[int, ...]:
+    """Return the sizes to capture so that steps of up to `num_sequences` rows fit, at most 256."""
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
+    last = next((size for size in sizes if size >= num_sequences), sizes[-1])
+    return tuple(size for size in sizes if size <= last)

@@ -23,7 +23,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from baton.engine.compute.attention import Batch, Chunk, Tables
-from baton.engine.compute.sampler import Draws, SampleRow
+from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
@@ -71,9 +71,9 @@ class DeviceTables:
 # step is unsettled (two steps at most), so no plan needs older ones.
 REMEMBERED_STEPS = 4
 RING_TOKENS = 1 << 17
-IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding draws
+IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding samples
 BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
-IDLE_DRAW = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
+IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
     torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
 }  # fmt: skip
@@ -103,9 +103,9 @@ class StepInputs:
     words: Tensor  # int64
     tokens: ArrayPlace  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
     rows: ArrayPlace  # [num_rows]: those whose logits are needed
-    repeats: ArrayPlace | None  # [num_draws]: the logits that each draw takes, if not its own row's
-    places: ArrayPlace  # [num_draws]: the place of each drawn token in the ring
-    draws: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
+    repeats: ArrayPlace | None  # [num_samples]: the row of logits of each, if not its own
+    places: ArrayPlace  # [num_samples]: the place of each drawn token in the ring
+    samples: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
     tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = (
         None  # rows of the device's tables, lengths, starts
     )
@@ -113,8 +113,8 @@ class StepInputs:
         None  # of the device's tables: places and blocks
     )
 
-    def sampled(self) -> Draws:
-        return Draws(*(place.of(self.words) for place in self.draws))
+    def sampled(self) -> SamplingTensors:
+        return SamplingTensors(*(place.of(self.words) for place in self.samples))
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class _Lists:
     rows: list[int] = field(default_factory=list)
     repeats: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
-    draws: list[SampleRow] = field(default_factory=list)
+    samples: list[SampleRow] = field(default_factory=list)
     table_rows: list[int] = field(default_factory=list)
     lengths: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
@@ -164,7 +164,7 @@ class _Lists:
         self.positions += [0] * missing
         self.slots += [-1] * missing
         self.places += [IDLE_PLACE] * missing
-        self.draws += [IDLE_DRAW] * missing
+        self.samples += [IDLE_SAMPLE] * missing
         self.table_rows += [IDLE_ROW] * missing
         self.lengths += [0] * missing
 
@@ -196,13 +196,13 @@ class Packer:
         for part in plan.slices:
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             self._add_tokens(lists, part)
-            self._add_draws(lists, part)
+            self._add_samples(lists, part)
         lists.places = self._sampled.add(plan.slices)
         num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
         width = 0
         if self._tables is not None:
             width = self._add_tables(lists, plan.slices, num_decoding)
-        held_back = [row.held_back(self._eos_token_ids) for row in lists.draws]
+        held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         bucket = self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
@@ -230,7 +230,7 @@ class Packer:
         index = bisect_left(self.buckets, len(slices))
         if index == len(self.buckets) or not slices:
             return 0
-        is_decoding = all(part.length == 1 and len(part.draws) == 1 for part in slices)
+        is_decoding = all(part.length == 1 and len(part.samples) == 1 for part in slices)
         if not is_decoding or any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
             return 0
         return self.buckets[index]
@@ -252,16 +252,16 @@ class Packer:
         lists.positions += own.tolist()
         lists.slots += (blocks * size + own % size).tolist()
 
-    def _add_draws(self, lists: _Lists, part: Slice) -> None:
-        if not part.draws:
+    def _add_samples(self, lists: _Lists, part: Slice) -> None:
+        if not part.samples:
             return
         if part.sampling is None:
-            raise InvariantBroken(f"{part.key}: a slice with draws has no sampling parameters")
+            raise InvariantBroken(f"{part.key}: a slice with samples has no sampling parameters")
         position = part.start + part.length
         num_output_tokens = position - part.num_prompt_tokens
-        for choice in part.draws:
+        for choice in part.samples:
             lists.repeats.append(len(lists.rows))
-            lists.draws.append(SampleRow(part.sampling, choice, position, num_output_tokens))
+            lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
         lists.rows.append(len(lists.ids) - 1)
 
     def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
@@ -285,10 +285,10 @@ class Packer:
 
     def _laid(self, lists: _Lists, held_back: Sequence[tuple[int, ...]], width: int) -> StepInputs:
         """Lay all inputs into one piece of memory; the changes of tables come last."""
-        num_draws = len(lists.draws)
+        num_samples = len(lists.samples)
         numbers = (
             3 * len(lists.ids) + len(lists.rows) + len(lists.repeats) + len(lists.places)
-            + 7 * num_draws + num_draws * width + len(lists.table_rows) + len(lists.lengths)
+            + 7 * num_samples + num_samples * width + len(lists.table_rows) + len(lists.lengths)
             + len(lists.starts) + 2 * len(lists.changes[0])
         )  # fmt: skip
         into = _PackedWords(self._allocate(numbers))
@@ -297,18 +297,18 @@ class Packer:
             tokens=into.put((lists.ids, lists.positions, lists.slots), 3, len(lists.ids)),
             rows=into.put(lists.rows, len(lists.rows)),
             repeats=None,
-            places=into.put(lists.places, num_draws),
-            draws=(
-                into.put([row.ints for row in lists.draws], num_draws, 4),
-                into.put([row.reals for row in lists.draws], num_draws, 3, dtype=torch.float64),
+            places=into.put(lists.places, num_samples),
+            samples=(
+                into.put([row.ints for row in lists.samples], num_samples, 4),
+                into.put([row.reals for row in lists.samples], num_samples, 3, dtype=torch.float64),
                 into.put(
                     [(*ids, *(-1,) * (width - len(ids))) for ids in held_back],
-                    num_draws, width, dtype=torch.int32,
+                    num_samples, width, dtype=torch.int32,
                 ),
             ),
         )  # fmt: skip
-        if num_draws > len(lists.rows):  # the choices of one prompt share its logits
-            inputs.repeats = into.put(lists.repeats, num_draws)
+        if num_samples > len(lists.rows):  # the choices of one prompt share its logits
+            inputs.repeats = into.put(lists.repeats, num_samples)
         if self._tables is not None:
             inputs.tables = (
                 into.put(lists.table_rows, len(lists.table_rows)),
@@ -342,16 +342,16 @@ class _SampledPlaces:
 
     def add(self, slices: Sequence[Slice]) -> list[int]:
         """Assign a place to each draw of a step, and return the places in order."""
-        num_draws = sum(len(part.draws) for part in slices)
-        if num_draws > IDLE_PLACE // REMEMBERED_STEPS:
-            raise InvariantBroken(f"a step draws {num_draws} tokens")
-        if self._next + num_draws > IDLE_PLACE:
+        num_samples = sum(len(part.samples) for part in slices)
+        if num_samples > IDLE_PLACE // REMEMBERED_STEPS:
+            raise InvariantBroken(f"a step samples {num_samples} tokens")
+        if self._next + num_samples > IDLE_PLACE:
             self._next = 0
-        places = list(range(self._next, self._next + num_draws))
-        self._next += num_draws
+        places = list(range(self._next, self._next + num_samples))
+        self._next += num_samples
         left = iter(places)
         self._steps.append(
-            {part.key.of_choice(choice): next(left) for part in slices for choice in part.draws}
+            {part.key.of_choice(choice): next(left) for part in slices for choice in part.samples}
         )
         return places
 

@@ -8,7 +8,7 @@ block tables and positions.
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -17,16 +17,16 @@ from torch import Tensor
 from baton.engine.compute.attention import Backend, Batch
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.executor import Progress
-from baton.engine.compute.graphs import DecodeGraphs
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
-from baton.engine.compute.step_queue import GraphQueue, StepQueue
+from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.runtime.clock import Clock
 
 # Sequences with a table on the device: as many as the kernels take in one step.
 MAX_SEQUENCES = 1024
+SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
 
 
 class Runner:
@@ -86,7 +86,7 @@ class Runner:
         """Return the oldest step's result once transports can see all of its stores."""
         ids = iter(self._queue.collect())
         plan, launched_s = self._launched.popleft()
-        tokens = tuple(tuple(next(ids) for _ in part.draws) for part in plan.slices)
+        tokens = tuple(tuple(next(ids) for _ in part.samples) for part in plan.slices)
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
         return StepResult(plan.step_id, tokens, started_s, self._ended_s)
 
@@ -137,3 +137,41 @@ class Runner:
         ids = self.sampler.draw(logits, inputs.sampled())
         self._ring[places] = ids
         return ids
+
+
+class DecodeGraphs:
+    """Decode steps that a device replays, captured once for each bucket of rows.
+
+    All buckets read their inputs from one piece of device memory. A replay runs the same kernels as
+    an eager step of its bucket, so it gives the same bits. Mixed and prefill steps are never
+    replayed.
+    """
+
+    def __init__(self, largest: PackedStep, device: torch.device) -> None:
+        num_words = len(largest.inputs.words) + SPARE_WORDS
+        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
+        self._replays: dict[int, StepWork] = {}
+
+    def capture(
+        self,
+        step: PackedStep,
+        capture: Callable[[StepWork], StepWork],
+        forward: Callable[[PackedStep, StepInputs], Tensor],
+    ) -> None:
+        """Capture the bucket of `step`, which consists of padding."""
+        inputs = self._filled(step)
+        self._replays[step.bucket] = capture(lambda: forward(step, inputs))
+
+    def takes(self, step: PackedStep) -> bool:
+        return step.bucket in self._replays and len(step.inputs.words) <= len(self._words)
+
+    def replay(self, step: PackedStep, write_tables: Callable[[StepInputs], None]) -> Tensor:
+        """Run a step, and return the ids of its rows without the padding."""
+        write_tables(self._filled(step))
+        return self._replays[step.bucket]()[: len(step.plan.slices)]
+
+    def _filled(self, step: PackedStep) -> StepInputs:
+        """Copy the inputs to where the graphs read them, which is the only copy of a step."""
+        words = step.inputs.words
+        self._words[: len(words)].copy_(words, non_blocking=True)
+        return replace(step.inputs, words=self._words)

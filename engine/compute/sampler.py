@@ -1,7 +1,7 @@
 """Draw tokens from logits: filters, then the Gumbel-max trick with noise that can be replayed.
 
 The runner calls it once per step. A row's token is a pure function of its own logits and of (seed,
-choice, position). It is the same in any batch, order, process or node, so a resumed sequence draws
+choice, position). It is the same in any batch, order, process or node, so a resumed sequence gets
 the same tokens as an uninterrupted one. There is no generator, and no draw depends on another.
 
 Sums are integers, because an integer sum is the same in every order of addition. The kernels of
@@ -18,8 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.kernels.cpu_kernels import CpuSampler
-from baton.kernels.draws import (
+from baton.kernels.constants import (
     GOLDEN,
     LARGEST_UNIFORM,
     MIN_TEMPERATURE,
@@ -27,14 +26,15 @@ from baton.kernels.draws import (
     MIX_2,
     WEIGHT_SCALE,
 )
+from baton.kernels.cpu_kernels import CpuSampler
 from baton.protocol.sampling import Sampling
 
 MASK_64 = (1 << 64) - 1
 NUCLEUS_CANDIDATES = 1024
 # Numbers (rows x vocabulary) at a time on a CPU: as many as its caches hold.
 CHUNK_ELEMENTS = 1 << 18
-SEED, CHOICE, POSITION, TOP_K = range(4)  # the columns of `Draws.ints`
-TEMPERATURE, LOG_MIN_P, TOP_P = range(3)  # the columns of `Draws.reals`
+SEED, CHOICE, POSITION, TOP_K = range(4)  # the columns of `SamplingTensors.ints`
+TEMPERATURE, LOG_MIN_P, TOP_P = range(3)  # the columns of `SamplingTensors.reals`
 
 
 class SampleRow(msgspec.Struct, frozen=True):
@@ -62,17 +62,17 @@ class SampleRow(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True, frozen=True)
-class Draws:
-    """The draws of a step as tensors, a row for each."""
+class SamplingTensors:
+    """The samples of a step as tensors, a row for each."""
 
-    ints: Tensor  # [num_draws, 4] int64: seed, choice, position, top_k
-    reals: Tensor  # [num_draws, 3] float64: temperature, log of min_p, top_p
-    held_back: Tensor  # [num_draws, width] int32: ids that may not be drawn; -1 names none
+    ints: Tensor  # [num_samples, 4] int64: seed, choice, position, top_k
+    reals: Tensor  # [num_samples, 3] float64: temperature, log of min_p, top_p
+    held_back: Tensor  # [num_samples, width] int32: ids that may not be drawn; -1 names none
 
     @classmethod
     def of(
         cls, rows: Sequence[SampleRow], eos_token_ids: Sequence[int], device: torch.device
-    ) -> "Draws":
+    ) -> "SamplingTensors":
         held_back = [row.held_back(eos_token_ids) for row in rows]
         width = max(map(len, held_back))
         filled = [[*ids, *[-1] * (width - len(ids))] for ids in held_back]
@@ -82,12 +82,12 @@ class Draws:
             torch.tensor(filled, dtype=torch.int32, device=device),
         )
 
-    def picked(self, rows: Sequence[int]) -> "Draws":
-        return Draws(self.ints[rows], self.reals[rows], self.held_back[rows])
+    def picked(self, rows: Sequence[int]) -> "SamplingTensors":
+        return SamplingTensors(self.ints[rows], self.reals[rows], self.held_back[rows])
 
 
 class SampleKernel(Protocol):
-    """Draws as `Sampler` does, on one kind of device, from the fields of `Draws`."""
+    """Samples as `Sampler` does, on one kind of device, from the fields of `SamplingTensors`."""
 
     def __call__(
         self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, /
@@ -97,7 +97,7 @@ class SampleKernel(Protocol):
 class Sampler:
     """Samples for one model. `eos_token_ids` and stop ids are not drawn before `min_tokens`.
 
-    With a `kernel`, the kernel draws instead of torch.
+    With a `kernel`, the kernel samples instead of torch.
     """
 
     def __init__(
@@ -113,44 +113,44 @@ class Sampler:
         if not rows:
             return []
         ids: list[int] = self.draw(
-            logits, Draws.of(rows, self.eos_token_ids, logits.device)
+            logits, SamplingTensors.of(rows, self.eos_token_ids, logits.device)
         ).tolist()
         return ids
 
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """Return one id per row. `logits`, [num_draws, vocab] in float32, may be overwritten.
+    def draw(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
+        """Return one id per row. `logits`, [num_samples, vocab] in float32, may be overwritten.
 
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
         if self._kernel is not None:
-            return self._kernel(logits, draws.ints, draws.reals, draws.held_back)
-        _hold_back(logits, draws.held_back)
-        warm = draws.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
+            return self._kernel(logits, samples.ints, samples.reals, samples.held_back)
+        _hold_back(logits, samples.held_back)
+        warm = samples.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
         drawn: list[int] = warm.nonzero().flatten().tolist()
         if len(drawn) == len(logits):
-            return self._draw(logits, draws)
+            return self._draw(logits, samples)
         tokens = logits.argmax(dim=-1)
         if drawn:
-            tokens[drawn] = self._draw(logits[drawn], draws.picked(drawn))
+            tokens[drawn] = self._draw(logits[drawn], samples.picked(drawn))
         return tokens
 
-    def _draw(self, logits: Tensor, draws: Draws) -> Tensor:
+    def _draw(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
         vocab = logits.shape[1]
         at_once = len(logits) if logits.is_cuda else max(1, CHUNK_ELEMENTS // vocab)
         tokens: list[Tensor] = []
         for first in range(0, len(logits), at_once):
             rows = range(first, min(first + at_once, len(logits)))
-            part = draws.picked(rows)
+            part = samples.picked(rows)
             weights = _weights(logits[first : rows.stop], part)
             # With exponential noise e, p / e has its maximum where log p plus Gumbel noise has it.
             weights /= self._exponentials(part, vocab, logits.device)
             tokens.append(weights.argmax(dim=-1))
         return torch.cat(tokens)
 
-    def _exponentials(self, draws: Draws, vocab: int, device: torch.device) -> Tensor:
+    def _exponentials(self, samples: SamplingTensors, vocab: int, device: torch.device) -> Tensor:
         """Return standard exponential noise [rows, vocab], by splitmix64 of (row key, token id)."""
-        row_keys = [[_signed(_row_key(*ints[:TOP_K]))] for ints in draws.ints.tolist()]
+        row_keys = [[_signed(_row_key(*ints[:TOP_K]))] for ints in samples.ints.tolist()]
         bits = torch.tensor(row_keys, device=device) + self._counter_steps(vocab, device)
         bits ^= (bits >> 30) & ((1 << 34) - 1)
         bits *= _signed(MIX_1)
@@ -189,16 +189,16 @@ def _hold_back(logits: Tensor, held_back: Tensor) -> None:
             logits[index, known] = -math.inf
 
 
-def _weights(logits: Tensor, draws: Draws) -> Tensor:
+def _weights(logits: Tensor, samples: SamplingTensors) -> Tensor:
     """Return exp(logit / temperature) where the filters pass, 0 elsewhere; the largest is 1."""
-    scaled = logits / draws.reals[:, TEMPERATURE, None].float()
+    scaled = logits / samples.reals[:, TEMPERATURE, None].float()
     scaled -= scaled.amax(dim=-1, keepdim=True)
-    floors = draws.reals[:, LOG_MIN_P, None].float()
+    floors = samples.reals[:, LOG_MIN_P, None].float()
     if bool((floors > -math.inf).any()):
         _drop_below(scaled, floors)
-    _keep_top_k(scaled, draws.ints[:, TOP_K].tolist())
+    _keep_top_k(scaled, samples.ints[:, TOP_K].tolist())
     weights = scaled.exp_()
-    _keep_top_p(weights, draws.reals[:, TOP_P].tolist())
+    _keep_top_p(weights, samples.reals[:, TOP_P].tolist())
     return weights
 
 

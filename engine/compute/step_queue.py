@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-StepWork = Callable[[], Tensor]  # returns the sampled ids, [num_draws] int64, on the device
+StepWork = Callable[[], Tensor]  # returns the sampled ids, [num_samples] int64, on the device
 
 
 class StepQueue(Protocol):

@@ -83,14 +83,14 @@ class Records:
         counters = self.counters
         counters.steps += 1
         counters.steps_s += result.ended_s - result.started_s
-        counters.output_tokens += sum(len(part.draws) for part in plan.slices)
+        counters.output_tokens += sum(len(part.samples) for part in plan.slices)
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
             for part in plan.slices
         )
         counters.prompt_tokens += num_prompt_tokens
         if self._file is not None:
-            slices = [SliceRecord(p.key, p.start, p.length, len(p.draws)) for p in plan.slices]
+            slices = [SliceRecord(p.key, p.start, p.length, len(p.samples)) for p in plan.slices]
             self._write(
                 StepRecord(
                     plan.step_id, result.started_s, result.ended_s, num_prompt_tokens, slices

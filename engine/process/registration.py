@@ -79,18 +79,18 @@ def tell(endpoint: str) -> None:
 # A single one may fail because a router ends.
 REFUSALS_TO_TELL = 3
 
-Standing = Literal["absent", "joining", "in service", "out of service", "refused"]
+RegistrationState = Literal["absent", "joining", "in service", "out of service", "refused"]
 
 
 class RouterStanding(msgspec.Struct, frozen=True):
     """A node's standing at one router. A silent router is `absent`, or `joining` if connected."""
 
     router: str  # its endpoint
-    state: Standing
+    state: RegistrationState
     reason: str = ""
 
 
-class Standings:
+class Registrations:
     """The latest standing at each router since its channel began."""
 
     def __init__(self, dialers: Sequence[RouterDialer]) -> None:
@@ -103,7 +103,7 @@ class Standings:
         if isinstance(message, Refused):
             self._words[origin] = RouterStanding(router, "refused", message.failure.message)
         elif isinstance(message, Peers):
-            state: Standing = "out of service" if message.out_of_service else "in service"
+            state: RegistrationState = "out of service" if message.out_of_service else "in service"
             self._words[origin] = RouterStanding(router, state, message.out_of_service)
 
     def lost(self, origin: Origin) -> None:

@@ -12,7 +12,7 @@ from typing import assert_never
 import msgspec
 import zmq
 
-from baton.engine.process.registration import REFUSALS_TO_TELL, Standings
+from baton.engine.process.registration import REFUSALS_TO_TELL, Registrations
 from baton.engine.scheduling.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
@@ -117,7 +117,7 @@ class EngineSockets:
             )
             for endpoint in routers
         ]
-        self.standings = Standings(self._routers)
+        self.registrations = Registrations(self._routers)
         self._listener: Listener[ToPrefill, ToDecode] | None = None
         self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
         self._introduced: dict[bytes, Introduced] = {}
@@ -146,10 +146,10 @@ class EngineSockets:
             while (message := dialer.receive()) is not None:
                 if isinstance(message, Disconnected):
                     events.append(RouterLost(origin))
-                    self.standings.lost(origin)
+                    self.registrations.lost(origin)
                     self._introduce(dialer)
                 else:
-                    self.standings.heard(origin, message)
+                    self.registrations.heard(origin, message)
                     self._note_answer(origin, dialer, message)
                     events.append(FromRouter(origin, message))
             self._tell_refusals(origin, dialer)

@@ -16,7 +16,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
 
     Empty `token_ids` stand for the token that was sampled last for this key (length 1), so a step
     can be planned while the step before it still runs. `block_table` covers every position below
-    start + length. The last position is sampled once per entry of `draws`, a choice index each;
+    start + length. The last position is sampled once per entry of `samples`, a choice index each;
     with no entry, no token is wanted.
     """
 
@@ -25,8 +25,8 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     length: int
     token_ids: tuple[int, ...]
     block_table: tuple[int, ...]
-    draws: tuple[int, ...] = ()
-    sampling: Sampling | None = None  # set whenever draws is not empty
+    samples: tuple[int, ...] = ()
+    sampling: Sampling | None = None  # set whenever samples is not empty
     num_prompt_tokens: int = 0  # the position where output begins, for min_tokens
 
 

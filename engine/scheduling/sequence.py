@@ -57,7 +57,7 @@ class Sequence:
         """Count the tokens before `position` as computed, because blocks hold them already."""
         self.num_computed_tokens = self.num_planned_tokens = position
 
-    def slice(self, length: int, draws: tuple[int, ...]) -> Slice:
+    def slice(self, length: int, samples: tuple[int, ...]) -> Slice:
         """Return the next `length` tokens as a slice, which counts as launched until it settles."""
         start, end = self.num_planned_tokens, self.num_planned_tokens + length
         self.num_planned_tokens = end
@@ -68,15 +68,15 @@ class Sequence:
             length=length,
             token_ids=tuple(self.token_ids[start:end]),
             block_table=tuple(self.block_table),
-            draws=draws,
-            sampling=self.sampling if draws else None,
+            samples=samples,
+            sampling=self.sampling if samples else None,
             num_prompt_tokens=self.num_prompt_tokens,
         )
 
-    def chunk(self, budget: int, draws: tuple[int, ...]) -> Slice:
-        """Return at most `budget` next tokens as a slice. The last chunk draws."""
+    def chunk(self, budget: int, samples: tuple[int, ...]) -> Slice:
+        """Return at most `budget` next tokens as a slice. The last chunk samples."""
         length = min(budget, self.num_unplanned_tokens)
-        return self.slice(length, draws if length == self.num_unplanned_tokens else ())
+        return self.slice(length, samples if length == self.num_unplanned_tokens else ())
 
     def settle(self, done: Slice) -> None:
         self.num_unsettled -= 1

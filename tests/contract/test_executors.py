@@ -113,10 +113,10 @@ def new_key() -> Key:
 
 
 def prompt_slice(key: Key, blocks: Sequence[int], start: int = 0, end: int = len(PROMPT)) -> Slice:
-    draws = (0,) if end == len(PROMPT) else ()
-    sampling = GREEDY if draws else None
+    samples = (0,) if end == len(PROMPT) else ()
+    sampling = GREEDY if samples else None
     given = PROMPT[start:end]
-    return Slice(key, start, end - start, given, tuple(blocks), draws, sampling, len(PROMPT))
+    return Slice(key, start, end - start, given, tuple(blocks), samples, sampling, len(PROMPT))
 
 
 def decode_slice(key: Key, blocks: Sequence[int], position: int, token: int | None = None) -> Slice:

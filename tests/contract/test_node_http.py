@@ -88,8 +88,8 @@ def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> N
     assert steps.value == 7
     assert steps.labels == {"model_name": "tiny", "node": "d0", "role": "decode"}
     assert "process_cpu_seconds_total" in text
-    standings = found["baton_node_in_service"].samples
-    assert {one.labels["router"]: one.value for one in standings} == {
+    registrations = found["baton_node_in_service"].samples
+    assert {one.labels["router"]: one.value for one in registrations} == {
         "tcp://r0:1": 1,
         "tcp://r1:1": 0,
     }

@@ -129,7 +129,7 @@ def _blocks() -> None:
 
 
 def _sampling(dtype: torch.dtype, vocab: int) -> object:
-    from baton.kernels.cpu_shapes import ROW_INTS, ROW_REALS
+    from baton.kernels.constants import ROW_INTS, ROW_REALS
     from baton.kernels.device_sampling import sample_tokens
 
     ints = torch.zeros(4, ROW_INTS, dtype=torch.int64)

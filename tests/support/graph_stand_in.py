@@ -208,7 +208,7 @@ class TableBackend:
 
 
 def draw_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
-    """Draw from noise that the seed and the position give; not what a `Sampler` draws."""
+    """Draw from noise that the seed and the position give; not what a `Sampler` samples."""
     vocab = logits.shape[1]
     spare = torch.nn.functional.pad(logits, (0, 1))
     places = torch.where(held_back < 0, vocab, held_back).long()

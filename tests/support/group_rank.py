@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.compute.graphs import buckets_up_to
+from baton.engine.compute.cuda_start import buckets_up_to
 from baton.engine.compute.tensor_parallel import GroupRanks, Ranks, join, least
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.ids import Key, RequestId

@@ -1,4 +1,4 @@
-"""Kernels held to their torch twins: one check per kernel, on any device, shared by two test files.
+"""Kernels held to their torch references: one check per kernel, on any device.
 
 On a CPU the checks run in Triton's interpreter, which must be chosen before Triton is imported: so
 nothing here imports a kernel until a check runs. Slots that no sequence owns hold NaN, as does all
@@ -191,13 +191,13 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> No
     if qk_norm:
         weights = torch.randn(2, dim, generator=generator).to(device, shape.dtype)
         norms = (weights[0], weights[1])
-    ours, twins = pool.clone(), pool.clone()
+    ours, theirs = pool.clone(), pool.clone()
     tail = (LAYER, slots, *norms, 1e-5)
     got = pool_writes.rope_and_store(q, k, v, positions, cos_sin, ours, *tail)
-    assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, twins, *tail))
-    assert_close(ours, twins)
-    assert torch.equal(ours.isnan(), twins.isnan()), "a slot that was not named was written"
-    assert_equal_bits(ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])  # values are copied
+    assert_close(got, reference.rope_and_store(q, k, v, positions, cos_sin, theirs, *tail))
+    assert_close(ours, theirs)
+    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+    assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied
 
 
 def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual: bool) -> None:

@@ -109,13 +109,13 @@ def batch(luck: random.Random, step: int) -> StepPlan:
             min_p=luck.choice((0.0, 0.1)), min_tokens=luck.choice((0, 4)),
             stop_token_ids=tuple(range(3, 3 + luck.randint(0, 5))),
         )  # fmt: skip
-        draws = luck.choice(((0,), (0,), (0, 1, 2), ())) if length > 1 else (0,)
+        samples = luck.choice(((0,), (0,), (0, 1, 2), ())) if length > 1 else (0,)
         slices.append(
             Slice(
                 Key(RequestId(f"{step}-{number}")), start, length,
                 tuple(luck.randint(0, 639) for _ in range(length)),
-                tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)), draws,
-                sampling if draws else None, start + length,
+                tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)), samples,
+                sampling if samples else None, start + length,
             )
         )  # fmt: skip
     return StepPlan(step, tuple(slices))

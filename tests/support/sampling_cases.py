@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.compute.sampler import Draws, Sampler, SampleRow
+from baton.engine.compute.sampler import Sampler, SampleRow, SamplingTensors
 from baton.kernels.cpu_kernels import CpuSampler
 from baton.kernels.cpu_library import load_library
 from baton.protocol.sampling import Sampling
@@ -54,14 +54,14 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
 def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:
     from baton.kernels.device_sampling import sample_tokens
 
-    draws = Draws.of(rows, (), logits.device)
+    samples = SamplingTensors.of(rows, (), logits.device)
     on_device = held_back.to(logits.device)
-    tokens: list[int] = sample_tokens(logits, draws.ints, draws.reals, on_device).tolist()
+    tokens: list[int] = sample_tokens(logits, samples.ints, samples.reals, on_device).tolist()
     return tokens
 
 
 def drawn_on_a_cpu(logits: Tensor, rows: list[SampleRow]) -> list[int]:
     library = load_library(is_bf16=False, progress=lambda _done, _total: None)
-    draws = Draws.of(rows, (), logits.device)
-    ints, reals = draws.ints.numpy(), draws.reals.numpy()
+    samples = SamplingTensors.of(rows, (), logits.device)
+    ints, reals = samples.ints.numpy(), samples.reals.numpy()
     return CpuSampler(library).sample(logits.contiguous(), ints, reals)

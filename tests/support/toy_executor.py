@@ -51,8 +51,8 @@ class ToyExecutor:
             history.append(token)
             block = part.block_table[position // self.block_size]
             self.slots[block][position % self.block_size] = tuple(history)
-        drawn = tuple(next_token(history, choice) for choice in part.draws)
-        for choice, token in zip(part.draws, drawn, strict=True):
+        drawn = tuple(next_token(history, choice) for choice in part.samples)
+        for choice, token in zip(part.samples, drawn, strict=True):
             self._last[(part.key.of_choice(choice), part.start + part.length)] = token
         return drawn
 

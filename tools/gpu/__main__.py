@@ -44,7 +44,7 @@ GONE_S = 15.0  # the longest wait for a section's process that was killed
 # section runs on a machine that has read nothing from disk yet.
 SECTIONS = (
     ("environment", "Machine and floors", 80.0),
-    ("correctness", "Kernels against their torch twins", 65.0),
+    ("correctness", "Kernels against their torch references", 65.0),
     ("split", "Split against aggregated", 70.0),
     ("transfer", "Reads between two processes", 30.0),
     ("engine", "Steps of the engine", 120.0),

@@ -1,4 +1,4 @@
-"""Compare every Triton kernel with its torch twin on this GPU, in shapes of Qwen3-0.6B and 8B.
+"""Compare every Triton kernel with its torch reference on this GPU, in shapes of Qwen3-0.6B and 8B.
 
 This is a section of the GPU benchmark. Where the twin promises bits (copies, rounded sums,
 independence of batch and chunking) bits are compared; elsewhere the largest error is reported and
@@ -196,19 +196,19 @@ def _rope(model: Model, layout: Layout) -> Check:
     slots = torch.randperm(blocks * layout.block_size)[:tokens]
     slots[1::4] = -1  # padding
     weights = torch.randn(2, heads.head_dim, device=device).to(layout.dtype)
-    ours, twins = pool.clone(), pool.clone()
+    ours, theirs = pool.clone(), pool.clone()
     start = (q, k, v, torch.arange(tokens, device=device), rotation_table(tokens, heads.head_dim,
              device))  # fmt: skip
     end = (LAYER, slots.to(device), weights[0], weights[1], EPS)
     got = rope_and_store(*start, ours, *end)
-    wanted = reference.rope_and_store(*start, twins, *end)
+    wanted = reference.rope_and_store(*start, theirs, *end)
     key = f"QK norm + rotation + store, {model.name}"
-    values = _equal(key, ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])
-    others = _equal(key, ours[:, :, 0], twins[:, :, 0])
+    values = _equal(key, ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])
+    others = _equal(key, ours[:, :, 0], theirs[:, :, 0])
     return next(
         (found for found in (values, others) if not found.passed),
         _close(key, torch.cat([got.flatten(), ours.flatten()]),
-               torch.cat([wanted.flatten(), twins.flatten()])),
+               torch.cat([wanted.flatten(), theirs.flatten()])),
     )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def _sampling(model: Model, layout: Layout) -> Check:
 
 
 def _sampling_on_host(model: Model, layout: Layout) -> Check:
-    """Compare what the device's kernels draw with what torch draws on a CPU."""
+    """Compare what the device's kernels draw with what torch samples on a CPU."""
     rows = _sample_rows()
     logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
     ours = Sampler((), sample_tokens).sample(logits.clone(), rows)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from baton.engine.compute.sampler import Draws, SampleRow
+from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.pool_writes import gather_blocks, rope_and_store, scatter_blocks
@@ -204,11 +204,11 @@ class Kernels:
             for seed in range(case.batch)
         ]  # fmt: skip
         shape = (case.batch, self.cases.vocab_size)
-        draws = Draws.of(rows, (), self.desk.device)
+        samples = SamplingTensors.of(rows, (), self.desk.device)
         calls = [
             partial(
                 sample_tokens, case.spread * torch.randn(shape, device=self.desk.device),
-                draws.ints, draws.reals, draws.held_back,
+                samples.ints, samples.reals, samples.held_back,
             )
             for _ in range(2)
         ]  # fmt: skip

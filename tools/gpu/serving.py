@@ -17,9 +17,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.decode_node.intake import MAX_PASSING
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.compute.graphs import buckets_up_to
+from baton.decode_node.waiting_queue import MAX_PASSING
+from baton.engine.compute.cuda_start import buckets_up_to
 from baton.engine.compute.runner import Runner
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
@@ -154,7 +154,7 @@ def stamps_of(runner: Runner, case: StepCase, num_steps: int) -> list[float]:
                 launched.append(plan)
             else:  # prompts are admitted; the random pool serves as their keys and values
                 assert not launched, "a sequence ended before it was measured"
-                tokens = tuple((FIRST_TOKEN,) * len(part.draws) for part in plan.slices)
+                tokens = tuple((FIRST_TOKEN,) * len(part.samples) for part in plan.slices)
                 scheduler.settle(0.0, plan, StepResult(plan.step_id, tokens, 0.0, 0.0))
         plan, result = launched.popleft(), runner.collect()
         scheduler.settle(0.0, plan, result)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.compute.graphs import buckets_up_to
+from baton.engine.compute.cuda_start import buckets_up_to
 from baton.engine.compute.packing import DeviceTables
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork

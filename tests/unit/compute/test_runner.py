@@ -1,4 +1,4 @@
-"""What a step does besides computing: copies in order, draws, and the tokens it remembers."""
+"""What a step does besides computing: copies in order, samples, and the tokens it remembers."""
 
 from collections.abc import Iterator
 

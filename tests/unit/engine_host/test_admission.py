@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.decode_node.intake import MAX_PASSED_S, MAX_PASSING
+from baton.decode_node.waiting_queue import MAX_PASSED_S, MAX_PASSING
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import ReceiveEnded
 from baton.protocol.blocks import block_hashes
@@ -87,7 +87,7 @@ def test_a_queue_of_any_length_costs_a_step_the_same() -> None:
         drive.scheduler.add(0.0, 0, handed(f"q{number}", [number] * 32))
         drive.scheduler.on_report(0.0, offered(f"q{number}", 32, 8))
     drive.launch()
-    hashed = [bool(p.sequence.hashes) for p in drive.scheduler.intake.pending.values()]
+    hashed = [bool(p.sequence.hashes) for p in drive.scheduler.queue.pending.values()]
     assert hashed == [True] * (2 + MAX_PASSING) + [False] * (99 - MAX_PASSING)
 
 

@@ -228,7 +228,7 @@ class DecodeMachine(SchedulerMachine):
 
     def owned(self) -> Iterable[int]:
         scheduler = self.scheduler
-        for prompt in scheduler.intake.pending.values():
+        for prompt in scheduler.queue.pending.values():
             yield from (*prompt.sequence.block_table, *prompt.tails)
         for stream in chain(scheduler._running.values(), scheduler._leaving.values()):
             yield from stream.sequence.block_table

@@ -1,4 +1,4 @@
-"""The compiled CPU kernels against their torch twins, and bits that nothing beside a row decides.
+"""The compiled CPU kernels against their references, and bits that depend on a row alone.
 
 Slots that no sequence owns hold NaN, as does all of block 0, which unused table entries name.
 """
@@ -227,18 +227,18 @@ def test_rotation_and_store(dtype: torch.dtype, head_dim: int, has_norms: bool) 
     table = rotation_table(500, head_dim)
     q_norm, k_norm = torch.randn(2, head_dim, generator=generator).to(dtype).unbind()
     norms = torch.cat((q_norm.expand(6, -1), k_norm.expand(2, -1))) if has_norms else None
-    ours, twins = pool.clone(), pool.clone()
+    ours, theirs = pool.clone(), pool.clone()
     got = CpuKernels(library(PLAIN[dtype]), ours, 6).rope_and_store(
         packed.flatten(1), LAYER, positions, slots, table, norms, 1e-5
     )
     expected = reference.rope_and_store(
-        packed[:13, :6], packed[:13, 6:8], packed[:13, 8:], positions[:13], table, twins, LAYER,
+        packed[:13, :6], packed[:13, 6:8], packed[:13, 8:], positions[:13], table, theirs, LAYER,
         slots, q_norm if has_norms else None, k_norm if has_norms else None, 1e-5,
     )  # fmt: skip
     assert_close(got, expected)
-    assert_close(ours, twins)
-    assert_equal_bits(ours[:, :, LAYER, 1], twins[:, :, LAYER, 1])  # values are copied
-    assert torch.equal(ours.isnan(), twins.isnan()), "a slot that was not named was written"
+    assert_close(ours, theirs)
+    assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied
+    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])

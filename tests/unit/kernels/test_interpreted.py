@@ -1,4 +1,4 @@
-"""Every kernel against its torch twin, in Triton's interpreter, in one process of its own."""
+"""Every kernel against its torch reference, in Triton's interpreter, in one process of its own."""
 
 import json
 from typing import Any

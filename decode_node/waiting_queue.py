@@ -68,7 +68,7 @@ class PendingPrompt:
         return [HeldChoice(key, output, is_running=True) for key in self.keys]
 
 
-class Intake:
+class WaitingQueue:
     def __init__(self, pool: BlockPool, outputs: Outputs, limits: NodeLimits) -> None:
         self.pool = pool
         self.outputs = outputs
