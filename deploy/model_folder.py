@@ -1,30 +1,35 @@
 """Find the model folder of a command, and check it before any process is started.
 
-The command line calls `with_model` for every command that has a model. Without a path, the folder
-is that of the demo model that comes with baton. A name such as `Qwen/Qwen3-0.6B` that is no folder
-is one of the Hugging Face hub: its files come from the hub's cache, or from the hub where it may be
-asked. What baton cannot compute is refused here, in one line and by the process that was started.
-This module never loads a model.
+Without a path, the folder is that of the demo model that comes with baton (docs/demo-model.md). A
+name such as `Qwen/Qwen3-0.6B` that is no folder is one of the Hugging Face hub: its files come from
+the hub's cache, or from the hub where it may be asked. A model that baton cannot compute is refused
+here, in one line, before anything is loaded.
 """
 
 import json
 import os
 import re
-import sys
-from collections.abc import Sequence
+import secrets
+import shutil
 from pathlib import Path
 
 import msgspec
 
-from baton.deploy.demo_model import CHECKPOINT
 from baton.engine.compute.model_config import DecoderConfig, read_decoder_config, tensors_of
-from baton.protocol.config import ClusterConfig, ModelConfig
-from baton.protocol.errors import BatonError, ConfigError
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from baton.runtime.log import logger
-from baton.runtime.process import end_by_signal
 
 DEMO_NAME = "demo"
+CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
+DEMO_FILES = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files of a repository that baton reads, without weights in other formats.
 _HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
@@ -154,22 +159,23 @@ def _check_fetched(file: Path) -> None:
         )
 
 
-def main(words: Sequence[str]) -> int:
-    """Fetch a model of the hub and print its folder; pods do so before they start a process."""
-    end_by_signal()
-    needs_weights = "--no-weights" not in words
-    (name,) = [word for word in words if word != "--no-weights"]
+def write_demo_model(folder: Path) -> None:
+    """Write the model to `folder`, all of it or nothing; a demo model already there stays.
+
+    Raises `ConfigError` if `folder` holds something else or cannot be written.
+    """
+    if (folder / "config.json").is_file():
+        return
+    # The draft lies beside the target, so that the rename stays inside one file system.
+    draft = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        config = with_model(
-            msgspec.structs.replace(ClusterConfig(), model=ModelConfig(path=name)),
-            needs_weights=needs_weights,
-        )
-    except BatonError as error:
-        print(f"baton: {error.message}", file=sys.stderr)
-        return 2
-    print(config.model.path)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        draft.mkdir(parents=True)
+        for name in DEMO_FILES:
+            shutil.copyfile(CHECKPOINT / name, draft / name)
+        draft.rename(folder)
+    except OSError as error:
+        # Two processes may start at once; the one that renames second finds the work done.
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"cannot write the demo model to {folder}: {error}") from error
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)

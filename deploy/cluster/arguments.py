@@ -125,7 +125,7 @@ def _platforms(command: str) -> tuple[str, ...]:
 
 
 def _add_view(parser: FlagParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON once instead of a table")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument(
         "--url",
         action="append",

@@ -196,11 +196,8 @@ def _pod(plan: ClusterPlan, spec: ProcessSpec) -> Manifest:
         "containers": [_container(description, spec)],
         "volumes": _volumes(description),
     }
-    first = [_model_fetch(description, spec)] if _is_of_hub(description.model) else []
     if description.key:
-        first.append(_key_copy(description))
-    if first:
-        pod["initContainers"] = first
+        pod["initContainers"] = [_key_copy(description)]
     if spec.node_selector:
         pod["nodeSelector"] = dict(spec.node_selector)
     return pod
@@ -291,31 +288,6 @@ def _confined(spec: ProcessSpec) -> Manifest:
     return {**CONFINED, "capabilities": capabilities}
 
 
-def _model_fetch(description: Description, spec: ProcessSpec) -> Manifest:
-    """Fetch a model of the hub in an init container, because probes would not wait for it."""
-    fetch: Manifest = {
-        "name": "model",
-        "image": description.kubernetes.image,
-        "command": [
-            "python3",
-            "-m",
-            "baton.deploy.model_folder",
-            _literal(description.model),
-            *(["--no-weights"] if spec.role == "router" else []),
-        ],
-        "env": _environment(spec),
-        "resources": {"requests": {"cpu": "100m", "memory": "256Mi"}},
-        "securityContext": {**CONFINED, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": [
-            {"name": "scratch", "mountPath": "/tmp"},
-            {"name": "cache", "mountPath": CACHE_FOLDER},
-        ],
-    }
-    if spec.secret_env:
-        fetch["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
-    return fetch
-
-
 def _key_copy(description: Description) -> Manifest:
     """Copy the key for the process alone, because a Secret's volume is open to the pod's group."""
     source = f"{SECRET_FOLDER}/{KEY_FILE}"
@@ -349,10 +321,6 @@ def _volumes(description: Description) -> list[Manifest]:
 def _is_folder(model: str) -> bool:
     """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
     return model.startswith("/")
-
-
-def _is_of_hub(model: str) -> bool:
-    return bool(model) and not _is_folder(model)
 
 
 def _model_mount(description: Description) -> list[Manifest]:

@@ -1,14 +1,12 @@
 """`baton status` shows the processes of a cluster in the terminal, as the page `/` does.
 
 The state folder says which processes run, and the routers report their states over HTTP; either is
-enough, so `--url` works on every platform. On a terminal the table is live until Ctrl-C; elsewhere
-it is printed once. A node that several routers know is one row, with its worst state; counts of
-handoffs are summed over all routers.
+enough, so `--url` works on every platform. A node that several routers know is one row, with its
+worst state; counts of handoffs are summed over all routers.
 """
 
 import os
 import ssl
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -17,18 +15,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 from baton.deploy.cluster.arguments import ClusterArguments
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
 from baton.deploy.cluster.state import Platform, ProcessStatus, read_deployment
-from baton.protocol.errors import NodeError
-from baton.runtime.process import Interrupts
 from baton.runtime.tls import client_context
 
-PERIOD_S = 1.0
 TIMEOUT_S = 2.0
 KEY_VARIABLE, KEYS = "BATON_API_KEY", "BATON_ROUTER_API_KEYS"
 # The states of a node at a router, the worst first; "absent" means that the router does not know
@@ -136,11 +128,6 @@ class ClusterView:
         self.rows: list[StatusRow] = []
 
     @property
-    def is_down(self) -> bool:
-        """Return whether `baton down` has ended the deployment."""
-        return self._folder is not None and read_deployment(self._folder) is None
-
-    @property
     def is_well(self) -> bool:
         """Return whether every process runs; without a deployment, whether every router answers."""
         if self._deployment is None:
@@ -190,23 +177,10 @@ class ClusterView:
 
 
 def show(view: ClusterView, given: ClusterArguments) -> int:
-    """Print the cluster, live if stdout is a terminal, and return the exit code."""
-    if given.json or not sys.stdout.isatty():
-        view.look()
-        print(msgspec.json.encode(view.rows).decode() if given.json else view.text())
-        return 0 if view.is_well else 1
-    with Interrupts() as interrupts, Live(console=Console(), auto_refresh=False) as live:
-        while not view.is_down:
-            try:
-                view.look()
-                text = view.text()
-            except NodeError as error:
-                text = error.message
-            live.update(Text(text), refresh=True)
-            if interrupts.wait(PERIOD_S):
-                return 0
-    print("it is down")
-    return 1
+    """Print the cluster once, and return the exit code."""
+    view.look()
+    print(msgspec.json.encode(view.rows).decode() if given.json else view.text())
+    return 0 if view.is_well else 1
 
 
 def ask(trust: ssl.SSLContext, router: RouterAnswer) -> RouterAnswer:

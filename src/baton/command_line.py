@@ -224,7 +224,7 @@ def _api_key(name: str, summary: str, rest: list[str]) -> int:
 
 def _demo_model(name: str, summary: str, rest: list[str]) -> int:
     folder = Path(_operands(name, rest)[0]).absolute()
-    from baton.deploy.demo_model import write_demo_model
+    from baton.deploy.model_folder import write_demo_model
 
     write_demo_model(folder)
     print(folder)

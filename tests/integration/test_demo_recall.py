@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.deploy.demo_model import CHECKPOINT
+from baton.deploy.model_folder import CHECKPOINT
 from baton.kv_transfer.interfaces import BlockSlice, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import ClusterConfig

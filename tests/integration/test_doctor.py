@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from baton.__main__ import main
-from baton.deploy.demo_model import write_demo_model
+from baton.deploy.model_folder import write_demo_model
 from baton.protocol import VERSION
 from baton.runtime.channels.keys import write_key
 from tests.support.hosts import Hosts, hosts

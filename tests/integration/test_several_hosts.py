@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.demo_model import write_demo_model
+from baton.deploy.model_folder import write_demo_model
 from baton.runtime.channels.keys import write_key
 from tests.support.hosts import Hosts, hosts
 from tests.support.waiting import until

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 from pathlib import Path
 
-from baton.deploy.demo_model import CHECKPOINT
+from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.messages import Decode, Prefill

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import DynamicCache, Qwen3ForCausalLM
 
-from baton.deploy.demo_model import CHECKPOINT
+from baton.deploy.model_folder import CHECKPOINT
 from tools.demo_model import exam
 from tools.demo_model.exam import Question
 from tools.demo_model.folder import END_OF_TEXT_ID, TURN_END_ID

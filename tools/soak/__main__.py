@@ -20,7 +20,7 @@ from msgspec import Meta
 
 from baton.bench.figures.metrics import nearest_rank
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.deploy.demo_model import CHECKPOINT
+from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

@@ -81,21 +81,11 @@ def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
                 kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_each_kustomization_names_files_that_are_there_and_only_the_owner_reads_them(
-    tmp_path: Path,
-) -> None:
-    files = rendered(tmp_path)
-    kustomizations = [path for path in files if path.name == "kustomization.yaml"]
-    assert len(kustomizations) == 1
-    for path in kustomizations:
-        content = yaml.safe_load(path.read_text())
-        assert content["namespace"] == "small"
-        assert all((path.parent / name).exists() for name in content["resources"])
-        assert path.stat().st_mode & 0o777 == 0o600
-
-
 def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: Path) -> None:
-    files = rendered(tmp_path)
+    pools = CONTENT["pools"]
+    pools = {**pools, "decode": {**pools["decode"], "env": {"MINE": "s3cret-2"}}}
+    env = {"HF_TOKEN": "s3cret-1", "UCX_TLS": "tcp"}
+    files = rendered(tmp_path, env=env, secrets=["MINE"], pools=pools)
     found = objects(files)
     key = (tmp_path / "cluster.key").read_text()
     for name, pod in pods(found).items():
@@ -108,10 +98,18 @@ def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: 
             pinned = name == "prefill" and container["name"] == "baton"
             assert ("add" in security["capabilities"]) == pinned
     for path in files:
+        assert path.stat().st_mode & 0o777 == 0o600
         if path.name != "secrets.yaml":
             assert "s3cret" not in path.read_text()
             assert key.split()[1] not in path.read_text()
     assert found["Secret", "baton-key"]["stringData"]["cluster.key"] == key
+    for name, extra in (("router-0", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
+        assert set(found["Secret", name]["stringData"]) == {"HF_TOKEN", extra}
+        (container,) = pods(found)[name]["containers"]
+        assert container["envFrom"] == [{"secretRef": {"name": name}}]
+        assert {"name": "UCX_TLS", "value": "tcp"} in container["env"]
+    (kustomization,) = [one for (kind, _), one in found.items() if kind == "Kustomization"]
+    assert {path.name for path in files} == {*kustomization["resources"], "kustomization.yaml"}
 
 
 def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
@@ -132,40 +130,6 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     assert found["StatefulSet", "prefill"]["spec"]["template"]["spec"]["nodeSelector"] == {
         "gpu": "h100"
     }
-
-
-def test_secret_variables_are_in_secrets_only(tmp_path: Path) -> None:
-    pools = CONTENT["pools"]
-    pools = {**pools, "decode": {**pools["decode"], "env": {"MINE": "s3cret-2"}}}
-    env = {"HF_TOKEN": "s3cret-1", "UCX_TLS": "tcp"}
-    files = rendered(tmp_path, env=env, secrets=["MINE"], pools=pools)
-    found = objects(files)
-    assert not [
-        path for path in files if path.name != "secrets.yaml" and "s3cret" in path.read_text()
-    ]
-    for name, extra in (("router-0", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
-        assert set(found["Secret", name]["stringData"]) == {"HF_TOKEN", extra}
-        (container,) = pods(found)[name]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": name}}]
-        assert {"name": "UCX_TLS", "value": "tcp"} in container["env"]
-
-
-def test_a_model_of_the_hub_is_fetched_before_the_probes_begin(tmp_path: Path) -> None:
-    files = rendered(tmp_path, model="Qwen/Qwen3-0.6B", env={"HF_TOKEN": "hf_x"})
-    for (kind, _), one in objects(files).items():
-        if kind != "Kustomization":
-            kubernetes_validate.validate(one, VERSIONS[-1], strict=True)
-    for name, pod in pods(objects(files)).items():
-        fetch, copy = pod["initContainers"]
-        assert fetch["command"][:4] == [
-            "python3", "-m", "baton.deploy.model_folder", "Qwen/Qwen3-0.6B",
-        ]  # fmt: skip
-        assert ("--no-weights" in fetch["command"]) == name.startswith("router")
-        (container,) = pod["containers"]
-        assert fetch["envFrom"] == container["envFrom"]
-        assert {"name": "cache", "mountPath": "/var/cache/baton"} in fetch["volumeMounts"]
-        assert {one["name"]: one.get("value") for one in fetch["env"]}["HF_HOME"]
-        assert copy["name"] == "key"
 
 
 @pytest.mark.parametrize(

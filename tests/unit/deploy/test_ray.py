@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from baton.deploy.cluster.processes import ClusterPlan, plan_of
-from baton.deploy.cluster.ray import at_its_place, places_of, resources_of, shortage
+from baton.deploy.cluster.ray import at_its_place, places_of, shortage
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.keys import write_key
@@ -76,9 +76,3 @@ def test_what_ray_cannot_grant_is_refused(
     hosts = {"hosts": ["10.0.0.2"]} if routers != [{}] else {}
     with pytest.raises(ConfigError, match=said):
         planned(tmp_path, routers=routers, pools={"decode": {**pool, **hosts}})
-
-
-def test_memory_and_cpus_are_those_of_the_pool(tmp_path: Path) -> None:
-    pool = {"role": "decode", "cpus": 3, "memory_mib": 2, "resources": {"nic": "0.5"}}
-    spec = planned(tmp_path, pools={"decode": pool}).processes[-1]
-    assert resources_of(spec) == {"CPU": 3.0, "memory": 2097152.0, "nic": 0.5}

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from baton.deploy.demo_model import CHECKPOINT, write_demo_model
+from baton.deploy.model_folder import CHECKPOINT, write_demo_model
 from baton.llm_settings import Model, config_of
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.errors import ConfigError

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from baton.deploy.demo_model import CHECKPOINT, FILES, write_demo_model
+from baton.deploy.model_folder import CHECKPOINT, FILES, write_demo_model
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.weights import Checkpoint
 from baton.protocol.errors import ConfigError
