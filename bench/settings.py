@@ -104,7 +104,7 @@ def place_of(url: str) -> Place:
         # The address may hold a password, so it is not shown.
         raise ConfigError("the server's address is host, port and path only; keys have a flag")
     path = parts.path.rstrip("/")
-    if not all(33 <= ord(letter) < 127 for letter in path):
+    if not (path.isascii() and path.isprintable()) or " " in path:
         raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
     is_tls = parts.scheme == "https"
     base_path = path if path.endswith("/v1") else f"{path}/v1"

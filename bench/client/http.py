@@ -30,7 +30,6 @@ MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
 # These errors mean that this machine had no resources left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
-_TLS_ALERT = b"\x15\x03"
 
 
 class Connection(asyncio.Protocol):
@@ -122,9 +121,7 @@ class Exchange:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.keep_alive = False  # bytes after the end spoil the connection and nothing else
             if not self.is_complete:
-                is_tls = self.status is None and data.startswith(_TLS_ALERT)
-                hint = "the server wants TLS: https:// instead of http://?"
-                self._refuse(hint if is_tls else f"the response is not HTTP/1.1: {error}")
+                self._refuse(f"the response is not HTTP/1.1: {error}")
         finally:
             self._parser = None
 
@@ -377,8 +374,7 @@ def reason_of(error: BaseException) -> Problem:
         )
     elif isinstance(error, ssl.SSLError):
         why = (error.reason or str(error)).replace("_", " ").lower()
-        is_plain = "wrong version" in why or "record layer" in why
-        text = f"TLS: {why}" + (": http:// instead of https://?" if is_plain else "")
+        text = f"TLS: {why}"
     elif isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         text = os.strerror(error.errno).lower()
         if error.errno in NO_SOCKET:

@@ -132,8 +132,7 @@ def _model(target: Target, listed: Exchange) -> str:
     url, wanted, status = target.url, target.model, listed.status
     if status is None:
         why = listed.problem.detail if listed.problem is not None else ""
-        hint = "" if url.startswith("https:") else "; should it be https:// instead of http://?"
-        raise ConfigError(f"{url} gives no response: {why}{hint}")
+        raise ConfigError(f"{url} gives no response: {why}; is it http:// or https://?")
     if status in (401, 403):
         why = "wrong" if target.api_key else "missing"
         raise ConfigError(f"{url} wants an API key, and it is {why} (status {status})")

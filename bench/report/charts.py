@@ -17,7 +17,6 @@ from baton.bench.records import Outcome, Record
 from baton.bench.report.document import Report, Run
 
 MAX_CURVES = 8
-MAX_LABEL = 40  # characters
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 628.0, 22.0, 256.0  # of the frame
 MAX_TICKS = 6
@@ -144,7 +143,7 @@ def _distributions(report: Report) -> Iterator[Chart]:
         each = [(label, np.sort(_times_ms(name, records))) for label, records in found.items()]
         # The share of the times at or below each of them.
         curves = [
-            Curve(_short(label), np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
+            Curve(label, np.append(x[:1], x), np.linspace(0.0, 1.0, len(x) + 1),
                   f"c{place}", is_steps=True)
             for place, (label, x) in enumerate(each)
             if len(x)
@@ -192,7 +191,3 @@ def _against_rate(report: Report) -> Iterator[Chart]:
             curves.append(Curve(f"--attainment {report.target:g}", x, goal, "muted"))
         yield Chart(f"{title} against rate", DEFINITIONS[field].capitalize(), "offered requests/s",
                     label, curves, marks, is_share=field == "attainment")  # fmt: skip
-
-
-def _short(label: str) -> str:
-    return label if len(label) <= MAX_LABEL else f"{label[: MAX_LABEL - 1]}…"

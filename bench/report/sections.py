@@ -28,7 +28,6 @@ TOTALS = {
     "tokens_per_chunk": "", "concurrency": "",
 }  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
-MIN_FOR_P99 = 1000
 MAX_REASONS = 12
 NONE = "–"  # noqa: RUF001 - the dash that a table shows
 UNBROKEN = 10_000  # columns
@@ -164,10 +163,8 @@ def _latencies(run: Run) -> Table:
         for name, found in known.items()
         if found is not None
     ]
-    is_short = summary.ttft is not None and summary.ttft.count < MIN_FOR_P99
-    caption = f"A p99 rests on few samples in fewer than {MIN_FOR_P99:,} requests."
     columns = ["figure", "samples", *PERCENTILES]
-    return Table("Latency, ms", columns, rows, caption if is_short else "")
+    return Table("Latency, ms", columns, rows)
 
 
 def _totals(run: Run) -> Table:

@@ -1,11 +1,9 @@
 """`baton chat`: a conversation with a running server in the terminal, or one response for a script.
 
-It knows a server only by its URL, and works with any server that has OpenAI's API. Text is printed
-as it arrives. Ctrl-C ends a response and keeps the part that has arrived; Ctrl-D, or Ctrl-C at the
-prompt, ends the conversation.
+It works with any server that has OpenAI's API. Ctrl-C ends a response and keeps the part that has
+arrived; Ctrl-D, or Ctrl-C at the prompt, ends the conversation.
 """
 
-import argparse
 import contextlib
 import http.client
 import os
@@ -59,15 +57,9 @@ def parser() -> FlagParser:
     add("--api-key", default="", help=f"API key (default: the variable {KEY_VARIABLE})")
     add("--ca-file", metavar="PATH", default="",
         help="PEM file with the authority that signed an https server's certificate")  # fmt: skip
-    add("--max-tokens", type=_count, help="longest response, in tokens")
+    add("--max-tokens", type=int, help="longest response, in tokens")
     add("--temperature", type=float, help="sampling temperature; 0 is greedy")
     return built
-
-
-def _count(word: str) -> int:
-    if not word.isdecimal() or int(word) < 1:
-        raise argparse.ArgumentTypeError(f"{word!r} is not a number of tokens")
-    return int(word)
 
 
 @dataclass
@@ -104,12 +96,10 @@ class Chat:
             match line:
                 case "/exit" | "/quit":
                     return 0
-                case "/help":
-                    self.console.print(COMMANDS, markup=False)
                 case "/reset":
                     self.messages.clear()
                 case _ if line.startswith("/"):
-                    self.console.print(f"unknown command {line}; /help lists them", markup=False)
+                    self.console.print(COMMANDS, markup=False)
                 case _ if line:
                     try:
                         self.say(line)
@@ -171,12 +161,11 @@ class Chat:
         parts, headers = urlsplit(self.url), {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
-        connection = http.client.HTTPConnection(parts.netloc, timeout=CONNECT_TIMEOUT_S)
+        place, timeout_s = parts.netloc, CONNECT_TIMEOUT_S
+        connection = http.client.HTTPConnection(place, timeout=timeout_s)
         if parts.scheme == "https":
             tls = client_context(self.ca_file)
-            connection = http.client.HTTPSConnection(
-                parts.netloc, timeout=CONNECT_TIMEOUT_S, context=tls
-            )
+            connection = http.client.HTTPSConnection(place, timeout=timeout_s, context=tls)
         try:
             with contextlib.closing(connection):
                 connection.connect()
@@ -187,12 +176,11 @@ class Chat:
                     why = _reason(response.read().decode(errors="replace"))
                     raise NodeError(f"{self.url} answered {response.status}: {why}")
                 yield response
-        except ssl.SSLCertVerificationError as error:
-            why = f"the server's certificate is not trusted ({error.verify_message})"
-            raise NodeError(f"{self.url}: {why}; name its authority with --ca-file") from error
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             hint = "start a server, or name one with --url"
+            if isinstance(error, ssl.SSLCertVerificationError):
+                hint = "name the authority of its certificate with --ca-file"
             raise NodeError(f"no response from {self.url}: {why}; {hint}") from error
 
 

@@ -50,29 +50,9 @@ def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete() -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "outcome", "words"),
-    [
-        (HEAD + b"\r\nhel", Outcome.CLIENT_ERROR, "hel"),
-        (CHUNKED + b"3\r\nhel\r\n", Outcome.CLIENT_ERROR, "hel"),
-        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n", Outcome.TRUNCATED, "was closed without"),
-        (b"HTTP/1.1 200 OK\r\n\r\n", Outcome.TRUNCATED, "the body ended without any event"),
-        (HEAD, Outcome.TRUNCATED, "the connection was closed before a response came"),
-    ],
-)
-def test_the_end_of_a_connection_is_the_end_of_a_body_that_has_no_other(
-    data: bytes, outcome: Outcome, words: str
-) -> None:
-    found = read(data, ends=True)
-    assert found.is_complete == (HEAD + b"\r\n" in data or data.endswith(b"OK\r\n\r\n"))
-    assert found.problem.outcome is outcome
-    assert words in found.problem.detail
-
-
-@pytest.mark.parametrize(
     ("data", "words"),
     [
         (b"SSH-2.0-OpenSSH\r\n", "not HTTP"),
-        (b"\x15\x03\x01\x00\x02", "https://"),
         (b"HTTP/1.1 101 Switching\r\n\r\n", "another protocol"),
         (HEAD + b"Content-Encoding: gzip\r\n\r\n", "compressed"),
         (CHUNKED + b"hello\r\n", "chunk size"),

@@ -1,7 +1,6 @@
 """Every figure against records whose figures are known, and what may never change one."""
 
 import math
-import random
 from fractions import Fraction
 
 import msgspec
@@ -14,7 +13,6 @@ from baton.bench.figures.metrics import (
     Bounds,
     Distribution,
     Window,
-    batch_means,
     measure,
     meets,
     nearest_rank,
@@ -183,18 +181,3 @@ def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -
             for rank in (int(found.low), int(found.low) + 1)
         )
         assert covered >= Fraction(95, 100) > narrower
-
-
-def test_batch_means_are_wider_where_neighbours_depend_on_each_other() -> None:
-    dice = random.Random(2)
-    lone = [dice.gauss(0, 1) for _ in range(2000)]
-    state, bound = 0.0, []
-    for _ in range(2000):
-        state = 0.95 * state + dice.gauss(0, 1)
-        bound.append(state)
-    alone, together = batch_means(lone), batch_means(bound)
-    assert alone.low < 0 < alone.high
-    assert alone.high - alone.low < 0.2
-    # As independent samples of its variance (3.2 squared) they would claim 0.14 to either side.
-    assert together.high - together.low > 4 * 0.14
-    assert batch_means([1.0] * 39) is None

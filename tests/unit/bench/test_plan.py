@@ -20,7 +20,6 @@ from baton.bench.plan.plan import (
     make_plan,
     parse_arrivals,
     realised,
-    shaped,
     times,
 )
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
@@ -202,24 +201,6 @@ def test_a_text_that_is_wrong_is_refused_in_a_line(text: str) -> None:
     assert "\n" not in caught.value.message
 
 
-# Few digits, so that a text holds them exactly.
-RATES = st.sampled_from((0.25, 1.0, 5.0, 40.0, 1000.0))
-GAPS = st.builds(Gaps, RATES, st.sampled_from((0.0, 0.2, 1.0, 3.0)))
-SEEDS = st.integers(0, 2**40)
-
-
-@given(GAPS, SEEDS, st.integers(1, 300))
-def test_a_count_and_a_duration_cut_the_same_ordered_schedule(
-    process: Gaps, seed: int, few: int
-) -> None:
-    longer = times(process, duration_s=None, count=400, seed=seed)
-    assert longer == sorted(longer)
-    assert longer[0] >= 0
-    assert times(process, duration_s=None, count=few, seed=seed) == longer[:few]
-    cut = times(process, duration_s=longer[few], count=400, seed=seed)
-    assert cut == [at_s for at_s in longer if at_s < longer[few]]
-
-
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_rate_and_burstiness_come_out_as_asked(cv: float) -> None:
     seen = [realised(times(Gaps(20, cv), duration_s=None, count=6000, seed=s)) for s in range(40)]
@@ -246,13 +227,3 @@ def test_arrivals_that_are_written_wrong_are_refused_in_a_line(text: str) -> Non
     with pytest.raises(ConfigError) as caught:
         parse_arrivals(text)
     assert "\n" not in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("shape", "process"),
-    [("constant", Gaps(40.5, 0)), ("gamma,cv=3", Gaps(40.5, 3)), ("trace", Recorded(40.5))],
-)
-def test_a_shape_is_taken_at_any_rate(shape: str, process: ArrivalProcess) -> None:
-    assert shaped(shape, 40.5) == process
-    with pytest.raises(ConfigError, match="the rate must lie between"):
-        shaped(shape, 1e9)

@@ -6,28 +6,11 @@ import pytest
 
 from baton.bench.client.request import body_of
 from baton.bench.records import Message, Planned
-from baton.bench.settings import Place, Target, place_of
+from baton.bench.settings import Target, place_of
 from baton.protocol.errors import ConfigError
 
 PLANNED = Planned(index=0, at_s=None, output_tokens=5, prompt_ids=(1, 2))
 CHAT = Planned(index=0, at_s=None, output_tokens=5, messages=(Message("user", "hi"),))
-
-
-@pytest.mark.parametrize(
-    ("url", "place", "authority"),
-    [
-        ("http://a:8000", Place("a", 8000, False, "/v1"), "a:8000"),
-        ("http://a:8000/v1/", Place("a", 8000, False, "/v1"), "a:8000"),
-        ("https://a/llm", Place("a", 443, True, "/llm/v1"), "a"),
-        ("https://a:80", Place("a", 80, True, "/v1"), "a:80"),
-        ("http://[::1]:80", Place("::1", 80, False, "/v1"), "[::1]"),
-    ],
-)
-def test_an_address_may_end_in_v1_and_names_the_port_unless_it_is_the_usual_one(
-    url: str, place: Place, authority: str
-) -> None:
-    assert place_of(url) == place
-    assert place.authority == authority
 
 
 @pytest.mark.parametrize(

@@ -205,13 +205,6 @@ def texts(run: Run, *, is_invalid: bool) -> list[str]:
     return [problem.text for problem in run.problems if problem.is_invalid is is_invalid]
 
 
-def test_a_load_that_ran_to_its_end_is_judged_by_its_records() -> None:
-    run = run_of(case_of(2), ended(ANSWERED, ANSWERED))
-    assert not run.invalid
-    assert run.summary.attainment == 1.0
-    assert run.notes == ["a note"]
-
-
 def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
     why = "interrupted: 2 of 5 requests had been sent"
     run = run_of(case_of(5), ended(ANSWERED, STOPPED), why)
