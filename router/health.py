@@ -1,7 +1,4 @@
-"""A router's report on its cluster and on the model that it serves, over HTTP and in Python.
-
-`cluster_state` makes these structs, which hold no state of their own.
-"""
+"""A router's report on its cluster and on the model that it serves, over HTTP and in Python."""
 
 from typing import Literal
 
@@ -9,7 +6,6 @@ import msgspec
 
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
-from baton.protocol.ids import NodeId
 from baton.router.pairs import PairHealth, PairTransfers
 from baton.router.queue import Admission, Limits
 from baton.router.registry import Node, Registry
@@ -43,7 +39,6 @@ class Health(msgspec.Struct, frozen=True):
     num_queued: int  # requests that wait for nodes
     message: str = ""
     pairs: tuple[PairHealth, ...] = ()  # pairs whose handoffs fail
-    transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
     num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
@@ -65,7 +60,6 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admis
     failing = pairs.health(now_s)
     if status == "ready" and failing:
         status, message = "degraded", "handoffs between some pairs of nodes fail"
-    failures = tuple((*pair, count) for pair, count in pairs.num_failures.items())
     return Health(
         status,
         nodes,
@@ -73,7 +67,6 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admis
         queue.num_queued,
         message,
         failing,
-        failures,
         pairs.transfers(),
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,

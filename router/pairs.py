@@ -131,11 +131,6 @@ class Pairs:
     def transfers(self) -> tuple[PairTransfers, ...]:
         return tuple(map(copy, self._counts.values()))
 
-    @property
-    def num_failures(self) -> dict[tuple[NodeId, NodeId], int]:
-        """Return the number of failed handoffs per pair of node ids since the router's start."""
-        return {pair: one.num_failures for pair, one in self._counts.items() if one.num_failures}
-
     def _count(self, prefill: NodeId, decode: NodeId) -> PairTransfers:
         found = self._counts.get((prefill, decode))
         if found is None:

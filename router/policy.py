@@ -167,7 +167,8 @@ class _PairSearch:
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
         """Return the nodes in service whose pools have at least that many blocks."""
-        return [node for node in self._registry.in_service(role) if _pool(node) >= num_blocks]
+        nodes = self._registry.in_service(role)
+        return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
 
     def _candidates(
         self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
