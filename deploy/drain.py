@@ -1,8 +1,8 @@
 """`baton drain NODE` removes one node from a running cluster and waits until it is gone.
 
-The command line calls it. It dials a router as nodes do, so a process that may join the cluster may
-drain its nodes, but clients of the HTTP API may not. It repeats its message until the node is gone;
-each time, the router answers with the node's state.
+It dials a router as nodes do, so a process that may join the cluster may drain its nodes, but
+clients of the HTTP API may not. It repeats its message until the node is gone; each time, the
+router answers with the node's state.
 """
 
 import zmq

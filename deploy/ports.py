@@ -1,8 +1,7 @@
 """Check addresses before anything is started: whether ports are free, and who can reach them.
 
-The command line and `serve` call these checks to give clear messages early: a process that binds
-later must still handle an address that was taken in between. `serve` also keeps the port of its
-routers while none of them listens.
+These checks give clear messages early: a process that binds later must still handle an address that
+was taken in between. `ReservedPort` keeps a port while no router listens on it.
 """
 
 import contextlib

@@ -1,9 +1,9 @@
 """`baton serve` runs a router and its nodes on this host, from the port check to the last exit.
 
-The command line calls it. The router is a child like the nodes, so this process only starts, shows,
-watches and ends its children: it holds no model and no request. A child that dies is restarted, a
-router on the same port. Several routers may share the port: the system spreads connections over
-them, and every node dials them all.
+The router is a child like the nodes, so this process only starts, shows, watches and ends its
+children: it holds no model and no request. A child that dies is restarted, a router on the same
+port. Several routers may share the port: the system spreads connections over them, and every node
+dials them all.
 """
 
 import json

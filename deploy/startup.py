@@ -1,7 +1,4 @@
-"""Read a router's /health while a cluster starts, and show the progress.
-
-It needs no HTTP library, and decides nothing.
-"""
+"""Read a router's /health while a cluster starts, and show the progress."""
 
 import http.client
 import ssl

@@ -1,7 +1,6 @@
 """A YAML document as typed Structs, with messages that name the file and the key.
 
-`description` reads cluster.yaml with it. Unlike YAML or a plain conversion, it refuses keys that
-are unknown or written twice. It knows nothing of clusters.
+Unlike YAML or a plain conversion, it refuses keys that are unknown or written twice.
 """
 
 from collections.abc import Hashable

@@ -2,7 +2,7 @@
 
 `read_description` refuses what cannot work before anything starts: splits that cannot exchange KV
 blocks, addresses and ports that clash, keys that others can read. Every `ConfigError` names the
-file, the key and what to do. Nothing here looks at other hosts.
+file, the key and what to do.
 """
 
 import ipaddress
@@ -143,12 +143,6 @@ def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[st
             f"it is {config.engine.tensor_parallel_size}, but a "
             f"node has {pool.gpus} GPUs (gpus), which is its degree; take the line out"
         )
-    if len(pool.hosts) > pool.replicas:
-        yield f"{at}.hosts: {len(pool.hosts)} hosts for {pool.replicas} replicas; raise replicas"
-    if len(set(pool.hosts)) < len(pool.hosts):
-        yield f"{at}.hosts: a host is named twice; hosts take the replicas in turn, so name it once"
-    if pool.role == "prefill" and pool.peer_port:
-        yield f"{at}.peer_port: prefill nodes listen on no port; take the line out"
     if "CUDA_VISIBLE_DEVICES" in pool.env and pool.gpus:
         yield f"{at}.env.CUDA_VISIBLE_DEVICES: the platform sets it; take the line out"
     heads = _num_heads(description.model)
@@ -252,18 +246,11 @@ def _gpu_problems(description: Description) -> Iterator[str]:
 
 
 def _key_problems(description: Description) -> Iterator[str]:
-    keys = config_of(description, {}).keys
     if description.key:
         try:
             load_keys(KeysConfig(file=description.key))
         except ConfigError as error:
             yield f"key: {error.message}"
-    hosts = [router.host for router in description.routers]
-    if not description.key and not keys.insecure and not all(is_loopback(h) for h in hosts if h):
-        yield (
-            "key: processes on several hosts need a key; make one with `baton keygen cluster.key` "
-            "and write `key: cluster.key`"
-        )
 
 
 def _num_heads(model: str) -> int:

@@ -90,7 +90,7 @@ class HostProcesses:
         return found
 
     def _relay(self, name: str, line: str) -> None:
-        """Pass on a line of a process; its reader thread calls this."""
+        """Pass on a line of a process."""
         text = relayed(name, line)
         # The process blocks once its pipe is full, so a full disk must not end the reading.
         with contextlib.suppress(OSError):

@@ -22,8 +22,7 @@ ROW = re.compile(r"\d+(?:\.\.\w+)?$")
 class UcxLog:
     """Makes UCX log its decisions to a file.
 
-    Make it before NIXL is loaded, because UCX reads its environment then. No node that serves uses
-    it.
+    Make it before NIXL is loaded, because UCX reads its environment then.
     """
 
     def __init__(self) -> None:

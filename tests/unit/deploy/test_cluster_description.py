@@ -190,13 +190,6 @@ REMOTE: dict[str, object] = {
             "pools.d.hosts", "no GPU is left on host 10.0.0.2 for node d-0",
         ),
         (
-            {
-                "routers": [{"host": "10.0.0.1"}],
-                "pools": {"d": {"role": "decode", "hosts": ["10.0.0.2"]}},
-            },
-            "key", "baton keygen",
-        ),
-        (
             {**REMOTE, "pools": {"d": {"role": "decode", "hosts": ["127.0.0.1"]}}},
             "pools.d.hosts", "loopback",
         ),

@@ -98,9 +98,3 @@ def test_what_slurm_cannot_grant_is_refused(
     pools = {"decode": {"role": "decode", **changes}, "prefill": {"role": "prefill"}}
     with pytest.raises(ConfigError, match=said):
         planned(tmp_path, pools=pools)
-
-
-def test_a_description_with_hosts_is_refused(tmp_path: Path) -> None:
-    pools = {"decode": {"role": "decode", "hosts": ["10.0.0.2"]}}
-    with pytest.raises(ConfigError, match=r"routers\[0\]\.host: Slurm chooses the hosts"):
-        planned(tmp_path, routers=[{"host": "10.0.0.1"}], pools=pools)
