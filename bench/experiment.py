@@ -17,7 +17,14 @@ from baton.bench.client.probe import Probed, accepted, probe
 from baton.bench.client.request import settled
 from baton.bench.figures.metrics import PRESETS, Bounds
 from baton.bench.figures.search import Probe, RateSearch
-from baton.bench.figures.validity import Case, find_growth, invalid, judge, sent_so_far
+from baton.bench.figures.validity import (
+    MAX_WRONG_LENGTHS,
+    Case,
+    find_growth,
+    invalid,
+    judge,
+    sent_so_far,
+)
 from baton.bench.plan.plan import (
     ArrivalProcess,
     Plan,
@@ -290,10 +297,12 @@ def search(settings: SearchSettings) -> int:
 
 def probe_of(rate: float, run: Run) -> Probe:
     summary, outcomes = run.summary, run.summary.outcomes
-    # A server that answers nothing fails; a client without free sockets shows nothing about it.
-    is_broken = run.invalid and not (
-        outcomes.get(Outcome.ANSWERED) or outcomes.get(Outcome.NO_SOCKET)
-    )
+    # A server that answers nothing fails, and one whose lengths are wrong if nothing else is. A
+    # client without free sockets shows nothing about it.
+    wrong_length = outcomes.get(Outcome.WRONG_LENGTH, 0) > MAX_WRONG_LENGTHS * summary.num_requests
+    is_alone = wrong_length and sum(problem.is_invalid for problem in run.problems) == 1
+    is_broken = run.invalid and not outcomes.get(Outcome.NO_SOCKET)
+    is_broken = is_broken and (is_alone or not outcomes.get(Outcome.ANSWERED))
     return Probe(
         rate,
         summary.attainment or 0.0,

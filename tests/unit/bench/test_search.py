@@ -160,6 +160,8 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
     ("outcomes", "is_valid"),
     [
         ((Outcome.REFUSED,), True),
+        # Wrong lengths are the server's fault too.
+        ((Outcome.WRONG_LENGTH, Outcome.ANSWERED), True),
         # Without a socket the client says nothing of the server.
         ((Outcome.NO_SOCKET,), False),
         ((Outcome.NO_SOCKET, Outcome.ANSWERED), False),
@@ -170,4 +172,4 @@ def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
 ) -> None:
     found = probe_of(1.0, run_of(case_of(len(outcomes)), ended(*outcomes), ""))
     assert found.is_valid is is_valid
-    assert found.attainment == 0.0 or not is_valid
+    assert found.is_broken is is_valid
