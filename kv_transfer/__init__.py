@@ -1,6 +1,6 @@
 """Moving KV blocks from a prefill pool into a decode pool.
 
-`Connector` (per node, host-only, pure) knows requests; `Transport` (per rank) moves bytes; between
+`NodeConnector` (per node, on the host) knows requests; `Transport` (per rank) moves bytes; between
 them a `TransferAgent` (a thread per rank) posts reads and polls them. The receiver copies, so no
 node ever writes into another node's pool. This room imports nothing from the engine.
 """

@@ -234,7 +234,7 @@ class PeerTable:
         try:
             self._add(now_s, peer, peer.info, link, out)
         except TransferError:
-            # None has worked, so the next landing starts with the first one again.
+            # None has worked, so the next receive starts with the first one again.
             peer.failed.clear()
             return False
         return True
@@ -246,7 +246,7 @@ class PeerTable:
             link.state = LinkState.UP
 
     def remove_link(self, peer: Peer, link: RankLink, out: Effects) -> None:
-        """Disconnect a link; the next landing that needs it connects it again."""
+        """Disconnect a link; the next receive that needs it connects it again."""
         if link.state is not LinkState.ABSENT:
             link.state = LinkState.ABSENT
             out.order(link.edge.target, RemovePeer(_owner(peer, link)))

@@ -51,7 +51,7 @@ class ReceiveState(Enum):
     EXPECTED = auto()  # prefill has not offered the prompt
     OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
     LANDING = auto()  # the scheduler has reserved blocks, and block ranges are read
-    DRAINING = auto()  # the landing failed, and reads may still write
+    DRAINING = auto()  # the receive failed, and reads may still write
     LANDED = auto()
     ENDED = auto()
 
@@ -148,7 +148,7 @@ class KVReceive:
             self._land_if_complete(out)
 
     def reads(self, ticket: int) -> bool:
-        """Return whether that read belongs to this landing and has not ended."""
+        """Return whether that read belongs to this receive and has not ended."""
         return self._reads is not None and ticket in self._reads.outstanding
 
     def _on_expected(

@@ -43,13 +43,13 @@ class KVReceives:
         self._node = node
         self._peers = peers
         self._receives: dict[Key, KVReceive] = {}
-        # When each landing needs attention, cached to keep steps cheap.
+        # When each receive needs attention, cached to keep steps cheap.
         self._next_s: dict[Key, float] = {}
         self._tombstones: Tombstones[Done | Declined] = Tombstones()
         self._parking = Parking()
         self._tickets = itertools.count(1)
-        self._readers: dict[int, Key] = {}  # ticket -> landing
-        self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended landings
+        self._readers: dict[int, Key] = {}  # ticket -> receive
+        self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended receives
 
     def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
         key = expect.key
@@ -64,11 +64,11 @@ class KVReceives:
             if parked is not None:
                 self._decline(parked.peer, key, failure, out)
             return
-        landing = self._receives[key] = KVReceive(
+        receive = self._receives[key] = KVReceive(
             now_s, expect, self._node.num_blocks, self._take_ticket
         )
-        self._next_s[key] = landing.deadline_s
-        self._make_readable(now_s, landing, out)
+        self._next_s[key] = receive.deadline_s
+        self._make_readable(now_s, receive, out)
         if parked is not None:
             came_s = parked.until_s - PARKED_S  # its lease has run since then
             for message in parked.messages:
@@ -76,22 +76,22 @@ class KVReceives:
 
     def advance(self, now_s: float, event: BeginReceive | Abandon, out: Effects) -> None:
         """Handle a scheduler's event, or drop it if it crossed its key's last report."""
-        landing = self._receives.get(event.key)
-        if landing is not None and isinstance(event, BeginReceive):
-            self._make_readable(now_s, landing, out)
-            landing = self._receives.get(event.key)
-        if landing is not None:
-            self._on(now_s, landing, event, out)
+        receive = self._receives.get(event.key)
+        if receive is not None and isinstance(event, BeginReceive):
+            self._make_readable(now_s, receive, out)
+            receive = self._receives.get(event.key)
+        if receive is not None:
+            self._on(now_s, receive, event, out)
 
     def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
         """Handle a message from prefill about a handoff."""
         key = message.key
-        landing = self._receives.get(key)
+        receive = self._receives.get(key)
         # Another message of the key makes its state clear.
         wants_answer = not isinstance(message, BlockRange | Renewed)
-        if landing is not None:
-            if landing.prefill_node == peer.name[0] and landing.peer in (None, peer.name):
-                self._on(now_s, landing, message, out, sender=peer)
+        if receive is not None:
+            if receive.prefill_node == peer.name[0] and receive.peer in (None, peer.name):
+                self._on(now_s, receive, message, out, sender=peer)
             elif wants_answer:
                 out.tell(peer.name, Declined(key, _unexpected()))
         elif (tombstone := self._tombstones.answer(key)) is not None:
@@ -107,9 +107,9 @@ class KVReceives:
         key = self._readers.get(event.ticket)
         if event.quiet:
             self._readers.pop(event.ticket, None)
-        landing = None if key is None else self._receives.get(key)
-        if landing is not None and landing.reads(event.ticket):
-            self._on(now_s, landing, event, out)
+        receive = None if key is None else self._receives.get(key)
+        if receive is not None and receive.reads(event.ticket):
+            self._on(now_s, receive, event, out)
         elif event.quiet:
             self.read_quiet(event.ticket, out)
 
@@ -125,29 +125,29 @@ class KVReceives:
             out.reports.append(BlocksDrained(tuple(sorted(named))))
 
     def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
-        for landing in self._of(peer):
-            self._on(now_s, landing, event, out)
+        for receive in self._of(peer):
+            self._on(now_s, receive, event, out)
 
     def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """End the landings that read from a lost rank; others may use a new connection."""
-        for landing in self._of(peer):
-            if landing.state is ReceiveState.LANDING:
-                self._on(now_s, landing, Broken(failure), out)
+        """End the receives that read from a lost rank; others may use a new connection."""
+        for receive in self._of(peer):
+            if receive.state is ReceiveState.LANDING:
+                self._on(now_s, receive, Broken(failure), out)
 
     def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         self._parking.forget_peer(peer)
-        for landing in self._of(peer):
-            self._on(now_s, landing, Broken(failure), out)
+        for receive in self._of(peer):
+            self._on(now_s, receive, Broken(failure), out)
 
     def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        """End the landings that wait for that process, which can never send blocks to this node."""
-        for landing in list(self._receives.values()):
-            if landing.peer is None and landing.prefill_node == peer[0]:
-                self._on(now_s, landing, Broken(failure), out)
+        """End the receives that wait for that process, which can never send blocks to this node."""
+        for receive in list(self._receives.values()):
+            if receive.peer is None and receive.prefill_node == peer[0]:
+                self._on(now_s, receive, Broken(failure), out)
 
     def peers_changed(self, now_s: float, out: Effects) -> None:
-        for landing in list(self._receives.values()):
-            self._make_readable(now_s, landing, out)
+        for receive in list(self._receives.values()):
+            self._make_readable(now_s, receive, out)
 
     def end_waits(self, now_s: float, out: Effects) -> None:
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
@@ -160,17 +160,17 @@ class KVReceives:
         """Renew the leases that are due, together with all others of the same peer."""
         due: set[PeerName] = set()
         for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
-            landing = self._receives[key]
-            if landing.peer is not None and landing.renew_at_s is not None:
-                due.add(landing.peer)
+            receive = self._receives[key]
+            if receive.peer is not None and receive.renew_at_s is not None:
+                due.add(receive.peer)
         for peer in sorted(due):
-            landings = [one for one in self._of(peer) if one.renew_at_s is not None]
-            landings.sort(key=lambda landing: landing.key)
-            out.tell(peer, Renew(tuple(landing.key for landing in landings)))
-            for landing in landings:
-                assert landing.lease is not None
-                landing.lease.renewed(now_s)
-                self._next_s[landing.key] = landing.next_s
+            receives = [one for one in self._of(peer) if one.renew_at_s is not None]
+            receives.sort(key=lambda receive: receive.key)
+            out.tell(peer, Renew(tuple(receive.key for receive in receives)))
+            for receive in receives:
+                assert receive.lease is not None
+                receive.lease.renewed(now_s)
+                self._next_s[receive.key] = receive.next_s
 
     def deadlines(self) -> Iterable[float]:
         if self._parking.deadline_s is not None:
@@ -179,10 +179,10 @@ class KVReceives:
 
     def used_peers(self) -> set[PeerName]:
         used = self._parking.peers()
-        for landing in self._receives.values():
-            peer = self._peers.current(landing.prefill_node)
-            if landing.peer is not None:
-                used.add(landing.peer)
+        for receive in self._receives.values():
+            peer = self._peers.current(receive.prefill_node)
+            if receive.peer is not None:
+                used.add(receive.peer)
             elif peer is not None:
                 used.add(peer.name)
         return used
@@ -190,40 +190,40 @@ class KVReceives:
     def _on(
         self,
         now_s: float,
-        landing: KVReceive,
+        receive: KVReceive,
         event: ReceiveEvent,
         out: Effects,
         *,
         sender: Peer | None = None,
     ) -> None:
-        peer = sender if landing.peer is None else self._peers.get(landing.peer)
-        landing.on(now_s, event, peer, out)
-        if landing.state is ReceiveState.LANDED:
-            self._bury(landing.key, Done(landing.key))
-        elif landing.state is ReceiveState.ENDED:
-            assert landing.failure is not None
-            self._quarantined |= landing.quarantined
-            self._bury(landing.key, Declined(landing.key, landing.failure))
+        peer = sender if receive.peer is None else self._peers.get(receive.peer)
+        receive.on(now_s, event, peer, out)
+        if receive.state is ReceiveState.LANDED:
+            self._bury(receive.key, Done(receive.key))
+        elif receive.state is ReceiveState.ENDED:
+            assert receive.failure is not None
+            self._quarantined |= receive.quarantined
+            self._bury(receive.key, Declined(receive.key, receive.failure))
         else:
-            self._next_s[landing.key] = landing.next_s
+            self._next_s[receive.key] = receive.next_s
             if isinstance(event, Offered):
-                self._make_readable(now_s, landing, out)
+                self._make_readable(now_s, receive, out)
 
     def _bury(self, key: Key, answer: Done | Declined) -> None:
         del self._receives[key], self._next_s[key]
         self._tombstones.bury(key, answer)
 
     def _of(self, peer: PeerName) -> list[KVReceive]:
-        return [landing for landing in self._receives.values() if landing.peer == peer]
+        return [receive for receive in self._receives.values() if receive.peer == peer]
 
-    def _make_readable(self, now_s: float, landing: KVReceive, out: Effects) -> None:
+    def _make_readable(self, now_s: float, receive: KVReceive, out: Effects) -> None:
         """Connect to the ranks that will be read as soon as their process is known."""
-        if landing.state is ReceiveState.DRAINING:
+        if receive.state is ReceiveState.DRAINING:
             return
-        if landing.peer is None:
-            peer = self._peers.current(landing.prefill_node)
+        if receive.peer is None:
+            peer = self._peers.current(receive.prefill_node)
         else:
-            peer = self._peers.get(landing.peer)
+            peer = self._peers.get(receive.peer)
         if peer is None:
             return
         failure = self._peers.refusal_of(peer)
@@ -233,7 +233,7 @@ class KVReceives:
             except TransferError as error:
                 failure = error.to_failure()
         if failure is not None:
-            self._on(now_s, landing, Broken(failure), out)
+            self._on(now_s, receive, Broken(failure), out)
 
     def _announced_early(
         self, now_s: float, peer: Peer, message: FromPrefill, out: Effects
@@ -241,7 +241,7 @@ class KVReceives:
         """Park or decline a message of a key that is not expected, or not yet."""
         key = message.key
         if isinstance(message, Renewed):
-            return  # the landing was forgotten long ago
+            return  # the receive was forgotten long ago
         if isinstance(message, Withdrawn):
             self._parking.take(key)
             self._decline(peer.name, key, message.failure, out)

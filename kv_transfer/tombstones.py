@@ -1,7 +1,7 @@
 """The memory of handoffs that have ended, and of messages that came before their request.
 
-Everything is bounded: the oldest tombstone is dropped first (its key
-is then treated like an unknown one), and a message that cannot be parked is refused at once.
+Everything is bounded: the oldest tombstone is dropped first (its key is then treated like an
+unknown one), and a message that cannot be parked is refused at once.
 """
 
 from dataclasses import dataclass, field

@@ -35,9 +35,7 @@ class CudaIpcTransport:
 
     name = CUDA_IPC
     connect_s = 10.0
-    least_slice_bytes = (
-        1 << 30
-    )  # a block range is one launch; the GPU needs a few milliseconds for it
+    least_slice_bytes = 1 << 30  # one launch, for which the GPU needs a few milliseconds
     progress_s: float | None = None
 
     def __init__(self, pool: DevicePool, epoch: Epoch) -> None:

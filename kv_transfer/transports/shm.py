@@ -149,12 +149,8 @@ def copy_blocks(
     to_bytes, from_bytes = target_pool.view(np.uint8), source_pool.view(np.uint8)
     to_offsets, from_offsets = (target * size).tolist(), (source * size).tolist()
     for begin, end in _runs(pieces):
-        to_offset, from_offset, length = (
-            to_offsets[begin],
-            from_offsets[begin],
-            (end - begin) * size,
-        )
-        to_bytes[to_offset : to_offset + length] = from_bytes[from_offset : from_offset + length]
+        to, frm, length = to_offsets[begin], from_offsets[begin], (end - begin) * size
+        to_bytes[to : to + length] = from_bytes[frm : frm + length]
 
 
 def _run_ends(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -172,7 +168,7 @@ def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
 Fence = Callable[[], None]
 
 ORDERED_MACHINES = ("x86_64", "AMD64", "i686")
-# Of membarrier From linux/membarrier.h.
+# Of membarrier, from linux/membarrier.h.
 SYSCALL_NUMBERS = {"x86_64": 324, "aarch64": 283, "riscv64": 283}
 GLOBAL_EXPEDITED, REGISTER_GLOBAL_EXPEDITED = 1 << 1, 1 << 2
 

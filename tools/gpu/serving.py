@@ -1,8 +1,8 @@
 """Measure steps: eager, replayed, and as they are served, planned by the real scheduler.
 
-The engine section calls it with a runner that has captured nothing yet. `served` keeps two steps
-launched, as the engine's loop does, and takes the time from one result to the next. The idle share
-is the excess over steps that follow each other on the device without the host.
+`served` keeps two steps launched, as the engine's loop does, and takes the time from one result to
+the next. The idle share is the excess over steps that follow each other on the device without the
+host.
 """
 
 import statistics

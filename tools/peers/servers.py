@@ -1,7 +1,7 @@
 """Run servers of any kind as child processes: start, await, pin and end them by id, with a log.
 
-Every server leads a process group of its
-own; ending a server ends the group, and no process is ever looked up by name.
+Every server leads a process group of its own; ending a server ends the group, and no process is
+ever looked up by name.
 """
 
 import contextlib

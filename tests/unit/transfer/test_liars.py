@@ -81,7 +81,7 @@ def prefill() -> NodeConnector:
         (offered(), BLOCK_RANGE, END, END),
     ],
 )
-def test_what_makes_no_sense_ends_the_landing_and_is_declined(messages: tuple[ToDecode]) -> None:
+def test_what_makes_no_sense_ends_the_receive_and_is_declined(messages: tuple[ToDecode]) -> None:
     step = decode(*messages[:-1]).step(1.0, heard(PREFILL, messages[-1]))
     [ended] = step.reports
     assert isinstance(ended, ReceiveEnded)

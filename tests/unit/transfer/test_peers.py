@@ -219,7 +219,7 @@ def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is(
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
 
-def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None:
+def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
@@ -229,7 +229,7 @@ def test_a_rank_that_goes_down_is_connected_again_for_the_next_landing() -> None
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
 
-def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on() -> None:
+def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on() -> None:
     """Both say that they are on one host, but the memory of one cannot be mapped by the other."""
     far = RankAddress({**PREFILL.ranks[0].metadata, "nixl": b"agent"})
     source, target = node("p", "prefill", ranks=(far,)), node("d", "decode", ranks=(far,))
@@ -250,7 +250,7 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_landing_goes_on(
     assert ToRank(0, AddPeer(POOL, "nixl", far, 64, 64, WHOLE)) in step.commands
 
 
-def test_a_rank_that_no_transport_reaches_ends_its_landings_and_is_tried_afresh() -> None:
+def test_a_rank_that_no_transport_reaches_ends_its_receives_and_is_tried_afresh() -> None:
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
@@ -266,7 +266,7 @@ def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -
     assert step.commands[-2:] == [DropPeer(P, PREFILL.epoch), ToRank(0, RemovePeer(POOL))]
 
 
-def test_no_transport_in_common_ends_the_landing_with_both_sides_named() -> None:
+def test_no_transport_in_common_ends_the_receive_with_both_sides_named() -> None:
     strange = node("p", "prefill", ranks=(msgspec.structs.replace(PREFILL.ranks[0], metadata={}),))
     connector = decode(prefill=strange)
     step = connector.step(0.0, [Expect(key(), P)])

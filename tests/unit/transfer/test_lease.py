@@ -1,4 +1,4 @@
-"""One handoff between two connectors, message by message, and what its reader may believe."""
+"""When a reader's lease covers a read, and when it has to be renewed."""
 
 from baton.kv_transfer.receive import ReaderLease
 
