@@ -6,6 +6,7 @@ import msgspec
 
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
+from baton.protocol.ids import NodeId
 from baton.router.pairs import PairHealth, PairTransfers
 from baton.router.queue import Admission, Limits
 from baton.router.registry import Node, Registry
@@ -39,6 +40,7 @@ class Health(msgspec.Struct, frozen=True):
     num_queued: int  # requests that wait for nodes
     message: str = ""
     pairs: tuple[PairHealth, ...] = ()  # pairs whose handoffs fail
+    transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
     num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
@@ -56,6 +58,8 @@ def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
 
 def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission) -> Health:
     nodes, pairs = nodes_health(now_s, registry), registry.pairs
+    transfers = pairs.transfers()
+    failures = [one for one in transfers if one.num_failures]
     status, message = _status(registry, mode, nodes)
     failing = pairs.health(now_s)
     if status == "ready" and failing:
@@ -67,7 +71,8 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admis
         queue.num_queued,
         message,
         failing,
-        pairs.transfers(),
+        tuple((one.prefill_node, one.decode_node, one.num_failures) for one in failures),
+        transfers,
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,
     )

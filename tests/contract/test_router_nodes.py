@@ -219,8 +219,7 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
         await stream.ended()
         assert stream.metrics.num_retries == (number == 0)
     health = bench.core.health()
-    failed = [one.prefill_node for one in health.transfers if one.num_failures]
-    assert (health.status, failed) == ("degraded", ["p0"])
+    assert (health.status, health.transfer_failures) == ("degraded", (("p0", "d0", 1),))
     ((pair,), reason) = health.pairs, health.message
     assert (pair.prefill_node, pair.decode_node, pair.reason) == ("p0", "d0", "no route")
     assert "no route" in reason
