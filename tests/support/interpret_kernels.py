@@ -1,12 +1,11 @@
-"""A process that runs every interpreter case and writes the outcome of each as JSON.
+"""A process that runs the interpreter cases it is given and writes their outcomes as JSON.
 
-With the outcomes it names the kernels that were run.
-
-Triton decides at import whether it interprets, and a test process may have imported it already: so
-`tests/unit/kernels/test_interpreted.py` starts this one, with `TRITON_INTERPRET=1`.
+With the outcomes it names the kernels that were run. Triton decides at import whether it
+interprets, so it wants a process of its own, with `TRITON_INTERPRET=1`.
 """
 
 import json
+import sys
 import traceback
 import warnings
 
@@ -61,9 +60,10 @@ def main() -> None:
         return run(self, *arguments, **named)
 
     GridExecutor.__call__ = noting
-    for name, check in interpreter_cases().items():
+    cases = interpreter_cases()
+    for name in sys.argv[1:]:
         try:
-            check()
+            cases[name]()
             outcomes[name] = None
         except Exception:  # noqa: BLE001  (whatever it is, it is that case's outcome)
             outcomes[name] = traceback.format_exc()

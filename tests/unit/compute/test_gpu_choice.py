@@ -13,11 +13,8 @@ from baton.engine.compute import cuda_start, rank
 from baton.engine.compute.cuda_start import GpuMemory, line_without_pool
 from baton.engine.compute.rank import plan_rank
 from baton.engine.compute.worker_executor import environment_of
-from baton.kv_transfer.transports import addresses
-from baton.kv_transfer.transports.addresses import reaches_of
-from baton.protocol.config import CacheConfig, ClusterConfig, TransferConfig
+from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
-from baton.protocol.messages import RankAddress
 from baton.runtime.host import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
@@ -225,15 +222,6 @@ def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
     assert caches == [(3, 2), (3, 1), (3, 2)]
     said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]  # type: ignore[attr-defined]
     assert said == [{"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")]
-
-
-def test_a_node_that_can_hand_nothing_over_has_no_way_in_common_with_any_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    one = reaches_of([RankAddress({})], TransferConfig())
-    monkeypatch.setattr(addresses.os, "getpid", lambda: 1)
-    assert not set(one) & set(reaches_of([RankAddress({})], TransferConfig()))
-    assert one, "an empty text would mean that any pair may try"
 
 
 def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_is_of_use(

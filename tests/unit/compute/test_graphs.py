@@ -23,7 +23,7 @@ from baton.protocol.messages import Decode, Failed, Tokens
 from baton.protocol.sampling import Sampling
 from tests.support.compute import no_progress
 from tests.support.drive import key
-from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, Watch, stand_in
+from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, stand_in
 
 NUM_BLOCKS = 48
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "100"))  # of about five sequences
@@ -252,23 +252,3 @@ def test_a_capture_waits_for_what_other_streams_have_written(
     assert done == [], "tables and rings are made after the queue"
     queue.capture(work)
     assert done == ["wait for default", "wait for current", "work", "synchronize", "work"]
-
-
-# --- on no device -------------------------------------------------------------------------------
-
-
-def test_a_step_is_one_copy_and_a_replay_allocates_nothing() -> None:
-    runner = captured(RecordingQueue("meta"))
-    for plan, is_replayed in (
-        (StepPlan(1, (prompt_of(4), prompt_of(5))), False),
-        (StepPlan(2, (next_of(4, 0), prompt_of(1))), False),
-        (StepPlan(3, (next_of(4, 1), next_of(5, 0), next_of(1, 0))), True),
-    ):
-        with Watch() as watch:
-            runner.launch(plan)
-        assert watch.num_copies_to_device == 1, plan
-        if is_replayed:
-            assert set(watch.names) <= {"index_copy_"}, "a replay does nothing else"
-        else:
-            assert "embedding" in watch.names
-        assert [len(tokens) for tokens in runner.collect().tokens] == [1] * len(plan.slices)

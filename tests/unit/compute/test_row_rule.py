@@ -20,7 +20,6 @@ from baton.engine.compute.row_rule import (
     arrangement,
     find_rule,
     num_threads,
-    plan_pieces,
     tiles_for,
 )
 from tests.support.scripted_library import OrderOf, Place, ScriptedLibrary, differing
@@ -148,19 +147,6 @@ def test_any_number_of_rows_is_computed_to_the_same_bits(num_rows: int, others: 
     assert torch.equal(y, alone[torch.arange(num_rows) % NUM_ROWS])
 
 
-def test_a_piece_of_exactly_all_rows_is_one_product_of_them() -> None:
-    library = ScriptedLibrary(differing())
-    x, given = library.pool[:4], list[int]()
-
-    def product(part: Tensor) -> Tensor:
-        given.append(part.data_ptr())
-        return library.product(part)
-
-    exact = rule_of(1, 2, 4, 8)
-    assert torch.equal(exact.compute(product, x), library.product(x))
-    assert given == [x.data_ptr()]
-
-
 def rule_of(*tiles: int) -> RowRule:
     return RowRule([Trial(tile, b"") for tile in tiles])
 
@@ -185,10 +171,6 @@ def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]
         pieces = rule.pieces(num_rows)
         assert list(pieces) == sorted(pieces, reverse=True)
         assert sum(pieces) - pieces[-1] < num_rows <= sum(pieces)
-
-
-def test_a_plan_covers_every_count_up_to_the_largest_tile() -> None:
-    assert plan_pieces((2, 4)) == ((), (2,), (2,), (4,), (4,))
 
 
 @pytest.mark.parametrize("passes", [1, PASSES])
