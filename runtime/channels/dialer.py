@@ -28,6 +28,7 @@ from baton.runtime.channels.wire import (
     Session,
     Verdict,
     Wire,
+    log,
     log_malformed,
     new_identity,
 )
@@ -83,7 +84,7 @@ class Dialer(Generic[Out, In]):
         self._num_tried = 0  # keys whose handshake has failed since the last connection
         self._name = name
         self._dialled = ""  # empty until the listener's name is resolved
-        self._unsent: deque[bytes] = deque(maxlen=QUEUED_MESSAGES)  # until then
+        self._unsent: deque[bytes] = deque()  # until then
         with contextlib.ExitStack() as undo:
             try:
                 self._wire = Wire(context, zmq.DEALER, keys)
@@ -102,7 +103,14 @@ class Dialer(Generic[Out, In]):
         if self._lost is not None:
             return False  # this session has lost a message, so no later one may arrive
         frame = self._session.frame(self._encode(message))
-        if not self._queue(frame):
+        try:
+            if self._dialled:
+                self.socket.send(frame, zmq.NOBLOCK)
+            elif len(self._unsent) < QUEUED_MESSAGES:
+                self._unsent.append(frame)
+            else:
+                raise zmq.Again
+        except zmq.Again:
             self._lost = "the queue to the listener is full"
             self._wire.wake_if_readable(anything_else=True)
             return False
@@ -139,19 +147,6 @@ class Dialer(Generic[Out, In]):
     def close(self, linger_ms: int = 0) -> None:
         """Close the socket. Its context ends once the queue is empty, or `linger_ms` later."""
         self._wire.close(linger_ms)
-
-    def _queue(self, frame: bytes) -> bool:
-        """Give a frame to the socket, or keep it until there is an address to send it to."""
-        if not self._dialled:
-            if len(self._unsent) == QUEUED_MESSAGES:
-                return False
-            self._unsent.append(frame)
-            return True
-        try:
-            self.socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            return False
-        return True
 
     def _read(self) -> In | None:
         frame = self.socket.recv(zmq.NOBLOCK, copy=False)
@@ -225,7 +220,9 @@ class Destination:
     def __init__(self, text: str, keys: Keys) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
         self.given = bindable(text)
-        keys.check(self.given, "dialling")
+        self._keys = keys
+        if not self.given.is_name:  # the addresses of a name are checked once they are known
+            keys.check(self.given, "dialling")
         _ = self.given.dial_endpoint  # raises for an address that only a listener could use
         # None until the name is resolved.
         self.address: Endpoint | None = None if self.given.is_name else self.given
@@ -265,6 +262,10 @@ class Destination:
 
     def _look_up(self) -> None:
         try:
-            self._found = self.given.resolved()
-        except ConfigError:  # the name may be known later
+            found = self.given.resolved()
+            for address in found:
+                self._keys.check(address, f"dialling {self.given} at")
+            self._found = found
+        except ConfigError as error:  # the name may have another address later
+            log.debug("cannot dial a router or a node", reason=error.message)
             self._found = []

@@ -14,8 +14,8 @@ import zmq
 from baton.protocol.codec import MAX_MESSAGE_BYTES
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Cancel, ToRouter
-from baton.runtime.channels.dialer import Disconnected
-from baton.runtime.channels.keys import Keys
+from baton.runtime.channels.dialer import Destination, Disconnected
+from baton.runtime.channels.keys import NO_KEYS
 from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import HEADER, HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS, RESET
 from tests.support.channel_ends import (
@@ -99,7 +99,7 @@ def test_a_slow_name_server_delays_no_other_channel(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ends(tmp_path, "tcp") as pair:
         port = pair.listener.endpoint.rpartition(":")[2]
-        named = pair.dial("named", f"tcp://router.test:{port}", Keys(is_insecure=True))
+        named = pair.dial("named", f"tcp://router.test:{port}")
         steady = pair.dial("steady")
         for number in range(20):
             assert named.send(note(number))
@@ -111,6 +111,25 @@ def test_a_slow_name_server_delays_no_other_channel(
         assert numbers(pair.hear(20)) == list(range(20))
         assert named.endpoint == f"tcp://router.test:{port}"
     assert asked == ["router.test"]
+
+
+def test_a_name_of_another_host_is_not_dialled_without_a_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    was_asked = threading.Event()
+
+    def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
+        was_asked.set()
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("192.0.2.1", 0))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    destination = Destination("tcp://router.test:5", NO_KEYS)
+    assert not destination.look()
+    assert was_asked.wait(DEADLINE_S)
+    for _ in range(20):
+        assert not destination.look()
+        assert destination.address is None
+        time.sleep(0.01)
 
 
 def test_a_name_that_comes_to_stand_for_another_address_is_followed(
@@ -126,7 +145,7 @@ def test_a_name_that_comes_to_stand_for_another_address_is_followed(
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ends(tmp_path, "tcp") as pair:
         port = pair.listener.endpoint.rpartition(":")[2]
-        dialer = pair.dial("d0", f"tcp://router.test:{port}", Keys(is_insecure=True))
+        dialer = pair.dial("d0", f"tcp://router.test:{port}")
         assert dialer.receive() is None
         found.append("127.0.0.9")  # nothing listens there
         while dialer.receive() is None and dialer._dialled != f"tcp://127.0.0.9:{port}":

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from baton.deploy.model_folder import CHECKPOINT, write_demo_model
-from baton.llm_settings import Model, config_of
+from baton.llm_settings import IGNORED, NEUTRAL, Model, config_of
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.settings import SHORT_FLAGS
@@ -84,7 +84,11 @@ def test_a_keyword_joins_the_settings_of_its_section() -> None:
 
 
 def test_what_changes_nothing_here_is_ignored() -> None:
-    assert made(trust_remote_code=True, enforce_eager=True) == made()
+    assert made(**dict.fromkeys(IGNORED, True)) == made()
+    for name, neutral in NEUTRAL.items():
+        assert made(**{name: neutral}) == made(**{name: None}) == made()
+        with pytest.raises(ConfigError, match=f"unknown setting {name}"):
+            made(**{name: "another"})
 
 
 @pytest.mark.parametrize(("settings", "text"), WRONG, ids=str)
