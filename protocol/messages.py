@@ -29,7 +29,7 @@ from baton.protocol.ids import (
 )
 from baton.protocol.sampling import Sampling
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 1
 
 Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]

@@ -115,7 +115,7 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
         (
             {"env": {"PYTHONPATH": "PATH"}}, (),
             f"late-0 on {LATE} ended while starting (exit code 1: the router refused this node: "
-            "this router speaks protocol version 2, not 9",
+            "this router speaks protocol version 1, not 9",
         ),
         (
             {"routers": [{"host": "127.0.0.1", "port": 1, "control_port": 2}]}, ("--timeout", "5"),
