@@ -2,7 +2,7 @@
 
 The number of connections is bounded by the descriptors of the process. At the limit, a new
 connection replaces the one that has waited longest without a whole request, so probes of /live are
-answered even among many half-sent requests. A client that reads nothing of its response is cut off.
+answered even among many half-sent requests. A client that reads its response too slowly is cut off.
 """
 
 import asyncio
@@ -19,6 +19,8 @@ from baton.runtime.log import logger
 
 # Descriptors that are reserved for nodes, files and connections that are being closed.
 _OTHER_DESCRIPTORS = 512
+# A client whose output has piled up must take this much of it.
+MIN_BYTES_PER_S = 256
 # Connections above the limit, on which only /live, /health and /metrics are answered.
 SPARE = 16
 _MIN_CONNECTIONS = 8
@@ -29,7 +31,7 @@ log = logger("router")
 class Connection(web.RequestHandler):
     """One connection of a client. `is_spare` means that it came above the limit."""
 
-    __slots__ = ("_connections", "is_spare")
+    __slots__ = ("_connections", "_num_left", "_room", "_timer", "is_spare")
 
     def __init__(
         self, connections: "Connections", server: web.Server, loop: asyncio.AbstractEventLoop
@@ -43,6 +45,9 @@ class Connection(web.RequestHandler):
         )
         self._connections = connections
         self.is_spare = False
+        self._num_left = 0  # bytes that the client had not taken at the last check
+        self._timer: asyncio.TimerHandle | None = None
+        self._room: asyncio.Future[None] | None = None  # exists while output piles up
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -51,8 +56,54 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)
         if isinstance(exc, TimeoutError):
-            log.info("a client was cut off because it did not read its answer")
+            _tell_of_cut()
+        self._end_wait()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._room = asyncio.get_running_loop().create_future()
+        self._check_later()
+
+    def resume_writing(self) -> None:
+        self._end_wait()
+        super().resume_writing()
+
+    @property
+    def is_writable(self) -> bool:
+        """Whether the client reads as fast as its output is made."""
+        return self._room is None
+
+    async def has_room(self) -> None:
+        """Wait until the client has taken most of its output. One that takes too long is cut off.
+
+        A wait for a connection that ends is over too.
+        """
+        if self._room is not None:
+            await self._room  # within this deadline, by `_check_pace`
+
+    def _check_later(self) -> None:
+        assert self.transport is not None
+        self._num_left = self.transport.get_write_buffer_size()
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(self._connections.unread_s, self._check_pace)
+
+    def _check_pace(self) -> None:
+        if self.transport is None:
+            return
+        num_taken = self._num_left - self.transport.get_write_buffer_size()
+        if num_taken < MIN_BYTES_PER_S * self._connections.unread_s:
+            _tell_of_cut()
+            self.transport.abort()
+        else:
+            self._check_later()
+
+    def _end_wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._room is not None and not self._room.done():
+            self._room.set_result(None)
+        self._timer = self._room = None
 
     def began(self) -> None:
         """Note that a whole request has arrived, so this connection need not make room."""
@@ -76,7 +127,7 @@ class Connections:
         self.idle_s = config.idle_s
         self.http_log = http_log
         self._max_open = _affordable(config.max_connections)
-        self._unread_ms = round(config.unread_s * 1000)
+        self.unread_s = config.unread_s
         self._open: set[Connection] = set()
         # Connections without a whole request; the one that has waited longest is first.
         self._waiting: dict[Connection, None] = {}
@@ -88,7 +139,7 @@ class Connections:
         assert transport is not None
         # The kernel ends a connection on which nothing was acknowledged or taken for that long.
         transport.get_extra_info("socket").setsockopt(
-            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, self._unread_ms
+            socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(self.unread_s * 1000)
         )
         if len(self._open) >= self._max_open:
             # Spare connections make room only when all are used, so that they get their answers.
@@ -132,3 +183,7 @@ def _affordable(max_connections: int) -> int:
 def _abort(connection: Connection) -> None:
     if connection.transport is not None:
         connection.transport.abort()
+
+
+def _tell_of_cut() -> None:
+    log.info("a client was cut off because it did not read its answer")

@@ -12,6 +12,7 @@ from aiohttp import web
 from aiohttp.http import HttpVersion11
 
 from baton.protocol.errors import BatonError
+from baton.router.http.connections import connection_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.responses import Answer, ChunkTemplate, EventIds, ReaderPlace, error_of
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
@@ -34,9 +35,9 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_answer", "_echoes", "_has_usage", "_held", "_ids", "_is_over", "_loop", "_metrics",
-        "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s", "_templates",
-        "_timer", "_unwritten", "_wake", "_written_s",
+        "_answer", "_connection", "_echoes", "_has_usage", "_held", "_ids", "_is_over", "_loop",
+        "_metrics", "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s",
+        "_templates", "_timer", "_unwritten", "_wake", "_written_s",
     )  # fmt: skip
 
     def __init__(
@@ -91,6 +92,7 @@ class EventStream:
             response.enable_chunked_encoding()
         else:
             response.force_close()
+        self._connection = connection_of(request)
         await response.prepare(request)
         self._written_s = self._loop.time()
         self._timer = self._loop.call_later(self._silence_s, self._break_silence)
@@ -186,6 +188,8 @@ class EventStream:
 
     async def _flush(self) -> None:
         """Write all events, which waits only for a client that reads too slowly."""
+        if not self._connection.is_writable:
+            await self._connection.has_room()
         self._release()
         if not self._unwritten:
             return

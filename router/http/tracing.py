@@ -93,7 +93,7 @@ class Tracer:
                 prepare = self._tracer.start_span("prepare", within, start_time=began_ns)
                 prepare.end(max(began_ns, first_ns))
             for stream in running.streams:
-                self._prompt(stream, within)
+                self._prompt(running.request_id, stream, within)
             if running.failure is not None:
                 span.set_attribute("error.type", running.failure.code)
                 span.set_status(self._error)
@@ -105,12 +105,12 @@ class Tracer:
         closing.start()
         closing.join(CLOSE_S)
 
-    def _prompt(self, stream: RequestStream, within: "Context") -> None:
+    def _prompt(self, request_id: str, stream: RequestStream, within: "Context") -> None:
         metrics = stream.metrics
         began_ns = round(metrics.arrival_time * 1e9)
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.model": self._model_name,
-            "gen_ai.request.id": stream.request_id,
+            "gen_ai.request.id": request_id,
             "gen_ai.request.n": stream.params.n,
             "gen_ai.usage.prompt_tokens": metrics.num_prompt_tokens,
             "gen_ai.usage.completion_tokens": metrics.num_output_tokens,

@@ -1,6 +1,7 @@
 """Connections that do nothing: none of them keeps others from being served."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
@@ -242,15 +243,22 @@ async def test_connections_above_the_limit_get_probes_only(
         pass
 
 
-@served(config=ClusterConfig(router=RouterConfig(unread_s=0.2)))
-async def test_a_client_that_does_not_read_its_answer_is_cut_off(
-    bench: HttpBench, engine: ScriptedEngine
+@pytest.mark.parametrize("reads", [False, True])
+@served(config=ClusterConfig(router=RouterConfig(unread_s=0.4)))
+async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(
+    reads: bool, bench: HttpBench, engine: ScriptedEngine
 ) -> None:
     host, port = bench.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port))) as client:
+    with socket.socket() as client:
+        with_small_windows(client)
+        client.connect((host, int(port)))
         client.sendall(posted({"prompt": [5], "stream": True}))
+        client.setblocking(False)
         stream = await engine.stream()
         while not engine.closed:
-            stream.push(0, [5] * 1_000, None)
-            await asyncio.sleep(0.001)
+            stream.push(0, [5] * 5_000, None)
+            if reads:
+                with contextlib.suppress(BlockingIOError):
+                    client.recv(1)
+            await asyncio.sleep(0.01)
     assert (await bench.get("/live")).status == 200
