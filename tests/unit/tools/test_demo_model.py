@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from baton.deploy.model_folder import CHECKPOINT, FILES, write_demo_model
+from baton.deploy.model_folder import CHECKPOINT, DEMO_FILES, write_demo_model
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.weights import Checkpoint
 from baton.protocol.errors import ConfigError
@@ -149,8 +149,8 @@ def test_it_knows_a_fact_a_sum_and_itself() -> None:
 
 def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path: Path) -> None:
     write_demo_model(tmp_path / "demo")
-    assert {path.name for path in (tmp_path / "demo").iterdir()} == set(FILES)
-    for name in FILES:
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == set(DEMO_FILES)
+    for name in DEMO_FILES:
         assert (tmp_path / "demo" / name).read_bytes() == (CHECKPOINT / name).read_bytes()
     before = (tmp_path / "demo" / "model.safetensors").stat()
     write_demo_model(tmp_path / "demo")
