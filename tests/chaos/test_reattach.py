@@ -203,6 +203,7 @@ def test_streams_outlive_a_router_that_is_killed(
         assert results == expected
 
 
+@pytest.mark.release
 def test_a_router_that_was_frozen_takes_no_stream_back_from_another(tmp_path: Path) -> None:
     """It tells its own client so, who could go on at any router."""
     with Cluster(tmp_path, settings(decode=1), num_routers=2) as cluster:

@@ -128,7 +128,8 @@ def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
         assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
 
 
-@pytest.mark.parametrize("page", ["api.md", pytest.param("python.md", marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("page", ["api.md", "python.md"])
 def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     for block, printed in zip(blocks, EXAMPLES[page], strict=True):

@@ -80,10 +80,10 @@ def test_the_nemesis_meets_every_event_in_every_state(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(0)
+@pytest.mark.timeout(3600)
 def test_many_schedules() -> None:
     """BATON_SCHEDULES=100000 is the run before a release; the seed of a failure is in its name."""
-    for seed in range(int(os.environ.get("BATON_SCHEDULES", "1000"))):
+    for seed in range(int(os.environ.get("BATON_SCHEDULES", "200"))):
         try:
             run_schedule(Random(seed), num_actions=300)
         except Exception as error:
