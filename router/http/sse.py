@@ -1,7 +1,7 @@
 """Server-sent events: the deltas of one streamed response, sent as they arrive.
 
-Deltas become events at once, and one task per response writes all events that have piled up since
-its last turn. While a client reads too slowly, deltas are merged per choice.
+Each delta becomes an event and is written at once, without a task switch. While a client reads too
+slowly, deltas are merged per choice, and the response's task writes them when there is room.
 """
 
 import asyncio
@@ -147,6 +147,8 @@ class EventStream:
             self._timer.cancel()
 
     def _take(self, offset: int, delta: CompletionOutput) -> None:
+        if self._is_over:  # another prompt of the request has failed
+            return
         self._metrics.num_output_tokens += len(delta.token_ids)
         delta.index += offset
         if self._held is None and self._num_bytes < FULL_BYTES:
@@ -177,9 +179,24 @@ class EventStream:
     def _add(self, data: bytes, event_id: bytes) -> None:
         """Add one event, which must have no line breaks."""
         event = b"id: %b\ndata: %b\n\n" % (event_id, data)
+        if not self._unwritten and self._connection.is_writable:
+            self._write_now(event)
+            return
         self._unwritten.append(event)
         self._num_bytes += len(event)
         self._wake_up()
+
+    def _write_now(self, data: bytes) -> None:
+        """Write without waiting, since `StreamResponse.write` waits only after it has written."""
+        self._written_s = self._loop.time()
+        write = self._response.write(data)
+        try:
+            write.send(None)
+        except StopIteration:
+            return
+        except ConnectionError:  # the client has left, which cancels the handler
+            return
+        write.close()  # it would wait for the client, as `_flush` does before it writes more
 
     def _release(self) -> None:
         held, self._held = self._held, None
@@ -213,8 +230,7 @@ class EventStream:
     def _break_silence(self) -> None:
         rest_s = self._written_s + self._silence_s - self._loop.time()
         if rest_s <= 0:
-            if not self._unwritten:
-                self._unwritten.append(_COMMENT)
-                self._wake_up()
+            if not self._unwritten and self._connection.is_writable:
+                self._write_now(_COMMENT)
             rest_s = self._silence_s
         self._timer = self._loop.call_later(rest_s, self._break_silence)

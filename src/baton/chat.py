@@ -180,7 +180,7 @@ class Chat:
             why = getattr(error, "strerror", None) or str(error) or type(error).__name__
             hint = "start a server, or name one with --url"
             if isinstance(error, ssl.SSLCertVerificationError):
-                hint = "name the authority of its certificate with --ca-file"
+                hint = "name its authority with --ca-file"
             raise NodeError(f"no response from {self.url}: {why}; {hint}") from error
 
 

@@ -66,7 +66,7 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) -> None:
-    cluster = NodeThreads(tmp_path, never_local(settings(family, prefix=False)))
+    cluster = NodeThreads(tmp_path, never_local(settings(family, enable_prefix_caching=False)))
     outputs = cluster.run(all_at_once)
     ties = 0
     for length, output in zip((*LENGTHS, LONG), outputs, strict=True):
@@ -81,7 +81,7 @@ def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) 
 
 def test_the_aggregated_engine_says_what_split_serving_says(tmp_path: Path) -> None:
     family = "qwen3"
-    cluster = NodeThreads(tmp_path, always_local(settings(family, prefix=False)))
+    cluster = NodeThreads(tmp_path, always_local(settings(family, enable_prefix_caching=False)))
     outputs = cluster.run(all_at_once)
     for length, output in zip((*LENGTHS, LONG), outputs, strict=True):
         count_ties(expected(family, length), output.outputs[0].token_ids)
@@ -156,7 +156,7 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     family: str, prefill: int, decode: int, kv_heads: int, verify: bool, tmp_path: Path
 ) -> None:
     folder = model_folder(family, num_kv_heads=kv_heads)
-    config = settings(folder, verify=verify, prefix=False)
+    config = settings(folder, verify=verify, enable_prefix_caching=False)
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
     lengths = LENGTHS if prefill == decode else LENGTHS[2:]
