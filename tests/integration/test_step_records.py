@@ -56,9 +56,10 @@ def test_sequences_share_decode_steps_join_and_leave(tmp_path: Path) -> None:
     steps = steps_of(tmp_path, use, never_local)
     batches = [{part.key.request_id for part in step.slices} for step in steps]
     assert max(len(batch) for batch in batches) >= 4
-    pairs = list(itertools.pairwise(batches))
-    assert any(before < after for before, after in pairs), "nothing joined a running batch"
-    assert any(before > after for before, after in pairs), "nothing left a running batch"
+    # One may join in the very step in which another leaves.
+    pairs = [(before, after) for before, after in itertools.pairwise(batches) if before & after]
+    assert any(after - before for before, after in pairs), "nothing joined a running batch"
+    assert any(before - after for before, after in pairs), "nothing left a running batch"
 
 
 def test_prompt_chunks_run_between_decode_steps(tmp_path: Path) -> None:
