@@ -132,7 +132,7 @@ class Nemesis:
         if process.info.role == "prefill":
             return [p for p in process.prompts.values() if not p.is_complete and not p.is_over]
         waiting = [p for p in process.prompts.values() if p.num_blocks and not p.is_over]
-        return [p for p in waiting if not p.is_receive and p.num_blocks <= len(process.free)]
+        return [p for p in waiting if not p.is_receiving and p.num_blocks <= len(process.free)]
 
     def _schedule(self, process: Process) -> None:
         prompt = self.rng.choice(self._ready(process))

@@ -98,7 +98,7 @@ class Prompt:
     is_complete: bool = False
     is_offered: bool = False
     first_block: int = 0
-    is_receive: bool = False
+    is_receiving: bool = False
     is_over: bool = False  # withdrawn or abandoned: the report is still to come
 
 
@@ -231,7 +231,7 @@ class World:
         return prompt
 
     def land(self, process: Process, prompt: Prompt, first_block: int) -> None:
-        prompt.first_block, prompt.is_receive = first_block, True
+        prompt.first_block, prompt.is_receiving = first_block, True
         prompt.blocks = process.take(prompt, prompt.num_blocks - first_block)
         process.inbox.append(BeginReceive(prompt.key, first_block, tuple(prompt.blocks)))
 
