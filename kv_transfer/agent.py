@@ -144,7 +144,7 @@ class TransferAgent:
             if moved or self._commands:
                 moved_s = boottime()
                 continue
-            # The pause grows with the time that slices take, so an end is seen late by an eighth of
+            # The pause grows with the time that chunks take, so an end is seen late by an eighth of
             # it at most.
             self._wait(poller, min(max(MIN_WAIT_S, (boottime() - moved_s) / 8), MAX_WAIT_S))
             _drain(self._wake)

@@ -1,8 +1,8 @@
 """What a transfer agent does, one turn at a time, without its thread: see `agent`.
 
-It cuts reads into slices, keeps two slices of each peer in flight, takes peers in turn, and accepts
-commands between slices. A read ends exactly once: when all of it has arrived, when it has failed
-and is quiet (no more bytes can land), or when that is still not certain after `quiet_s`. Nothing
+It cuts reads into chunks, keeps two chunks of each peer in flight, takes peers in turn, and accepts
+commands between chunks. A read ends exactly once: when all of it has arrived, when it has failed
+and is quiesced (no more bytes can land), or when that is still uncertain after `quiesce_s`. Nothing
 here waits, and the time comes from the given clock.
 """
 
@@ -36,22 +36,22 @@ from baton.runtime.clock import Clock
 # Called with blocks of the local pool, an offset in each block and a number of bytes.
 Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
 
-QUIET_POLL_S = 0.25
-MAX_IN_FLIGHT = 2  # slices of one peer: the second one is queued while the first one moves
+QUIESCE_POLL_S = 0.25
+MAX_IN_FLIGHT = 2  # chunks of one peer: the second one is queued while the first one moves
 
 
 class AgentLimits(msgspec.Struct, frozen=True):
-    """A read fails if it has not ended `read_s` after its command. A failed read whose slices are
-    not quiet after `quiet_s` ends as not quiet."""
+    """A read fails if it has not ended `read_s` after its command. A failed read whose chunks are
+    not quiesced after `quiesce_s` ends as not quiesced."""
 
-    slice_bytes: int = 16 << 20
+    chunk_bytes: int = 16 << 20
     read_s: float = 30.0
-    quiet_s: float = 30.0
+    quiesce_s: float = 30.0
 
 
 @dataclass(slots=True, eq=False)
 class _Reading:
-    """A `Read` under way. `stop_at_s` is its deadline, or after a failure, that to be quiet."""
+    """A `Read` under way. `stop_at_s` is its deadline, or after a failure, that to be quiesced."""
 
     command: Read
     stop_at_s: float
@@ -80,8 +80,8 @@ class _ReadablePeer:
 
 
 @dataclass(slots=True, eq=False)
-class _Unquiet:
-    """The slices of a read that was given up, whose bytes may still land."""
+class _Unquiesced:
+    """The chunks of a read that was given up, whose bytes may still land."""
 
     ticket: int
     transport: Transport
@@ -105,7 +105,7 @@ class AgentTurns:
         self._transports = {transport.name: transport for transport in transports}
         self._peers: dict[PeerRank, _ReadablePeer] = {}
         self._readings: dict[int, _ReadablePeer] = {}
-        self._unquiet: list[_Unquiet] = []
+        self._unquiesced: list[_Unquiesced] = []
         self._events: list[AgentEvent] = []
 
     def hear(self, command: AgentCommand) -> None:
@@ -138,12 +138,12 @@ class AgentTurns:
         for peer in list(self._peers.values()):
             if not peer.up and not peer.removed:
                 self._connect(now_s, peer)
-            moved |= self._end_slices(now_s, peer)
+            moved |= self._end_chunks(now_s, peer)
             if peer.up and not peer.removed:
-                moved |= self._post_slice(peer)
+                moved |= self._post_chunk(peer)
             if peer.removed and not peer.reads:
                 self._forget(now_s, peer)
-        self._end_unquiet()
+        self._end_unquiesced()
         return moved
 
     def take_events(self) -> list[AgentEvent]:
@@ -166,8 +166,8 @@ class AgentTurns:
                 times.append(peer.connect_by_s)
             if peer.num_in_flight or (connecting and peer.transport.fileno() < 0):
                 times.append(self._clock() + poll_s)
-        if self._unquiet:
-            times.append(self._clock() + max(poll_s, QUIET_POLL_S))
+        if self._unquiesced:
+            times.append(self._clock() + max(poll_s, QUIESCE_POLL_S))
         return min(times, default=None)
 
     # --- peers ----------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ class AgentTurns:
             if transport is None or address is None:
                 raise TransferError(f"{command.transport} is not offered by both ranks")
             transport.add_peer(
-                command.peer, address, command.num_blocks, command.block_bytes, command.piece
+                command.peer, address, command.num_blocks, command.block_bytes, command.part
             )
         except TransferError as error:
             self._events.append(PeerDown(command.peer, error.to_failure()))
@@ -216,7 +216,7 @@ class AgentTurns:
         peer.next_command = None
         for reading in peer.reads:
             self._fail(now_s, reading, error)
-        self._end_slices(now_s, peer)
+        self._end_chunks(now_s, peer)
 
     def _forget(self, now_s: float, peer: _ReadablePeer) -> None:
         peer.transport.remove_peer(peer.command.peer)
@@ -235,8 +235,8 @@ class AgentTurns:
         peer.reads.append(_Reading(command, now_s + self._limits.read_s))
         self._readings[command.ticket] = peer
 
-    def _post_slice(self, peer: _ReadablePeer) -> bool:
-        """Post one slice of the oldest read that has slices left. shm copies it in this call."""
+    def _post_chunk(self, peer: _ReadablePeer) -> bool:
+        """Post one chunk of the oldest read that has chunks left. shm copies it in this call."""
         if peer.num_in_flight >= MAX_IN_FLIGHT:
             return False
         for reading in peer.reads:
@@ -248,10 +248,10 @@ class AgentTurns:
         now_s = self._clock()
         if reading.posted_s is None:
             reading.posted_s = now_s
-        piece_bytes = peer.command.piece.num_bytes
-        slice_bytes = max(self._limits.slice_bytes, peer.transport.least_slice_bytes)
+        slice_bytes = peer.command.part.num_bytes
+        chunk_bytes = max(self._limits.chunk_bytes, peer.transport.min_chunk_bytes)
         begin = reading.next_block
-        end = begin + max(1, slice_bytes // piece_bytes)
+        end = begin + max(1, chunk_bytes // slice_bytes)
         remote = command.remote[begin:end]
         try:
             handle = peer.transport.read(
@@ -261,16 +261,16 @@ class AgentTurns:
             self._fail(now_s, reading, error)
         else:
             reading.next_block = end
-            reading.in_flight[handle] = len(remote) * piece_bytes
+            reading.in_flight[handle] = len(remote) * slice_bytes
         return True
 
-    def _end_slices(self, now_s: float, peer: _ReadablePeer) -> bool:
-        """Test every slice in flight, and end the reads that are complete."""
+    def _end_chunks(self, now_s: float, peer: _ReadablePeer) -> bool:
+        """Test every chunk in flight, and end the reads that are complete."""
         moved = False
         for reading in list(peer.reads):
             for handle in list(reading.in_flight):
                 if handle not in reading.in_flight:
-                    continue  # cancelled because the slice before it failed
+                    continue  # cancelled because the chunk before it failed
                 try:
                     ended = peer.transport.test(handle)
                 except TransferError as error:
@@ -289,10 +289,10 @@ class AgentTurns:
         return moved
 
     def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
-        """Post no more slices, and end the read when those in flight are quiet, or in time."""
+        """Post no more chunks, and end the read when those in flight are quiesced, or in time."""
         if reading.failure is None:
             reading.failure = error.to_failure()
-            reading.stop_at_s = now_s + self._limits.quiet_s
+            reading.stop_at_s = now_s + self._limits.quiesce_s
         transport = self._readings[reading.command.ticket].transport
         for handle in list(reading.in_flight):
             if transport.cancel(handle):
@@ -305,31 +305,31 @@ class AgentTurns:
             text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
         posted_s = ended_s if reading.posted_s is None else reading.posted_s
-        ticket, quiet = reading.command.ticket, not reading.in_flight
-        if not quiet:
-            self._unquiet.append(_Unquiet(ticket, peer.transport, list(reading.in_flight)))
+        ticket, quiesced = reading.command.ticket, not reading.in_flight
+        if not quiesced:
+            self._unquiesced.append(_Unquiesced(ticket, peer.transport, list(reading.in_flight)))
         peer.reads.remove(reading)
         del self._readings[ticket]
         self._events.append(
-            ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiet)
+            ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, quiesced)
         )
 
-    def _end_unquiet(self) -> None:
-        for read in list(self._unquiet):
+    def _end_unquiesced(self) -> None:
+        for read in list(self._unquiesced):
             read.handles = [one for one in read.handles if not read.transport.cancel(one)]
             if not read.handles:
-                self._unquiet.remove(read)
+                self._unquiesced.remove(read)
                 self._events.append(ReadDrained(read.ticket))
 
     def _is_corrupt(self, peer: _ReadablePeer, command: Read) -> bool:
         if self._checksums is None or not command.checksums:
             return False
-        piece = peer.command.piece
-        found = self._checksums(command.local, piece.local_offset, piece.num_bytes)
+        part = peer.command.part
+        found = self._checksums(command.local, part.local_offset, part.num_bytes)
         return found != command.checksums
 
     def _summed(self, command: SumBlocks) -> BlocksSummed:
         assert self._checksums is not None, "only nodes with transfer.verify_kv ask for checksums"
-        offsets = range(0, command.num_pieces * command.piece_bytes, command.piece_bytes)
-        rows = (self._checksums(command.block_ids, at, command.piece_bytes) for at in offsets)
+        offsets = range(0, command.num_slices * command.slice_bytes, command.slice_bytes)
+        rows = (self._checksums(command.block_ids, at, command.slice_bytes) for at in offsets)
         return BlocksSummed(command.ticket, tuple(rows))

@@ -149,7 +149,7 @@ class NodeConnector:
             self._receives.read_ended(now_s, event, out)
             return
         if isinstance(event, ReadDrained):
-            self._receives.read_quiet(event.ticket, out)
+            self._receives.read_drained(event.ticket, out)
             return
         if isinstance(event, BlocksSummed):
             self._offers.summed(now_s, rank, event, out)

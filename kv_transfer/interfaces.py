@@ -37,7 +37,7 @@ class PeerRank(NamedTuple):
 class BlockSlice(msgspec.Struct, frozen=True):
     """The bytes of each block that one rank reads from another: a range of KV heads.
 
-    Both blocks are whole numbers of such pieces, and each offset is a multiple of `num_bytes`.
+    Both blocks are whole numbers of such slices, and each offset is a multiple of `num_bytes`.
     """
 
     remote_offset: int
@@ -58,7 +58,7 @@ class AgentMessage(msgspec.Struct, frozen=True, tag=True):
 class AddPeer(AgentMessage, frozen=True):
     """Makes a rank's pool readable, in the background. PeerUp or PeerDown follows.
 
-    `block_bytes` is the size of that pool's blocks. Every read copies `piece` of each block.
+    `block_bytes` is the size of that pool's blocks. Every read copies `part` of each block.
     """
 
     peer: PeerRank
@@ -66,7 +66,7 @@ class AddPeer(AgentMessage, frozen=True):
     address: RankAddress
     num_blocks: int
     block_bytes: int
-    piece: BlockSlice
+    part: BlockSlice
 
 
 class RemovePeer(AgentMessage, frozen=True):
@@ -76,7 +76,7 @@ class RemovePeer(AgentMessage, frozen=True):
 
 
 class Read(AgentMessage, frozen=True):
-    """Copies a piece of the blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
+    """Copies a slice of the blocks `remote` of `peer` into `local`. Exactly one ReadEnded follows.
 
     `generations` are those that prefill announced; a transport that can read the peer's generation
     table (shm) compares them again after the copy. The slots after the prompt's last token hold
@@ -88,17 +88,17 @@ class Read(AgentMessage, frozen=True):
     remote: tuple[int, ...]
     local: tuple[int, ...]
     generations: tuple[int, ...]
-    # Of the piece in `local` after the read; empty if the read is not verified.
+    # Of the slice in `local` after the read; empty if the read is not verified.
     checksums: tuple[int, ...] = ()
 
 
 class SumBlocks(AgentMessage, frozen=True):
-    """Asks for checksums of each piece of blocks of the local pool. BlocksSummed follows."""
+    """Asks for checksums of each slice of blocks of the local pool. BlocksSummed follows."""
 
     ticket: int
     block_ids: tuple[int, ...]
-    piece_bytes: int
-    num_pieces: int
+    slice_bytes: int
+    num_slices: int
 
 
 class CancelRead(AgentMessage, frozen=True):
@@ -121,24 +121,24 @@ class PeerDown(AgentMessage, frozen=True):
 
 
 class ReadEnded(AgentMessage, frozen=True):
-    """A read has ended. Unless it is `quiet`, bytes may still land until ReadDrained comes."""
+    """A read has ended. Unless it is `quiesced`, bytes may still land until ReadDrained comes."""
 
     ticket: int
     posted_s: float
     ended_s: float
     num_bytes: int
     failure: Failure | None = None
-    quiet: bool = True
+    quiesced: bool = True
 
 
 class ReadDrained(AgentMessage, frozen=True):
-    """That read is quiet now: no byte of it can land any more."""
+    """That read is quiesced now: no byte of it can land any more."""
 
     ticket: int
 
 
 class BlocksSummed(AgentMessage, frozen=True):
-    """`checksums` has a row for each piece of a block, with a checksum for each block."""
+    """`checksums` has a row for each slice of a block, with a checksum for each block."""
 
     ticket: int
     checksums: tuple[tuple[int, ...], ...]
@@ -179,7 +179,7 @@ class PoolMemory(msgspec.Struct, frozen=True):
 class Transport(Protocol):
     """Reads peers' blocks into the local pool, in the agent's thread.
 
-    Only `read` may block, while it copies one slice. `test` returns True, and forgets the handle,
+    Only `read` may block, while it copies one chunk. `test` returns True, and forgets the handle,
     when the read has ended, and raises `TransferError` when it failed. `cancel` returns True, and
     forgets the handle, when no byte of that read can land any more, as for a handle that is
     forgotten. False means that this is not certain: the handle stays.
@@ -187,7 +187,7 @@ class Transport(Protocol):
 
     name: str
     connect_s: float  # the agent gives up a peer that is not connected after this time
-    least_slice_bytes: int  # the least size of a slice; 0 leaves it to the agent
+    min_chunk_bytes: int  # the least size of a chunk; 0 leaves it to the agent
     progress_s: float | None  # `service` must be called this often, even if nothing is read
 
     def address(self) -> bytes:
@@ -195,11 +195,11 @@ class Transport(Protocol):
         ...
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
         """Begin to make a pool with blocks of `block_bytes` readable. Raises `TransferError`.
 
-        Reads copy `piece` of each block and never touch the rest of the local block, where other
+        Reads copy `part` of each block and never touch the rest of the local block, where other
         reads write. The ranks of one process share its epoch, but not its address.
         """
         ...
@@ -219,7 +219,7 @@ class Transport(Protocol):
         local: Sequence[int],
         generations: Sequence[int],
     ) -> int:
-        """Post a read of one slice and return its handle. Raises `TransferError`."""
+        """Post a read of one chunk and return its handle. Raises `TransferError`."""
         ...
 
     def test(self, handle: int) -> bool: ...

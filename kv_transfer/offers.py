@@ -79,7 +79,7 @@ class Offers:
         if self._sums is None or isinstance(event, Withdrawn):
             self._on(now_s, source, event, out)
         else:
-            self._sums.add(event, self._peers.num_pieces(source.peer), out)
+            self._sums.add(event, self._peers.num_slices(source.peer), out)
             self._announce(now_s, event.key, out)
 
     def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:
@@ -311,16 +311,16 @@ class AnnouncedSums:
         self._queues: dict[Key, deque[_Waiting]] = {}
         self._asked: dict[int, _Waiting] = {}
 
-    def add(self, message: BlockRange | End, num_pieces: int, out: Effects) -> None:
+    def add(self, message: BlockRange | End, num_slices: int, out: Effects) -> None:
         """Queue an announcement, and ask all ranks for the checksums if it is a block range."""
         waiting = _Waiting(message)
         self._queues.setdefault(message.key, deque()).append(waiting)
         if isinstance(message, BlockRange):
             ticket = next(self._tickets)
             self._asked[ticket] = waiting
-            piece_bytes = self._block_bytes // num_pieces
+            slice_bytes = self._block_bytes // num_slices
             for rank in range(self._num_ranks):
-                out.order(rank, SumBlocks(ticket, message.block_ids, piece_bytes, num_pieces))
+                out.order(rank, SumBlocks(ticket, message.block_ids, slice_bytes, num_slices))
 
     def summed(self, rank: int, event: BlocksSummed) -> Key | None:
         """Note an answer, and return the key whose announcements may now be ready."""

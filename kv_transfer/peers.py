@@ -204,11 +204,11 @@ class PeerTable:
 
     # --- ranks ---------------------------------------------------------------------------------
 
-    def num_pieces(self, name: PeerName) -> int:
-        """Return into how many pieces that decode node's reads cut one of our blocks."""
+    def num_slices(self, name: PeerName) -> int:
+        """Return into how many slices that decode node's reads cut one of our blocks."""
         info = self._peers[name].info
         assert info is not None, "a handoff was offered to it"
-        return edges_between(self._node, info)[0].num_pieces
+        return edges_between(self._node, info)[0].num_slices
 
     def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
         """Begin to connect every link that is not up or connecting.
@@ -258,7 +258,7 @@ class PeerTable:
         link.state, link.adding_s, link.transport = LinkState.ADDING, now_s, transport
         add = AddPeer(
             _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
-            edge.piece,
+            edge.part,
         )  # fmt: skip
         out.order(edge.target, add)
 
@@ -297,20 +297,20 @@ def _owner(peer: Peer, link: RankLink) -> PeerRank:
 
 
 class ShardMapping(msgspec.Struct, frozen=True):
-    """Rank `target` of decode reads `piece` of every block of rank `source` of prefill."""
+    """Rank `target` of decode reads `part` of every block of rank `source` of prefill."""
 
     source: int
     target: int
-    piece: BlockSlice
-    num_pieces: int  # in a block of `source`
+    part: BlockSlice
+    num_slices: int  # in a block of `source`
 
     @property
     def sums_row(self) -> int:
-        """Return the row in which a block range lists the checksums of this piece.
+        """Return the row in which a block range lists the checksums of this slice.
 
         Rows are ordered by rank of prefill, then by heads.
         """
-        return self.source * self.num_pieces + self.piece.remote_offset // self.piece.num_bytes
+        return self.source * self.num_slices + self.part.remote_offset // self.part.num_bytes
 
 
 def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[ShardMapping]:
@@ -328,15 +328,15 @@ def edges_between(prefill: NodeInfo, decode: NodeInfo) -> list[ShardMapping]:
     # same heads.
     sources, targets = min(num_sources, kv_heads), min(num_targets, kv_heads)
     source_copies, target_copies = num_sources // sources, num_targets // targets
-    num_reads, num_pieces = max(1, sources // targets), max(1, targets // sources)
+    num_reads, num_slices = max(1, sources // targets), max(1, targets // sources)
     num_bytes = decode.layout.block_bytes // num_reads
     edges = []
     for target in range(num_targets):
-        part, copy = divmod(target, target_copies)
+        group, copy = divmod(target, target_copies)
         for number in range(num_reads):
-            source = (part * sources // targets + number) * source_copies
+            source = (group * sources // targets + number) * source_copies
             source += copy * source_copies // target_copies
-            remote_offset = part % num_pieces * num_bytes
-            piece = BlockSlice(remote_offset, number * num_bytes, num_bytes)
-            edges.append(ShardMapping(source, target, piece, num_pieces))
+            remote_offset = group % num_slices * num_bytes
+            part = BlockSlice(remote_offset, number * num_bytes, num_bytes)
+            edges.append(ShardMapping(source, target, part, num_slices))
     return edges

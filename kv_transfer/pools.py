@@ -159,18 +159,18 @@ def check_read(
     return source, target
 
 
-def check_piece(piece: BlockSlice, remote_bytes: int, local_bytes: int) -> None:
-    """Raise `TransferError` unless blocks of both sizes can be cut into pieces like `piece`."""
-    size = piece.num_bytes
+def check_slice(part: BlockSlice, remote_bytes: int, local_bytes: int) -> None:
+    """Raise `TransferError` unless blocks of both sizes can be cut into slices like `part`."""
+    size = part.num_bytes
     for offset, block_bytes in (
-        (piece.remote_offset, remote_bytes),
-        (piece.local_offset, local_bytes),
+        (part.remote_offset, remote_bytes),
+        (part.local_offset, local_bytes),
     ):
         fits = size > 0 and 0 <= offset <= block_bytes - size
         if not fits or offset % size or block_bytes % size:
             raise TransferError(
                 f"its blocks have {remote_bytes} bytes, ours {local_bytes}: {size} bytes at "
-                f"{offset} are not one of several equal pieces"
+                f"{offset} are not one of several equal slices"
             )
 
 
@@ -217,9 +217,9 @@ class PeerPool(Protocol):
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
     ) -> Callable[[], bool]:
-        """Launch the copy of pieces `remote` of that pool to pieces `local` of ours.
+        """Launch the copy of slices `remote` of that pool to slices `local` of ours.
 
-        Pieces have `num_bytes` and are numbered from the start of a pool; the caller has checked
+        Slices have `num_bytes` and are numbered from the start of a pool; the caller has checked
         the numbers. The returned function says whether the copy has ended. Both raise
         `TransferError`.
         """
@@ -271,8 +271,8 @@ class DevicePool:
         self.table.close()
 
 
-class PieceRead(NamedTuple):
-    """One checked read: the peer's blocks and generations, and the pieces to copy."""
+class SliceRead(NamedTuple):
+    """One checked read: the peer's blocks and generations, and the slices to copy."""
 
     blocks: NDArray[np.int64]
     generations: NDArray[np.int64]
@@ -282,18 +282,18 @@ class PieceRead(NamedTuple):
 
 @dataclass(slots=True, frozen=True)
 class SliceMap:
-    """The pieces of one peer. Raises `TransferError` unless both pools can be cut into them."""
+    """The slices of one peer. Raises `TransferError` unless both pools can be cut into them."""
 
     theirs: PoolShape
     ours: PoolShape
-    piece: BlockSlice
+    part: BlockSlice
 
     def __post_init__(self) -> None:
-        check_piece(self.piece, self.theirs.block_bytes, self.ours.block_bytes)
+        check_slice(self.part, self.theirs.block_bytes, self.ours.block_bytes)
 
     def read(
         self, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
-    ) -> PieceRead:
+    ) -> SliceRead:
         """Return the read of blocks `remote` into `local`.
 
         Raises `TransferError` unless the ids pair and lie in their pools, and each remote block has
@@ -303,17 +303,17 @@ class SliceMap:
         expected = np.asarray(generations, np.int64)
         if len(expected) != len(blocks):
             raise TransferError("a read needs a generation for each remote block")
-        piece = self.piece
-        return PieceRead(
+        part = self.part
+        return SliceRead(
             blocks,
             expected,
-            piece_numbers(blocks, self.theirs, piece.remote_offset, piece),
-            piece_numbers(into, self.ours, piece.local_offset, piece),
+            slice_ids(blocks, self.theirs, part.remote_offset, part),
+            slice_ids(into, self.ours, part.local_offset, part),
         )
 
 
-def piece_numbers(
-    blocks: NDArray[np.int64], shape: PoolShape, offset: int, piece: BlockSlice
+def slice_ids(
+    blocks: NDArray[np.int64], shape: PoolShape, offset: int, part: BlockSlice
 ) -> NDArray[np.int64]:
-    """Return the number of the piece at `offset` in each of `blocks`."""
-    return blocks * (shape.block_bytes // piece.num_bytes) + offset // piece.num_bytes
+    """Return the number of the slice at `offset` in each of `blocks`."""
+    return blocks * (shape.block_bytes // part.num_bytes) + offset // part.num_bytes

@@ -44,15 +44,15 @@ from baton.protocol.messages import (
 
 WAIT_S = 600.0  # the router cancels long before this; it only bounds what a router forgot
 STALL_S = 60.0  # how long reads may make no progress while blocks are missing
-SHUTDOWN_TIMEOUT_S = 60.0  # longer than an agent takes to decide whether a read is quiet
+SHUTDOWN_TIMEOUT_S = 60.0  # longer than an agent takes to decide whether a read is quiesced
 
 
 class ReceiveState(Enum):
     EXPECTED = auto()  # prefill has not offered the prompt
     OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
-    LANDING = auto()  # the scheduler has reserved blocks, and block ranges are read
+    RECEIVING = auto()  # the scheduler has reserved blocks, and block ranges are read
     DRAINING = auto()  # the receive failed, and reads may still write
-    LANDED = auto()
+    RECEIVED = auto()
     ENDED = auto()
 
 
@@ -110,7 +110,7 @@ class KVReceive:
     @property
     def renew_at_s(self) -> float | None:
         """Return when the next renewal is due: at once if only the proof is missing."""
-        if self.state not in (ReceiveState.OFFERED, ReceiveState.LANDING):
+        if self.state not in (ReceiveState.OFFERED, ReceiveState.RECEIVING):
             return None
         assert self.lease is not None
         if self._has_all() and self._reads is not None and self._reads.posted_s:
@@ -127,7 +127,7 @@ class KVReceive:
 
     @property
     def quarantined(self) -> dict[int, tuple[int, ...]]:
-        """Return the blocks of each read that ended without being quiet, by its ticket."""
+        """Return the blocks of each read that ended without being quiesced, by its ticket."""
         return {} if self._reads is None else self._reads.quarantined
 
     def on(self, now_s: float, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
@@ -135,17 +135,17 @@ class KVReceive:
         match self.state:
             case ReceiveState.EXPECTED:
                 self._on_expected(now_s, event, peer, out)
-            case ReceiveState.OFFERED | ReceiveState.LANDING:
+            case ReceiveState.OFFERED | ReceiveState.RECEIVING:
                 self._on_live(now_s, event, out)
             case ReceiveState.DRAINING:
                 self._on_draining(event, out)
-            case ReceiveState.LANDED | ReceiveState.ENDED:
+            case ReceiveState.RECEIVED | ReceiveState.ENDED:
                 raise InvariantBroken(f"{self.key} had ended before {type(event).__name__}")
             case _:
                 assert_never(self.state)
-        if self.state is ReceiveState.LANDING:
+        if self.state is ReceiveState.RECEIVING:
             self._read(now_s, peer, out)
-            self._land_if_complete(out)
+            self._end_if_complete(out)
 
     def reads(self, ticket: int) -> bool:
         """Return whether that read belongs to this receive and has not ended."""
@@ -181,8 +181,8 @@ class KVReceive:
             case ReadEnded(failure=failure) if self._reads is not None:
                 self._progress_s = now_s
                 self._reads.ended(event)
-                if failure is not None or not event.quiet:
-                    self._fail(now_s, failure or _wrong("a read ended without being quiet"), out)
+                if failure is not None or not event.quiesced:
+                    self._fail(now_s, failure or _wrong("a read ended without being quiesced"), out)
             case BeginReceive() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
@@ -258,7 +258,7 @@ class KVReceive:
             self._fail(now_s, _wrong(text), out)
             return
         self._reads = BlockRangeReads(land.first_block, land.block_ids)
-        self.state = ReceiveState.LANDING
+        self.state = ReceiveState.RECEIVING
         self._since_s = self._progress_s = now_s
         self.lease.renewed(now_s)
         out.tell(self.peer, Renew((self.key,)))
@@ -289,8 +289,8 @@ class KVReceive:
             return False
         return not self._reads.block_ids or self._reads.have_all(len(self._block_ranges))
 
-    def _land_if_complete(self, out: Effects) -> None:
-        if self.state is not ReceiveState.LANDING or not self._has_all():
+    def _end_if_complete(self, out: Effects) -> None:
+        if self.state is not ReceiveState.RECEIVING or not self._has_all():
             return
         assert self._reads is not None
         assert self._end is not None
@@ -298,7 +298,7 @@ class KVReceive:
         assert self.peer is not None
         if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
             return  # the proof is on its way, or `renew_at_s` requests it
-        self.state = ReceiveState.LANDED
+        self.state = ReceiveState.RECEIVED
         out.tell(self.peer, Done(self.key))
         out.reports.append(
             KVReceived(
@@ -346,8 +346,8 @@ def _unreadable(block_range: BlockRange, prefill: NodeInfo, edge: ShardMapping) 
     """Return why the blocks of a block range cannot be read from the node that announced it."""
     if not all(0 <= block < prefill.num_blocks for block in block_range.block_ids):
         return "a block range names blocks that prefill does not have"
-    if block_range.checksums and len(block_range.checksums) != len(prefill.ranks) * edge.num_pieces:
-        return "a block range has checksums of pieces other than those that are read"
+    if block_range.checksums and len(block_range.checksums) != len(prefill.ranks) * edge.num_slices:
+        return "a block range has checksums of slices other than those that are read"
     return None
 
 
@@ -395,7 +395,7 @@ class BlockRangeReads:
 
     def ended(self, event: ReadEnded) -> None:
         _, local = self.outstanding.pop(event.ticket)
-        if not event.quiet:
+        if not event.quiesced:
             self.quarantined[event.ticket] = local
         if event.failure is None:
             self.posted_s.append(event.posted_s)

@@ -105,16 +105,16 @@ class KVReceives:
 
     def read_ended(self, now_s: float, event: ReadEnded, out: Effects) -> None:
         key = self._readers.get(event.ticket)
-        if event.quiet:
+        if event.quiesced:
             self._readers.pop(event.ticket, None)
         receive = None if key is None else self._receives.get(key)
         if receive is not None and receive.reads(event.ticket):
             self._on(now_s, receive, event, out)
-        elif event.quiet:
-            self.read_quiet(event.ticket, out)
+        elif event.quiesced:
+            self.read_drained(event.ticket, out)
 
-    def read_quiet(self, ticket: int, out: Effects) -> None:
-        """Give back the blocks of a read that is quiet at last, unless another read names them."""
+    def read_drained(self, ticket: int, out: Effects) -> None:
+        """Give back the blocks of a read that has drained, unless another read names them."""
         key = self._readers.pop(ticket, None)
         if key is not None and key in self._receives:
             self._receives[key].quarantined.pop(ticket, None)
@@ -131,7 +131,7 @@ class KVReceives:
     def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the receives that read from a lost rank; others may use a new connection."""
         for receive in self._of(peer):
-            if receive.state is ReceiveState.LANDING:
+            if receive.state is ReceiveState.RECEIVING:
                 self._on(now_s, receive, Broken(failure), out)
 
     def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
@@ -198,7 +198,7 @@ class KVReceives:
     ) -> None:
         peer = sender if receive.peer is None else self._peers.get(receive.peer)
         receive.on(now_s, event, peer, out)
-        if receive.state is ReceiveState.LANDED:
+        if receive.state is ReceiveState.RECEIVED:
             self._bury(receive.key, Done(receive.key))
         elif receive.state is ReceiveState.ENDED:
             assert receive.failure is not None

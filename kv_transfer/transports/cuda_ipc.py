@@ -4,7 +4,7 @@ The owner lends a table of generations as `shm` lends a pool (`pool_links`). The
 both are on one host, and shows when the owner has died. The address holds the bytes of the handle
 of the GPU memory. A read is one launch. When it has ended, the generations are read again, and the
 read fails if a block got a new owner meanwhile. A launched copy cannot be stopped, so a read is
-quiet only once the GPU has ended it. Everything that touches a GPU is in `PeerMemory`.
+quiesced only once the GPU has ended it. Everything that touches a GPU is in `PeerMemory`.
 """
 
 import time
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from baton.kv_transfer.interfaces import BlockSlice, PeerRank
-from baton.kv_transfer.pools import DevicePool, PeerPool, PieceRead, PoolShape, SliceMap
+from baton.kv_transfer.pools import DevicePool, PeerPool, PoolShape, SliceMap, SliceRead
 from baton.kv_transfer.transports.addresses import (
     CUDA_IPC,
     CudaIpcAddress,
@@ -35,7 +35,7 @@ class CudaIpcTransport:
 
     name = CUDA_IPC
     connect_s = 10.0
-    least_slice_bytes = 1 << 30  # one launch, for which the GPU needs a few milliseconds
+    min_chunk_bytes = 1 << 30  # one launch, for which the GPU needs a few milliseconds
     progress_s: float | None = None
 
     def __init__(self, pool: DevicePool, epoch: Epoch) -> None:
@@ -58,7 +58,7 @@ class CudaIpcTransport:
         ).encode()
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
         where = CudaIpcAddress.decode(address)
         where.table.check(peer.epoch)
@@ -66,10 +66,10 @@ class CudaIpcTransport:
             raise TransferError("the address is not that peer's")
         memory = self._pool.memory
         ours = PoolShape(memory.num_blocks, memory.block_bytes)
-        pieces = SliceMap(PoolShape(num_blocks, block_bytes), ours, piece)
+        slices = SliceMap(PoolShape(num_blocks, block_bytes), ours, part)
         self.remove_peer(peer)
         self._links.add(peer, where.table.socket, where.table.nonce, PoolShape(num_blocks, 0))
-        self._peers[peer] = _OpenPeer(where.handle, pieces)
+        self._peers[peer] = _OpenPeer(where.handle, slices)
 
     def connected(self, peer: PeerRank) -> bool:
         """Open the GPU's memory once the table is mapped, so that the owner is trusted."""
@@ -77,7 +77,7 @@ class CudaIpcTransport:
             return False
         found = self._peers[peer]
         if found.pool is None:
-            found.pool = self._pool.peers.open(found.handle, found.pieces.theirs)
+            found.pool = self._pool.peers.open(found.handle, found.slices.theirs)
         return True
 
     def remove_peer(self, peer: PeerRank) -> None:
@@ -98,8 +98,8 @@ class CudaIpcTransport:
         found = self._peers[peer]
         if table is None or found.pool is None:
             raise TransferError("the pool is not open yet")
-        read = found.pieces.read(remote, local, generations)
-        has_ended = found.pool.copy(read.remote, read.local, found.pieces.piece.num_bytes)
+        read = found.slices.read(remote, local, generations)
+        has_ended = found.pool.copy(read.remote, read.local, found.slices.part.num_bytes)
         self._next_handle += 1
         self._flights[self._next_handle] = _Copy(peer, found, has_ended, read)
         found.in_flight.add(self._next_handle)
@@ -175,7 +175,7 @@ class CudaIpcTransport:
 @dataclass(slots=True, eq=False)
 class _OpenPeer:
     handle: bytes
-    pieces: SliceMap
+    slices: SliceMap
     pool: PeerPool | None = None
     in_flight: set[int] = field(default_factory=set)
 
@@ -185,4 +185,4 @@ class _Copy:
     peer: PeerRank
     owner: _OpenPeer
     has_ended: Callable[[], bool]
-    read: PieceRead
+    read: SliceRead

@@ -3,10 +3,10 @@
 A warm-up read connects each pair. Between GPUs it lands in a spare
 block of the pool, because UCX would read GPU memory into host memory by TCP, which would prove
 nothing.
-For each peer, this transport prepares one descriptor list with the piece of every block that is
+For each peer, this transport prepares one descriptor list with the slice of every block that is
 read there, and reads name blocks in it by index. Giving up a read in flight does not stop it: in a
 measurement, all of its bytes landed after its handle was released and its peer removed. So only a
-read that has ended, or that failed because its connection broke, counts as quiet. A read of a
+read that has ended, or that failed because its connection broke, counts as quiesced. A read of a
 frozen peer never ends; the agent keeps the deadlines.
 """
 
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.kv_transfer.interfaces import BlockSlice, PeerRank, PoolMemory
-from baton.kv_transfer.pools import check_piece, check_read
+from baton.kv_transfer.pools import check_read, check_slice
 from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
 from baton.kv_transfer.transports.nixl_binding import (
     WARM_UP_BYTES,
@@ -56,7 +56,7 @@ class NixlTransport:
 
     name = NIXL
     connect_s = 60.0  # a cold RDMA pair may take most of it
-    least_slice_bytes = 0
+    min_chunk_bytes = 0
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class NixlTransport:
         except self._errors.at_start as error:
             hint = WITHOUT_CUDA if is_on_gpu else ""
             raise ConfigError(f"nixl cannot register the pool: {error}{hint}") from error
-        # The local side of reads: the prepared pieces of all our blocks, by offset and length.
+        # The local side of reads: the prepared slices of all our blocks, by offset and length.
         self._targets: dict[tuple[int, int], Releasable] = {}
         self._peers: dict[PeerRank, _PreparedPeer] = {}
         # Peers that were removed with reads in flight are forgotten when the last read has ended.
@@ -122,27 +122,27 @@ class NixlTransport:
         ).encode()  # fmt: skip
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
         where = NixlAddress.decode(address)
         announced = (peer.epoch, num_blocks, block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
-        check_piece(piece, block_bytes, self._memory.block_bytes)
+        check_slice(part, block_bytes, self._memory.block_bytes)
         self.remove_peer(peer)
-        same = (where, piece)
-        busy = next((one for one in self._leaving if (one.where, one.piece) == same), None)
+        same = (where, part)
+        busy = next((one for one in self._leaving if (one.where, one.part) == same), None)
         if busy is not None:
             self._leaving.remove(busy)
             self._peers[peer] = busy
             return
         try:
-            self._peers[peer] = self._prepare(where, piece)
+            self._peers[peer] = self._prepare(where, part)
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: "NixlAddress", piece: BlockSlice) -> "_PreparedPeer":
-        """Load the metadata, prepare the pieces of the pool, and post the read that connects."""
+    def _prepare(self, where: "NixlAddress", part: BlockSlice) -> "_PreparedPeer":
+        """Load the metadata, prepare the slices of the pool, and post the read that connects."""
         parked = self._parked.pop(where.agent, None)
         added = where.agent
         if parked != where.metadata:
@@ -157,20 +157,20 @@ class NixlTransport:
                 where.pool_address, where.num_blocks, where.block_bytes, where.device
             )
             kind, device = segment(where.device)
-            rows = block_rows(memory, piece.remote_offset, piece.num_bytes)
-            pieces = self._agent.prep_xfer_dlist(added, rows, kind)
+            rows = block_rows(memory, part.remote_offset, part.num_bytes)
+            slices = self._agent.prep_xfer_dlist(added, rows, kind)
             first = one_row(where.pool_address, warm_up_bytes(where.block_bytes), device)
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
-            peer = _PreparedPeer(where, piece, pieces, self._target(piece), source)
+            peer = _PreparedPeer(where, part, slices, self._target(part), source)
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
         return peer
 
-    def _target(self, piece: BlockSlice) -> Releasable:
-        """Return the target of reads of that piece, which peers of one shape share."""
-        place = (piece.local_offset, piece.num_bytes)
+    def _target(self, part: BlockSlice) -> Releasable:
+        """Return the target of reads of that slice, which peers of one shape share."""
+        place = (part.local_offset, part.num_bytes)
         if place not in self._targets:
             kind, _ = segment(self._memory.device)
             rows = block_rows(self._memory, *place)
@@ -203,7 +203,7 @@ class NixlTransport:
         order = np.argsort(target, kind="stable")  # NIXL merges neighbours into one request
         into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
         try:
-            handle = self._agent.make_prepped_xfer("READ", found.target, into, found.pieces, out_of)
+            handle = self._agent.make_prepped_xfer("READ", found.target, into, found.slices, out_of)
         except self._errors.all as error:
             raise self._failed(found, error) from error
         try:
@@ -335,9 +335,9 @@ class NixlTransport:
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
     where: NixlAddress
-    piece: BlockSlice
-    pieces: Releasable  # of all of its blocks
-    target: Releasable  # the same pieces of ours; the transport's own
+    part: BlockSlice
+    slices: Releasable  # of all of its blocks
+    target: Releasable  # the same slices of ours; the transport's own
     source: Releasable  # of the warm-up
     warm_up: "_Flight | None" = None
     num_in_flight: int = 0
@@ -347,7 +347,7 @@ class _PreparedPeer:
     def release(self) -> None:
         if self.warm_up is not None:
             self.warm_up.release()
-        self.pieces.release()
+        self.slices.release()
         self.source.release()
 
 

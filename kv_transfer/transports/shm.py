@@ -31,7 +31,7 @@ class ShmTransport:
 
     name = SHM
     connect_s = 10.0
-    least_slice_bytes = 0
+    min_chunk_bytes = 0
     progress_s: float | None = None
 
     def __init__(self, pool: HostPool, epoch: Epoch) -> None:
@@ -47,13 +47,13 @@ class ShmTransport:
         return ShmAddress.here(self._links.name, self._pool.nonce, self._epoch).encode()
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
         where = ShmAddress.decode(address)
         where.check(peer.epoch)
-        pieces = SliceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, piece)
-        self._links.add(peer, where.socket, where.nonce, pieces.theirs)
-        self._maps[peer] = pieces
+        slices = SliceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, part)
+        self._links.add(peer, where.socket, where.nonce, slices.theirs)
+        self._maps[peer] = slices
 
     def connected(self, peer: PeerRank) -> bool:
         return self._links.mapping(peer) is not None
@@ -72,12 +72,12 @@ class ShmTransport:
         mapping = self._links.mapping(peer)
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        pieces = self._maps[peer]
-        read = pieces.read(remote, local, generations)
+        slices = self._maps[peer]
+        read = slices.read(remote, local, generations)
         copy_blocks(
-            piece_view(self._pool.buffer, pieces.ours, pieces.piece),
+            slice_view(self._pool.buffer, slices.ours, slices.part),
             read.local,
-            piece_view(mapping.file, pieces.theirs, pieces.piece),
+            slice_view(mapping.file, slices.theirs, slices.part),
             read.remote,
         )
         # The check follows the copy. A block's generation grows before the first store of its next
@@ -106,12 +106,12 @@ class ShmTransport:
         self._links.close()
 
 
-def piece_view(
-    buffer: mmap.mmap | memoryview, shape: PoolShape, piece: BlockSlice
+def slice_view(
+    buffer: mmap.mmap | memoryview, shape: PoolShape, part: BlockSlice
 ) -> NDArray[np.void]:
-    """Return the pieces of a pool in order, as an array with one opaque element each."""
-    num_pieces = shape.pool_bytes // piece.num_bytes
-    return np.ndarray(num_pieces, np.dtype((np.void, piece.num_bytes)), buffer)
+    """Return the slices of a pool in order, as an array with one opaque element each."""
+    num_slices = shape.pool_bytes // part.num_bytes
+    return np.ndarray(num_slices, np.dtype((np.void, part.num_bytes)), buffer)
 
 
 def copy_blocks(
@@ -130,16 +130,16 @@ def copy_blocks(
     order = np.argsort(target, kind="stable")
     target, source = target[order], source[order]
     ends = _run_ends(target)
-    pieces = ends | _run_ends(source)
-    num_pieces = np.count_nonzero(pieces)
-    if 2 * np.count_nonzero(ends) <= num_pieces:
+    slices = ends | _run_ends(source)
+    num_slices = np.count_nonzero(slices)
+    if 2 * np.count_nonzero(ends) <= num_slices:
         for begin, end in _runs(ends):
             to = target_pool[target[begin] : target[end - 1] + 1]
             np.take(source_pool, source[begin:end], out=to, mode="clip")
         return
     order = np.argsort(source, kind="stable")
     ends = _run_ends(source[order])
-    if 2 * np.count_nonzero(ends) <= num_pieces:
+    if 2 * np.count_nonzero(ends) <= num_slices:
         target, source = target[order], source[order]
         for begin, end in _runs(ends):
             values = source_pool[source[begin] : source[end - 1] + 1]
@@ -148,7 +148,7 @@ def copy_blocks(
     size = target_pool.itemsize
     to_bytes, from_bytes = target_pool.view(np.uint8), source_pool.view(np.uint8)
     to_offsets, from_offsets = (target * size).tolist(), (source * size).tolist()
-    for begin, end in _runs(pieces):
+    for begin, end in _runs(slices):
         to, frm, length = to_offsets[begin], from_offsets[begin], (end - begin) * size
         to_bytes[to : to + length] = from_bytes[frm : frm + length]
 

@@ -366,7 +366,7 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
             port.send(Read(1, owner, remote, local, generations))
             ended = event_of(port)
             assert isinstance(ended, ReadEnded)
-            assert (ended.failure, ended.quiet) == (None, True)
+            assert (ended.failure, ended.quiesced) == (None, True)
             assert ended.num_bytes == len(remote) * block_bytes
         steps, key = Steps(reader), new_key()
         got = steps.tokens(decode_slice(key, local, len(PROMPT), expected.token_ids[0]))

@@ -30,7 +30,7 @@ from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from tests.support.transfer_peer import PeerOptions, TransferPeer, wrong_addresses
 
-LIMITS = AgentLimits(slice_bytes=256 << 10)
+LIMITS = AgentLimits(chunk_bytes=256 << 10)
 NUM_BLOCKS = 64
 
 needs_nixl = pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
@@ -98,8 +98,8 @@ def pair(request: pytest.FixtureRequest) -> Iterator[list[TransferPeer]]:
     found.close()
 
 
-def connect(reader: TransferPeer, owner: TransferPeer, piece: BlockSlice | None = None) -> None:
-    reader.send(reader.add(owner, piece))
+def connect(reader: TransferPeer, owner: TransferPeer, part: BlockSlice | None = None) -> None:
+    reader.send(reader.add(owner, part))
     (event,) = reader.wait(1)
     assert event == PeerUp(owner.name, *owner.address.metadata)
 
@@ -125,7 +125,7 @@ def test_blocks_arrive_as_they_are_wherever_they_are_put(pair: list[TransferPeer
     random.Random(1).shuffle(remote)
     random.Random(2).shuffle(local)
     (end,) = run(reader, read(owner, remote, local))
-    assert (end.failure, end.num_bytes, end.quiet) == (None, NUM_BLOCKS * (64 << 10), True)
+    assert (end.failure, end.num_bytes, end.quiesced) == (None, NUM_BLOCKS * (64 << 10), True)
     assert end.posted_s < end.ended_s
     assert reader.digests(tuple(local)) == owner.digests(tuple(remote))
 
@@ -148,7 +148,7 @@ def test_reads_that_are_queued_together_all_end(pair: list[TransferPeer]) -> Non
     owner.ask(fill=5)
     reads = [read(owner, [block], [NUM_BLOCKS - 1 - block]) for block in range(NUM_BLOCKS)]
     ends = run(reader, *reads)
-    assert all(end.failure is None and end.quiet for end in ends)
+    assert all(end.failure is None and end.quiesced for end in ends)
     everything = tuple(range(NUM_BLOCKS))
     assert reader.digests(everything) == owner.digests(everything)[::-1]
 
@@ -160,7 +160,7 @@ def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]
     reader.send(whole, CancelRead(whole.ticket))
     (end,) = reader.wait(1)
     assert isinstance(end, ReadEnded)
-    assert end.quiet
+    assert end.quiesced
     reader.ask(fill=7)
     before = reader.digests(tuple(range(32)))
     (other,) = run(reader, read(owner, range(32), range(32, 64)))
@@ -173,7 +173,7 @@ def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) 
     wrong = (([NUM_BLOCKS], [0]), ([0], [NUM_BLOCKS]), ([-1], [0]), ([0], [-1]))
     for end in run(reader, *(read(owner, *blocks) for blocks in wrong)):
         assert end.failure is not None
-        assert (end.num_bytes, end.quiet) == (0, True)
+        assert (end.num_bytes, end.quiesced) == (0, True)
 
 
 def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None:
@@ -245,18 +245,18 @@ def test_pieces_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) 
         assert part.digests(tuple(remote)) == source.digests(tuple(remote))
 
 
-def test_a_piece_that_is_not_one_of_equal_parts_of_a_block_is_refused(
+def test_a_slice_that_is_not_one_of_equal_parts_of_a_block_is_refused(
     pair: list[TransferPeer],
 ) -> None:
     reader, owner = pair
     good = reader.add(owner)
     size = good.block_bytes
     wrong = [(size, 0, size), (0, -size, size), (0, 0, size // 3), (0, 0, 0)]
-    for piece in [BlockSlice(size // 4, 0, size // 2), *(BlockSlice(*one) for one in wrong)]:
+    for part in [BlockSlice(size // 4, 0, size // 2), *(BlockSlice(*one) for one in wrong)]:
         other = PeerRank(owner.name.epoch, 1)
-        reader.send(msgspec.structs.replace(good, peer=other, piece=piece))
+        reader.send(msgspec.structs.replace(good, peer=other, part=part))
         (event,) = reader.wait(1)
-        assert isinstance(event, PeerDown), piece
+        assert isinstance(event, PeerDown), part
 
 
 @dying
@@ -273,7 +273,7 @@ def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) 
     while len(ends) < 4:
         ends += [event for event in reader.wait(1) if isinstance(event, ReadEnded)]
     assert sorted(end.ticket for end in ends) == [r.ticket for r in [*reads, after]]
-    assert all(end.quiet for end in ends)
+    assert all(end.quiesced for end in ends)
     assert ends[-1].failure is not None
     successor = peers.start(block_bytes=1 << 20)
     successor.ask(fill=8)
@@ -294,12 +294,12 @@ def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(pair: list[TransferPeer])
     owner.resume()
     (end,) = reader.wait(1)
     assert isinstance(end, ReadEnded)
-    assert (end.failure, end.quiet) == (None, True)
+    assert (end.failure, end.quiesced) == (None, True)
     everything = tuple(range(NUM_BLOCKS))
     assert reader.digests(everything) == owner.digests(everything)
 
 
-def test_a_cancelled_read_in_flight_is_quiet_only_when_it_has_ended(
+def test_a_cancelled_read_in_flight_is_quiesced_only_when_it_has_ended(
     pair: list[TransferPeer],
 ) -> None:
     reader, owner = pair
@@ -309,21 +309,23 @@ def test_a_cancelled_read_in_flight_is_quiet_only_when_it_has_ended(
     reader.send(other, CancelRead(whole.ticket))
     owner.resume()
     ends = {event.ticket: event for event in reader.wait(2) if isinstance(event, ReadEnded)}
-    assert all(end.quiet for end in ends.values())
+    assert all(end.quiesced for end in ends.values())
     assert ends[other.ticket].failure is None
 
 
 @over_tcp
-def test_a_read_has_a_deadline_and_is_quiet_when_its_peer_goes_on_or_is_gone(peers: Peers) -> None:
+def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(
+    peers: Peers,
+) -> None:
     """Nothing is copied while the owner is stopped, and what was asked for may still come."""
-    limits = AgentLimits(slice_bytes=256 << 10, read_s=0.3, quiet_s=0.3)
+    limits = AgentLimits(chunk_bytes=256 << 10, read_s=0.3, quiesce_s=0.3)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
     owner.ask(fill=10)
     for is_last in (False, True):
         owner.stop()
         (end,) = run(reader, read(owner, range(32), range(32)))
         assert end.failure is not None
-        assert not end.quiet
+        assert not end.quiesced
         if is_last:
             owner.kill()
         else:
@@ -343,7 +345,7 @@ def test_a_block_with_a_new_owner_is_a_failed_read(peers: Peers) -> None:
     owner.ask(bump=(5,))
     stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
     assert stale.failure.code == "stale_block"
-    assert stale.quiet
+    assert stale.quiesced
     assert fresh.failure is None
     now = Read(next(_tickets), owner.name, (5,), (1,), (1,))
     assert run(reader, now)[0].failure is None

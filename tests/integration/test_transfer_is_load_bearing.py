@@ -98,16 +98,16 @@ def answer_with(hurt: Hurt, folder: Path) -> list[int]:
         return NodeThreads(folder, never_local(config)).run(answer)
 
 
-def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
+def blank_one_slice() -> Callable[[Transport, HostPool], Transport]:
     """Blank what the first read that any transport ends has brought of its first block, once."""
     blanked: list[int] = []
 
     def wrap(inner: Transport, pool: HostPool) -> Transport:
-        def landed(local: tuple[int, ...], piece: BlockSlice) -> None:
+        def landed(local: tuple[int, ...], part: BlockSlice) -> None:
             if not blanked:
-                start = local[0] * pool.shape.block_bytes + piece.local_offset
+                start = local[0] * pool.shape.block_bytes + part.local_offset
                 blanked.append(start)
-                pool.buffer[start : start + piece.num_bytes] = bytes(piece.num_bytes)
+                pool.buffer[start : start + part.num_bytes] = bytes(part.num_bytes)
 
         return WatchedTransport(inner, landed=landed)
 
@@ -115,14 +115,14 @@ def blank_one_piece() -> Callable[[Transport, HostPool], Transport]:
 
 
 @pytest.mark.parametrize(("verify", "num_ranks"), [(False, 1), (True, 2)])
-def test_a_blanked_piece_is_a_retry_where_blocks_are_verified(
+def test_a_blanked_slice_is_a_retry_where_blocks_are_verified(
     verify: bool,
     num_ranks: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    wrap_transports(monkeypatch, blank_one_piece())
+    wrap_transports(monkeypatch, blank_one_slice())
     cache = {"num_blocks": 64, "enable_prefix_caching": False}
     config = tiny_cluster(
         cache=cache, engine={"max_num_batched_tokens": 16}, transfer={"verify_kv": verify}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import BlockSlice, PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool, PoolShape
-from baton.kv_transfer.transports.shm import copy_blocks, piece_view
+from baton.kv_transfer.transports.shm import copy_blocks, slice_view
 from baton.protocol.errors import ConfigError, TransferError
 
 TESTS_UNTIL_IT_ENDS = 4
@@ -86,9 +86,9 @@ class MemfdPool:
         return has_ended
 
     def _copy(self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int) -> None:
-        piece = BlockSlice(0, 0, num_bytes)
-        target = piece_view(self._own.buffer, self._own.shape, piece)
-        copy_blocks(target, local, piece_view(self._file, self._shape, piece), remote)
+        part = BlockSlice(0, 0, num_bytes)
+        target = slice_view(self._own.buffer, self._own.shape, part)
+        copy_blocks(target, local, slice_view(self._file, self._shape, part), remote)
 
     def close(self) -> None:
         assert not self._num_in_flight, "unmapped under a copy"

@@ -209,7 +209,7 @@ class Nemesis:
         if self.world.strays:
             stray = self.rng.choice(self.world.strays)
             if self.rng.random() < 0.3:
-                self.world.quiet_down(*stray)
+                self.world.quiesce(*stray)
             else:
                 self.world.copy_block(*stray)
         if process.readings:
@@ -218,7 +218,7 @@ class Nemesis:
                 reading.is_frozen = True
                 self.world.copy_block(process, reading)
                 return
-            self.world.end_read(process, reading, FAILURE, quiet=self.rng.random() < 0.5)
+            self.world.end_read(process, reading, FAILURE, quiesced=self.rng.random() < 0.5)
         elif process.links:
             self.world.disconnect(process, *self.rng.choice(list(process.links)))
 

@@ -130,13 +130,13 @@ class TransferPeer:
     def digests(self, blocks: tuple[int, ...]) -> tuple[bytes, ...]:
         return self.ask(digests=blocks).digests
 
-    def add(self, other: "TransferPeer", piece: BlockSlice | None = None) -> AddPeer:
-        """The command that makes `other`, or that piece of its blocks, readable from here."""
+    def add(self, other: "TransferPeer", part: BlockSlice | None = None) -> AddPeer:
+        """The command that makes `other`, or that slice of its blocks, readable from here."""
         (name,) = other.address.metadata
         shape = other.options
         return AddPeer(
             other.name, name, other.address, shape.num_blocks, shape.block_bytes,
-            piece or BlockSlice(0, 0, self.options.block_bytes),
+            part or BlockSlice(0, 0, self.options.block_bytes),
         )  # fmt: skip
 
     def kill(self) -> None:

@@ -78,7 +78,7 @@ class Session:
 class Reading:
     command: Read
     rank: int
-    piece: BlockSlice
+    part: BlockSlice
     owner: "Prompt"
     posted_s: float
     copied: int = 0
@@ -119,7 +119,7 @@ class Process:
         self.owner: dict[int, Prompt | str] = {}
         self.content: dict[tuple[int, int], list[Bytes]] = {}  # (rank, block), by head
         self.links: dict[tuple[int, PeerRank], str] = {}  # (rank, peer) -> adding, up
-        self.pieces: dict[tuple[int, PeerRank], BlockSlice] = {}
+        self.slices: dict[tuple[int, PeerRank], BlockSlice] = {}
         self.readings: dict[int, Reading] = {}
 
     @property
@@ -164,7 +164,7 @@ class World:
         self.processes: dict[NodeId, Process] = {}  # the living
         self.everybody: dict[PeerName, Process] = {}  # the dead, too
         self.sessions: list[Session] = []
-        self.strays: list[tuple[Process, Reading]] = []  # ended, but not quiet
+        self.strays: list[tuple[Process, Reading]] = []  # ended, but not quiesced
 
     def start(self, info: NodeInfo, offset_s: float = 0.0) -> Process:
         """A new process; what was there under that node id dies."""
@@ -326,10 +326,10 @@ class World:
 
     def _order(self, process: Process, rank: int, order: object) -> None:
         match order:
-            case AddPeer(peer=peer, piece=piece):
+            case AddPeer(peer=peer, part=part):
                 assert (rank, peer) not in process.links, "added twice"
                 process.links[rank, peer] = "adding"
-                process.pieces[rank, peer] = piece
+                process.slices[rank, peer] = part
             case RemovePeer(peer=peer):
                 process.links.pop((rank, peer), None)
                 for reading in list(process.readings.values()):
@@ -340,8 +340,8 @@ class World:
                 assert len(owners) == 1, "a read into blocks of several owners"
                 owner = next(iter(owners.values()))
                 assert isinstance(owner, Prompt), "a read into a free block"
-                piece = process.pieces[rank, order.peer]
-                reading = Reading(order, rank, piece, owner, self.local_s(process))
+                part = process.slices[rank, order.peer]
+                reading = Reading(order, rank, part, owner, self.local_s(process))
                 process.readings[ticket] = reading
                 if process.links.get((rank, order.peer)) != "up":
                     self.end_read(process, reading, FAILURE)
@@ -371,27 +371,27 @@ class World:
         assert owner is reading.owner or owner == "quarantined", "a write into another's block"
         epoch, rank = reading.command.peer
         peer = next(p for p in self.everybody.values() if p.info.epoch == epoch)
-        theirs = peer.heads_in(rank, reading.piece.remote_offset, reading.piece.num_bytes)
-        ours = process.heads_in(reading.rank, reading.piece.local_offset, reading.piece.num_bytes)
+        theirs = peer.heads_in(rank, reading.part.remote_offset, reading.part.num_bytes)
+        ours = process.heads_in(reading.rank, reading.part.local_offset, reading.part.num_bytes)
         found = peer.held(rank, source[at])[theirs]  # memory outlives a process
         process.held(reading.rank, target[at])[ours] = found
 
     def end_read(
-        self, process: Process, reading: Reading, failure: Failure | None, *, quiet: bool = True
+        self, process: Process, reading: Reading, failure: Failure | None, *, quiesced: bool = True
     ) -> None:
         while failure is None and reading.copied < len(reading.command.remote):
             self.copy_block(process, reading)
         del process.readings[reading.command.ticket]
-        num_bytes = 0 if failure else len(reading.command.local) * reading.piece.num_bytes
+        num_bytes = 0 if failure else len(reading.command.local) * reading.part.num_bytes
         now_s = self.local_s(process)
         ended = ReadEnded(
-            reading.command.ticket, reading.posted_s, now_s, num_bytes, failure, quiet
+            reading.command.ticket, reading.posted_s, now_s, num_bytes, failure, quiesced
         )
         process.inbox.append(FromRank(reading.rank, ended))
-        if not quiet:
+        if not quiesced:
             self.strays.append((process, reading))
 
-    def quiet_down(self, process: Process, reading: Reading) -> None:
+    def quiesce(self, process: Process, reading: Reading) -> None:
         """Nothing of this stray can land any more."""
         self.strays.remove((process, reading))
         process.inbox.append(FromRank(reading.rank, ReadDrained(reading.command.ticket)))

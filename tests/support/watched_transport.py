@@ -12,20 +12,20 @@ class WatchedTransport:
 
     def __init__(self, inner: Transport, landed: KVReceived | None = None) -> None:
         self.name, self.connect_s = inner.name, inner.connect_s
-        self.least_slice_bytes, self.progress_s = inner.least_slice_bytes, inner.progress_s
+        self.min_chunk_bytes, self.progress_s = inner.min_chunk_bytes, inner.progress_s
         self._inner = inner
         self._landed = landed
-        self._pieces: dict[PeerRank, BlockSlice] = {}
+        self._slices: dict[PeerRank, BlockSlice] = {}
         self._reads: dict[int, tuple[tuple[int, ...], BlockSlice]] = {}
         self.address, self.connected = inner.address, inner.connected
         self.remove_peer, self.cancel = inner.remove_peer, inner.cancel
         self.fileno, self.service = inner.fileno, inner.service
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
-        self._inner.add_peer(peer, address, num_blocks, block_bytes, piece)
-        self._pieces[peer] = piece
+        self._inner.add_peer(peer, address, num_blocks, block_bytes, part)
+        self._slices[peer] = part
 
     def read(
         self,
@@ -35,7 +35,7 @@ class WatchedTransport:
         generations: Sequence[int],
     ) -> int:
         handle = self._inner.read(peer, remote, local, generations)
-        self._reads[handle] = (tuple(local), self._pieces[peer])
+        self._reads[handle] = (tuple(local), self._slices[peer])
         return handle
 
     def test(self, handle: int) -> bool:

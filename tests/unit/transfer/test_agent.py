@@ -28,7 +28,7 @@ from tests.support.virtual_clock import VirtualClock
 
 A, B = PeerRank(Epoch("a")), PeerRank(Epoch("a"), 1)
 WHOLE = BlockSlice(0, 0, 100)
-LIMITS = AgentLimits(slice_bytes=400, read_s=30, quiet_s=5)
+LIMITS = AgentLimits(chunk_bytes=400, read_s=30, quiesce_s=5)
 
 
 class ScriptedTransport:
@@ -36,7 +36,7 @@ class ScriptedTransport:
 
     name = "scripted"
     connect_s = 10.0
-    least_slice_bytes = 0
+    min_chunk_bytes = 0
     progress_s: float | None = None
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class ScriptedTransport:
         return b"here"
 
     def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, piece: BlockSlice
+        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
     ) -> None:
         if address != b"there":
             raise TransferError("bad address")
@@ -99,7 +99,7 @@ class ScriptedTransport:
 
 
 class Driven:
-    """`AgentTurns` with blocks of 100 bytes, so that a slice has four."""
+    """`AgentTurns` with blocks of 100 bytes, so that a chunk has four."""
 
     def __init__(self, *peers: PeerRank) -> None:
         self.transport = ScriptedTransport()
@@ -135,7 +135,7 @@ def ended(events: list[AgentEvent]) -> ReadEnded:
     return event
 
 
-def test_a_read_is_cut_into_slices_of_which_two_are_in_flight() -> None:
+def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight() -> None:
     driven = Driven(A)
     driven.turns.hear(read(7, 10))
     assert driven.settle() == []
@@ -169,7 +169,7 @@ def test_a_read_of_an_unknown_peer_ends_as_failed() -> None:
     driven = Driven()
     driven.turns.hear(read(1, 4))
     got = ended(driven.settle())
-    assert (got.ticket, got.num_bytes, got.quiet) == (event.ticket, 0, True)
+    assert (got.ticket, got.num_bytes, got.quiesced) == (event.ticket, 0, True)
     assert got.failure is not None
 
 
@@ -185,19 +185,23 @@ def test_a_read_waits_for_its_peer_to_connect() -> None:
     assert [type(event) for event in driven.settle()] == [PeerUp, ReadEnded]
 
 
-def test_a_cancelled_read_posts_no_further_slice_and_says_what_landed() -> None:
+def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed() -> None:
     driven = Driven(A)
     driven.turns.hear(read(1, 100))
     driven.settle()
     driven.end(1)
     driven.turns.hear(CancelRead(1))
     got = ended(driven.settle())
-    assert (got.num_bytes, got.quiet, got.failure and got.failure.code) == (400, True, "cancelled")
+    assert (got.num_bytes, got.quiesced, got.failure and got.failure.code) == (
+        400,
+        True,
+        "cancelled",
+    )
     assert len(driven.transport.posted) == 3
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled(
+def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancelled(
     cancels: bool,
 ) -> None:
     driven = Driven(A)
@@ -209,7 +213,7 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled
         assert driven.settle() == []
         driven.clock.advance(5.0)
     got = ended(driven.settle())
-    assert (got.num_bytes, got.quiet) == (0, cancels)
+    assert (got.num_bytes, got.quiesced) == (0, cancels)
     assert got.failure is not None
     driven.clock.advance(100.0)
     assert driven.settle() == []
@@ -218,17 +222,17 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiet_only_if_it_was_cancelled
     assert driven.turns.wake_at_s(1.0) is None
 
 
-def test_a_failed_slice_fails_the_read_and_cancels_the_other() -> None:
+def test_a_failed_chunk_fails_the_read_and_cancels_the_other() -> None:
     driven = Driven(A)
     driven.turns.hear(read(1, 100))
     driven.settle()
     driven.transport.failed = {1}
     got = ended(driven.settle())
-    assert (got.num_bytes, got.quiet, got.failure and got.failure.message) == (0, True, "failed")
+    assert (got.num_bytes, got.quiesced, got.failure and got.failure.message) == (0, True, "failed")
     assert len(driven.transport.posted) == 2
 
 
-def test_a_failed_slice_that_may_still_write_ends_the_read_without_being_quiet() -> None:
+def test_a_failed_chunk_that_may_still_write_ends_the_read_without_being_quiesced() -> None:
     driven = Driven(A)
     driven.transport.cancels = False
     driven.turns.hear(read(1, 4))
@@ -236,7 +240,7 @@ def test_a_failed_slice_that_may_still_write_ends_the_read_without_being_quiet()
     driven.transport.failed = {1}
     assert driven.settle() == []
     driven.clock.advance(5.0)
-    assert not ended(driven.settle()).quiet
+    assert not ended(driven.settle()).quiesced
     driven.transport.cancels = True
     assert driven.settle() == [ReadDrained(1)]
 

@@ -20,17 +20,17 @@ BUGS = {
     (SourceState.COMPLETE, BlockRange), (SourceState.COMPLETE, End),
     (ReceiveState.EXPECTED, BeginReceive), (ReceiveState.EXPECTED, PeerUp),
     (ReceiveState.EXPECTED, ReadEnded), (ReceiveState.OFFERED, ReadEnded),
-    (ReceiveState.LANDING, BeginReceive), (ReceiveState.DRAINING, BeginReceive),
+    (ReceiveState.RECEIVING, BeginReceive), (ReceiveState.DRAINING, BeginReceive),
 }  # fmt: skip
 # Only a peer that breaks the protocol leads here; `test_liars` does.
 LIES = {
     (SourceState.OFFERED, Done),
     (ReceiveState.EXPECTED, BlockRange), (ReceiveState.EXPECTED, End),
     (ReceiveState.EXPECTED, Renewed),
-    (ReceiveState.OFFERED, Offered), (ReceiveState.LANDING, Offered),
+    (ReceiveState.OFFERED, Offered), (ReceiveState.RECEIVING, Offered),
     (ReceiveState.DRAINING, Offered),
 }  # fmt: skip
-FINAL = {SourceState.RELEASED, ReceiveState.LANDED, ReceiveState.ENDED}
+FINAL = {SourceState.RELEASED, ReceiveState.RECEIVED, ReceiveState.ENDED}
 
 
 @settings(max_examples=100, deadline=None)

@@ -127,12 +127,12 @@ def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(
     decode = node("d", "decode", num_ranks=num_decode, kv_heads=kv_heads)
     read: dict[int, list[int]] = {rank: [] for rank in range(num_decode)}
     for edge in edges_between(prefill, decode):
-        first, piece = edge.piece.remote_offset // HEAD_BYTES, edge.piece
-        num_heads = piece.num_bytes // HEAD_BYTES
+        first, part = edge.part.remote_offset // HEAD_BYTES, edge.part
+        num_heads = part.num_bytes // HEAD_BYTES
         heads = heads_of(kv_heads, num_prefill, edge.source)[first : first + num_heads]
-        assert piece.local_offset == len(read[edge.target]) * HEAD_BYTES
+        assert part.local_offset == len(read[edge.target]) * HEAD_BYTES
         read[edge.target] += heads
-        assert edge.sums_row == edge.source * edge.num_pieces + first // num_heads
+        assert edge.sums_row == edge.source * edge.num_slices + first // num_heads
     assert read == {rank: heads_of(kv_heads, num_decode, rank) for rank in range(num_decode)}
 
 
@@ -350,7 +350,7 @@ def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank(
     connector.step(0.0, [up(rank, rank) for rank in (0, 1)])
     connector.step(0.0, [*heard(PREFILL, offered(), BLOCK_RANGE), BeginReceive(key(), 0, (20, 21))])
     ends = [
-        FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiet=False)) for rank in (0, 1)
+        FromRank(rank, ReadEnded(1 + rank, 0.0, 1.0, 0, FAILURE, quiesced=False)) for rank in (0, 1)
     ]
     (ended,) = connector.step(1.0, ends).reports
     assert ended == ReceiveEnded(key(), FAILURE, quarantined=(20,))

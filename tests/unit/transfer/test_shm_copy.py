@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import BlockSlice, PeerRank
-from baton.kv_transfer.pools import HostPool, PoolShape, piece_numbers
+from baton.kv_transfer.pools import HostPool, PoolShape, slice_ids
 from baton.kv_transfer.transports import shm
-from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, piece_view
+from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, slice_view
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 
@@ -21,22 +21,22 @@ WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
 OWNER = PeerRank(Epoch("owner"))
 
 
-def check(remote: list[int], local: list[int], piece: BlockSlice = WHOLE) -> None:
-    """Copy that piece of blocks; the larger of the two offsets is in the last piece of a block."""
-    theirs = PoolShape(NUM_BLOCKS, piece.remote_offset + piece.num_bytes)
-    ours = PoolShape(NUM_BLOCKS, piece.local_offset + piece.num_bytes)
+def check(remote: list[int], local: list[int], part: BlockSlice = WHOLE) -> None:
+    """Copy that slice of blocks; the larger of the two offsets is in the last slice of a block."""
+    theirs = PoolShape(NUM_BLOCKS, part.remote_offset + part.num_bytes)
+    ours = PoolShape(NUM_BLOCKS, part.local_offset + part.num_bytes)
     source = random.Random(1).randbytes(theirs.pool_bytes)
     target = bytearray(b"\xff" * ours.pool_bytes)
     expected = bytearray(target)
     for frm, to in zip(remote, local, strict=True):
-        begin = frm * theirs.block_bytes + piece.remote_offset
-        place = to * ours.block_bytes + piece.local_offset
-        expected[place : place + piece.num_bytes] = source[begin : begin + piece.num_bytes]
+        begin = frm * theirs.block_bytes + part.remote_offset
+        place = to * ours.block_bytes + part.local_offset
+        expected[place : place + part.num_bytes] = source[begin : begin + part.num_bytes]
     copy_blocks(
-        piece_view(memoryview(target), ours, piece),
-        piece_numbers(np.array(local, np.int64), ours, piece.local_offset, piece),
-        piece_view(memoryview(source), theirs, piece),
-        piece_numbers(np.array(remote, np.int64), theirs, piece.remote_offset, piece),
+        slice_view(memoryview(target), ours, part),
+        slice_ids(np.array(local, np.int64), ours, part.local_offset, part),
+        slice_view(memoryview(source), theirs, part),
+        slice_ids(np.array(remote, np.int64), theirs, part.remote_offset, part),
     )
     assert target == expected
 
