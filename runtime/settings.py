@@ -5,7 +5,6 @@ common settings are written here. Every mistake is a `ConfigError` that names th
 """
 
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -54,11 +53,6 @@ SHORT_FLAGS = {
 VARIABLE_PREFIX = "BATON_"
 # The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
 OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY")
-# Kubernetes sets the variable of this setting to an address if a service is called baton-router.
-_LINKED = ("router.port",)
-# It sets these, too, for each service whose name begins with baton.
-_OF_SERVICES = re.compile(r"\w*(SERVICE_HOST|SERVICE_PORT\w*|PORT_\d+_(TCP|UDP|SCTP)\w*)")
-_ADDRESS = re.compile(r"(tcp|udp|sctp)://")
 
 
 class Subcommand(msgspec.Struct, frozen=True):
@@ -80,7 +74,6 @@ def load(
         name: field.from_text(environment[variable_of(field)], variable_of(field))
         for name, field in known.items()
         if variable_of(field) in environment
-        and not (name in _LINKED and environment[variable_of(field)].startswith("tcp://"))
     }
     if parsed.folder is not None:
         values["model.path"] = parsed.folder
@@ -155,9 +148,8 @@ def variable_of(field: Field) -> str:
 def ignored_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
     """Yield a warning for each variable that begins as those of baton do and is none of them."""
     known = [*map(variable_of, fields_of(ClusterConfig)), *OTHER_VARIABLES]
-    for name, text in sorted(environment.items()):
-        is_ours = name.startswith(VARIABLE_PREFIX) and name not in known
-        if is_ours and not (_OF_SERVICES.fullmatch(name) or _ADDRESS.match(text)):
+    for name in sorted(environment):
+        if name.startswith(VARIABLE_PREFIX) and name not in known:
             hint = did_you_mean(name, known, VARIABLE_PREFIX) or "; docs/config.md lists them"
             yield f"the variable {name} is ignored, because no setting has this name{hint}"
 

@@ -1,5 +1,7 @@
-"""The command line: what each mistake prints, and with which exit code."""
+"""The command line: what each mistake prints, its exit code, and what a shell completes."""
 
+import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -7,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-import baton
 from baton.__main__ import main
-from baton.command_line import COMMANDS
+from baton.command_line import COMMANDS, SHELLS, parsers
 
 CTRL_C_ON_IMPORT = """\
 import signal, sys
@@ -33,13 +34,6 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
     return printed.err.splitlines()
 
 
-def test_no_command_is_a_mistake_that_is_answered_with_help(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main([]) == 2
-    assert "usage: baton COMMAND" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("words", "hint"),
     [
@@ -47,7 +41,7 @@ def test_no_command_is_a_mistake_that_is_answered_with_help(
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["decode", "--set", "engine.thread=2"], "did you mean engine.threads?"),
         (["demo-model"], "required: FOLDER; see baton demo-model --help"),
-        (["demo-model", "--folder"], "required: FOLDER; see baton demo-model --help"),
+        (["completion", "cmd"], "bash, zsh"),
     ],
 )
 def test_a_mistake_is_one_line(
@@ -58,9 +52,7 @@ def test_a_mistake_is_one_line(
     assert hint in line
 
 
-@pytest.mark.parametrize(
-    "words", [["decode", "--model", "/gone"], ["completion", "cmd"], ["status", "/gone"]]
-)
+@pytest.mark.parametrize("words", [["decode", "--model", "/gone"], ["status", "/gone"]])
 def test_a_misspelt_variable_is_one_line_before_anything_else(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -75,9 +67,6 @@ def test_a_misspelt_variable_is_one_line_before_anything_else(
 def test_a_model_that_is_none_is_one_line(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "--model", str(tmp_path / "gone")]) == 2
-    (line,) = said(capsys)
-    assert "does not exist" in line
     assert main([command, "--model", str(tmp_path)]) == 2
     (line,) = said(capsys)
     assert "has no config.json" in line
@@ -91,26 +80,51 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert f"port {port} is in use: choose another with --port" in line
 
 
-def test_a_demo_model_is_written_where_it_is_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["demo-model", str(tmp_path / "demo")]) == 0
-    assert capsys.readouterr().out.strip() == str(tmp_path / "demo")
-    assert (tmp_path / "demo" / "config.json").is_file()
-
-
-def test_the_package_offers_the_names_it_lists_and_no_others() -> None:
-    for name in set(baton.__all__) - {"__version__"}:
-        assert getattr(baton, name).__name__ == name
-        assert name in dir(baton)
-    assert not hasattr(baton, "Engine")
-
-
-@pytest.mark.parametrize("module", ["msgspec", "baton.runtime.settings", "baton.bench.cli"])
-def test_ctrl_c_is_one_line_also_while_modules_are_loaded(module: str) -> None:
+def test_ctrl_c_is_one_line_also_while_modules_are_loaded() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", CTRL_C_ON_IMPORT, module],
+        [sys.executable, "-c", CTRL_C_ON_IMPORT, "baton.bench.cli"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("", "baton: interrupted\n")
     assert done.returncode == 130
+
+
+def test_tab_completes_commands_flags_choices_and_paths(tmp_path: Path) -> None:
+    if shutil.which("bash") is None:
+        pytest.skip("needs bash")
+    (tmp_path / "cluster.key").touch()
+    script = subprocess.run(
+        [sys.executable, "-m", "baton", "completion", "bash"],
+        capture_output=True, text=True, check=True,
+    ).stdout  # fmt: skip
+    for typed, offered in [
+        ("baton ser", "serve"),
+        ("baton bench com", "compare"),
+        ("baton bench compare --conc", "--concurrency"),
+        ("baton serve --log-level deb", "debug"),
+        ("baton router --keys clu", "cluster.key"),
+        ("baton completion f", "fish"),
+    ]:
+        press = f"{script}\nCOMP_WORDS=({typed}); COMP_CWORD={len(typed.split()) - 1}\n"
+        press += '_shtab_baton; printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(
+            ["bash", "--norc", "-c", press], cwd=tmp_path, capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        assert offered in done.stdout.split(), (typed, done.stderr)
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_each_script_has_the_commands_and_flags_of_the_help(
+    shell: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", shell]) == 0
+    printed = capsys.readouterr().out
+    assert main(["--help"]) == 0
+    shown = re.findall(r"(?m)^  ([a-z-]+) ", capsys.readouterr().out)
+    assert {name.split()[0] for name in parsers()} == set(shown)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flags = re.findall(r"--([a-z-]+)", capsys.readouterr().out.partition("[flags]")[2])
+    for name in (*shown, *flags):
+        assert re.search(rf"\b{name}\b", printed), name

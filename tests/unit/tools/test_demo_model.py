@@ -3,24 +3,20 @@
 import csv
 import random
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from baton.deploy.model_folder import CHECKPOINT, DEMO_FILES, write_demo_model
 from baton.engine.compute.model_config import read_decoder_config
-from baton.engine.compute.weights import Checkpoint
 from baton.protocol.errors import ConfigError
 from baton.router.text import Text
-from tools.demo_model import exam, folder, text, train, vocabulary
+from tools.demo_model import folder, text, train, vocabulary
 from tools.demo_model.evaluate import Examiner
 from tools.demo_model.exam import Question
 from tools.demo_model.lessons import LessonMaker
-from tools.demo_model.text import Document
 from tools.demo_model.train import Stage, Trainer
 
 KINDS = ("recall", "echo", "exercise")
@@ -29,18 +25,6 @@ KINDS = ("recall", "echo", "exercise")
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
     return folder.train_tokenizer(0)
-
-
-def whole(document: Document) -> str:
-    return "".join(piece.text for piece in document)
-
-
-def documents(count: int) -> Iterator[Document]:
-    rng = random.Random(3)
-    for index in range(count):
-        yield text.exercise(rng)
-        (fact,) = text.facts(rng, 1)
-        yield text.statement(fact) + text.asked(rng, fact, chat=index % 2 == 0)
 
 
 def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(
@@ -59,18 +43,6 @@ def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(
     assert len(sums) > 500
     assert not [fact for fact in facts if any(vocabulary.is_held_out(word) for word in fact)]
     assert not [pair for pair in sums if text.is_held_out_sum(int(pair[0]), int(pair[1]))]
-
-
-def test_the_exam_asks_only_for_what_is_held_out(tokenizer: Tokenizer) -> None:
-    memory = exam.recall(tokenizer, num_tokens=2048, seed=0)
-    told = re.findall(r"The \w+ of (\w+) is (\d{4})\.", memory.told)
-    assert len(told) == exam.NUM_FACTS == len(memory.questions)
-    assert all(
-        vocabulary.is_held_out(name) and vocabulary.is_held_out(number) for name, number in told
-    )
-    assert len({name for name, _ in told}) == exam.NUM_FACTS
-    assert 1000 < len(exam.sums(held_out=True)) < 1500
-    assert len(exam.sums(held_out=False)) == 10_000
 
 
 LESSONS = Stage(64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, short_share=0.1)
@@ -94,30 +66,6 @@ def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None
     train.write_curves(tmp_path / "curves.csv", trainer.curves)
     with (tmp_path / "curves.csv").open() as opened:
         assert [float(row["loss"]) for row in csv.DictReader(opened)] == losses
-
-
-def test_a_seed_draws_the_same_lessons_and_weights() -> None:
-    few = Stage(64, 2, 3, LESSONS.shares)
-    states = []
-    for seed in (1, 1, 2):
-        trainer = Trainer(seed, [few])
-        trainer.run(few)
-        states.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
-    assert torch.equal(states[0], states[1])
-    assert not torch.equal(states[0], states[2])
-
-
-MAX_WEIGHT_BYTES = 5_000_000
-
-
-def test_the_configuration_and_every_tensor_fit_the_decoder() -> None:
-    config = read_decoder_config(CHECKPOINT)
-    assert config.family == "qwen3"
-    assert config.vocab_size == folder.VOCAB_SIZE
-    assert config.max_position_embeddings == 8192
-    assert len(config.eos_token_ids) == 2
-    assert len(Checkpoint(CHECKPOINT).names()) == 2 + 11 * config.num_layers
-    assert (CHECKPOINT / "model.safetensors").stat().st_size <= MAX_WEIGHT_BYTES
 
 
 def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:

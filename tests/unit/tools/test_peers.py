@@ -36,23 +36,3 @@ def test_the_last_process_of_an_arm_answers_at_its_url(kind: str) -> None:
         assert any(word == "/models/m" or word.endswith("=/models/m") for word in command.argv) or (
             command.name.endswith("router")
         )
-
-
-def test_the_pair_of_vllm_has_a_core_for_each_role_unless_it_shares_both() -> None:
-    prefill, decode, router = commands(Arm("vllm-pair"), PLACE)
-    assert (prefill.cpus, decode.cpus, router.cpus) == ((0,), (1,), ())
-    assert prefill.env["VLLM_CPU_OMP_THREADS_BIND"] == "0"
-    for server in commands(parse_arm("vllm-pair+shared"), PLACE)[:2]:
-        assert server.cpus == ()
-        assert server.env["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-
-
-def test_the_pair_of_vllm_talks_over_loopback_through_nixl() -> None:
-    prefill, decode, router = commands(Arm("vllm-pair"), PLACE)
-    for server in (prefill, decode):
-        assert "NixlConnector" in " ".join(server.argv)
-        assert server.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
-        assert server.env["NIXL_PTHR_DELAY_US"] == "1000"
-    ports = {server.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] for server in (prefill, decode)}
-    assert len(ports) == 2
-    assert {"http://127.0.0.1:9001", "http://127.0.0.1:9002"} <= set(router.argv)
