@@ -52,14 +52,6 @@ def test_messages_come_once_and_in_order_both_ways(kind: str, tmp_path: Path) ->
         assert dialer.receive() is None
 
 
-def test_a_message_waits_for_a_listener_that_comes_later(tmp_path: Path) -> None:
-    with ends(tmp_path) as pair:
-        pair.listener.close()
-        assert pair.dial(endpoint=f"ipc://{tmp_path}/later").send(note(1))
-        pair.listener = pair.listen(f"ipc://{tmp_path}/later")
-        assert numbers(pair.hear(1)) == [1]
-
-
 def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path: Path) -> None:
     with ends(tmp_path) as pair:
         connect(pair.dial())

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 import psutil
 import pytest
 
-from baton.runtime.clock import monotonic
 from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Interrupts, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
@@ -21,58 +20,25 @@ MODULE = "tests.support.child_roles"
 DEADLINE_S = 30.0
 
 
-class Lines:
-    """A relay that can be waited for."""
-
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str]] = []
-        self._changed = threading.Condition()
-
-    def __call__(self, name: str, line: str) -> None:
-        with self._changed:
-            self.lines.append((name, line))
-            self._changed.notify_all()
-
-    def first(self, name: str, count: int = 1) -> list[str]:
-        """The first `count` lines of a child."""
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self._of(name)) >= count, DEADLINE_S)
-            return self._of(name)[:count]
-
-    def _of(self, name: str) -> list[str]:
-        return [line for known, line in self.lines if known == name]
-
-
 def command(name: str, *args: str) -> Command:
     return Command(name, args, MODULE, (("PYTHONPATH", str(REPOSITORY)),))
 
 
 @contextmanager
-def running(*args: str) -> Iterator[tuple[Child, Lines]]:
-    lines = Lines()
-    child = Child(command("child", *args), lines)
+def running(role: str) -> Iterator[Child]:
+    """A child that has said something."""
+    child = Child(command("child", role))
     try:
-        yield child, lines
+        until(lambda: child.tail)
+        yield child
     finally:
         child.stop(0.0)
 
 
-def pid_in(line: str) -> int:
-    return int(line.split()[1])
-
-
-def wait_until_gone(pid: int) -> None:
+def is_gone(pid: int) -> bool:
+    """Return whether nothing but the exit code is left, for the process that adopted it."""
     try:
-        process = psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return
-    assert not psutil.wait_procs([process], timeout=DEADLINE_S)[1] or is_zombie(process)
-
-
-def is_zombie(process: psutil.Process) -> bool:
-    """Return whether only its exit code is left, for the process that adopted it."""
-    try:
-        return bool(process.status() == psutil.STATUS_ZOMBIE)
+        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
 
@@ -104,47 +70,43 @@ def test_a_child_that_cannot_be_started_again_is_tried_again(
 
 
 def test_a_child_ends_when_it_is_asked_to() -> None:
-    with running("wait") as (child, lines):
-        lines.first("child")
+    with running("wait") as child:
         assert child.poll() is None
         assert child.stop() == -signal.SIGTERM
         assert child.stop() == -signal.SIGTERM, "stopping twice is harmless"
 
 
 def test_what_a_child_leaves_behind_is_cleared_away() -> None:
-    with running("leave-one") as (child, lines):
-        left = pid_in(lines.first("child")[0])
-        assert child.wait(monotonic() + DEADLINE_S)
-        wait_until_gone(left)
+    with running("leave-one") as child:
+        until(lambda: child.poll() is not None)
+        until(lambda: is_gone(int(child.tail[0])))
 
 
 def test_a_grandchild_does_not_outlive_a_parent_that_was_killed() -> None:
-    with running("parent") as (child, lines):
-        grandchild = int(lines.first("child")[0].split()[-1])
-        assert psutil.pid_exists(grandchild)
+    with running("parent") as child:
+        grandchild = int(child.tail[0])
+        assert not is_gone(grandchild)
         os.kill(child.pid, signal.SIGKILL)
-        wait_until_gone(grandchild)
+        until(lambda: is_gone(grandchild))
 
 
 def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread() -> None:
     made: list[Child] = []
-    lines = Lines()
-    spawner = threading.Thread(target=lambda: made.append(Child(command("c", "wait"), lines)))
+    spawner = threading.Thread(target=lambda: made.append(Child(command("c", "wait"))))
     spawner.start()
     spawner.join()
     try:
-        lines.first("c")
+        until(lambda: made[0].tail)
         assert made[0].poll() is None
     finally:
         made[0].stop(0.0)
 
 
 def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
-    clock, lines = VirtualClock(), Lines()
-    supervisor = Supervisor((command("a", "exit", "3"), command("b", "wait")), clock, lines)
+    clock = VirtualClock()
+    supervisor = Supervisor((command("a", "exit", "3"), command("b", "wait")), clock)
     supervisor.start()
     try:
-        lines.first("b")
         steady = supervisor.pid_of("b")
         (first,) = until(supervisor.poll)
         assert first == Exit("a", 3, ("first line", "last line"), 1, 0.5)
@@ -162,8 +124,8 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
 
 
 def test_a_child_that_was_told_to_end_may_stay_away() -> None:
-    clock, lines = VirtualClock(), Lines()
-    supervisor = Supervisor((command("a", "exit", "0"),), clock, lines, may_leave=True)
+    clock = VirtualClock()
+    supervisor = Supervisor((command("a", "exit", "0"),), clock, may_leave=True)
     supervisor.start()
     (left,) = until(supervisor.poll)
     assert (left.code, left.restart_in_s) == (0, None)
@@ -173,19 +135,20 @@ def test_a_child_that_was_told_to_end_may_stay_away() -> None:
 
 
 def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
-    lines = Lines()
-    supervisor = Supervisor((command("a", "deaf"), command("b", "wait")), monotonic, lines)
+    lines: list[str] = []
+    commands = command("a", "deaf"), command("b", "wait")
+    supervisor = Supervisor(commands, relay=lambda _, line: lines.append(line))
     supervisor.start()
-    pids = [pid_in(lines.first(name)[0]) for name in ("a", "b")]
+    until(lambda: len(lines) == 2)
+    pids = [supervisor.pid_of(name) for name in ("a", "b")]
     supervisor.stop(grace_s=0.2)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert not any(psutil.pid_exists(pid) for pid in pids if pid)
     supervisor.stop()
 
 
 @pytest.mark.parametrize(
     ("runs_s", "delays_s"),
     [
-        ((0, 0, 0, 0), (0.5, 1, 2, 4)),
         ((0,) * 9, (0.5, 1, 2, 4, 8, 16, 30, 30, 30)),
         ((0, 0, 61, 0), (0.5, 1, 0.5, 1)),
     ],

@@ -1,20 +1,30 @@
-"""`LLM` as a script uses it, over toy nodes that live on its own event loop."""
+"""`LLM` and `AsyncLLM` as users call them, over toy nodes that live on their event loop."""
 
+import asyncio
 import json
-import subprocess
-import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton import LLM, AsyncLLM, SamplingParams
+from baton import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from baton.async_llm import Launcher
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
+from baton.protocol.errors import BatonError, Cancelled, ConfigError, NodeError, RequestError
+from tests.support.async_tests import on_a_loop
 from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
-from tests.support.small_tokenizers import END
-from tests.support.toy_cluster import BrokenCluster, ToyCluster, toy_model
+from tests.support.small_tokenizers import END, Family
+from tests.support.toy_cluster import (
+    BrokenCluster,
+    StalledCluster,
+    StillbornCluster,
+    ToyCluster,
+    toy_model,
+)
 
+READY_S = 60.0
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 
@@ -67,11 +77,8 @@ def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(
 
 BAD_PROMPTS: list[tuple[Any, str]] = [
     ([[1, 2], []], "the prompt is empty"),
-    (5, "prompts must be"),
     ([None], "a prompt must be"),
     ([[1, 2.0]], "token ids must be integers"),
-    ({"prompt": 5}, "a prompt must be"),
-    ({"prompt": "x", "multi_modal_data": {}}, "a prompt must be"),
     ({"prompt_token_ids": ["x"]}, "token ids must be integers"),
 ]
 
@@ -102,26 +109,23 @@ def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path)
 
 def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path: Path) -> None:
     """The toy nodes sample nothing, so this looks at the seeds that they were sent."""
-    sent: list[list[int]] = []
-    for seed in (7, 7, 8, None):
+
+    def sent(seed: int | None) -> list[int]:
         clusters: list[ToyCluster] = []
 
-        def launch(
-            config: ClusterConfig, endpoint: str, made: list[ToyCluster] = clusters
-        ) -> ToyCluster:
-            made.append(ToyCluster(config, endpoint))
-            return made[0]
+        def launch(config: ClusterConfig, endpoint: str) -> ToyCluster:
+            clusters.append(ToyCluster(config, endpoint))
+            return clusters[0]
 
         with LLM(toy_model(tmp_path), seed=seed, launcher=launch) as llm:
             params = [SamplingParams(max_tokens=2, seed=given) for given in (None, 5, None)]
             llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
-        sent.append([order.sampling.seed for order in clusters[0].decode_orders()])
-    first, again, other, unset = sent
+        return [order.sampling.seed for order in clusters[0].decode_orders()]
+
+    first, again, other, unset = map(sent, (7, 7, 8, None))
     assert first == again
     assert first[1] == other[1] == unset[1] == 5
-    assert len({first[0], first[2], other[0], other[2], unset[0], unset[2], 5}) == 7
-    with pytest.raises(ConfigError, match="seed must be an integer"):
-        LLM(toy_model(tmp_path), seed="7", launcher=ToyCluster)  # type: ignore[arg-type]
+    assert len({*first, *other, *unset}) == 7
 
 
 def test_defaults_come_from_the_checkpoint_and_given_params_stand_alone(
@@ -169,8 +173,6 @@ def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
         asked = tokenizer.apply_chat_template(parts, add_generation_prompt=True, mood="!")
         assert asked == tokenizer.encode("[user]a\nb[bot]!", add_special_tokens=False)
         bad: list[tuple[Any, dict[str, Any]]] = [
-            (["hello"], {}),
-            ([{"content": "x"}], {}),
             ([{"role": "user", "content": 5}], {}),
             ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}),
             (TALK, {"tools": [{}]}),
@@ -195,12 +197,100 @@ def test_a_chat_is_answered_through_the_template(tmp_path: Path) -> None:
             assert output.outputs[0].token_ids == toy_answer(ids, 6)
 
 
-def test_importing_baton_loads_only_what_is_asked_for() -> None:
-    script = (
-        "import sys, baton; assert 'msgspec' not in sys.modules; "
-        "from baton import SamplingParams; assert 'zmq' not in sys.modules; "
-        "from baton import LLM, AsyncLLM; assert 'torch' not in sys.modules; "
-        "assert set(baton.__all__) <= set(dir(baton)); print(AsyncLLM.__module__)"
-    )
-    out = subprocess.check_output([sys.executable, "-c", script], text=True, timeout=60)
-    assert out.strip() == AsyncLLM.__module__ == "baton.async_llm"
+@on_a_loop
+async def test_the_first_generate_starts_an_async_llm_and_may_be_cancelled(tmp_path: Path) -> None:
+    llm = AsyncLLM(toy_model(tmp_path), launcher=ToyCluster)
+    assert not llm.is_running
+    first = asyncio.ensure_future(anext(llm.generate([1, 2], GREEDY)))
+    await asyncio.sleep(0)  # it has started the nodes and waits for them
+    assert llm.is_running
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    many = [last(llm.generate([1, number], GREEDY)) for number in (2, 3)]
+    for number, output in zip((2, 3), await asyncio.gather(*many), strict=True):
+        assert output.outputs[0].token_ids == toy_answer([1, number], 6)
+    await llm.shutdown()
+    with pytest.raises(BatonError, match="shutting down"):
+        await last(llm.generate([1, 2], GREEDY))
+
+
+@on_a_loop
+async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_path: Path) -> None:
+    async with AsyncLLM(toy_model(tmp_path), launcher=ToyCluster) as llm:
+        assert llm.health().status == "ready"
+        deltas = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
+        got = [output.outputs[0] async for output in llm.generate([1, 2], deltas)]
+        assert [i for delta in got for i in delta.token_ids] == toy_answer([1, 2], 6)
+        own = [1, 2]  # which its caller may go on with
+        async for output in llm.generate(own, deltas):
+            own += output.outputs[0].token_ids
+        assert own == [1, 2, *toy_answer([1, 2], 6)]
+    assert not llm.is_running
+
+
+async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:
+    async for output in outputs:
+        latest = output
+    return latest
+
+
+@asynccontextmanager
+async def toy_async_llm(
+    folder: Path, launcher: Launcher = ToyCluster, family: Family = "byte_level"
+) -> AsyncIterator[AsyncLLM]:
+    llm = AsyncLLM(toy_model(folder, family), launcher=launcher)
+    await llm.start()
+    try:
+        await llm.ready(READY_S)
+        assert llm.is_running
+        yield llm
+    finally:
+        await llm.shutdown()
+        assert not llm.is_running
+        assert not llm.errored
+
+
+@on_a_loop
+async def test_an_abort_by_name_ends_the_reader_and_frees_the_name(tmp_path: Path) -> None:
+    async with toy_async_llm(tmp_path, StalledCluster) as llm:
+        reader = llm.generate([1, 2], GREEDY, request_id="mine")
+        await anext(reader)
+        with pytest.raises(RequestError, match="in use"):
+            await anext(llm.generate([1, 2], GREEDY, request_id="mine"))
+        await llm.abort("mine")
+        with pytest.raises(Cancelled):
+            async for _ in reader:
+                pass
+        await llm.abort("mine")
+        again = llm.generate([1, 2], GREEDY, request_id="mine")
+        output = await anext(again)
+        assert output.request_id == "mine"
+        assert output.outputs[0].token_ids[:1] == toy_answer([1, 2], 1)
+        await again.aclose()
+
+
+@on_a_loop
+async def test_an_abort_while_the_prompt_is_tokenized_is_not_forgotten(tmp_path: Path) -> None:
+    async with toy_async_llm(tmp_path, family="word_piece") as llm:
+        # So long that another thread encodes it, but few tokens.
+        reader = llm.generate("hello world " * 20, GREEDY, request_id="mine")
+        first = asyncio.ensure_future(anext(reader))
+        await asyncio.sleep(0)  # the reader waits for a thread of the tokenizer now
+        await llm.abort("mine")
+        with pytest.raises(Cancelled):
+            await first
+
+
+@on_a_loop
+async def test_nodes_that_die_at_their_start_are_told_to_all_who_wait(tmp_path: Path) -> None:
+    llm = AsyncLLM(toy_model(tmp_path), launcher=StillbornCluster)
+    await llm.start()
+    try:
+        with pytest.raises(NodeError, match="no such model"):
+            await llm.ready(READY_S)
+        assert llm.errored
+        with pytest.raises(NodeError, match="no such model"):
+            await anext(llm.generate([1, 2], GREEDY))
+    finally:
+        await llm.shutdown()

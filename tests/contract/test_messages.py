@@ -20,7 +20,7 @@ from baton.protocol.codec import (
     to_prefill_codec,
     to_router_codec,
 )
-from baton.protocol.messages import PROTOCOL_VERSION, Cancel, Tokens
+from baton.protocol.messages import PROTOCOL_VERSION, Cancel
 
 # Lines of `union message hex`. No field is at its default in all examples of a message. A line may
 # be added, also for a field that came later; one that changes breaks every older process, so it
@@ -85,16 +85,12 @@ def test_what_is_no_message_is_malformed() -> None:
         b"\xdd\xff\xff\xff\xff",  # an array of 4 billion entries
         b"\xc6\xff\xff\xff\xff",  # a string of bytes of 4 GiB
         b"\x91" * 100_000,
+        bytes(MAX_MESSAGE_BYTES + 1),
         b"\x81\xa4type\xa5\xff\xfe\xfd\xfc\xfb",
         CODECS["ToNode"].encode(Cancel(())),  # of another channel
     ):
         with pytest.raises(MalformedMessage):
             CODECS["ToRouter"].decode(data)
-
-
-def test_a_message_that_is_too_long_is_malformed_before_it_is_read() -> None:
-    with pytest.raises(MalformedMessage, match="exceeds"):
-        CODECS["ToRouter"].decode(bytes(MAX_MESSAGE_BYTES + 1))
 
 
 def with_one_changed(value: object, number: int) -> Iterator[object]:
@@ -133,7 +129,3 @@ def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> N
     for wrong in ({**plain, "key": ["r"] * 3}, {**plain, "type": "Cancel"}):
         with pytest.raises(MalformedMessage):
             inbox.decode(msgspec.msgpack.encode(wrong))
-
-
-def test_defaults_are_not_sent() -> None:
-    assert len(CODECS["ToRouter"].encode(Tokens([]))) < len("type Tokens entries") + 6

@@ -1,6 +1,5 @@
 """The child processes of tests: `python -m tests.support.child_roles ROLE`."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -19,19 +18,19 @@ def main(role: str, *rest: str) -> int:
             print("last line", file=sys.stderr)
             return int(rest[0])
         case "wait":
-            print(f"pid {os.getpid()}")
+            print("ready")
             time.sleep(FOREVER_S)
         case "deaf":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            print(f"pid {os.getpid()}")
+            print("ready")
             time.sleep(FOREVER_S)
         case "leave-one":
             # It is in our process group, so it must end with us although no process waits for it.
             left = subprocess.Popen([sys.executable, "-c", f"import time; time.sleep({FOREVER_S})"])
-            print(f"pid {left.pid}")
+            print(left.pid)
         case "parent":
             grandchild = Child(Command("grandchild", ("wait",), "tests.support.child_roles"))
-            print(f"pid {os.getpid()} over {grandchild.pid}")
+            print(grandchild.pid)
             time.sleep(FOREVER_S)
     return 0
 

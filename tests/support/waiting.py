@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 90.0  # below the timeout of a test, so that `said` is heard
 T = TypeVar("T")
 
 
