@@ -1,7 +1,9 @@
-"""One rank's transfer agent: a thread that reads peers' blocks into the local pool.
+"""One rank's transfer agent reads peers' blocks into the local pool and never blocks its node.
 
-This file holds its making, the thread and its descriptors; `agent_turns` does the work. The agent
-never decides what a read means, and never blocks its caller.
+`AgentTurns` decides, one turn at a time and on the clock that it is given; `TransferAgent` is the
+thread that calls it. A read is cut into chunks, of which two per peer are in flight. It ends
+exactly once: when all of it has arrived, when it has failed and is quiesced (no more bytes can
+land), or when that is still uncertain after `quiesce_s`.
 """
 
 import os
@@ -10,26 +12,52 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import assert_never
 
-from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns, Checksums
-from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, PoolMemory, Transport
+import msgspec
+
+from baton.kv_transfer.interfaces import (
+    CORRUPT_BLOCKS,
+    AddPeer,
+    AgentCommand,
+    AgentEvent,
+    BlocksSummed,
+    CancelRead,
+    PeerDown,
+    PeerRank,
+    PeerUp,
+    Read,
+    ReadDrained,
+    ReadEnded,
+    RemovePeer,
+    SumBlocks,
+    Transport,
+)
 from baton.kv_transfer.pools import DevicePool, HostPool
-from baton.kv_transfer.transports.addresses import CUDA_IPC, NIXL, SHM
-from baton.kv_transfer.transports.cuda_ipc import CudaIpcTransport
-from baton.kv_transfer.transports.nixl import NixlTransport
-from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.kv_transfer.transports.shm import ShmTransport
+from baton.kv_transfer.transports import make_transports
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import ConfigError, InvariantBroken
+from baton.protocol.errors import Cancelled, ConfigError, Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
-from baton.runtime.clock import boottime
-from baton.runtime.log import logger
-
-log = logger("transfer")
+from baton.runtime.clock import Clock, boottime
 
 MIN_WAIT_S = 0.0001
 MAX_WAIT_S = 0.005
+QUIESCE_POLL_S = 0.25
+MAX_IN_FLIGHT = 2  # chunks of one peer: the second one is queued while the first one moves
+
+# Called with blocks of the local pool, an offset in each block and a number of bytes.
+Checksums = Callable[[Sequence[int], int, int], tuple[int, ...]]
+
+
+class AgentLimits(msgspec.Struct, frozen=True):
+    """A read fails if it has not ended `read_s` after its command. A failed read whose chunks are
+    not quiesced after `quiesce_s` ends as not quiesced."""
+
+    chunk_bytes: int = 16 << 20
+    read_s: float = 30.0
+    quiesce_s: float = 30.0
 
 
 def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig) -> "TransferAgent":
@@ -169,62 +197,278 @@ def _drain(descriptor: int) -> None:
         return
 
 
-def make_transports(
-    pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig
-) -> list[Transport]:
-    """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
+@dataclass(slots=True, eq=False)
+class _Reading:
+    """A `Read` under way. `stop_at_s` is its deadline, or after a failure, that to be quiesced."""
 
-    `auto` adds nixl to shm only where it is of use: nixl takes time to load and a thread, and
-    without a network device it reaches only what shm reaches faster.
-    """
-    if isinstance(pool, DevicePool):
-        return _of_a_gpu(pool, epoch, config)
-    if config.transport == CUDA_IPC:
-        raise ConfigError(
-            "cuda_ipc reads GPU memory and this node computes on a CPU; set transfer.transport to "
-            "auto"
+    command: Read
+    transport: Transport
+    stop_at_s: float
+    next_block: int = 0
+    num_bytes: int = 0
+    posted_s: float | None = None
+    failure: Failure | None = None
+    in_flight: dict[int, int] = field(default_factory=dict)  # handle -> bytes
+
+    @property
+    def has_unposted(self) -> bool:
+        return self.failure is None and self.next_block < len(self.command.remote)
+
+    def cancel(self) -> None:
+        """Forget the chunks of which no byte can land any more."""
+        for handle in list(self.in_flight):
+            if self.transport.cancel(handle):
+                del self.in_flight[handle]
+
+
+@dataclass(slots=True, eq=False)
+class _ReadablePeer:
+    command: AddPeer
+    transport: Transport
+    connect_by_s: float
+    up: bool = False
+    removed: bool = False
+    # A command that waits until the removed peer has no reads left, because the same process may be
+    # added again.
+    next_command: AddPeer | None = None
+    reads: deque[_Reading] = field(default_factory=deque)
+
+    @property
+    def num_in_flight(self) -> int:
+        return sum(len(reading.in_flight) for reading in self.reads)
+
+
+class AgentTurns:
+    """The peers and reads of one rank over `transports`. The owner calls `hear` and `turn`."""
+
+    def __init__(
+        self,
+        transports: Sequence[Transport],
+        limits: AgentLimits,
+        clock: Clock,
+        checksums: Checksums | None = None,
+    ) -> None:
+        """`checksums` computes those of local blocks. Without it, reads are not verified."""
+        self._limits = limits
+        self._clock = clock
+        self._checksums = checksums
+        self._transports = {transport.name: transport for transport in transports}
+        self._peers: dict[PeerRank, _ReadablePeer] = {}
+        self._draining: list[_Reading] = []  # have ended without being quiesced
+        self._events: list[AgentEvent] = []
+
+    def hear(self, command: AgentCommand) -> None:
+        now_s = self._clock()
+        match command:
+            case AddPeer():
+                self._add(now_s, command)
+            case RemovePeer(peer=owner):
+                if owner in self._peers:
+                    self._remove(now_s, self._peers[owner], TransferError("the peer was removed"))
+            case Read():
+                self._start(now_s, command)
+            case SumBlocks():
+                self._events.append(self._summed(command))
+            case CancelRead(ticket=ticket):
+                for peer in self._peers.values():
+                    for reading in peer.reads:
+                        if reading.command.ticket == ticket:
+                            self._fail(now_s, reading, Cancelled("the read was cancelled"))
+            case _:
+                assert_never(command)
+
+    def turn(self) -> bool:
+        """Do what can be done now. Return True if the next turn should follow immediately."""
+        now_s = self._clock()
+        for transport in self._transports.values():
+            for owner in transport.service():
+                self._lose(now_s, owner, TransferError("the peer's process is gone"))
+        moved = False
+        for peer in list(self._peers.values()):
+            if not peer.up and not peer.removed:
+                self._connect(now_s, peer)
+            moved |= self._end_chunks(now_s, peer)
+            if peer.up and not peer.removed:
+                moved |= self._post_chunk(peer)
+            if peer.removed and not peer.reads:
+                self._forget(now_s, peer)
+        self._end_draining()
+        return moved
+
+    def take_events(self) -> list[AgentEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def wake_at_s(self, poll_s: float) -> float | None:
+        """Return when the next turn is due if no command comes, or None.
+
+        It is due at a deadline, after `poll_s` if something is under way that has no descriptor, or
+        when a transport without a thread of its own needs its next call.
+        """
+        times = [reading.stop_at_s for peer in self._peers.values() for reading in peer.reads]
+        for transport in self._transports.values():
+            if transport.progress_s is not None:
+                times.append(self._clock() + transport.progress_s)
+        for peer in self._peers.values():
+            connecting = not peer.up and not peer.removed
+            if connecting:
+                times.append(peer.connect_by_s)
+            if peer.num_in_flight or (connecting and peer.transport.fileno() < 0):
+                times.append(self._clock() + poll_s)
+        if self._draining:
+            times.append(self._clock() + max(poll_s, QUIESCE_POLL_S))
+        return min(times, default=None)
+
+    # --- peers ----------------------------------------------------------------------------------
+
+    def _add(self, now_s: float, command: AddPeer) -> None:
+        known = self._peers.get(command.peer)
+        if known is not None and known.removed:
+            known.next_command = command
+            return
+        if known is not None:
+            if known.up:
+                self._events.append(PeerUp(command.peer, command.transport))
+            return
+        try:
+            transport = self._transports.get(command.transport)
+            address = command.address.metadata.get(command.transport)
+            if transport is None or address is None:
+                raise TransferError(f"{command.transport} is not offered by both ranks")
+            transport.add_peer(
+                command.peer, address, command.num_blocks, command.block_bytes, command.part
+            )
+        except TransferError as error:
+            self._events.append(PeerDown(command.peer, error.to_failure()))
+            return
+        by_s = now_s + transport.connect_s
+        self._peers[command.peer] = _ReadablePeer(command, transport, by_s)
+
+    def _connect(self, now_s: float, peer: _ReadablePeer) -> None:
+        try:
+            peer.up = peer.transport.connected(peer.command.peer)
+            if not peer.up and now_s >= peer.connect_by_s:
+                raise TransferError(f"no connection within {peer.transport.connect_s:g} s")
+        except TransferError as error:
+            self._lose(now_s, peer.command.peer, error)
+        if peer.up:
+            self._events.append(PeerUp(peer.command.peer, peer.transport.name))
+
+    def _lose(self, now_s: float, owner: PeerRank, error: TransferError) -> None:
+        peer = self._peers.get(owner)
+        if peer is not None and not peer.removed:
+            self._remove(now_s, peer, error)
+            self._events.append(PeerDown(owner, error.to_failure()))
+
+    def _remove(self, now_s: float, peer: _ReadablePeer, error: TransferError) -> None:
+        peer.removed = True
+        peer.next_command = None
+        for reading in peer.reads:
+            self._fail(now_s, reading, error)
+        self._end_chunks(now_s, peer)
+
+    def _forget(self, now_s: float, peer: _ReadablePeer) -> None:
+        peer.transport.remove_peer(peer.command.peer)
+        del self._peers[peer.command.peer]
+        if peer.next_command is not None:
+            self._add(now_s, peer.next_command)
+
+    # --- reads ----------------------------------------------------------------------------------
+
+    def _start(self, now_s: float, command: Read) -> None:
+        peer = self._peers.get(command.peer)
+        if peer is None or peer.removed:
+            failure = TransferError("that peer is not connected").to_failure()
+            self._events.append(ReadEnded(command.ticket, now_s, now_s, 0, failure))
+            return
+        peer.reads.append(_Reading(command, peer.transport, now_s + self._limits.read_s))
+
+    def _post_chunk(self, peer: _ReadablePeer) -> bool:
+        """Post one chunk of the oldest read that has chunks left. shm copies it in this call."""
+        reading = next((one for one in peer.reads if one.has_unposted), None)
+        if reading is None or peer.num_in_flight >= MAX_IN_FLIGHT:
+            return False
+        command = reading.command
+        now_s = self._clock()
+        if reading.posted_s is None:
+            reading.posted_s = now_s
+        slice_bytes = peer.command.part.num_bytes
+        chunk_bytes = max(self._limits.chunk_bytes, peer.transport.min_chunk_bytes)
+        begin = reading.next_block
+        end = begin + max(1, chunk_bytes // slice_bytes)
+        remote = command.remote[begin:end]
+        try:
+            handle = peer.transport.read(
+                command.peer, remote, command.local[begin:end], command.generations[begin:end]
+            )
+        except TransferError as error:
+            self._fail(now_s, reading, error)
+        else:
+            reading.next_block = end
+            reading.in_flight[handle] = len(remote) * slice_bytes
+        return True
+
+    def _end_chunks(self, now_s: float, peer: _ReadablePeer) -> bool:
+        """Test every chunk in flight, and end the reads that are complete."""
+        moved = False
+        for reading in list(peer.reads):
+            for handle in list(reading.in_flight):
+                if handle not in reading.in_flight:
+                    continue  # cancelled because the chunk before it failed
+                try:
+                    ended = peer.transport.test(handle)
+                except TransferError as error:
+                    self._fail(now_s, reading, error)
+                else:
+                    if ended:
+                        reading.num_bytes += reading.in_flight.pop(handle)
+                        moved = True
+            if reading.failure is None and now_s >= reading.stop_at_s:
+                self._fail(now_s, reading, TransferError("the read took too long"))
+            is_through = not reading.in_flight and not reading.has_unposted
+            if is_through or (reading.failure is not None and now_s >= reading.stop_at_s):
+                self._end(peer, reading)
+                moved = True
+        return moved
+
+    def _fail(self, now_s: float, reading: _Reading, error: TransferError | Cancelled) -> None:
+        """Post no more chunks, and end the read when those in flight are quiesced, or in time."""
+        if reading.failure is None:
+            reading.failure = error.to_failure()
+            reading.stop_at_s = now_s + self._limits.quiesce_s
+        reading.cancel()
+
+    def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
+        ended_s = self._clock()
+        if reading.failure is None and self._is_corrupt(peer, reading.command):
+            epoch, rank = reading.command.peer
+            text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
+            reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
+        posted_s = ended_s if reading.posted_s is None else reading.posted_s
+        ticket, is_quiesced = reading.command.ticket, not reading.in_flight
+        if not is_quiesced:
+            self._draining.append(reading)
+        peer.reads.remove(reading)
+        self._events.append(
+            ReadEnded(ticket, posted_s, ended_s, reading.num_bytes, reading.failure, is_quiesced)
         )
-    transports: list[Transport] = []
-    if config.transport != NIXL:
-        try:
-            transports.append(ShmTransport(pool, epoch))
-        except ConfigError:
-            if config.transport == SHM or not is_installed():
-                raise
-    if not transports or (config.transport == "auto" and config.device and is_installed()):
-        memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
-        try:
-            transports.append(NixlTransport(memory, epoch, config.device))
-        except ConfigError as error:
-            if not transports:
-                raise
-            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
-    return transports
 
+    def _end_draining(self) -> None:
+        for reading in list(self._draining):
+            reading.cancel()
+            if not reading.in_flight:
+                self._draining.remove(reading)
+                self._events.append(ReadDrained(reading.command.ticket))
 
-def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
-    """Return which of cuda_ipc and nixl work here; `auto` logs a line for each that does not."""
-    if config.transport == SHM:
-        raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to auto")
-    transports: list[Transport] = []
-    if config.transport != NIXL:
-        try:
-            transports.append(CudaIpcTransport(pool, epoch))
-        except ConfigError as error:
-            if config.transport == CUDA_IPC:
-                raise
-            log.warning("cuda_ipc cannot be used between GPUs of this host", reason=error.message)
-    if config.transport == NIXL or (config.transport == "auto" and is_installed()):
-        try:
-            transports.append(NixlTransport(pool.memory, epoch, config.device))
-        except ConfigError as error:
-            if config.transport == NIXL:
-                raise
-            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
-    if not transports:
-        log.warning(
-            "this GPU can hand no KV blocks over, so decode nodes compute their prompts "
-            "themselves; to split prefill from decode, run `pip install -e '.[nixl]'` in baton's "
-            "folder or start with `make serve EXTRAS=nixl`"
-        )
-    return transports
+    def _is_corrupt(self, peer: _ReadablePeer, command: Read) -> bool:
+        if self._checksums is None or not command.checksums:
+            return False
+        part = peer.command.part
+        found = self._checksums(command.local, part.local_offset, part.num_bytes)
+        return found != command.checksums
+
+    def _summed(self, command: SumBlocks) -> BlocksSummed:
+        assert self._checksums is not None, "only nodes with transfer.verify_kv ask for checksums"
+        offsets = range(0, command.num_slices * command.slice_bytes, command.slice_bytes)
+        rows = (self._checksums(command.block_ids, at, command.slice_bytes) for at in offsets)
+        return BlocksSummed(command.ticket, tuple(rows))

@@ -15,6 +15,7 @@ from typing import assert_never
 
 import msgspec
 
+from baton.kv_transfer.handoff import Tombstones, superseded
 from baton.kv_transfer.interfaces import (
     LEASE_EXPIRED,
     BlocksSummed,
@@ -25,7 +26,6 @@ from baton.kv_transfer.interfaces import (
     SumBlocks,
 )
 from baton.kv_transfer.peers import Peer, PeerTable
-from baton.kv_transfer.tombstones import Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (

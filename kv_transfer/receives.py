@@ -7,6 +7,7 @@ that has ended, the answer is again that decode is done, or why it declined.
 import itertools
 from collections.abc import Iterable
 
+from baton.kv_transfer.handoff import PARKED_S, Parking, Tombstones, superseded
 from baton.kv_transfer.interfaces import (
     Abandon,
     BeginReceive,
@@ -20,7 +21,6 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.kv_transfer.peers import Channel, Peer, PeerTable
 from baton.kv_transfer.receive import Broken, KVReceive, ReceiveEvent, ReceiveState, TimeUp
-from baton.kv_transfer.tombstones import PARKED_S, Parking, Tombstones, superseded
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (

@@ -19,8 +19,7 @@ from baton.kv_transfer.transports.addresses import (
     ShmAddress,
     process_space,
 )
-from baton.kv_transfer.transports.pool_links import Mapping, OwnerLinks
-from baton.kv_transfer.transports.shm import make_fence
+from baton.kv_transfer.transports.shm import Mapping, OwnerLinks, make_fence
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 

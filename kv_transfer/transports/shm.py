@@ -1,24 +1,34 @@
 """Reads between processes of one host: the reader maps the peer's pool and copies its blocks.
 
-The owner lends its memfd to readers that know the pool's nonce (`pool_links`). The reader reads the
+The owner passes its memfd over a unix socket to a reader that knows the pool's nonce. The reader
+maps it read-only and finds the nonce in the mapping, which proves that both see the same memory.
+The socket stays open; when it closes, the owner's process has died. The reader reads the blocks'
 generations again after each copy, and the read fails if a block got a new owner meanwhile. A copy
-has ended when `read` returns, so nothing lands later.
+has ended when `read` returns, so nothing lands later. `multiprocessing.shared_memory` cannot be
+used: it unlinks the memory when any attacher exits, and outlives a killed owner.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import platform
+import secrets
+import select
+import socket
+import struct
+import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import BlockSlice, PeerRank
-from baton.kv_transfer.pools import HostPool, PoolShape, SliceMap
+from baton.kv_transfer.pools import NONCE_BYTES, HostPool, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import SHM, ShmAddress
-from baton.kv_transfer.transports.pool_links import OwnerLinks
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 
@@ -163,6 +173,254 @@ def _run_ends(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
 def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
     """Return (begin, end) of each run."""
     return pairwise([0, *(np.flatnonzero(ends) + 1).tolist()])
+
+
+class OwnerLinks:
+    """Lends `pool` and maps peers' pools. Call `service` when `fileno` is readable."""
+
+    def __init__(self, pool: HostPool) -> None:
+        self._peers: dict[PeerRank, _LinkedPeer] = {}
+        self._links: dict[int, PeerRank] = {}
+        self._gone: list[PeerRank] = []
+        self._poller = select.epoll()
+        self._lender = PoolExporter(pool)
+        self._poller.register(self._lender, select.EPOLLIN)
+
+    @property
+    def name(self) -> str:
+        """Return the name of the lender's socket, in the abstract namespace."""
+        return self._lender.name
+
+    def add(self, peer: PeerRank, owner: str, nonce: bytes, shape: PoolShape) -> None:
+        """Ask the owner at socket `owner` for its pool. Raises `TransferError`."""
+        self.remove(peer)
+        link = unix_socket()
+        try:
+            link.connect("\0" + owner)
+            if not is_trusted(link):
+                raise OSError("the socket of the pool's owner belongs to another user")
+            link.send(nonce)
+        except (OSError, ValueError) as error:
+            link.close()
+            raise TransferError(f"cannot reach the owner of the pool: {error}") from error
+        self._peers[peer] = _LinkedPeer(link, nonce, shape)
+        self._links[link.fileno()] = peer
+        self._poller.register(link, select.EPOLLIN)
+
+    def mapping(self, peer: PeerRank) -> "Mapping | None":
+        """Return the pool once it is mapped. Raises `TransferError` if it never will be."""
+        found = self._peers.get(peer)
+        if found is None:
+            raise TransferError("unknown peer")
+        if found.failure:
+            raise TransferError(found.failure)
+        return found.mapping
+
+    def remove(self, peer: PeerRank) -> None:
+        found = self._peers.pop(peer, None)
+        if found is not None:
+            self._drop_link(found)
+            if found.mapping is not None:
+                found.mapping.close()
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def service(self) -> list[PeerRank]:
+        """Serve readers and owners, and return the peers whose processes are gone."""
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._lender.fileno():
+                self._lender.service()
+            elif descriptor in self._links:
+                self._hear_owner(descriptor)
+        gone, self._gone = self._gone, []
+        return gone
+
+    def close(self) -> None:
+        for peer in list(self._peers):
+            self.remove(peer)
+        self._lender.close()
+        self._poller.close()
+
+    def _hear_owner(self, descriptor: int) -> None:
+        """Map the pool that the owner has sent, or note that its process has ended."""
+        owner = self._links[descriptor]
+        peer = self._peers[owner]
+        assert peer.link is not None
+        try:
+            said, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
+        except BlockingIOError:
+            return
+        except OSError:
+            said, descriptors = b"", []
+        try:
+            if descriptors and peer.mapping is None:
+                peer.mapping = Mapping(descriptors[0], peer.shape, peer.nonce)
+            elif not said:
+                raise TransferError("the owner of the pool is gone")
+        except TransferError as error:
+            peer.failure = error.message
+            self._drop_link(peer)
+            self._gone.append(owner)
+        finally:
+            for received in descriptors:
+                os.close(received)
+
+    def _drop_link(self, peer: "_LinkedPeer") -> None:
+        if peer.link is not None:
+            del self._links[peer.link.fileno()]
+            self._poller.unregister(peer.link)
+            peer.link.close()
+            peer.link = None
+
+
+@dataclass(slots=True)
+class _LinkedPeer:
+    link: socket.socket | None
+    nonce: bytes
+    shape: PoolShape
+    mapping: "Mapping | None" = None
+    failure: str = ""
+
+
+class Mapping:
+    """A peer's pool, mapped read-only. Raises `TransferError` if it is not what was announced."""
+
+    def __init__(self, descriptor: int, shape: PoolShape, nonce: bytes) -> None:
+        self.shape = shape
+        try:
+            seals = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
+            if os.fstat(descriptor).st_size != shape.file_bytes:
+                raise TransferError("the size of the pool differs from the announced size")
+            # Without the seal, the file could shrink, which would cause SIGBUS in the middle of a
+            # copy.
+            if not seals & fcntl.F_SEAL_SHRINK:
+                raise TransferError("the pool is not sealed against shrinking")
+            self.file = mmap.mmap(descriptor, shape.file_bytes, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise TransferError(f"cannot map the pool: {error}") from error
+        begin = shape.nonce_offset
+        if self.file[begin : begin + NONCE_BYTES] != nonce:
+            self.file.close()
+            raise TransferError(
+                "the mapping does not contain the pool's nonce, so it is not the announced memory"
+            )
+        self._generations = np.frombuffer(
+            self.file, np.uint32, shape.num_blocks, shape.generations_offset
+        )
+
+    def check_generations(self, blocks: NDArray[np.int64], expected: NDArray[np.int64]) -> None:
+        """Raise `TransferError` if one of these blocks has another generation than expected."""
+        changed = self._generations[blocks] != expected
+        if changed.any():
+            block = int(blocks[changed.argmax()])
+            raise TransferError(f"block {block} of the peer has a new owner", code="stale_block")
+
+    def close(self) -> None:
+        del self._generations  # an array's view would keep the file open
+        self.file.close()
+
+
+BACKLOG = 4096  # the kernel reduces it to its own limit
+MAX_READERS = 1024  # connections that have the pool, one for each rank that reads it
+MAX_UNPROVEN = 32  # the oldest makes room
+ACCEPTED_AT_ONCE = 64  # after this number, the agent's other work has its turn
+PAUSE_S = 0.02  # without descriptors, the readable listener would keep a core busy
+_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
+
+
+class PoolExporter:
+    """Passes the descriptor of one pool to readers that know its nonce.
+
+    Every process in this network namespace can connect to an abstract socket, so a connection has
+    to prove itself: its process must be this user's or root's, and its first packet must be the
+    nonce, which only travels over authenticated control channels. Watch `fileno`, and call
+    `service` whenever it is readable.
+    """
+
+    def __init__(self, pool: HostPool) -> None:
+        self._pool = pool
+        self.name = f"baton-{secrets.token_hex(8)}"
+        self._readers: dict[int, socket.socket] = {}
+        self._unproven: dict[int, socket.socket] = {}  # the oldest first
+        self._poller = select.epoll()
+        self._listener = unix_socket()
+        self._listener.bind("\0" + self.name)
+        self._listener.listen(BACKLOG)
+        self._poller.register(self._listener, select.EPOLLIN)
+
+    def fileno(self) -> int:
+        return self._poller.fileno()
+
+    def service(self) -> None:
+        """Accept connections, answer readers, and close connections that ended."""
+        for descriptor, _ in self._poller.poll(0):
+            if descriptor == self._listener.fileno():
+                self._accept_some()
+            elif descriptor in self._unproven:
+                self._prove(descriptor)
+            elif descriptor in self._readers:
+                self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
+
+    def close(self) -> None:
+        for descriptor in [*self._unproven, *self._readers]:
+            self._drop(descriptor)
+        self._listener.close()
+        self._poller.close()
+
+    def _accept_some(self) -> None:
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                reader, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError:  # no descriptor is left, so a connection that proved nothing makes room
+                if not self._unproven:
+                    time.sleep(PAUSE_S)
+                    return
+                self._drop(next(iter(self._unproven)))
+                continue
+            if not is_trusted(reader) or len(self._readers) >= MAX_READERS:
+                reader.close()
+                continue
+            if len(self._unproven) >= MAX_UNPROVEN:
+                self._drop(next(iter(self._unproven)))
+            self._unproven[reader.fileno()] = reader
+            reader.setblocking(False)
+            self._poller.register(reader, select.EPOLLIN)
+            self._prove(reader.fileno())  # the nonce has usually arrived with the connection
+
+    def _prove(self, descriptor: int) -> None:
+        """Pass on the pool for the right nonce, and close the connection for anything else."""
+        reader = self._unproven[descriptor]
+        with contextlib.suppress(OSError):
+            try:
+                said = reader.recv(NONCE_BYTES + 1)
+            except BlockingIOError:
+                return
+            if secrets.compare_digest(said, self._pool.nonce):
+                socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
+                self._readers[descriptor] = self._unproven.pop(descriptor)
+                return
+        self._drop(descriptor)
+
+    def _drop(self, descriptor: int) -> None:
+        reader = self._readers.pop(descriptor, None) or self._unproven.pop(descriptor)
+        self._poller.unregister(reader)
+        reader.close()
+
+
+def is_trusted(link: socket.socket) -> bool:
+    """Return whether the process at the other end is one of this user's or root's."""
+    data = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    _, uid, _ = _CREDENTIALS.unpack(data)
+    return uid in (os.geteuid(), 0)
+
+
+def unix_socket() -> socket.socket:
+    return socket.socket(
+        socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    )
 
 
 Fence = Callable[[], None]

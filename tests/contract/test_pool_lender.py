@@ -10,8 +10,7 @@ import pytest
 
 from baton.kv_transfer.interfaces import PeerUp, Read, ReadEnded
 from baton.kv_transfer.transports.addresses import ShmAddress
-from baton.kv_transfer.transports.pool_links import MAX_UNPROVEN, unix_socket
-from baton.kv_transfer.transports.shm import make_fence, membarrier_fence
+from baton.kv_transfer.transports.shm import MAX_UNPROVEN, make_fence, membarrier_fence, unix_socket
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
 from tests.support.transfer_peer import PeerOptions, TransferPeer

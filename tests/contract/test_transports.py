@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import msgspec
 import pytest
 
-from baton.kv_transfer.agent_turns import AgentLimits
+from baton.kv_transfer.agent import AgentLimits
 from baton.kv_transfer.interfaces import (
     BlockSlice,
     CancelRead,

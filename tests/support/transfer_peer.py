@@ -19,8 +19,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from baton.kv_transfer.agent import TransferAgent, make_transports
-from baton.kv_transfer.agent_turns import AgentLimits
+from baton.kv_transfer.agent import AgentLimits, TransferAgent
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentCommand,
@@ -31,6 +30,7 @@ from baton.kv_transfer.interfaces import (
     Transport,
 )
 from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.kv_transfer.transports import make_transports
 from baton.kv_transfer.transports.addresses import CudaIpcAddress, ShmAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.protocol.config import TransferConfig, TransportChoice

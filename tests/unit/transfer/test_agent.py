@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from baton.kv_transfer.agent import TransferAgent
-from baton.kv_transfer.agent_turns import AgentLimits, AgentTurns
+from baton.kv_transfer.agent import AgentLimits, AgentTurns, TransferAgent
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,

@@ -6,10 +6,9 @@ from contextlib import closing
 import msgspec
 import pytest
 
-from baton.kv_transfer import agent
-from baton.kv_transfer.agent import make_transports
+from baton.kv_transfer import transports
 from baton.kv_transfer.pools import HostPool
-from baton.kv_transfer.transports import nixl_binding
+from baton.kv_transfer.transports import make_transports, nixl_binding
 from baton.kv_transfer.transports.addresses import (
     CudaIpcAddress,
     ShmAddress,
@@ -157,7 +156,7 @@ def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened() -> None
 def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(agent, "is_installed", lambda: False)
+    monkeypatch.setattr(transports, "is_installed", lambda: False)
     with (
         closing(HostPool(3, 4096)) as memory,
         closing(device_pool(memory, lacking="no handles here")) as pool,

@@ -1,6 +1,6 @@
 """When a reader's lease covers a read, and when it has to be renewed."""
 
-from baton.kv_transfer.receive import ReaderLease
+from baton.kv_transfer.handoff import ReaderLease
 
 
 def test_a_renewal_proves_nothing_until_it_is_confirmed() -> None:

@@ -1,8 +1,8 @@
 """Messages of keys that have ended, have not begun, or were overtaken."""
 
 from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.handoff import Parking, Tombstones
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded, Released
-from baton.kv_transfer.tombstones import Parking, Tombstones
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
     BlockRange,
