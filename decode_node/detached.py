@@ -16,12 +16,13 @@ from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.choices import ByRequest
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.sequence import Sequence
-from baton.protocol.errors import Failure, NodeError
+from baton.protocol.errors import Failure, NodeError, taken_over
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Key, RequestId
 from baton.protocol.messages import (
     Attach,
     Attached,
     Decode,
+    Failed,
     FinishReason,
     FirstToken,
     HeldChoice,
@@ -47,6 +48,7 @@ class Ended:
     sampling: Sampling
     reason: FinishReason | None = None
     until_s: float = 0.0
+    is_unseen: bool = False  # it ended while no router had it
 
     @classmethod
     def of(cls, sequence: Sequence, kept: ResumeState, reason: FinishReason | None) -> "Ended":
@@ -104,6 +106,11 @@ class EndedChoices:
         self.num_bytes += ended.num_bytes
         while len(self._all) > MAX_ENDED or self.num_bytes > MAX_BYTES:
             self._drop(next(iter(self._all.values())))
+
+    @property
+    def has_unseen(self) -> bool:
+        """Return whether a client may come for a choice whose end no router has heard of."""
+        return any(ended.is_unseen for ended in self._all.values())
 
     def of(self, request_id: RequestId) -> list[Ended]:
         return self._by_request.of(request_id)
@@ -194,15 +201,17 @@ class Detached:
         if kept is None or kept.owner != message.owner:
             self._outputs.say(origin, NotAttached(request_id))
             return
-        origins = {one.origin for one in prompts} | {one.origin for one in streams}
-        if origins - {NO_ROUTER}:
-            self._outputs.say(origin, NotAttached(request_id, is_in_use=True))
-            return
+        # The owner who comes back wins, and the router of its old connection is told.
+        for one in (*prompts, *streams):
+            if one.origin not in (origin, NO_ROUTER):
+                for key in one.keys:
+                    self._outputs.say(one.origin, Failed(key, taken_over()))
+                one.detach()
         self._until_s.pop(request_id, None)
         for prompt in [one for one in prompts if one.reserved_s is None]:
             # The client has no token of this prompt, and prefill may have given it up. So the new
             # router begins it again on nodes of its choice.
-            self.keep_prompt(now_s, prompt)
+            self.keep_prompt(prompt, prompt.choices.live)
             self._queue.end(prompt, _lost_router())
             prompts.remove(prompt)
         self._outputs.say(origin, self._give(request_id, kept, origin, prompts, streams))
@@ -210,18 +219,18 @@ class Detached:
     def keep_stream(self, stream: Stream, reason: FinishReason | None) -> None:
         """Keep the tokens of a sequence that ends, with the finish reason if there is one."""
         if stream.kept is not None:
-            self.ended.add(self._now_s, Ended.of(stream.sequence, stream.kept, reason))
+            self._keep(Ended.of(stream.sequence, stream.kept, reason), stream.origin)
 
-    def keep_first(self, now_s: float, prompt: PendingPrompt, choice: int, t: FirstToken) -> None:
+    def keep_first(self, prompt: PendingPrompt, choice: int, token: FirstToken) -> None:
         """Keep the only token of a choice that ended with its first token and so never ran here."""
         if prompt.message.kept is not None and choice in prompt.choices.live:
-            self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, t))
+            self._keep(Ended.before_it_ran(prompt.message, choice, token), prompt.origin)
 
-    def keep_prompt(self, now_s: float, prompt: PendingPrompt) -> None:
-        """Keep the tokens of a prompt that ends without its router."""
-        if prompt.origin == NO_ROUTER and not prompt.is_ended:
-            for choice in sorted(prompt.choices.live):
-                self.ended.add(now_s, Ended.before_it_ran(prompt.message, choice, None))
+    def keep_prompt(self, prompt: PendingPrompt, choices: set[int]) -> None:
+        """Keep the tokens with which these choices came here, because they end before they run."""
+        if prompt.message.kept is not None and not prompt.is_ended:
+            for choice in sorted(choices & prompt.choices.live):
+                self._keep(Ended.before_it_ran(prompt.message, choice, None), prompt.origin)
 
     def expire(self, now_s: float) -> None:
         """End the requests that have waited too long for a router."""
@@ -239,6 +248,10 @@ class Detached:
                     self._leave(stream)
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _keep(self, ended: Ended, origin: Origin) -> None:
+        ended.is_unseen = origin == NO_ROUTER
+        self.ended.add(self._now_s, ended)
 
     def _detaches(self, request_id: RequestId, kept: ResumeState | None) -> bool:
         """Note that a request goes on without a router, and return whether it may."""
@@ -263,6 +276,8 @@ class Detached:
         streams: list[Stream],
     ) -> Attached:
         ended = self.ended.of(request_id)
+        for one in ended:
+            one.is_unseen = False
         held = {one.key.choice: one.held for one in ended}
         landing: list[int] = []
         for one in prompts:

@@ -18,7 +18,7 @@ from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
+from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.kv_transfer.interfaces import (
     BlocksDrained,
     ConnectorReport,
@@ -27,7 +27,7 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Failure, InvariantBroken, TransferError
+from baton.protocol.errors import Failure, InvariantBroken, TransferError, taken_over
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     Attach,
@@ -76,8 +76,11 @@ class DecodeScheduler:
         # A router that was away may cancel a request that another router has since taken over.
         for request_id in dict.fromkeys(key.request_id for key in keys):
             for prompt in self.queue.of(request_id):
-                is_mine = origin in (prompt.origin, prompt.left_by)
-                if is_mine and prompt.choices.cancel(keys):
+                if origin not in (prompt.origin, prompt.left_by):
+                    continue
+                named = {key.choice for key in keys if key in prompt.choices.keys}
+                self._detached.keep_prompt(prompt, named)  # its client may come back
+                if prompt.choices.cancel(keys):
                     self.queue.end(prompt)
         for key in keys:
             stream = self._running.get(key)
@@ -98,7 +101,9 @@ class DecodeScheduler:
             case KVReceived():
                 self._land(now_s, report)
             case ReceiveEnded():
-                self._detached.keep_prompt(now_s, self.queue.pending[report.key])
+                prompt = self.queue.pending[report.key]
+                if prompt.origin == NO_ROUTER:
+                    self._detached.keep_prompt(prompt, prompt.choices.live)
                 self.queue.landing_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
@@ -140,6 +145,16 @@ class DecodeScheduler:
 
     def load(self) -> Load:
         return load_of(self.pool, len(self._running), self.queue.num_waiting)
+
+    def in_progress(self) -> dict[Origin, list[Key]]:
+        found: dict[Origin, list[Key]] = {}
+        for one in (*self.queue.in_progress(), *self._running.values()):
+            found.setdefault(one.origin, []).extend(one.keys)
+        return found
+
+    @property
+    def has_unseen(self) -> bool:
+        return self._detached.ended.has_unseen
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -294,7 +309,7 @@ class DecodeScheduler:
         }
         for choice, first in zip(prompt.choices.every, firsts, strict=True):
             if choice not in live:
-                self._detached.keep_first(now_s, prompt, choice, first)
+                self._detached.keep_first(prompt, choice, first)
                 self._tell_first(prompt, choice, first)
         fork = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.extend(fork.copies)

@@ -27,6 +27,10 @@ class Stream:
     is_ended: bool = False
 
     @property
+    def keys(self) -> list[Key]:
+        return [self.sequence.key]
+
+    @property
     def wants_step(self) -> bool:
         return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
 

@@ -138,6 +138,10 @@ class WaitingQueue:
         """Return the local prompts that have their blocks, in order of admission."""
         return [prompt for prompt in self._seated.values() if prompt.is_local]
 
+    def in_progress(self) -> list[PendingPrompt]:
+        """Return the prompts that wait for nothing but this node, which prefill has offered."""
+        return [*self._queue.values(), *self._seated.values()]
+
     def refuse(self, prompt: PendingPrompt, failure: Failure) -> None:
         self._say_failed(prompt, failure)
         self.end(prompt, failure)

@@ -12,11 +12,18 @@ from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of, taken_over
+from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.engine.scheduling.sequence import Sequence, reserve
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import Cancelled, Failure, InvariantBroken, NodeError, RequestError
+from baton.protocol.errors import (
+    Cancelled,
+    Failure,
+    InvariantBroken,
+    NodeError,
+    RequestError,
+    taken_over,
+)
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     Attach,
@@ -158,6 +165,16 @@ class PrefillScheduler:
 
     def load(self) -> Load:
         return load_of(self.pool, len(self._computing), len(self._waiting))
+
+    def in_progress(self) -> dict[Origin, list[Key]]:
+        found: dict[Origin, list[Key]] = {}
+        for handoff in (*self._waiting.values(), *self._computing.values()):
+            found.setdefault(handoff.origin, []).append(handoff.sequence.key)
+        return found
+
+    @property
+    def has_unseen(self) -> bool:
+        return False
 
     # --- inside --------------------------------------------------------------------------------
 

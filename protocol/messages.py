@@ -174,7 +174,10 @@ class WatchCache(Message, frozen=True):
 
 
 class Attach(Message, frozen=True):
-    """Asks a node for a request whose router is gone. `Attached` or `NotAttached` answers."""
+    """Asks a node for a request, for its owner. `Attached` or `NotAttached` answers.
+
+    A router that still has the request loses it, and gets `Failed` with `stream_taken_over`.
+    """
 
     request_id: RequestId
     owner: bytes
@@ -335,6 +338,15 @@ class Failed(Message, frozen=True):
     failure: Failure
 
 
+class InProgress(Message, frozen=True):
+    """These sequences wait for a step of this node or take part in its steps.
+
+    A node sends it every ten seconds. A sequence that waits for another node is not listed.
+    """
+
+    keys: tuple[Key, ...]
+
+
 class CancelDone(Message, frozen=True):
     """No more messages follow for these keys."""
 
@@ -378,10 +390,9 @@ class Attached(Message, frozen=True):
 
 
 class NotAttached(Message, frozen=True):
-    """This node holds nothing of that request for this owner, or another router has it."""
+    """This node holds nothing of that request for this owner."""
 
     request_id: RequestId
-    is_in_use: bool = False
 
 
 class DrainNode(Message, frozen=True):
@@ -395,7 +406,7 @@ class DrainNode(Message, frozen=True):
 
 ToRouter = (
     Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed | Attached | NotAttached | DrainNode | CacheChanges
+    | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges
 )  # fmt: skip
 
 

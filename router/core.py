@@ -18,7 +18,7 @@ import msgspec
 
 from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure, taken_over
 from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
@@ -32,6 +32,7 @@ from baton.protocol.messages import (
     FirstTokens,
     Heartbeat,
     Hello,
+    InProgress,
     NotAttached,
     Ready,
     ResumeState,
@@ -55,7 +56,7 @@ from baton.router.reattach import (
     FoundRequest,
     Reattaching,
     adopted_choices,
-    in_use,
+    found_here,
     place_of,
 )
 from baton.router.registry import Change, Entered, Left, Registry
@@ -192,14 +193,18 @@ class RouterCore:
             self._place_waiting()
 
     async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
-        """Take over a request whose router is gone. Return the stream that `accept` makes.
+        """Give a request to a new connection of its client. Return the stream that `accept` makes.
 
-        Raises `RequestError` if no node holds it or another router has it.
+        The old connection ends with `taken_over`, whichever router has it. Raises `RequestError` if
+        neither this router nor a node holds the request.
         """
         if self._failure is not None:
             raise from_failure(self._failure)
-        if claim.request_id in self._requests:
-            raise in_use()
+        active = self._requests.get(claim.request_id)
+        if active is not None and not active.lifecycle.has_outcome:
+            return self._hand_over(active, claim, accept)
+        if active is not None:  # its nodes keep what its client has
+            self._forget(active)
         now_s = self._clock()
         missing = [
             node.node_id
@@ -224,7 +229,10 @@ class RouterCore:
 
     def health(self) -> Health:
         mode, queue = self._config.local_prefill, self._queue
-        health = health_of(self._clock(), self.registry, mode, queue)
+        now_s = self._clock()
+        heard_s = (active.lifecycle.heard_s for active in self._requests.values())
+        oldest_s = min((at_s for at_s in heard_s if at_s is not None), default=now_s)
+        health = health_of(now_s, self.registry, mode, queue, now_s - oldest_s)
         if self._failure is None:
             return health
         return msgspec.structs.replace(health, status="failed", message=self._failure.message)
@@ -304,7 +312,7 @@ class RouterCore:
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     self.registry.drains(node)  # the node's next heartbeat will report it too
                 self._on_request_message(node, message.key.request_id, message)
-            case CancelDone(keys=keys) | Crashed(keys=keys):
+            case CancelDone(keys=keys) | Crashed(keys=keys) | InProgress(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
                     self._on_request_message(node, request_id, message)
                 if isinstance(message, Crashed):
@@ -397,6 +405,26 @@ class RouterCore:
         for name, message in early:
             self._on_request_message(name, claim.request_id, message)
 
+    def _hand_over(self, active: ActiveRequest, claim: Claim, accept: Accept) -> RequestStream:
+        """Go on with a running request over another connection, and end the one before."""
+        found = found_here(active.lifecycle, claim)
+        stream = accept(found)
+        choices = adopted_choices(claim, found, stream, self.registry)
+        active.stream.finish(from_failure(taken_over()))
+        active.stream = stream
+        stream.on_close(partial(self.cancel, active.request_id))
+        self._now_s = self._clock()
+        for choice in choices:
+            index, fresh = choice.key.choice, choice.token_ids[choice.num_received :]
+            stream.attempts[index] = choice.key.attempt
+            has_ended = choice.has_ended
+            if not has_ended and (fresh or choice.finish_reason is not None):
+                has_ended = stream.push(index, fresh, choice.finish_reason)
+            if has_ended:
+                self._feed(active, ChoiceStopped(index))
+        self._place_waiting()
+        return stream
+
     def _feed(self, active: ActiveRequest, event: RequestEvent, node: NodeId = NO_NODE) -> None:
         """Handle an event, then the events that it causes, such as a caller's leaving."""
         if self._is_feeding:
@@ -430,9 +458,12 @@ class RouterCore:
             self._events.append((active, CallerGone("router error"), NO_NODE))
             for command in commands:
                 self._carry_out(active, command)
-        elif self._requests.pop(active.request_id, None) is not None:
-            # A node that still works for it will be told to stop when it next sends a message about
-            # it.
+        else:
+            self._forget(active)
+
+    def _forget(self, active: ActiveRequest) -> None:
+        """Drop a request. A node that still works for it is told to stop at its next message."""
+        if self._requests.pop(active.request_id, None) is not None:
             self.registry.forget(active.request_id)
             self._queue.forget(active.request_id)
 
@@ -440,6 +471,7 @@ class RouterCore:
         stream = active.stream
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
+                stream.attempts[choice] = command.attempt
                 if stream.push(choice, token_ids, reason):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):

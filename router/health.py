@@ -44,6 +44,7 @@ class Health(msgspec.Struct, frozen=True):
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
     num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
+    oldest_wait_s: float = 0.0  # since nodes last made progress with the request that waits longest
 
     @property
     def can_serve(self) -> bool:
@@ -56,7 +57,9 @@ def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
     return bool(registry.in_service("decode")) and (has_prefill or mode != "never")
 
 
-def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission) -> Health:
+def health_of(
+    now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission, oldest_wait_s: float
+) -> Health:
     nodes, pairs = nodes_health(now_s, registry), registry.pairs
     transfers = pairs.transfers()
     failures = [one for one in transfers if one.num_failures]
@@ -75,6 +78,7 @@ def health_of(now_s: float, registry: Registry, mode: LocalPrefill, queue: Admis
         transfers,
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,
+        oldest_wait_s,
     )
 
 

@@ -11,7 +11,7 @@ each unfinished choice resumes from its tokens. Only losses without progress use
 from collections.abc import Sequence
 from typing import assert_never
 
-from baton.protocol.errors import Cancelled, Failure, NodeError
+from baton.protocol.errors import TAKEN_OVER, Cancelled, Failure, NodeError
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import (
     NOT_CACHED,
@@ -22,6 +22,8 @@ from baton.protocol.messages import (
     Failed,
     FinishReason,
     FirstTokens,
+    HeldChoice,
+    InProgress,
     StageTimes,
     TokenEntry,
 )
@@ -59,9 +61,9 @@ from baton.router.request import (
 
 # How long the load of a cancelled attempt stays reserved at nodes that do not confirm it.
 CONFIRM_DEADLINE_S = 5.0
-# These are only a backstop: heartbeats show within seconds that a node is dead, stuck or cut off. A
-# sequence that has begun gets a token in every step of its node.
-SILENCE_DEADLINE_S, STREAM_DEADLINE_S = 600.0, 30.0
+# Heartbeats show within seconds that a node is dead, stuck or cut off from the router. This is for
+# an attempt that no node has in progress, for example because its handoff was lost between nodes.
+SILENCE_DEADLINE_S = 30.0
 # A request is refused after this many processes died of an error in one of its steps.
 MAX_CRASHES = 2
 NO_NODE = NodeId("")  # stands for the router itself as the sender of an event
@@ -111,6 +113,10 @@ class Lifecycle:
                 self._on_cancel_done(node, keys)
             case Crashed(keys=keys):
                 self._on_crashed(node, keys)
+            case InProgress(keys=keys):
+                for attempt in self._attempts:
+                    if attempt.is_named(node, keys):
+                        attempt.heard_s = now_s
             case Begun():
                 self._open_attempt(self._choices)
             case Adopted():
@@ -143,6 +149,24 @@ class Lifecycle:
         """Return whether a node has yet to confirm a cancel."""
         return any(attempt.unconfirmed for attempt in self._attempts)
 
+    @property
+    def has_outcome(self) -> bool:
+        return self._has_outcome
+
+    @property
+    def heard_s(self) -> float | None:
+        """Return when nodes last made progress with the attempt that has waited the longest."""
+        live = (one.heard_s for one in self._attempts if one.state is AttemptState.LIVE)
+        return min(live, default=None)
+
+    def held(self) -> tuple[HeldChoice, ...]:
+        """Return all choices with the tokens that the caller has got."""
+        request_id = self.request.request_id
+        return tuple(
+            HeldChoice(Key(request_id, one.index, one.number), one.output, one.finish_reason)
+            for one in self._choices
+        )
+
     def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver the tokens that the caller lacks, and continue where the other router stopped."""
         self._has_delivered = True
@@ -159,7 +183,8 @@ class Lifecycle:
                 self._attempts.append(choice.attempt)
             fresh, reason = one.token_ids[one.num_received :], one.finish_reason
             if not one.has_ended and (fresh or reason is not None):
-                self._out.append(Deliver(choice.index, fresh, reason))
+                self._out.append(Deliver(choice.index, fresh, reason, one.key.attempt))
+                choice.finish_reason = reason
             if one.has_ended or reason is not None:
                 self._num_open -= 1
             elif one.process is None:
@@ -181,7 +206,7 @@ class Lifecycle:
         attempt = (choice := self._choices[index]).attempt
         if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
             return
-        attempt.heard_s, attempt.has_entries = self._now_s, True
+        attempt.heard_s = self._now_s
         if not attempt.streaming:
             attempt.streaming = attempt.accepted = True
             if attempt.prefill is not None:
@@ -243,14 +268,18 @@ class Lifecycle:
             return
         choice.output.extend(fresh)
         self._has_delivered = True
-        self._out.append(Deliver(choice.index, fresh, finish_reason))
+        self._out.append(Deliver(choice.index, fresh, finish_reason, attempt.key.attempt))
         if finish_reason is not None:
+            choice.finish_reason = finish_reason
             self._end_choice(choice, by_router=False)
 
     def _on_failed(self, node: NodeId, key: Key, failure: Failure) -> None:
         attempt = next((one for one in self._attempts if one.is_named(node, (key,))), None)
         if attempt is None:
             return
+        if failure.code == TAKEN_OVER and node == attempt.decode:
+            # Prefill may hold blocks that decode reads for the other router, so it goes on.
+            attempt.streaming = True
         loss = attempt.loss_of(node, failure)
         if loss.is_of_handoff:
             self._end_handoff(attempt, failure)
@@ -461,11 +490,20 @@ class Lifecycle:
         for attempt in list(self._attempts):
             if attempt.state is AttemptState.LEAVING and self._now_s >= attempt.leave_by_s:
                 self._close(attempt)
-            elif attempt.state is AttemptState.LIVE:
-                deadline_s = STREAM_DEADLINE_S if attempt.has_entries else SILENCE_DEADLINE_S
-                if self._now_s - attempt.heard_s >= deadline_s:
-                    text = f"no node has sent anything about this request for {deadline_s:g} s"
-                    self._lose(attempt, Loss.broken(text), None)
+            elif (
+                attempt.state is AttemptState.LIVE
+                and self._now_s - attempt.heard_s >= SILENCE_DEADLINE_S
+            ):
+                self._lose_silent(attempt)
+
+    def _lose_silent(self, attempt: Attempt) -> None:
+        text = f"no node has made progress with this request for {SILENCE_DEADLINE_S:g} s"
+        if attempt.pair is None or attempt.streaming:
+            loss = Loss.broken(text)
+        else:  # each node waits for the other one
+            loss = Loss.broken(text, *(name for name, _ in attempt.pair))
+            self._end_handoff(attempt, loss.failure)
+        self._lose(attempt, loss, None)
 
     def _num_tokens(self, choice: Choice) -> int:
         return len(self.request.token_ids) + len(choice.output)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from baton.protocol.errors import BatonError, Failure, Overloaded, RequestError, from_failure
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure, taken_over
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     Attach,
@@ -23,6 +23,7 @@ from baton.protocol.messages import (
     NotAttached,
     TokenEntry,
 )
+from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.registry import Registry
 from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone
 from baton.router.stream import RequestStream
@@ -31,8 +32,6 @@ from baton.runtime.log import logger
 # Nodes find a restarted router within two seconds.
 REJOIN_S = 10.0
 ANSWER_S = 5.0
-# A node may notice the end of the old router later than the client.
-IN_USE_S = 3.0
 RETRY_S = 1.0
 MAX_SEARCHES = 1_024
 # The number of failures of its request that a search holds back until all nodes have answered. A
@@ -54,6 +53,7 @@ class ReceivedPart(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     has_begun: bool = False  # it has the event that opens the choice
     has_ended: bool = False  # it has the event with the finish reason
+    attempt: int = 0  # the attempt that generated the last of its tokens
 
 
 class FoundChoice(msgspec.Struct, frozen=True):
@@ -100,8 +100,6 @@ class Search:
         self._first_attempt = 0
         # Sequences of earlier attempts that nodes have also given to this router, which ends them.
         self.outdated: list[tuple[NodeId, Key]] = []
-        self._in_use_until_s = now_s + IN_USE_S
-        self._in_use: set[NodeId] = set()  # nodes at which another router has the request
 
     def asks(self, node: NodeId) -> bool:
         """Return whether that node must be asked, and count it as asked."""
@@ -112,18 +110,9 @@ class Search:
         self._missing.discard(node)
         return True
 
-    def asks_again(self) -> list[NodeId]:
-        """Return the nodes that may have lost the other router after they were asked."""
-        again = sorted(self._in_use - self._silent)
-        self._silent.update(again)
-        return again
-
     def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
         self._silent.discard(node)
-        self._in_use.discard(node)
         if isinstance(answer, NotAttached):
-            if answer.is_in_use:
-                self._in_use.add(node)
             return
         self._first = self._first or answer
         self._first_attempt = max(self._first_attempt, answer.first_attempt)
@@ -161,14 +150,11 @@ class Search:
         """Forget a node, which is asked again if it comes back."""
         self._asked.discard(node)
         self._silent.discard(node)
-        self._in_use.discard(node)
         self._missing.add(node)
         self._choices = {i: found for i, found in self._choices.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
         """Return the request, or why it cannot be found, or None while that is unknown."""
-        if self._in_use:
-            return in_use().to_failure() if now_s >= self._in_use_until_s else None
         wanted: list[int] = []
         if self._first is not None:
             if self._received is not None and len(self._received) != self._first.num_choices:
@@ -203,12 +189,16 @@ class Search:
         return FoundRequest(attached, self._choices, self._first_attempt)
 
     def _has_enough(self, choice: int) -> bool:
-        """Return whether the node has all that the client has, or soon gets it from prefill."""
+        """Return whether the node has all that the client has, or soon gets it from prefill.
+
+        A lower attempt than the client's may have other tokens, even if it has as many.
+        """
         found = self._choices.get(choice)
         if found is None:
             return False
-        had, held = self.received_of(choice).num_tokens, found.held
-        return len(held.token_ids) + found.is_landing >= had
+        received, held = self.received_of(choice), found.held
+        num_tokens = len(held.token_ids) + found.is_landing
+        return num_tokens >= received.num_tokens and held.key.attempt >= received.attempt
 
     def _is_live(self, choice: int) -> bool:
         """Return whether the choice runs or has ended where it was found."""
@@ -223,9 +213,18 @@ def _unanswered() -> Failure:
     return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
 
 
-def in_use() -> RequestError:
-    text = "this stream still has a connection: try again when that has ended"
-    return RequestError(text, code="stream_in_use", http_status=409)
+def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest:
+    """Return a running request of this router. Raises `RequestError` if it is not the client's."""
+    request, received = lifecycle.request, claim.received
+    kept, num_choices = request.kept, request.num_choices
+    is_wrong = received is not None and len(received) != num_choices
+    if kept is None or kept.owner != claim.owner or is_wrong:
+        raise from_failure(gone())
+    held = lifecycle.held()
+    attached = Attached(
+        request.request_id, kept.form, num_choices, request.token_ids, request.sampling, held
+    )
+    return FoundRequest(attached, {one.key.choice: FoundChoice(NO_NODE, one) for one in held})
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -266,8 +265,12 @@ class Reattaching:
 
         Nodes that are `missing` were lost just now, and may come back with it. Raises `BatonError`.
         """
-        if claim.request_id in self._searching:
-            raise in_use()
+        if (older := self._searching.get(claim.request_id)) is not None:
+            if older.claim.owner != claim.owner:
+                raise from_failure(gone())
+            del self._searching[claim.request_id]
+            if not older.taken.done():
+                older.taken.set_exception(from_failure(taken_over()))
         if len(self._searching) >= MAX_SEARCHES:
             raise Overloaded("too many clients are resuming streams at once", retry_after_s=1.0)
         search = Search(claim.request_id, claim.received, now_s, self._settled_s, missing)
@@ -319,16 +322,11 @@ class Reattaching:
 
     def tick(self, now_s: float) -> None:
         for searching in list(self._searching.values()):
-            for node in searching.search.asks_again():
-                self._ask_one(searching, node)
             self._judge(now_s, searching)
 
     def _ask_first(self, searching: Searching, node: NodeId) -> None:
         if searching.search.asks(node):
-            self._ask_one(searching, node)
-
-    def _ask_one(self, searching: Searching, node: NodeId) -> None:
-        self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
+            self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
 
     def _judge(self, now_s: float, searching: Searching) -> None:
         verdict = searching.search.verdict(now_s)

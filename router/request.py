@@ -25,6 +25,7 @@ from baton.protocol.messages import (
     FinishReason,
     FirstToken,
     FirstTokens,
+    InProgress,
     Prefill,
     ResumeState,
     StageTimes,
@@ -104,7 +105,7 @@ class Tick(RequestMessage, frozen=True):
 
 
 # A node's message about a request is itself an event.
-NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed
+NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed | InProgress
 RequestEvent = (
     NodeMessage | Begun | Adopted | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone
     | Tick
@@ -162,6 +163,7 @@ class Deliver(RequestMessage, frozen=True):
     choice: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    attempt: int = 0  # the attempt that generated the last of them
 
 
 class Timed(RequestMessage, frozen=True):
@@ -260,7 +262,6 @@ class Attempt:
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
-    has_entries: bool = False  # decode has sent tokens to this router
     first_tokens: tuple[FirstToken, ...] | None = None
     reserved: set[NodeId] = field(default_factory=set)
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
@@ -377,6 +378,7 @@ class Choice:
     output: list[int] = field(default_factory=list)  # all tokens that the caller has got
     # How many of them another router delivered; one of them may still arrive here.
     num_received: int = 0
+    finish_reason: FinishReason | None = None
 
 
 def kills_nodes(num_nodes: int) -> Failure:

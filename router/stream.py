@@ -28,8 +28,8 @@ class RequestStream:
 
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_num_again", "_on_close", "_pushed_s", "_sink", "finished", "metrics",
-        "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
+        "_has_changed", "_num_again", "_on_close", "_pushed_s", "_sink", "attempts", "finished",
+        "metrics", "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -49,6 +49,8 @@ class RequestStream:
         )
         self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
         self.finished = False  # by tokens, by an error or by a cancel
+        # By choice: the attempt that generated the last token that was pushed.
+        self.attempts = [0] * len(detokenizers)
         self._detokenizers = detokenizers
         self._pushed_s = [0.0] * len(detokenizers)
         self._num_again = [0] * len(detokenizers)

@@ -12,7 +12,7 @@ from typing import Protocol, assert_never
 from baton.engine.compute.executor import RANK_KILLED, Executor
 from baton.engine.process.records import EventRing
 from baton.engine.process.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
-from baton.engine.scheduling.outputs import Origin
+from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.connector import NodeConnector
@@ -35,6 +35,7 @@ from baton.protocol.messages import (
     Drain,
     DrainState,
     Failed,
+    InProgress,
     Load,
     Peers,
     Prefill,
@@ -45,6 +46,7 @@ from baton.protocol.messages import (
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, and the next one is ready when it ends
 MAX_WAIT_S = 0.25
+PROGRESS_S = 10.0  # between two reports of the sequences in progress
 RING_EVENTS = 2_000
 QUARANTINE_SHARE = 0.05
 # The first step may load, map and compile. A router considers a node stuck after eight times this.
@@ -127,6 +129,7 @@ class EngineLoop:
         self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
         self._wake_at_s: float | None = 0.0
+        self._next_progress_s = 0.0
         self._is_draining = False
         self.is_told_to_drain = False  # by a router
         links.watch(executor.fileno())
@@ -157,10 +160,11 @@ class EngineLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Return whether nothing runs or waits on this node and no peer may still read a block."""
+        """Return whether nothing runs or waits here, and no peer or client may come for more."""
         load = self.scheduler.load()
         has_all_blocks = load.free_blocks + load.quarantined_blocks == load.total_blocks
-        return has_all_blocks and not (load.num_running or load.num_waiting or self._launched)
+        is_busy = load.num_running or load.num_waiting or self._launched
+        return has_all_blocks and not is_busy and not self.scheduler.has_unseen
 
     def _hear(self, now_s: float, event: LinkEvent) -> None:
         match event:
@@ -276,6 +280,11 @@ class EngineLoop:
     def _speak(self, now_s: float) -> None:
         for origin, message in self.scheduler.outputs.take_router_messages():
             self.links.to_router(origin, message)
+        if now_s >= self._next_progress_s:
+            self._next_progress_s = now_s + PROGRESS_S
+            for origin, keys in self.scheduler.in_progress().items():
+                if origin != NO_ROUTER:
+                    self.links.to_router(origin, InProgress(tuple(keys)))
         for origin, changes in self.scheduler.pool.cache.journal.take(now_s):
             self.links.to_router(origin, changes)
         load = self.scheduler.load()

@@ -16,7 +16,7 @@ from baton.engine.scheduling.outputs import Origin, Outputs
 from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.protocol.codec import MalformedMessage
-from baton.protocol.errors import BatonError, Failure, RequestError
+from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Attach, Decode, Load, Prefill
 from baton.protocol.sampling import MAX_CHOICES
@@ -62,12 +62,6 @@ def problem_of(
     return None
 
 
-def taken_over() -> Failure:
-    """Return the failure for a router whose request another router has taken over."""
-    text = "another router has taken this stream over: go on with the header Last-Event-ID"
-    return RequestError(text, code="stream_taken_over", http_status=409).to_failure()
-
-
 def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:
     """Return the load of a node with this pool, for its routers and the stats line."""
     return Load(
@@ -107,5 +101,14 @@ class Scheduler(Protocol):
         ...
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None: ...
+
+    @property
+    def has_unseen(self) -> bool:
+        """Return whether it keeps the end of a stream that no router has heard of."""
+        ...
+
+    def in_progress(self) -> dict[Origin, list[Key]]:
+        """Return the sequences that wait for nothing but this node, by router."""
+        ...
 
     def load(self) -> Load: ...

@@ -129,7 +129,7 @@ class Handlers:
     async def _again(
         self, request: web.Request, running: Running, place: ReaderPlace
     ) -> web.StreamResponse:
-        """Resume a stream that another router began."""
+        """Resume a stream, which another router may have begun."""
         if place.tail == "/d":
             return web.Response(status=204)  # this status ends the retries of an EventSource
         self._refuse_if_draining()
@@ -146,7 +146,7 @@ class Handlers:
         running.streams.append(stream)
         answer, running.request_id = forms[-1].answer, forms[-1].request_id
         events = EventStream(answer, stream.params.n, (), self._metrics, self._silence_s)
-        events.resume_at(place)
+        events.resume_at(place, stream.attempts)
         headers = {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers)
 
@@ -305,7 +305,7 @@ class Handlers:
             work.answer, work.params.n, work.echoes, self._metrics, self._silence_s
         )
         if work.kept is not None:
-            events.resume_at(ReaderPlace(work.answer.id, None))
+            events.resume_at(ReaderPlace(work.answer.id, None), streams[0].attempts)
         return events
 
     async def _relayed(

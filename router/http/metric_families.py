@@ -141,6 +141,10 @@ CACHE_GAPS = Family(
     "baton_cache_gaps", "counter",
     "How often the router missed an announcement of a node's cache and asked for all of it", (),
 )  # fmt: skip
+OLDEST_WAIT = Family(
+    "baton_router_oldest_wait_seconds", "gauge",
+    "Time since nodes last made progress with the running request that waits longest", (),
+)  # fmt: skip
 NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "state"))
 
 ROUTER_FAMILIES = (
@@ -148,5 +152,6 @@ ROUTER_FAMILIES = (
     PREDICTED_TOKENS, MISPREDICTED_TOKENS, OUTPUT_TOKENS, RETRIES, RESUMES, RUNNING, WAITING,
     FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME,
     STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS, TRANSFER_FAILURES, TRANSFER_BYTES,
-    TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, NODES,
+    TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, OLDEST_WAIT,
+    NODES,
 )  # fmt: skip

@@ -164,6 +164,7 @@ class HttpMetrics:
         known = {(node.node_id, node.role): node.num_known_blocks for node in health.nodes}
         page.add(families.KNOWN_BLOCKS, known)
         page.add(families.CACHE_GAPS, {(): health.num_cache_gaps})
+        page.add(families.OLDEST_WAIT, {(): health.oldest_wait_s})
         pairs = {(one.prefill_node, one.decode_node): one for one in health.transfers}
         page.add(families.TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
         page.add(families.TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})

@@ -37,7 +37,7 @@ LAST_EVENT_ID = "Last-Event-ID"
 OWNER_BYTES = 16
 Tail = Literal["", "/u", "/d"]
 _ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
-_CHOICES = re.compile(rf"(\d{{1,9}}e?)?(\.(\d{{1,9}}e?)?){{0,{MAX_CHOICES - 1}}}")
+_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@(\d{1,10}))?)?")
 _TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
@@ -192,14 +192,24 @@ class EventIds:
     """Makes the ids of one stream's events.
 
     An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
-    event, then the number of its tokens, and an `e` after its end. `/u` is appended with the usage,
-    and `/d` at the end. A response that cannot be resumed has numbers in the place of `CHOICES`.
+    event, then the number of its tokens, an `e` after its end, and `@` with the attempt that
+    generated the last token unless that is 0. `/u` is appended with the usage, and `/d` at the end.
+    A response that cannot be resumed has numbers in the place of `CHOICES`.
     """
 
-    __slots__ = ("_counts", "_num_events", "_parts", "_prefix")
+    __slots__ = ("_attempts", "_counts", "_num_events", "_parts", "_prefix")
 
-    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
-        """`received` is what the client has of each choice; None if it cannot resume."""
+    def __init__(
+        self,
+        answer_id: str,
+        received: Sequence[ReceivedPart] | None = None,
+        attempts: Sequence[int] = (),
+    ) -> None:
+        """`received` is what the client has of each choice; None if it cannot resume.
+
+        `attempts` are those that generated the last token of each choice, and change with time.
+        """
+        self._attempts = attempts
         self._prefix = answer_id.encode() + b":"
         self._num_events = 0
         self._counts = [one.num_tokens for one in received] if received is not None else None
@@ -214,7 +224,9 @@ class EventIds:
         """Note an event with tokens of a choice."""
         if self._counts is not None:
             self._counts[choice] += num_tokens
-            self._parts[choice] = (b"%de" if has_ended else b"%d") % self._counts[choice]
+            attempt = self._attempts[choice] if self._attempts else 0
+            received = ReceivedPart(self._counts[choice], True, has_ended, attempt)
+            self._parts[choice] = _part(received)
 
     def current(self, tail: bytes = b"") -> bytes:
         """Return the id of the event that has just been noted."""
@@ -228,13 +240,13 @@ def place_of(event_id: str) -> ReaderPlace:
     """Read an event id that a client sent back. Raises `RequestError`."""
     answer_id, colon, rest = event_id.partition(":")
     choices, _, tail = rest.partition("/")
-    if not (colon and _ID.fullmatch(answer_id) and _CHOICES.fullmatch(choices) and tail in _TAILS):
+    parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
+    if not (colon and _ID.fullmatch(answer_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
+        parts = [None]
+    received = tuple(_received(*part.groups()) for part in parts if part is not None)
+    if len(received) < len(parts):
         text = "this is not the id of an event of a stream that can be resumed"
         raise RequestError(text, param=LAST_EVENT_ID)
-    received = tuple(
-        ReceivedPart(int(part.rstrip("e") or 0), bool(part), part.endswith("e"))
-        for part in choices.split(".")
-    )
     return ReaderPlace(answer_id, received, _TAILS[tail])
 
 
@@ -256,7 +268,13 @@ def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
 def _part(received: ReceivedPart) -> bytes:
     if not received.has_begun:
         return b""
-    return (b"%de" if received.has_ended else b"%d") % received.num_tokens
+    part = (b"%de" if received.has_ended else b"%d") % received.num_tokens
+    return part + b"@%d" % received.attempt if received.attempt else part
+
+
+def _received(num_tokens: str | None, end: str | None, attempt: str | None) -> ReceivedPart:
+    """Read the groups of a part of an event id, which are None before the choice's first event."""
+    return ReceivedPart(int(num_tokens or 0), num_tokens is not None, end == "e", int(attempt or 0))
 
 
 # --- what nodes keep of a streamed response -----------------------------------------------------

@@ -67,10 +67,13 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._written_s = 0.0
 
-    def resume_at(self, place: ReaderPlace) -> None:
-        """Begin where the client left off, and put its place into the ids of events."""
+    def resume_at(self, place: ReaderPlace, attempts: Sequence[int]) -> None:
+        """Begin where the client left off, and put its place into the ids of events.
+
+        `attempts` are those of the stream that is relayed.
+        """
         received = place.received or (ReceivedPart(),) * self._num_choices
-        self._ids = EventIds(self._answer.id, received)
+        self._ids = EventIds(self._answer.id, received, attempts)
         self._has_usage = place.tail != ""
         for index, one in enumerate(received):
             if one.has_begun:

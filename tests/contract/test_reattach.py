@@ -83,6 +83,50 @@ async def test_a_stream_that_runs_goes_on_where_the_client_is(bench: RouterBench
 
 
 @routed()
+async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(
+    bench: RouterBench,
+) -> None:
+    """Without a word to the nodes, and nobody else can do it."""
+    prefill, decode = await bench.pair()
+    old = await bench.router.submit(PROMPT, GREEDY, ID, ResumeState(b"form", OWNER, 1))
+    key = (await prefill.hear(Prefill)).key
+    start = len(PROMPT)
+    decode.say(Tokens([TokenEntry(key, start, ANSWER[:5])]))
+    await old.changed()
+    with pytest.raises(RequestError) as error:
+        await taking(bench, Claim(ID, b"stranger"))
+    assert error.value.code == "stream_gone"
+    stream, deltas = await taking(bench, claim(ReceivedPart(3, True)))
+    with pytest.raises(RequestError) as error:
+        await old.ended()
+    assert error.value.code == "stream_taken_over"
+    assert token_ids(deltas) == ANSWER[3:5]
+    decode.say(Tokens([TokenEntry(key, start + 5, ANSWER[5:], "length")]))
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER[3:]
+    assert not [message for message in decode.heard if isinstance(message, Attach | Cancel)]
+    await bench.settled()
+
+
+@routed()
+async def test_of_two_searches_for_a_stream_the_later_one_gets_it(bench: RouterBench) -> None:
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    first = taking(bench, claim())
+    await asked(decode)
+    second = taking(bench, claim())
+    await asked(decode)
+    with pytest.raises(RequestError) as error:
+        await first
+    assert error.value.code == "stream_taken_over"
+    for _ in range(2):
+        decode.say(attached(HeldChoice(Key(ID), ANSWER, "length")))
+    stream, deltas = await second
+    await stream.ended()
+    assert token_ids(deltas) == ANSWER
+
+
+@routed()
 async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: RouterBench) -> None:
     await bench.toy(node_info("p0", "prefill"))
     holder = await bench.scripted(node_info("d0", "decode"))

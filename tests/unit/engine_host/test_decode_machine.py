@@ -76,7 +76,7 @@ class DecodeMachine(SchedulerMachine):
 
     @rule(origin=st.integers(0, ORIGINS - 1), name=st.sampled_from("abcdef"))
     def attach(self, origin: int, name: str) -> None:
-        """A router that asks for a request gets it if it was detached, else nothing changes."""
+        """A router that asks for a request gets it, and the one that has it is told."""
         self.listen()
         self.scheduler.attach(self.now_s, origin, Attach(RequestId(name), KEPT.owner))
         self.listen()
@@ -90,8 +90,10 @@ class DecodeMachine(SchedulerMachine):
             assert output == expected[: len(output)]
             assert len(output) >= len(asked.output), "it knows all that a client may have"
             assert (held.finish_reason is not None) == (output == expected)
+            is_own = asked.origin == origin
+            assert asked.is_over or is_own, "the router that has it is told"
+            asked.is_over = True
             if held.is_running:
-                assert asked.is_over, "only a detached sequence changes hands"
                 asked.origin, asked.output, asked.is_over = origin, output, False
                 asked.is_adopted = True
         name = message.request_id

@@ -6,7 +6,7 @@ import pytest
 from baton.decode_node import detached as keeping
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import BeginReceive, KVReceived, ReceiveEnded
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import NodeError, taken_over
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, RequestId
 from baton.protocol.messages import (
     Attach,
@@ -203,13 +203,23 @@ def test_a_request_that_nothing_was_kept_of_ends_with_its_router() -> None:
     assert attach(drive) == [NotAttached(RequestId("r"))]
 
 
-def test_only_its_owner_gets_a_stream_and_only_once() -> None:
+def test_only_its_owner_gets_a_stream() -> None:
     drive = detached(3, stream(local("r", PROMPT, 200)))
     assert attach(drive, OTHER) == [NotAttached(RequestId("r"))]
     assert choices_of(attach(drive))[0].is_running
-    assert attach(drive) == [NotAttached(RequestId("r"), is_in_use=True)]
-    drive.scheduler.forget(NEW)
-    assert choices_of(attach(drive))[0].is_running, "the second router is gone as well"
+
+
+def test_the_owner_takes_a_stream_from_a_router_that_still_has_it() -> None:
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
+    drive.run(3)
+    drive.scheduler.attach(0.0, NEW, Attach(RequestId("r"), OWNER))
+    told = [m for m in drive.scheduler.outputs.take_router_messages() if type(m[1]) is not Tokens]
+    assert told[0] == (OLD, Failed(key("r"), taken_over()))
+    assert told[1][0] == NEW
+    assert isinstance(told[1][1], Attached)
+    drive.scheduler.cancel(OLD, (key("r"),))
+    assert drive.scheduler.load().num_running == 1, "it is no longer the old router's"
 
 
 def test_a_prompt_without_tokens_is_begun_again_by_the_router() -> None:

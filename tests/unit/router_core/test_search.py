@@ -8,7 +8,6 @@ from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttac
 from baton.protocol.sampling import Sampling
 from baton.router.reattach import (
     ANSWER_S,
-    IN_USE_S,
     REJOIN_S,
     RETRY_S,
     FoundRequest,
@@ -80,11 +79,15 @@ def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
     assert code(one.verdict(ANSWER_S)) == "stream_unknown", "it may have the stream"
 
 
-def test_a_stream_of_another_router_is_left_alone() -> None:
-    one = search()
-    one.heard(A, NotAttached(ID, is_in_use=True))
-    assert one.verdict(IN_USE_S - 0.1) is None
-    assert code(one.verdict(IN_USE_S)) == "stream_in_use"
+def test_an_attempt_below_the_clients_is_never_adopted() -> None:
+    """It may have as many tokens as the client, but other ones."""
+    one = search(ReceivedPart(3, True, attempt=1), is_old=False)
+    one.heard(A, attached(held(num_tokens=9, is_running=True)))
+    one.heard(B, NOTHING)
+    assert one.verdict(REJOIN_S - 0.1) is None, "a node with the later attempt may yet dial in"
+    assert code(one.verdict(REJOIN_S)) == "stream_gone"
+    one.heard(B, attached(held(num_tokens=4, attempt=1, is_running=True)))
+    assert isinstance(one.verdict(0.0), FoundRequest)
 
 
 def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
