@@ -202,7 +202,8 @@ class Detached:
             self._outputs.say(origin, NotAttached(request_id))
             return
         # The owner who comes back wins, and the router of its old connection is told.
-        for one in (*prompts, *streams):
+        held: list[PendingPrompt | Stream] = [*prompts, *streams]
+        for one in held:
             if one.origin not in (origin, NO_ROUTER):
                 for key in one.keys:
                     self._outputs.say(one.origin, Failed(key, taken_over()))
@@ -276,9 +277,10 @@ class Detached:
         streams: list[Stream],
     ) -> Attached:
         ended = self.ended.of(request_id)
-        for one in ended:
-            one.is_unseen = False
-        held = {one.key.choice: one.held for one in ended}
+        held: dict[int, HeldChoice] = {}
+        for record in ended:
+            record.is_unseen = False
+            held[record.key.choice] = record.held
         landing: list[int] = []
         for one in prompts:
             given = {choice.key.choice: choice for choice in one.attach(origin)}

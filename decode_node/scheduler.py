@@ -148,7 +148,11 @@ class DecodeScheduler:
 
     def in_progress(self) -> dict[Origin, list[Key]]:
         found: dict[Origin, list[Key]] = {}
-        for one in (*self.queue.in_progress(), *self._running.values()):
+        every: list[PendingPrompt | Stream] = [
+            *self.queue.in_progress(),
+            *self._running.values(),
+        ]
+        for one in every:
             found.setdefault(one.origin, []).extend(one.keys)
         return found
 

@@ -114,9 +114,9 @@ class Lifecycle:
             case Crashed(keys=keys):
                 self._on_crashed(node, keys)
             case InProgress(keys=keys):
-                for attempt in self._attempts:
-                    if attempt.is_named(node, keys):
-                        attempt.heard_s = now_s
+                for one in self._attempts:
+                    if one.is_named(node, keys):
+                        one.heard_s = now_s
             case Begun():
                 self._open_attempt(self._choices)
             case Adopted():
