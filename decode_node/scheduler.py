@@ -23,6 +23,7 @@ from baton.kv_transfer.interfaces import (
     BlocksDrained,
     ConnectorReport,
     KVReceived,
+    OfferBroken,
     ReceiveEnded,
     Released,
 )
@@ -107,8 +108,8 @@ class DecodeScheduler:
                 self.queue.landing_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
-            case Released():
-                raise InvariantBroken("a decode node was told that its offer was released")
+            case Released() | OfferBroken():
+                raise InvariantBroken("a decode node was told about an offer of its own")
             case _:
                 assert_never(report)
 

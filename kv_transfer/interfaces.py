@@ -346,6 +346,13 @@ class Released(ConnectorMessage, frozen=True):
     failure: Failure | None = None
 
 
+class OfferBroken(ConnectorMessage, frozen=True):
+    """On prefill: decode will not get these blocks, but may still read some until Released."""
+
+    key: Key
+    failure: Failure
+
+
 class KVReceived(ConnectorMessage, frozen=True):
     """On decode: all blocks and End have arrived. This is the last report of its key."""
 
@@ -373,7 +380,7 @@ class BlocksDrained(ConnectorMessage, frozen=True):
     block_ids: tuple[int, ...]
 
 
-ConnectorReport = Released | Offered | KVReceived | ReceiveEnded | BlocksDrained
+ConnectorReport = Released | OfferBroken | Offered | KVReceived | ReceiveEnded | BlocksDrained
 
 
 class ConnectorStep(msgspec.Struct, frozen=True):

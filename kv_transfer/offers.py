@@ -21,6 +21,7 @@ from baton.kv_transfer.interfaces import (
     BlocksSummed,
     Effects,
     Offer,
+    OfferBroken,
     PeerName,
     Released,
     SumBlocks,
@@ -245,6 +246,8 @@ class SourceHandoff:
                 self._leave(failure, out)
             case ChannelLost(failure=failure):
                 self._leave(failure, out)
+                if self.state is SourceState.LEAVING:
+                    out.reports.append(OfferBroken(self.key, failure))
             case LeaseEnded():
                 text = f"decode node {self.peer[0]} let the lease of {self.lease_s:g} s end"
                 failure = TransferError(text, code=LEASE_EXPIRED).to_failure()

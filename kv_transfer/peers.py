@@ -30,7 +30,7 @@ from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
 from baton.protocol.pairs import tp_size_problem, transport_problem
 
 REDIAL_S = 5.0  # from losing a channel to dialling a peer that has to learn what has ended
-HELLO_S = 10.0  # from dialling to the peer's PeerHello
+HELLO_S = 4.0  # from dialling to the peer's PeerHello
 CONNECT_S = 90.0  # from AddPeer to PeerUp or PeerDown; longer than any transport takes
 MAX_UNLISTED = 256
 

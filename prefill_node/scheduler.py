@@ -14,7 +14,7 @@ from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.engine.scheduling.sequence import Sequence, reserve
-from baton.kv_transfer.interfaces import ConnectorReport, Offer, Released
+from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
     Cancelled,
@@ -124,10 +124,10 @@ class PrefillScheduler:
         self.outputs.say(origin, NotAttached(message.request_id))
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
-        if not isinstance(report, Released):
+        if not isinstance(report, Released | OfferBroken):
             raise InvariantBroken(f"a prefill node was told {type(report).__name__}")
         handoff = self._computing.get(report.key) or self._holding[report.key]
-        handoff.is_offered = False
+        handoff.is_offered = isinstance(report, OfferBroken)
         if handoff.is_ended:
             self._release_if_quiet(handoff)
             return

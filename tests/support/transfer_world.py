@@ -27,6 +27,7 @@ from baton.kv_transfer.interfaces import (
     FromRank,
     KVReceived,
     Offer,
+    OfferBroken,
     PeerDown,
     PeerLost,
     PeerName,
@@ -248,6 +249,9 @@ class World:
         if isinstance(report, BlocksDrained):
             assert all(process.owner[block] == "quarantined" for block in report.block_ids)
             process.give_back(list(report.block_ids))
+            return
+        if isinstance(report, OfferBroken):
+            process.prompts[report.key].is_over = True
             return
         prompt = process.prompts.pop(report.key)  # a second last report is a KeyError here
         match report:

@@ -11,7 +11,7 @@ from hypothesis.stateful import initialize, invariant, precondition, rule
 
 from baton.engine.scheduling.plan import StepPlan
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import Offer, Released
+from baton.kv_transfer.interfaces import Offer, OfferBroken, Released
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.errors import Failure
 from baton.protocol.ids import Key
@@ -138,6 +138,17 @@ class PrefillMachine(SchedulerMachine):
         """Decode has them all, or declines, or its lease ends."""
         of = sorted(self.offerings)[index % len(self.offerings)]
         self.give_back(of, LOST if is_lost or not self.offerings[of].is_complete else None)
+
+    @precondition(lambda self: self.offerings)
+    @rule(index=st.integers(0, 9))
+    def break_off(self, index: int) -> None:
+        """The channel is lost, and decode may still read what was announced."""
+        of = sorted(self.offerings)[index % len(self.offerings)]
+        offering = self.offerings[of]
+        if offering.blocks and not offering.is_leaving:
+            offering.is_leaving = True
+            self.lost.add(of)
+            self.scheduler.on_report(0.0, OfferBroken(of, LOST))
 
     def settles(self, plan: StepPlan) -> None:
         assert sum(part.length for part in plan.slices) <= self.limits.max_num_batched_tokens

@@ -1,6 +1,6 @@
 """Prefill scheduling on an executor that checks every slot it reads."""
 
-from baton.kv_transfer.interfaces import Released
+from baton.kv_transfer.interfaces import OfferBroken, Released
 from baton.protocol.errors import TransferError
 from baton.protocol.messages import BlockRange, Failed, FirstTokens, Withdrawn
 from tests.support.drive import Drive, key, prefill, prefill_drive
@@ -107,6 +107,18 @@ def test_a_computed_prompt_whose_handoff_fails_is_reported_to_its_router() -> No
     drive.run()
     drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
     assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LEASE_ENDED))]
+    assert not drive.pool.num_owned
+
+
+def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_released() -> None:
+    drive = prefill_drive()
+    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
+    drive.run()
+    drive.scheduler.on_report(4.0, OfferBroken(key("a"), LEASE_ENDED))
+    assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LEASE_ENDED))]
+    assert drive.pool.num_owned
+    drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
+    assert drive.scheduler.outputs.take_router_messages() == []
     assert not drive.pool.num_owned
 
 

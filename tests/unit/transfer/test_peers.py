@@ -16,6 +16,7 @@ from baton.kv_transfer.interfaces import (
     DropPeer,
     Expect,
     FromRank,
+    OfferBroken,
     PeerDown,
     PeerLost,
     PeerRank,
@@ -30,7 +31,7 @@ from baton.kv_transfer.interfaces import (
     SumBlocks,
     ToRank,
 )
-from baton.kv_transfer.peers import edges_between
+from baton.kv_transfer.peers import HELLO_S, REDIAL_S, edges_between
 from baton.protocol.config import TransferConfig
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
@@ -167,7 +168,8 @@ def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
 def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
     connector = prefill()
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), BLOCK_RANGE])
-    assert connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports == []
+    (broken,) = connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports
+    assert isinstance(broken, OfferBroken), "the router need not wait for the lease"
     connector.step(2.0, [offer("other")])
     step = connector.step(3.0, [*heard(DECODE, hello(DECODE))])
     [withdrawn] = said(step)
@@ -187,8 +189,8 @@ def test_announced_blocks_outlive_a_lost_channel_by_their_lease() -> None:
 
 def test_a_decode_node_that_never_greets_is_hung_up_on() -> None:
     connector = prefill()
-    assert connector.step(0.0, [offer()]).wake_at_s == 10.0
-    step = connector.step(10.0, [])
+    assert connector.step(0.0, [offer()]).wake_at_s == HELLO_S
+    step = connector.step(HELLO_S, [])
     assert step.commands == [DropPeer(D, DECODE.epoch)]
     assert codes(step) == ["node_lost"]
 
@@ -197,8 +199,8 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
     """Once, `Offered` died with a channel that was being dialled, and decode waited for 600 s."""
     connector = prefill()
     connector.step(0.0, [offer()])
-    step = connector.step(10.0, [])
-    assert (codes(step), step.wake_at_s) == (["node_lost"], 15.0)
+    step = connector.step(HELLO_S, [])
+    assert (codes(step), step.wake_at_s) == (["node_lost"], HELLO_S + REDIAL_S)
     step = connector.step(15.0, [])
     assert step.commands[0] == DialPeer(DECODE)
     step = connector.step(16.0, heard(DECODE, hello(DECODE)))
