@@ -29,15 +29,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
-from baton.kv_transfer.peers import (
-    CONNECT_S,
-    HELLO_S,
-    REDIAL_S,
-    Channel,
-    Peer,
-    PeerTable,
-    RankLink,
-)
+from baton.kv_transfer.peers import CONNECT_S, HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
 from baton.kv_transfer.receives import KVReceives
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
@@ -68,91 +60,89 @@ class NodeConnector:
         self._receives = KVReceives(node, self._peers)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep:
-        out = Effects(self._peers.reachable)
+        out = Effects(now_s, self._peers.reachable)
         for event in events:
-            self._on(now_s, event, out)
+            self._on(event, out)
         wake_at_s = self._wake_at_s()
         if wake_at_s is not None and wake_at_s <= now_s:
-            self._end_waits(now_s, out)
-            self._receives.renew(now_s, out)
+            self._end_waits(out)
+            self._receives.renew(out)
             wake_at_s = self._wake_at_s()
-        self._peers.forget_unlisted(now_s, self._used_peers, out)
+        self._peers.forget_unlisted(self._used_peers, out)
         return ConnectorStep(out.commands, out.reports, wake_at_s)
 
-    def _on(self, now_s: float, event: ConnectorEvent, out: Effects) -> None:
+    def _on(self, event: ConnectorEvent, out: Effects) -> None:
         match event:
             case FromPeer(node, epoch, message):
-                self._on_message(now_s, self._peers.get((node, epoch)), message, out)
+                self._on_message(self._peers.get((node, epoch)), message, out)
             case FromRank(rank, rank_event):
-                self._on_rank(now_s, rank, rank_event, out)
+                self._on_rank(rank, rank_event, out)
             case BlockRange() | End() | Withdrawn():
-                self._offers.advance(now_s, event, out)
+                self._offers.advance(event, out)
             case BeginReceive() | Abandon():
-                self._receives.advance(now_s, event, out)
+                self._receives.advance(event, out)
             case Offer():
-                self._offers.offer(now_s, event, out)
+                self._offers.offer(event, out)
             case Expect():
-                self._receives.expect(now_s, event, out)
+                self._receives.expect(event, out)
             case PeersChanged(nodes):
                 self._peers.changed(nodes)
-                self._receives.peers_changed(now_s, out)
+                self._receives.peers_changed(out)
             case PeerLost(node, epoch):
-                self._lose(now_s, self._peers.get((node, epoch)), out)
+                self._lose(self._peers.get((node, epoch)), out)
             case _:
                 assert_never(event)
 
     # --- channels ------------------------------------------------------------------------------
 
-    def _on_message(
-        self, now_s: float, peer: Peer, message: ToDecode | ToPrefill, out: Effects
-    ) -> None:
+    def _on_message(self, peer: Peer, message: ToDecode | ToPrefill, out: Effects) -> None:
         if isinstance(message, PeerHello):
-            self._greet(now_s, peer, message, out)
+            self._greet(peer, message, out)
             return
         if peer.channel is Channel.NONE:
             return  # the peer has not introduced itself
-        peer.heard_s = now_s
+        peer.heard_s = out.now_s
         match message:
             case Offered() | BlockRange() | End() | Withdrawn() | Renewed():
-                self._receives.announced(now_s, peer, message, out)
+                self._receives.announced(peer, message, out)
             case Renew(keys=keys):
                 for key in keys:
-                    self._offers.answered(now_s, peer, key, message, out)
+                    self._offers.answered(peer, key, message, out)
             case Done() | Declined():
-                self._offers.answered(now_s, peer, message.key, message, out)
+                self._offers.answered(peer, message.key, message, out)
             case _:
                 assert_never(message)
 
-    def _greet(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> None:
+    def _greet(self, peer: Peer, hello: PeerHello, out: Effects) -> None:
         if peer.channel in (Channel.UP, Channel.REFUSED):
             # The other end has restarted its session, and has ended every handoff with this node.
-            self._end_all_of(now_s, peer.name, _broken(peer.name), out)
-        failure = self._peers.greeted(now_s, peer, hello, out)
+            self._end_all_of(peer.name, _broken(peer.name), out)
+        failure = self._peers.greeted(peer, hello, out)
         if failure is None:
-            self._offers.reconnected(now_s, peer.name, out)
+            self._offers.reconnected(peer.name, out)
         else:
-            self._end_all_of(now_s, peer.name, failure, out)
-            self._receives.refused(now_s, peer.name, failure, out)
+            self._end_all_of(peer.name, failure, out)
+            self._receives.refused(peer.name, failure, out)
 
-    def _lose(self, now_s: float, peer: Peer, out: Effects) -> None:
-        self._peers.lost(now_s, peer)
-        self._end_all_of(now_s, peer.name, _broken(peer.name), out)
+    def _lose(self, peer: Peer, out: Effects) -> None:
+        self._peers.lost(peer, out)
+        self._end_all_of(peer.name, _broken(peer.name), out)
 
-    def _end_all_of(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
-        self._offers.channel_lost(now_s, peer, failure, out)
-        self._receives.channel_lost(now_s, peer, failure, out)
+    def _end_all_of(self, peer: PeerName, failure: Failure, out: Effects) -> None:
+        self._offers.channel_lost(peer, failure, out)
+        self._receives.channel_lost(peer, failure, out)
 
     # --- ranks ---------------------------------------------------------------------------------
 
-    def _on_rank(self, now_s: float, rank: int, event: AgentEvent, out: Effects) -> None:
+    def _on_rank(self, rank: int, event: AgentEvent, out: Effects) -> None:
         if isinstance(event, ReadEnded):
-            self._receives.read_ended(now_s, event, out)
+            self._receives.read_ended(event, out)
             return
         if isinstance(event, ReadDrained):
             self._receives.read_drained(event.ticket, out)
             return
         if isinstance(event, BlocksSummed):
-            self._offers.summed(now_s, rank, event, out)
+            self._offers.summed(rank, event, out)
             return
         peer = self._peers.of_epoch(event.peer.epoch)
         link = None if peer is None else peer.link(rank, event.peer.rank)
@@ -160,45 +150,43 @@ class NodeConnector:
             return  # the peer table has forgotten that process
         match event:
             case PeerDown(failure=failure):
-                self._link_down(now_s, peer, link, failure, out)
+                self._link_down(peer, link, failure, out)
             case PeerUp():
                 self._peers.link_up(peer, link, out)
-                self._receives.rank_up(now_s, peer.name, event, out)
+                self._receives.rank_up(peer.name, event, out)
             case _:
                 assert_never(event)
 
-    def _link_down(
-        self, now_s: float, peer: Peer, link: RankLink, failure: Failure, out: Effects
-    ) -> None:
-        if self._peers.fall_back(now_s, peer, link, out):
+    def _link_down(self, peer: Peer, link: RankLink, failure: Failure, out: Effects) -> None:
+        if self._peers.fall_back(peer, link, out):
             return
         self._peers.remove_link(peer, link, out)
-        self._receives.rank_down(now_s, peer.name, failure, out)
+        self._receives.rank_down(peer.name, failure, out)
 
     # --- time ----------------------------------------------------------------------------------
 
-    def _end_waits(self, now_s: float, out: Effects) -> None:
-        for name in sorted(self._offers.end_leases(now_s, out)):
+    def _end_waits(self, out: Effects) -> None:
+        for name in sorted(self._offers.end_leases(out)):
             # A live decode node renews its leases, so one that was silent for a whole lease is
             # gone.
             peer = self._peers.get(name)
-            if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= now_s:
-                self._hang_up(now_s, peer, out)
-        self._receives.end_waits(now_s, out)
+            if peer.channel is not Channel.NONE and peer.heard_s + self._lease_s <= out.now_s:
+                self._hang_up(peer, out)
+        self._receives.end_waits(out)
         for peer in self._peers_to_redial():
-            if peer.lost_s + REDIAL_S <= now_s:
-                self._peers.dial(now_s, peer, out)
+            if peer.lost_s + REDIAL_S <= out.now_s:
+                self._peers.dial(peer, out)
         for peer in self._peers.all():
-            if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= now_s:
-                self._hang_up(now_s, peer, out)
-            for link in peer.late_links(now_s):
+            if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= out.now_s:
+                self._hang_up(peer, out)
+            for link in peer.late_links(out.now_s):
                 source, target = f"rank {link.edge.source} of {peer.name[0]}", link.edge.target
                 text = f"rank {target} could not connect to {source} in {CONNECT_S:g} s"
-                self._link_down(now_s, peer, link, TransferError(text).to_failure(), out)
+                self._link_down(peer, link, TransferError(text).to_failure(), out)
 
-    def _hang_up(self, now_s: float, peer: Peer, out: Effects) -> None:
-        self._peers.disconnect(now_s, peer, out)
-        self._lose(now_s, peer, out)
+    def _hang_up(self, peer: Peer, out: Effects) -> None:
+        self._peers.disconnect(peer, out)
+        self._lose(peer, out)
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._receives.deadlines()]

@@ -240,35 +240,31 @@ class Transport(Protocol):
 # --- the connector: events in -------------------------------------------------------------------
 
 
-class ConnectorMessage(msgspec.Struct, frozen=True, tag=True):
-    """The root of a connector's events, commands and reports. They can be replayed."""
-
-
-class PeersChanged(ConnectorMessage, frozen=True):
+class PeersChanged(msgspec.Struct, frozen=True):
     """The router listed every ready node of the other role."""
 
     nodes: tuple[NodeInfo, ...]
 
 
-class PeerLost(ConnectorMessage, frozen=True):
+class PeerLost(msgspec.Struct, frozen=True):
     """The control channel to this process broke, or the router declared it dead."""
 
     node: NodeId
     epoch: Epoch
 
 
-class FromPeer(ConnectorMessage, frozen=True):
+class FromPeer(msgspec.Struct, frozen=True):
     node: NodeId
     epoch: Epoch
     message: ToDecode | ToPrefill
 
 
-class FromRank(ConnectorMessage, frozen=True):
+class FromRank(msgspec.Struct, frozen=True):
     rank: int
     event: AgentEvent
 
 
-class Offer(ConnectorMessage, frozen=True):
+class Offer(msgspec.Struct, frozen=True):
     """On prefill: all blocks of this prompt are reserved, and `decode_node` may read them.
 
     The scheduler's BlockRange, End and Withdrawn for this key follow.
@@ -280,14 +276,14 @@ class Offer(ConnectorMessage, frozen=True):
     num_blocks: int
 
 
-class Expect(ConnectorMessage, frozen=True):
+class Expect(msgspec.Struct, frozen=True):
     """On decode: `prefill_node` computes a request's prompt. Offered or ReceiveEnded follows."""
 
     key: Key
     prefill_node: NodeId
 
 
-class BeginReceive(ConnectorMessage, frozen=True):
+class BeginReceive(msgspec.Struct, frozen=True):
     """On decode: the offered blocks from `first_block` on are to be read into `block_ids`."""
 
     key: Key
@@ -295,7 +291,7 @@ class BeginReceive(ConnectorMessage, frozen=True):
     block_ids: tuple[int, ...]
 
 
-class Abandon(ConnectorMessage, frozen=True):
+class Abandon(msgspec.Struct, frozen=True):
     """On decode: the request is cancelled or refused. ReceiveEnded follows when its reads end."""
 
     key: Key
@@ -311,24 +307,24 @@ ConnectorEvent = (
 # --- the connector: commands out (to the shell) and reports (to the scheduler) -------------------
 
 
-class ToPeer(ConnectorMessage, frozen=True):
+class ToPeer(msgspec.Struct, frozen=True):
     node: NodeId
     epoch: Epoch
     message: ToDecode | ToPrefill
 
 
-class ToRank(ConnectorMessage, frozen=True):
+class ToRank(msgspec.Struct, frozen=True):
     rank: int
     command: AgentCommand
 
 
-class DialPeer(ConnectorMessage, frozen=True):
+class DialPeer(msgspec.Struct, frozen=True):
     """Opens a control channel to this node. Prefill dials decode."""
 
     node: NodeInfo
 
 
-class DropPeer(ConnectorMessage, frozen=True):
+class DropPeer(msgspec.Struct, frozen=True):
     node: NodeId
     epoch: Epoch
 
@@ -336,7 +332,7 @@ class DropPeer(ConnectorMessage, frozen=True):
 ConnectorCommand = ToPeer | ToRank | DialPeer | DropPeer
 
 
-class Released(ConnectorMessage, frozen=True):
+class Released(msgspec.Struct, frozen=True):
     """On prefill: no reader needs these blocks now. If `failure` is None, decode has all of them.
 
     Exactly one follows each Offer.
@@ -346,14 +342,14 @@ class Released(ConnectorMessage, frozen=True):
     failure: Failure | None = None
 
 
-class OfferBroken(ConnectorMessage, frozen=True):
+class OfferBroken(msgspec.Struct, frozen=True):
     """On prefill: decode will not get these blocks, but may still read some until Released."""
 
     key: Key
     failure: Failure
 
 
-class KVReceived(ConnectorMessage, frozen=True):
+class KVReceived(msgspec.Struct, frozen=True):
     """On decode: all blocks and End have arrived. This is the last report of its key."""
 
     key: Key
@@ -363,7 +359,7 @@ class KVReceived(ConnectorMessage, frozen=True):
     exposed_s: float  # from End's arrival (or the last post before it) to the last read's end
 
 
-class ReceiveEnded(ConnectorMessage, frozen=True):
+class ReceiveEnded(msgspec.Struct, frozen=True):
     """On decode: the receive failed or was abandoned. This is the last report of its key.
 
     Its blocks may be reused, except those in `quarantined`, in which bytes may still land.
@@ -374,7 +370,7 @@ class ReceiveEnded(ConnectorMessage, frozen=True):
     quarantined: tuple[int, ...] = ()
 
 
-class BlocksDrained(ConnectorMessage, frozen=True):
+class BlocksDrained(msgspec.Struct, frozen=True):
     """On decode: these blocks were quarantined, and nothing can land in them any more."""
 
     block_ids: tuple[int, ...]
@@ -393,8 +389,9 @@ class ConnectorStep(msgspec.Struct, frozen=True):
 
 @dataclass(slots=True)
 class Effects:
-    """`reachable` are the peers that have a channel. A message to any other peer is dropped."""
+    """What one step at `now_s` does. A message to a peer that is not `reachable` is dropped."""
 
+    now_s: float
     reachable: set[PeerName]
     commands: list[ConnectorCommand] = field(default_factory=list)
     reports: list[ConnectorReport] = field(default_factory=list)

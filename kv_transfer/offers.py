@@ -56,12 +56,12 @@ class Offers:
         # Handoffs that ended without an answer of decode, which may not know even of the offer.
         self._unanswered: dict[Key, PeerName] = {}
 
-    def offer(self, now_s: float, offer: Offer, out: Effects) -> None:
+    def offer(self, offer: Offer, out: Effects) -> None:
         if offer.key in self._sources:
             raise InvariantBroken(f"{offer.key} was offered twice")
         self._tombstones.note_attempt(offer.key)
         for lower in [k for k in self._sources if k.is_superseded_by(offer.key)]:
-            self._on(now_s, self._sources[lower], Withdrawn(lower, superseded()), out)
+            self._on(self._sources[lower], Withdrawn(lower, superseded()), out)
         peer = self._peers.current(offer.decode_node)
         failure = self._refusal_of(offer, peer)
         if failure is not None:
@@ -69,51 +69,46 @@ class Offers:
             out.reports.append(Released(offer.key, failure))
             return
         assert peer is not None
-        self._peers.dial(now_s, peer, out)
-        self._sources[offer.key] = SourceHandoff(now_s, offer, peer.name, self._lease_s, out)
+        self._peers.dial(peer, out)
+        self._sources[offer.key] = SourceHandoff(offer, peer.name, self._lease_s, out)
 
-    def advance(self, now_s: float, event: BlockRange | End | Withdrawn, out: Effects) -> None:
+    def advance(self, event: BlockRange | End | Withdrawn, out: Effects) -> None:
         """Handle a scheduler's event of an offer, or drop it if it crossed Released."""
         if event.key not in self._sources:
             return
         source = self._sources[event.key]
         if self._sums is None or isinstance(event, Withdrawn):
-            self._on(now_s, source, event, out)
+            self._on(source, event, out)
         else:
             self._sums.add(event, self._peers.num_slices(source.peer), out)
-            self._announce(now_s, event.key, out)
+            self._announce(event.key, out)
 
-    def summed(self, now_s: float, rank: int, event: BlocksSummed, out: Effects) -> None:
+    def summed(self, rank: int, event: BlocksSummed, out: Effects) -> None:
         """Handle one rank's checksums of a block range."""
         key = self._sums.summed(rank, event) if self._sums is not None else None
         if key is not None:
-            self._announce(now_s, key, out)
+            self._announce(key, out)
 
     def answered(
-        self,
-        now_s: float,
-        peer: Peer,
-        key: Key,
-        message: Renew | Done | Declined,
-        out: Effects,
+        self, peer: Peer, key: Key, message: Renew | Done | Declined, out: Effects
     ) -> None:
         """Handle a message from decode about an offer."""
         source = self._sources.get(key)
         if not isinstance(message, Renew) and self._unanswered.get(key) == peer.name:
             del self._unanswered[key]
         if source is not None and source.peer == peer.name:
-            self._on(now_s, source, message, out)
+            self._on(source, message, out)
         elif isinstance(message, Renew):
             unknown = TransferError("prefill does not hold this prompt").to_failure()
             out.tell(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
 
-    def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+    def channel_lost(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         for source in self._of(peer):
-            self._on(now_s, source, ChannelLost(failure), out)
+            self._on(source, ChannelLost(failure), out)
 
-    def reconnected(self, now_s: float, peer: PeerName, out: Effects) -> None:
+    def reconnected(self, peer: PeerName, out: Effects) -> None:
         for source in self._of(peer):
-            self._on(now_s, source, Reconnected(), out)
+            self._on(source, Reconnected(), out)
         for key in [key for key, name in self._unanswered.items() if name == peer]:
             if (withdrawn := self._tombstones.answer(key)) is not None:
                 out.tell(peer, withdrawn)
@@ -122,11 +117,11 @@ class Offers:
         """Return the peers that should be reached again to learn what has ended."""
         return {*self._unanswered.values()}
 
-    def end_leases(self, now_s: float, out: Effects) -> set[PeerName]:
+    def end_leases(self, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""
-        ended = [source for source in self._sources.values() if source.deadline_s <= now_s]
+        ended = [source for source in self._sources.values() if source.deadline_s <= out.now_s]
         for source in ended:
-            self._on(now_s, source, LeaseEnded(), out)
+            self._on(source, LeaseEnded(), out)
         return {source.peer for source in ended}
 
     def deadlines(self) -> Iterable[float]:
@@ -135,16 +130,14 @@ class Offers:
     def used_peers(self) -> set[PeerName]:
         return {source.peer for source in self._sources.values()}
 
-    def _announce(self, now_s: float, key: Key, out: Effects) -> None:
+    def _announce(self, key: Key, out: Effects) -> None:
         assert self._sums is not None
         for message in self._sums.take(key):
             if key in self._sources:
-                self._on(now_s, self._sources[key], message, out)
+                self._on(self._sources[key], message, out)
 
-    def _on(
-        self, now_s: float, source: "SourceHandoff", event: "SourceEvent", out: Effects
-    ) -> None:
-        source.on(now_s, event, out)
+    def _on(self, source: "SourceHandoff", event: "SourceEvent", out: Effects) -> None:
+        source.on(event, out)
         if source.state is SourceState.RELEASED:
             del self._sources[source.key]
             if self._sums is not None:
@@ -202,24 +195,22 @@ SourceEvent = (
 class SourceHandoff:
     """The constructor sends Offered. `deadline_s` is the end of the lease in every state."""
 
-    def __init__(
-        self, now_s: float, offer: Offer, peer: PeerName, lease_s: float, out: Effects
-    ) -> None:
+    def __init__(self, offer: Offer, peer: PeerName, lease_s: float, out: Effects) -> None:
         self.key = offer.key
         self.peer = peer
         self.state = SourceState.OFFERED
         self.lease_s = lease_s
-        self.deadline_s = now_s + lease_s
+        self.deadline_s = out.now_s + lease_s
         self.failure: Failure | None = None
         self._num_blocks = offer.num_blocks
         self._num_announced_blocks = 0
         self._is_complete = False
         out.tell(peer, Offered(offer.key, offer.num_tokens, offer.num_blocks, lease_s))
 
-    def on(self, now_s: float, event: SourceEvent, out: Effects) -> None:
+    def on(self, event: SourceEvent, out: Effects) -> None:
         match self.state:
             case SourceState.OFFERED | SourceState.COMPLETE:
-                self._on_live(now_s, event, out)
+                self._on_live(event, out)
             case SourceState.LEAVING:
                 self._on_leaving(event, out)
             case SourceState.RELEASED:
@@ -227,14 +218,14 @@ class SourceHandoff:
             case _:
                 assert_never(self.state)
 
-    def _on_live(self, now_s: float, event: SourceEvent, out: Effects) -> None:
+    def _on_live(self, event: SourceEvent, out: Effects) -> None:
         match event:
             case BlockRange():
                 self._announce(event, out)
             case End():
                 self._complete(event, out)
             case Renew():
-                self.deadline_s = now_s + self.lease_s
+                self.deadline_s = out.now_s + self.lease_s
                 out.tell(self.peer, Renewed(self.key))
             case Done():
                 error = TransferError("decode reported Done for a prompt that had not ended")

@@ -140,9 +140,7 @@ class PeerTable:
             peer.info, peer.is_listed = info, True
             self._current[info.node_id] = peer.name
 
-    def forget_unlisted(
-        self, now_s: float, used: Callable[[], set[PeerName]], out: Effects
-    ) -> None:
+    def forget_unlisted(self, used: Callable[[], set[PeerName]], out: Effects) -> None:
         """Close and unmap peers that are neither listed nor used, but keep some addresses."""
         unlisted = [p for p in self._peers.values() if p.is_gone]
         if not unlisted:
@@ -150,7 +148,7 @@ class PeerTable:
         in_use = used()
         unlisted = [p for p in unlisted if p.name not in in_use]
         for peer in unlisted:
-            self.disconnect(now_s, peer, out)
+            self.disconnect(peer, out)
             for link in peer.links:
                 self.remove_link(peer, link, out)
         superseded = [p for p in unlisted if self._current.get(p.name[0]) != p.name]
@@ -169,16 +167,16 @@ class PeerTable:
         theirs = (peer.info.model, peer.info.layout.fingerprint)
         return self._difference(peer.name[0], PROTOCOL_VERSION, *theirs) or self._problem(peer.info)
 
-    def dial(self, now_s: float, peer: Peer, out: Effects) -> None:
+    def dial(self, peer: Peer, out: Effects) -> None:
         """Open a channel to that peer. Messages wait until the channel is open."""
         if peer.channel is Channel.NONE and peer.info is not None:
             peer.channel, peer.is_dialled = Channel.DIALLED, True
-            peer.dialled_s = peer.heard_s = now_s
+            peer.dialled_s = peer.heard_s = out.now_s
             self.reachable.add(peer.name)
             out.commands.append(DialPeer(peer.info))
             out.tell(peer.name, self._hello())
 
-    def greeted(self, now_s: float, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
+    def greeted(self, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
         """Handle a peer's PeerHello, and return why the peer is refused, if it is.
 
         Only the dialled side answers; otherwise two nodes would greet each other for ever.
@@ -190,16 +188,16 @@ class PeerTable:
             peer.name[0], hello.version, hello.model, hello.layout_fingerprint
         )
         peer.channel = Channel.UP if peer.refusal is None else Channel.REFUSED
-        peer.heard_s = now_s
+        peer.heard_s = out.now_s
         return peer.refusal
 
-    def disconnect(self, now_s: float, peer: Peer, out: Effects) -> None:
+    def disconnect(self, peer: Peer, out: Effects) -> None:
         if peer.channel is not Channel.NONE:
-            self.lost(now_s, peer)
+            self.lost(peer, out)
             out.commands.append(DropPeer(*peer.name))
 
-    def lost(self, now_s: float, peer: Peer) -> None:
-        peer.channel, peer.is_dialled, peer.lost_s = Channel.NONE, False, now_s
+    def lost(self, peer: Peer, out: Effects) -> None:
+        peer.channel, peer.is_dialled, peer.lost_s = Channel.NONE, False, out.now_s
         self.reachable.discard(peer.name)
 
     # --- ranks ---------------------------------------------------------------------------------
@@ -210,7 +208,7 @@ class PeerTable:
         assert info is not None, "a handoff was offered to it"
         return edges_between(self._node, info)[0].num_slices
 
-    def make_readable(self, now_s: float, peer: Peer, out: Effects) -> None:
+    def make_readable(self, peer: Peer, out: Effects) -> None:
         """Begin to connect every link that is not up or connecting.
 
         The peer must not have been refused. Raises `TransferError` if no transport serves both
@@ -223,16 +221,16 @@ class PeerTable:
             peer.links = [RankLink(edge) for edge in edges_between(info, self._node)]
         for link in peer.links:
             if link.state is LinkState.ABSENT:
-                self._add(now_s, peer, info, link, out)
+                self._add(peer, info, link, out)
 
-    def fall_back(self, now_s: float, peer: Peer, link: RankLink, out: Effects) -> bool:
+    def fall_back(self, peer: Peer, link: RankLink, out: Effects) -> bool:
         """Retry a failed link with another transport. Return False if there is none."""
         if link.state is not LinkState.ADDING or peer.info is None:
             return False
         peer.failed.add(link.transport)
         self.remove_link(peer, link, out)
         try:
-            self._add(now_s, peer, peer.info, link, out)
+            self._add(peer, peer.info, link, out)
         except TransferError:
             # None has worked, so the next receive starts with the first one again.
             peer.failed.clear()
@@ -251,11 +249,11 @@ class PeerTable:
             link.state = LinkState.ABSENT
             out.order(link.edge.target, RemovePeer(_owner(peer, link)))
 
-    def _add(self, now_s: float, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
+    def _add(self, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
         edge = link.edge
         address, ours = info.ranks[edge.source], self._node.ranks[edge.target]
         transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
-        link.state, link.adding_s, link.transport = LinkState.ADDING, now_s, transport
+        link.state, link.adding_s, link.transport = LinkState.ADDING, out.now_s, transport
         add = AddPeer(
             _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
             edge.part,

@@ -130,13 +130,13 @@ class KVReceive:
         """Return the blocks of each read that ended without being quiesced, by its ticket."""
         return {} if self._reads is None else self._reads.quarantined
 
-    def on(self, now_s: float, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
+    def on(self, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
         """Handle an event. `peer` is the process that offered the prompt or that sent `event`."""
         match self.state:
             case ReceiveState.EXPECTED:
-                self._on_expected(now_s, event, peer, out)
+                self._on_expected(event, peer, out)
             case ReceiveState.OFFERED | ReceiveState.RECEIVING:
-                self._on_live(now_s, event, out)
+                self._on_live(event, out)
             case ReceiveState.DRAINING:
                 self._on_draining(event, out)
             case ReceiveState.RECEIVED | ReceiveState.ENDED:
@@ -144,45 +144,43 @@ class KVReceive:
             case _:
                 assert_never(self.state)
         if self.state is ReceiveState.RECEIVING:
-            self._read(now_s, peer, out)
+            self._read(peer, out)
             self._end_if_complete(out)
 
     def reads(self, ticket: int) -> bool:
         """Return whether that read belongs to this receive and has not ended."""
         return self._reads is not None and ticket in self._reads.outstanding
 
-    def _on_expected(
-        self, now_s: float, event: ReceiveEvent, peer: Peer | None, out: Effects
-    ) -> None:
+    def _on_expected(self, event: ReceiveEvent, peer: Peer | None, out: Effects) -> None:
         if peer is not None:
             self.peer = peer.name
         match event:
             case Offered():
-                self._take_offer(now_s, event, out)
+                self._take_offer(event, out)
             case BlockRange() | End() | Renewed():
-                self._fail(now_s, _wrong(f"{type(event).__name__} came before Offered"), out)
+                self._fail(_wrong(f"{type(event).__name__} came before Offered"), out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
-                self._fail(now_s, self._why(event), out)
+                self._fail(self._why(event), out)
             case BeginReceive() | PeerUp() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
                 assert_never(event)
 
-    def _on_live(self, now_s: float, event: ReceiveEvent, out: Effects) -> None:
+    def _on_live(self, event: ReceiveEvent, out: Effects) -> None:
         match event:
             case Offered() | BlockRange() | End() | Renewed():
-                self._hear(now_s, event, out)
+                self._hear(event, out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
-                self._fail(now_s, self._why(event), out)
+                self._fail(self._why(event), out)
             case PeerUp():
-                self._progress_s = now_s
+                self._progress_s = out.now_s
             case BeginReceive() if self._reads is None:
-                self._begin(now_s, event, out)
+                self._begin(event, out)
             case ReadEnded(failure=failure) if self._reads is not None:
-                self._progress_s = now_s
+                self._progress_s = out.now_s
                 self._reads.ended(event)
                 if failure is not None or not event.quiesced:
-                    self._fail(now_s, failure or _wrong("a read ended without being quiesced"), out)
+                    self._fail(failure or _wrong("a read ended without being quiesced"), out)
             case BeginReceive() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
@@ -203,17 +201,17 @@ class KVReceive:
             case _:
                 pass  # nothing else matters any more
 
-    def _take_offer(self, now_s: float, offered: Offered, out: Effects) -> None:
+    def _take_offer(self, offered: Offered, out: Effects) -> None:
         self.state = ReceiveState.OFFERED
-        self.lease = ReaderLease(now_s, offered.lease_s)
+        self.lease = ReaderLease(out.now_s, offered.lease_s)
         self._num_blocks = offered.num_blocks
-        self._since_s = now_s
+        self._since_s = out.now_s
         if not 0 < offered.num_blocks <= self._max_blocks or not 0 < offered.lease_s <= WAIT_S:
-            self._fail(now_s, _wrong("Offered names impossible sizes"), out)
+            self._fail(_wrong("Offered names impossible sizes"), out)
         else:
             out.reports.append(offered)
 
-    def _hear(self, now_s: float, message: Announcement, out: Effects) -> None:
+    def _hear(self, message: Announcement, out: Effects) -> None:
         assert self.lease is not None
         problem: str | None = None
         match message:
@@ -226,17 +224,17 @@ class KVReceive:
                 problem = self._problem_of(message)
                 if problem is None:
                     if self._reads is None or self._reads.have_all(len(self._block_ranges)):
-                        self._progress_s = now_s
+                        self._progress_s = out.now_s
                     self._block_ranges.append(message)
                     self._num_announced_blocks += len(message.block_ids)
             case End():
                 if self._end is not None or self._num_announced_blocks != self._num_blocks:
                     problem = "End came twice or before all block ranges"
-                self._end, self._end_arrived_s = message, now_s
+                self._end, self._end_arrived_s = message, out.now_s
             case _:
                 assert_never(message)
         if problem is not None:
-            self._fail(now_s, _wrong(problem), out)
+            self._fail(_wrong(problem), out)
 
     def _problem_of(self, block_range: BlockRange) -> str | None:
         num_blocks = len(block_range.block_ids)
@@ -250,20 +248,20 @@ class KVReceive:
             return "a block range has more blocks than were offered"
         return None
 
-    def _begin(self, now_s: float, land: BeginReceive, out: Effects) -> None:
+    def _begin(self, land: BeginReceive, out: Effects) -> None:
         assert self.peer is not None
         assert self.lease is not None
         if land.first_block + len(land.block_ids) != self._num_blocks:
             text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
-            self._fail(now_s, _wrong(text), out)
+            self._fail(_wrong(text), out)
             return
         self._reads = BlockRangeReads(land.first_block, land.block_ids)
         self.state = ReceiveState.RECEIVING
-        self._since_s = self._progress_s = now_s
-        self.lease.renewed(now_s)
+        self._since_s = self._progress_s = out.now_s
+        self.lease.renewed(out.now_s)
         out.tell(self.peer, Renew((self.key,)))
 
-    def _read(self, now_s: float, peer: Peer | None, out: Effects) -> None:
+    def _read(self, peer: Peer | None, out: Effects) -> None:
         """Post reads, over every link that is up, of announced blocks that are missing."""
         assert self._reads is not None
         assert peer is not None
@@ -277,7 +275,7 @@ class KVReceive:
             for block_range in self._block_ranges[reads.num_posted[number] :]:
                 problem = _unreadable(block_range, peer.info, link.edge)
                 if problem is not None:
-                    self._fail(now_s, _wrong(problem), out)
+                    self._fail(_wrong(problem), out)
                     return
                 take_ticket = partial(self._take_ticket, self.key)
                 read = reads.post(number, link.edge, block_range, peer.epoch, take_ticket)
@@ -310,9 +308,9 @@ class KVReceive:
             )
         )
 
-    def _fail(self, now_s: float, failure: Failure, out: Effects) -> None:
+    def _fail(self, failure: Failure, out: Effects) -> None:
         self.failure = failure
-        self._since_s = now_s
+        self._since_s = out.now_s
         self.state = ReceiveState.DRAINING
         if self._reads is None or not self._reads.outstanding:
             self._finish(out)

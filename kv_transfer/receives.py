@@ -6,6 +6,7 @@ that has ended, the answer is again that decode is done, or why it declined.
 
 import itertools
 from collections.abc import Iterable
+from dataclasses import replace
 
 from baton.kv_transfer.handoff import PARKED_S, Parking, Tombstones, superseded
 from baton.kv_transfer.interfaces import (
@@ -51,11 +52,11 @@ class KVReceives:
         self._readers: dict[int, Key] = {}  # ticket -> receive
         self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended receives
 
-    def expect(self, now_s: float, expect: Expect, out: Effects) -> None:
+    def expect(self, expect: Expect, out: Effects) -> None:
         key = expect.key
         if key in self._receives:
             raise InvariantBroken(f"{key} was expected twice")
-        self._supersede(now_s, key, out)
+        self._supersede(key, out)
         parked = self._parking.take(key)
         tombstone = self._tombstones.answer(key)
         if tombstone is not None or self._tombstones.is_superseded(key):
@@ -65,25 +66,26 @@ class KVReceives:
                 self._decline(parked.peer, key, failure, out)
             return
         receive = self._receives[key] = KVReceive(
-            now_s, expect, self._node.num_blocks, self._take_ticket
+            out.now_s, expect, self._node.num_blocks, self._take_ticket
         )
         self._next_s[key] = receive.deadline_s
-        self._make_readable(now_s, receive, out)
+        self._make_readable(receive, out)
         if parked is not None:
-            came_s = parked.until_s - PARKED_S  # its lease has run since then
+            # Its lease has run since it came.
+            then = replace(out, now_s=parked.until_s - PARKED_S)
             for message in parked.messages:
-                self.announced(came_s, self._peers.get(parked.peer), message, out)
+                self.announced(self._peers.get(parked.peer), message, then)
 
-    def advance(self, now_s: float, event: BeginReceive | Abandon, out: Effects) -> None:
+    def advance(self, event: BeginReceive | Abandon, out: Effects) -> None:
         """Handle a scheduler's event, or drop it if it crossed its key's last report."""
         receive = self._receives.get(event.key)
         if receive is not None and isinstance(event, BeginReceive):
-            self._make_readable(now_s, receive, out)
+            self._make_readable(receive, out)
             receive = self._receives.get(event.key)
         if receive is not None:
-            self._on(now_s, receive, event, out)
+            self._on(receive, event, out)
 
-    def announced(self, now_s: float, peer: Peer, message: FromPrefill, out: Effects) -> None:
+    def announced(self, peer: Peer, message: FromPrefill, out: Effects) -> None:
         """Handle a message from prefill about a handoff."""
         key = message.key
         receive = self._receives.get(key)
@@ -91,7 +93,7 @@ class KVReceives:
         wants_answer = not isinstance(message, BlockRange | Renewed)
         if receive is not None:
             if receive.prefill_node == peer.name[0] and receive.peer in (None, peer.name):
-                self._on(now_s, receive, message, out, sender=peer)
+                self._on(receive, message, out, sender=peer)
             elif wants_answer:
                 out.tell(peer.name, Declined(key, _unexpected()))
         elif (tombstone := self._tombstones.answer(key)) is not None:
@@ -101,15 +103,15 @@ class KVReceives:
             assert peer.refusal is not None
             out.tell(peer.name, Declined(key, peer.refusal))
         else:
-            self._announced_early(now_s, peer, message, out)
+            self._announced_early(peer, message, out)
 
-    def read_ended(self, now_s: float, event: ReadEnded, out: Effects) -> None:
+    def read_ended(self, event: ReadEnded, out: Effects) -> None:
         key = self._readers.get(event.ticket)
         if event.quiesced:
             self._readers.pop(event.ticket, None)
         receive = None if key is None else self._receives.get(key)
         if receive is not None and receive.reads(event.ticket):
-            self._on(now_s, receive, event, out)
+            self._on(receive, event, out)
         elif event.quiesced:
             self.read_drained(event.ticket, out)
 
@@ -124,42 +126,42 @@ class KVReceives:
         if named:
             out.reports.append(BlocksDrained(tuple(sorted(named))))
 
-    def rank_up(self, now_s: float, peer: PeerName, event: PeerUp, out: Effects) -> None:
+    def rank_up(self, peer: PeerName, event: PeerUp, out: Effects) -> None:
         for receive in self._of(peer):
-            self._on(now_s, receive, event, out)
+            self._on(receive, event, out)
 
-    def rank_down(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+    def rank_down(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the receives that read from a lost rank; others may use a new connection."""
         for receive in self._of(peer):
             if receive.state is ReceiveState.RECEIVING:
-                self._on(now_s, receive, Broken(failure), out)
+                self._on(receive, Broken(failure), out)
 
-    def channel_lost(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+    def channel_lost(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         self._parking.forget_peer(peer)
         for receive in self._of(peer):
-            self._on(now_s, receive, Broken(failure), out)
+            self._on(receive, Broken(failure), out)
 
-    def refused(self, now_s: float, peer: PeerName, failure: Failure, out: Effects) -> None:
+    def refused(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the receives that wait for that process, which can never send blocks to this node."""
         for receive in list(self._receives.values()):
             if receive.peer is None and receive.prefill_node == peer[0]:
-                self._on(now_s, receive, Broken(failure), out)
+                self._on(receive, Broken(failure), out)
 
-    def peers_changed(self, now_s: float, out: Effects) -> None:
+    def peers_changed(self, out: Effects) -> None:
         for receive in list(self._receives.values()):
-            self._make_readable(now_s, receive, out)
+            self._make_readable(receive, out)
 
-    def end_waits(self, now_s: float, out: Effects) -> None:
-        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
-            if self._receives[key].deadline_s <= now_s:
-                self._on(now_s, self._receives[key], TimeUp(), out)
-        for key, parked in self._parking.take_expired(now_s):
+    def end_waits(self, out: Effects) -> None:
+        for key in [key for key, at_s in self._next_s.items() if at_s <= out.now_s]:
+            if self._receives[key].deadline_s <= out.now_s:
+                self._on(self._receives[key], TimeUp(), out)
+        for key, parked in self._parking.take_expired(out.now_s):
             self._decline(parked.peer, key, _unexpected(), out)
 
-    def renew(self, now_s: float, out: Effects) -> None:
+    def renew(self, out: Effects) -> None:
         """Renew the leases that are due, together with all others of the same peer."""
         due: set[PeerName] = set()
-        for key in [key for key, at_s in self._next_s.items() if at_s <= now_s]:
+        for key in [key for key, at_s in self._next_s.items() if at_s <= out.now_s]:
             receive = self._receives[key]
             if receive.peer is not None and receive.renew_at_s is not None:
                 due.add(receive.peer)
@@ -169,7 +171,7 @@ class KVReceives:
             out.tell(peer, Renew(tuple(receive.key for receive in receives)))
             for receive in receives:
                 assert receive.lease is not None
-                receive.lease.renewed(now_s)
+                receive.lease.renewed(out.now_s)
                 self._next_s[receive.key] = receive.next_s
 
     def deadlines(self) -> Iterable[float]:
@@ -188,16 +190,10 @@ class KVReceives:
         return used
 
     def _on(
-        self,
-        now_s: float,
-        receive: KVReceive,
-        event: ReceiveEvent,
-        out: Effects,
-        *,
-        sender: Peer | None = None,
+        self, receive: KVReceive, event: ReceiveEvent, out: Effects, *, sender: Peer | None = None
     ) -> None:
         peer = sender if receive.peer is None else self._peers.get(receive.peer)
-        receive.on(now_s, event, peer, out)
+        receive.on(event, peer, out)
         if receive.state is ReceiveState.RECEIVED:
             self._bury(receive.key, Done(receive.key))
         elif receive.state is ReceiveState.ENDED:
@@ -207,7 +203,7 @@ class KVReceives:
         else:
             self._next_s[receive.key] = receive.next_s
             if isinstance(event, Offered):
-                self._make_readable(now_s, receive, out)
+                self._make_readable(receive, out)
 
     def _bury(self, key: Key, answer: Done | Declined) -> None:
         del self._receives[key], self._next_s[key]
@@ -216,7 +212,7 @@ class KVReceives:
     def _of(self, peer: PeerName) -> list[KVReceive]:
         return [receive for receive in self._receives.values() if receive.peer == peer]
 
-    def _make_readable(self, now_s: float, receive: KVReceive, out: Effects) -> None:
+    def _make_readable(self, receive: KVReceive, out: Effects) -> None:
         """Connect to the ranks that will be read as soon as their process is known."""
         if receive.state is ReceiveState.DRAINING:
             return
@@ -229,15 +225,13 @@ class KVReceives:
         failure = self._peers.refusal_of(peer)
         if failure is None:
             try:
-                self._peers.make_readable(now_s, peer, out)
+                self._peers.make_readable(peer, out)
             except TransferError as error:
                 failure = error.to_failure()
         if failure is not None:
-            self._on(now_s, receive, Broken(failure), out)
+            self._on(receive, Broken(failure), out)
 
-    def _announced_early(
-        self, now_s: float, peer: Peer, message: FromPrefill, out: Effects
-    ) -> None:
+    def _announced_early(self, peer: Peer, message: FromPrefill, out: Effects) -> None:
         """Park or decline a message of a key that is not expected, or not yet."""
         key = message.key
         if isinstance(message, Renewed):
@@ -247,17 +241,17 @@ class KVReceives:
             self._decline(peer.name, key, message.failure, out)
             return
         if isinstance(message, Offered):
-            self._supersede(now_s, key, out)
+            self._supersede(key, out)
         if self._tombstones.is_superseded(key):
             self._decline(peer.name, key, superseded(), out)
-        elif not self._parking.park(now_s, peer.name, message):
+        elif not self._parking.park(out.now_s, peer.name, message):
             self._parking.take(key)
             self._decline(peer.name, key, _unexpected(), out)
 
-    def _supersede(self, now_s: float, key: Key, out: Effects) -> None:
+    def _supersede(self, key: Key, out: Effects) -> None:
         self._tombstones.note_attempt(key)
         for lower in [k for k in self._receives if k.is_superseded_by(key)]:
-            self._on(now_s, self._receives[lower], Broken(superseded()), out)
+            self._on(self._receives[lower], Broken(superseded()), out)
 
     def _decline(self, peer: PeerName, key: Key, failure: Failure, out: Effects) -> None:
         """Refuse a handoff for good; later messages of its key get the same answer."""

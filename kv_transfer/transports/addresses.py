@@ -48,10 +48,7 @@ def reaches_of(ranks: Sequence[RankAddress], config: TransferConfig) -> tuple[st
 
 
 def choose_transport(
-    source: RankAddress,
-    target: RankAddress,
-    forced: TransportChoice,
-    failed: Collection[str] = (),
+    source: RankAddress, target: RankAddress, forced: TransportChoice, failed: Collection[str] = ()
 ) -> str:
     """Return the transport by which `target` reads `source`. Raises `TransferError` if none works.
 

@@ -63,9 +63,9 @@ def test_the_nemesis_meets_every_event_in_every_state(monkeypatch: pytest.Monkey
     def watch(machine: type[SourceHandoff | KVReceive]) -> None:
         on = machine.on
 
-        def watched(self: SourceHandoff, now_s: float, event: object, *rest: object) -> None:
+        def watched(self: SourceHandoff, event: object, *rest: object) -> None:
             met.add((self.state, type(event)))
-            on(self, now_s, event, *rest)  # type: ignore[arg-type]
+            on(self, event, *rest)  # type: ignore[arg-type]
 
         monkeypatch.setattr(machine, "on", watched)
 
