@@ -3,9 +3,12 @@
 nixl with CMA, over TCP alone, and polled, as it runs on GPUs; cuda_ipc on memfds.
 """
 
+import contextlib
 import itertools
 import os
 import random
+import select
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -24,7 +27,9 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     RemovePeer,
 )
+from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.kv_transfer.transports.shm import MAX_UNPROVEN, unix_socket
 from baton.protocol.config import TransportChoice
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
@@ -38,6 +43,7 @@ NIXL = ("nixl", "nixl-tcp", "nixl-polled-tcp")  # polled: as it runs on GPUs
 MODES = ["shm", "cuda_ipc", *(pytest.param(mode, marks=needs_nixl) for mode in NIXL)]
 one_of_each = pytest.mark.parametrize("peers", MODES[:3], indirect=True)
 over_tcp = pytest.mark.parametrize("peers", MODES[3:4], indirect=True)
+over_shm = pytest.mark.parametrize("peers", MODES[:1], indirect=True)
 on_this_host = pytest.mark.parametrize("peers", MODES[:2], indirect=True)
 dying = pytest.mark.parametrize("peers", [*MODES[:2], MODES[3]], indirect=True)
 _epochs = itertools.count()
@@ -118,39 +124,39 @@ def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
     return [ends[read.ticket] for read in reads]
 
 
-def test_blocks_arrive_as_they_are_wherever_they_are_put(pair: list[TransferPeer]) -> None:
+def test_reads_bring_exactly_the_blocks_they_name(pair: list[TransferPeer]) -> None:
     reader, owner = pair
     owner.ask(fill=1)
-    remote, local = list(range(NUM_BLOCKS)), list(range(NUM_BLOCKS))
-    random.Random(1).shuffle(remote)
-    random.Random(2).shuffle(local)
-    (end,) = run(reader, read(owner, remote, local))
-    assert (end.failure, end.num_bytes, end.quiesced) == (None, NUM_BLOCKS * (64 << 10), True)
-    assert end.posted_s < end.ended_s
-    assert reader.digests(tuple(local)) == owner.digests(tuple(remote))
-
-
-def test_a_read_touches_only_the_blocks_it_names(pair: list[TransferPeer]) -> None:
-    reader, owner = pair
-    owner.ask(fill=3)
-    reader.ask(fill=4)
-    before = reader.digests(tuple(range(NUM_BLOCKS)))
-    (end,) = run(reader, read(owner, [63, 0], [17, 33]))
-    assert (end.failure, end.num_bytes) == (None, 2 * (64 << 10))
-    after = reader.digests(tuple(range(NUM_BLOCKS)))
-    changed = [block for block in range(NUM_BLOCKS) if before[block] != after[block]]
-    assert changed == [17, 33]
-    assert reader.digests((17, 33)) == owner.digests((63, 0))
-
-
-def test_reads_that_are_queued_together_all_end(pair: list[TransferPeer]) -> None:
-    reader, owner = pair
-    owner.ask(fill=5)
-    reads = [read(owner, [block], [NUM_BLOCKS - 1 - block]) for block in range(NUM_BLOCKS)]
-    ends = run(reader, *reads)
-    assert all(end.failure is None and end.quiesced for end in ends)
+    reader.ask(fill=2)
     everything = tuple(range(NUM_BLOCKS))
-    assert reader.digests(everything) == owner.digests(everything)[::-1]
+    expected = list(reader.digests(everything))
+    remote, local = (random.Random(seed).sample(everything, 40) for seed in (1, 2))
+    for to, digest in zip(local, owner.digests(tuple(remote)), strict=True):
+        expected[to] = digest
+    singles = zip(remote[30:], local[30:], strict=True)
+    reads = [read(owner, remote[:30], local[:30])]
+    reads += [read(owner, [frm], [to]) for frm, to in singles]
+    ends = run(reader, *reads)
+    assert all((end.failure, end.quiesced) == (None, True) for end in ends)
+    assert ends[0].num_bytes == 30 * (64 << 10)
+    assert ends[0].posted_s < ends[0].ended_s
+    assert list(reader.digests(everything)) == expected
+
+
+def test_a_peer_that_is_removed_and_added_again_leaves_nothing_open(
+    pair: list[TransferPeer],
+) -> None:
+    reader, owner = pair
+    shared = sorted(os.listdir("/dev/shm"))
+    files = [peer.ask().open_files for peer in pair]
+    for block in range(5):
+        reader.send(RemovePeer(owner.name))
+        connect(reader, owner)
+        (end,) = run(reader, read(owner, [block], [block]))
+        assert end.failure is None
+    after = [peer.ask().open_files for peer in pair]
+    assert all(b - a <= 2 for a, b in zip(files, after, strict=True)), (files, after)
+    assert sorted(os.listdir("/dev/shm")) == shared
 
 
 def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]) -> None:
@@ -174,31 +180,6 @@ def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) 
     for end in run(reader, *(read(owner, *blocks) for blocks in wrong)):
         assert end.failure is not None
         assert (end.num_bytes, end.quiesced) == (0, True)
-
-
-def test_a_peer_may_be_removed_and_added_again(pair: list[TransferPeer]) -> None:
-    reader, owner = pair
-    owner.ask(fill=7)
-    for block in range(3):
-        reader.send(RemovePeer(owner.name))
-        connect(reader, owner)
-        (end,) = run(reader, read(owner, [block], [block]))
-        assert end.failure is None
-    assert reader.digests((0, 1, 2)) == owner.digests((0, 1, 2))
-
-
-def test_descriptors_come_back_and_dev_shm_stays_empty(pair: list[TransferPeer]) -> None:
-    reader, owner = pair
-    shared = sorted(os.listdir("/dev/shm"))
-    files = [peer.ask().open_files for peer in pair]
-    for _ in range(5):
-        reader.send(RemovePeer(owner.name))
-        connect(reader, owner)
-    (end,) = run(reader, read(owner, [1], [1]))
-    assert end.failure is None
-    after = [peer.ask().open_files for peer in pair]
-    assert all(b - a <= 2 for a, b in zip(files, after, strict=True)), (files, after)
-    assert sorted(os.listdir("/dev/shm")) == shared
 
 
 def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[TransferPeer]) -> None:
@@ -229,7 +210,7 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
 
 
 @one_of_each
-def test_pieces_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) -> None:
+def test_slices_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) -> None:
     half, remote, local = 32 << 10, [5, 6, 7, 20, 9, 8, 40], [10, 11, 12, 13, 30, 29, 0]
     sources, parts = peers.ranks(half), peers.ranks(half)
     whole = peers.start(block_bytes=2 * half)
@@ -285,34 +266,6 @@ def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) 
     assert reader.digests((7, 2)) == successor.digests((3, 4))
 
 
-def test_a_read_of_a_stopped_peer_ends_when_it_goes_on(pair: list[TransferPeer]) -> None:
-    reader, owner = pair
-    owner.ask(fill=9)
-    owner.stop()
-    whole = read(owner, range(NUM_BLOCKS), range(NUM_BLOCKS))
-    reader.send(whole)
-    owner.resume()
-    (end,) = reader.wait(1)
-    assert isinstance(end, ReadEnded)
-    assert (end.failure, end.quiesced) == (None, True)
-    everything = tuple(range(NUM_BLOCKS))
-    assert reader.digests(everything) == owner.digests(everything)
-
-
-def test_a_cancelled_read_in_flight_is_quiesced_only_when_it_has_ended(
-    pair: list[TransferPeer],
-) -> None:
-    reader, owner = pair
-    owner.stop()
-    whole, other = read(owner, range(8), range(8)), read(owner, [9], [9])
-    reader.send(whole)
-    reader.send(other, CancelRead(whole.ticket))
-    owner.resume()
-    ends = {event.ticket: event for event in reader.wait(2) if isinstance(event, ReadEnded)}
-    assert all(end.quiesced for end in ends.values())
-    assert ends[other.ticket].failure is None
-
-
 @over_tcp
 def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(
     peers: Peers,
@@ -349,3 +302,54 @@ def test_a_block_with_a_new_owner_is_a_failed_read(peers: Peers) -> None:
     assert fresh.failure is None
     now = Read(next(_tickets), owner.name, (5,), (1,), (1,))
     assert run(reader, now)[0].failure is None
+
+
+# --- the socket over which shm lends pools ------------------------------------------------------
+
+
+def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[socket.socket]:
+    """Connections to the owner's socket that say nothing, made as fast as it takes them."""
+    name = "\0" + ShmAddress.decode(owner.address.metadata["shm"]).socket
+    links = []
+    for _ in range(count):
+        link = stack.enter_context(unix_socket())
+        while True:
+            with contextlib.suppress(BlockingIOError):  # its queue is full for a moment
+                link.connect(name)
+                break
+        links.append(link)
+    return links
+
+
+@over_shm
+def test_idle_connections_keep_no_reader_out(peers: Peers) -> None:
+    """Any process of this user can make them. Once, 1,024 stopped all transfers for good."""
+    reader, owner = peers.start(), peers.start()
+    files = owner.ask().open_files
+    with ExitStack() as stack:
+        connect_idle(owner, 2000, stack)
+        connect(reader, owner)
+        assert owner.ask().open_files < files + MAX_UNPROVEN + 3
+        assert run(reader, read(owner, [1], [1]))[0].failure is None
+
+
+@over_shm
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_users_process_gets_no_pool_even_with_the_nonce(peers: Peers) -> None:
+    owner = peers.start()
+    nonce = ShmAddress.decode(owner.address.metadata["shm"]).nonce
+    with ExitStack() as stack:
+        stack.callback(os.seteuid, 0)
+        for user, found in ((0, 1), (65534, 0)):
+            os.seteuid(user)
+            (link,) = connect_idle(owner, 1, stack)
+            with contextlib.suppress(OSError):
+                link.send(nonce)
+            os.seteuid(0)
+            assert select.select([link], [], [], 30.0)[0]
+            descriptors: list[int] = []
+            with contextlib.suppress(ConnectionResetError):  # closed without a look at the nonce
+                _, descriptors, _, _ = socket.recv_fds(link, 16, 1)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            assert len(descriptors) == found

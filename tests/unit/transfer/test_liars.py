@@ -125,11 +125,6 @@ def test_another_node_cannot_release_what_was_offered_to_the_first() -> None:
     assert prefill().step(1.0, heard(other, *messages)).reports == []
 
 
-def test_each_renewal_is_confirmed() -> None:
-    step = prefill().step(1.0, heard(DECODE, Renew((key(),)), Renew((key(),))))
-    assert said(step) == [Renewed(key()), Renewed(key())]
-
-
 def test_a_decode_node_that_greets_again_has_lost_what_it_had() -> None:
     connector = prefill()
     connector.step(1.0, heard(DECODE, Renew((key(),))))

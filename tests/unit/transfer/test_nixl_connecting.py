@@ -16,6 +16,9 @@ from baton.protocol.ids import Epoch
 OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
 NUM_BLOCKS, BLOCK_BYTES = 4, 4096
 WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
+ADDRESS = NixlAddress(
+    OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
+).encode()
 
 
 class ScriptedNixl:
@@ -89,17 +92,14 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
     agent: ScriptedNixl,
 ) -> None:
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
-    address = NixlAddress(
-        OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
-    )
     for _ in range(3):
-        transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+        transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
         assert not transport.connected(OWNER)
         transport.remove_peer(OWNER)
         transport.service()
     assert (agent.agents, agent.num_removed) == (["owner-agent"], 0)
     agent.state = "DONE"
-    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+    transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
     assert transport.connected(OWNER)
     assert agent.agents == ["owner-agent"]
     transport.close()
@@ -131,11 +131,8 @@ def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(
     agent: ScriptedNixl,
 ) -> None:
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
-    address = NixlAddress(
-        OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
-    )
     agent.state = "DONE"
-    transport.add_peer(OWNER, address.encode(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+    transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
     assert transport.connected(OWNER)
     agent.state = "PROC"
     first, second = (transport.read(OWNER, [block], [block], [0]) for block in (0, 1))

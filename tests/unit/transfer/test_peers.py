@@ -34,7 +34,6 @@ from baton.kv_transfer.interfaces import (
 from baton.kv_transfer.peers import HELLO_S, REDIAL_S, edges_between
 from baton.protocol.config import TransferConfig
 from baton.protocol.messages import (
-    PROTOCOL_VERSION,
     BlockRange,
     Declined,
     End,
@@ -144,16 +143,6 @@ def test_ranks_that_hold_the_same_head_share_its_readers() -> None:
         assert [edge.source for edge in edges_between(prefill, decode)] == sources
 
 
-def test_a_mismatch_found_in_the_greeting_ends_what_was_offered_and_is_not_dialled_again() -> None:
-    connector = prefill()
-    connector.step(0.0, [offer()])
-    step = connector.step(0.0, [*heard(DECODE, hello(DECODE, version=PROTOCOL_VERSION + 1))])
-    assert codes(step) == ["peer_mismatch"]
-    step = connector.step(0.0, [offer("other")])
-    assert codes(step) == ["peer_mismatch"]
-    assert step.commands == []
-
-
 def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
     connector = decode(Expect(key(), P))
     step = connector.step(0.0, [*heard(PREFILL, hello(PREFILL, model="other"))])
@@ -176,23 +165,6 @@ def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_o
     assert isinstance(withdrawn, Withdrawn)
     step = connector.step(4.0, [*heard(DECODE, Declined(key(), FAILURE))])
     assert step.reports == [Released(key(), withdrawn.failure)]
-
-
-def test_announced_blocks_outlive_a_lost_channel_by_their_lease() -> None:
-    connector = prefill()
-    connector.step(0.0, [offer(), BLOCK_RANGE])
-    step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
-    assert step.wake_at_s == 30.0
-    assert connector.step(29.9, []).reports == []
-    assert codes(connector.step(30.0, [])) == ["node_lost"]
-
-
-def test_a_decode_node_that_never_greets_is_hung_up_on() -> None:
-    connector = prefill()
-    assert connector.step(0.0, [offer()]).wake_at_s == HELLO_S
-    step = connector.step(HELLO_S, [])
-    assert step.commands == [DropPeer(D, DECODE.epoch)]
-    assert codes(step) == ["node_lost"]
 
 
 def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
@@ -275,76 +247,6 @@ def test_no_transport_in_common_ends_the_receive_with_both_sides_named() -> None
     assert codes(step) == ["no_transport"]
 
 
-def test_where_blocks_are_verified_block_ranges_wait_for_their_checksums_and_keep_their_order() -> (
-    None
-):
-    two_ranks = {"num_ranks": 2}
-    decode_info = node("d", "decode", **two_ranks)  # type: ignore[arg-type]
-    source = NodeConnector(node("p", "prefill", **two_ranks), TransferConfig(verify_kv=True))  # type: ignore[arg-type]
-    source.step(0.0, [PeersChanged((decode_info,)), offer(), *heard(DECODE, hello(decode_info))])
-    block_ranges = [BlockRange(key(), block, (5 + block,), (0,)) for block in range(2)]
-    step = source.step(0.0, [*block_ranges, END])
-    assert said(step) == []
-    assert [(c.rank, c.command) for c in step.commands if isinstance(c, ToRank)] == [
-        (rank, SumBlocks(ticket, (4 + ticket,), 64, 1)) for ticket in (1, 2) for rank in (0, 1)
-    ]
-    late = [FromRank(rank, BlocksSummed(2, ((20 + rank,),))) for rank in (0, 1)]
-    assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, ((11,),)))])) == []
-    assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, ((10,),)))])) == [
-        msgspec.structs.replace(block_ranges[0], checksums=((10,), (11,))),
-        msgspec.structs.replace(block_ranges[1], checksums=((20,), (21,))),
-        END,
-    ]
-    target = NodeConnector(decode_info, TransferConfig(verify_kv=True))
-    peer = node("p", "prefill", **two_ranks)  # type: ignore[arg-type]
-    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
-    target.step(0.0, [up(rank, rank) for rank in (0, 1)])
-    target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
-    summed = msgspec.structs.replace(block_ranges[0], checksums=((10,), (11,)))
-    step = target.step(0.0, [*heard(PREFILL, summed)])
-    reads = [c.command for c in step.commands if isinstance(c, ToRank)]
-    assert [read.checksums for read in reads if isinstance(read, Read)] == [(10,), (11,)]
-    wrong = msgspec.structs.replace(block_ranges[1], checksums=((20,),))
-    step = target.step(0.0, [*heard(PREFILL, wrong)])
-    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
-
-
-@pytest.mark.parametrize(
-    ("num_prefill", "num_decode", "asked", "rows"),
-    [(1, 2, (32, 2), {0: ((10,), (11,))}), (2, 1, (32, 1), {0: ((10,),), 1: ((11,),)})],
-)
-def test_checksums_are_of_the_pieces_that_the_ranks_of_decode_read(
-    num_prefill: int,
-    num_decode: int,
-    asked: tuple[int, int],
-    rows: dict[int, tuple[tuple[int], ...]],
-) -> None:
-    peer = node("p", "prefill", num_ranks=num_prefill, kv_heads=4)
-    info = node("d", "decode", num_ranks=num_decode, kv_heads=4)
-    source = NodeConnector(peer, TransferConfig(verify_kv=True))
-    source.step(0.0, [PeersChanged((info,)), offer(), *heard(DECODE, hello(info))])
-    step = source.step(0.0, [BLOCK_RANGE])
-    assert step.commands == [ToRank(rank, SumBlocks(1, (5,), *asked)) for rank in rows]
-    answers = [FromRank(rank, BlocksSummed(1, sums)) for rank, sums in rows.items()]
-    [summed] = said(source.step(1.0, answers))
-    assert summed == msgspec.structs.replace(BLOCK_RANGE, checksums=((10,), (11,)))
-
-    target = NodeConnector(info, TransferConfig(verify_kv=True))
-    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
-    edges = edges_between(peer, info)
-    target.step(0.0, [up(edge.target, edge.source) for edge in edges])
-    target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
-    commands = target.step(0.0, [*heard(PREFILL, summed)]).commands
-    reads = [c.command for c in commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
-    assert [(read.peer.rank, read.checksums) for read in reads] == [
-        (edges[0].source, (10,)),
-        (edges[1].source, (11,)),
-    ]
-    wrong = BlockRange(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
-    step = target.step(0.0, [*heard(PREFILL, wrong)])
-    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2
-
-
 def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank() -> None:
     info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))  # type: ignore[arg-type]
     connector = NodeConnector(info, TransferConfig())
@@ -359,3 +261,54 @@ def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank(
     assert connector.step(2.0, [FromRank(0, ReadDrained(1))]).reports == []
     assert connector.step(3.0, [FromRank(1, ReadDrained(2))]).reports == [BlocksDrained((20,))]
     assert connector.step(4.0, [FromRank(1, ReadDrained(2))]).reports == []
+
+
+def test_block_ranges_wait_for_their_checksums_and_keep_their_order() -> None:
+    peer = node("p", "prefill", num_ranks=2, kv_heads=4)
+    info = node("d", "decode", num_ranks=2, kv_heads=4)
+    source = NodeConnector(peer, TransferConfig(verify_kv=True))
+    source.step(0.0, [PeersChanged((info,)), offer(), *heard(DECODE, hello(info))])
+    block_ranges = [BlockRange(key(), block, (5 + block,), (0,)) for block in range(2)]
+    assert said(source.step(0.0, [*block_ranges, END])) == []
+    late = [FromRank(rank, BlocksSummed(2, ((20 + rank,),))) for rank in (0, 1)]
+    assert said(source.step(1.0, [*late, FromRank(1, BlocksSummed(1, ((11,),)))])) == []
+    assert said(source.step(2.0, [FromRank(0, BlocksSummed(1, ((10,),)))])) == [
+        msgspec.structs.replace(block_ranges[0], checksums=((10,), (11,))),
+        msgspec.structs.replace(block_ranges[1], checksums=((20,), (21,))),
+        END,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "asked", "rows"),
+    [
+        (2, 2, (32, 1), {0: ((10,),), 1: ((11,),)}),
+        (1, 2, (32, 2), {0: ((10,), (11,))}),
+        (2, 1, (32, 1), {0: ((10,),), 1: ((11,),)}),
+    ],
+)
+def test_checksums_are_of_the_slices_that_the_ranks_of_decode_read(
+    num_prefill: int,
+    num_decode: int,
+    asked: tuple[int, int],
+    rows: dict[int, tuple[tuple[int], ...]],
+) -> None:
+    peer = node("p", "prefill", num_ranks=num_prefill, kv_heads=4)
+    info = node("d", "decode", num_ranks=num_decode, kv_heads=4)
+    source = NodeConnector(peer, TransferConfig(verify_kv=True))
+    source.step(0.0, [PeersChanged((info,)), offer(), *heard(DECODE, hello(info))])
+    step = source.step(0.0, [BLOCK_RANGE])
+    assert step.commands == [ToRank(rank, SumBlocks(1, (5,), *asked)) for rank in rows]
+    answers = [FromRank(rank, BlocksSummed(1, sums)) for rank, sums in rows.items()]
+    [summed] = said(source.step(1.0, answers))
+
+    target = NodeConnector(info, TransferConfig(verify_kv=True))
+    target.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
+    target.step(0.0, [up(edge.target, edge.source) for edge in edges_between(peer, info)])
+    target.step(0.0, [*heard(PREFILL, offered()), BeginReceive(key(), 0, (20, 21))])
+    commands = target.step(0.0, [*heard(PREFILL, summed)]).commands
+    reads = [c.command for c in commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
+    assert [read.checksums for read in reads] == [(10,), (11,)]
+    wrong = BlockRange(key(), 1, (6,), (0,), ((20,), (21,), (22,)))
+    step = target.step(0.0, [*heard(PREFILL, wrong)])
+    assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [CancelRead] * 2

@@ -1,7 +1,7 @@
-"""Messages of keys that have ended, have not begun, or were overtaken."""
+"""Messages of keys that have ended, have not begun, or were overtaken; the reader's lease."""
 
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.handoff import Parking, Tombstones
+from baton.kv_transfer.handoff import Parking, ReaderLease, Tombstones
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded, Released
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
@@ -137,3 +137,18 @@ def test_parking_is_bounded_in_keys_and_messages() -> None:
     assert not parking.park(0.0, peer, END)
     assert parking.take(key()) is not None
     assert parking.park(0.0, peer, other)
+
+
+def test_a_renewal_proves_from_its_sending_once_it_is_confirmed() -> None:
+    lease = ReaderLease(now_s=0.0, lease_s=30.0)
+    assert (lease.renew_at_s, lease.limit_s) == (10.0, 30.0)
+    lease.renewed(5.0)
+    lease.renewed(11.0)
+    assert lease.renew_at_s == 21.0
+    assert lease.limit_s == 30.0, "a source that confirms nothing is given up"
+    assert (lease.covers(6.0), lease.may_cover(6.0)) == (False, True)
+    assert lease.confirmed()
+    assert (lease.covers(35.0), lease.covers(35.1), lease.limit_s) == (True, False, 35.0)
+    assert lease.confirmed()
+    assert lease.limit_s == 41.0
+    assert not lease.confirmed()

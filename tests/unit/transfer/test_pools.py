@@ -1,7 +1,11 @@
-"""Copying blocks between pools: every shape of read is the same mapping."""
+"""A pool's memory, what a reader may do with it, and the copy of blocks between two pools."""
 
+import contextlib
+import mmap
+import os
 import random
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +14,16 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from baton.kv_transfer.interfaces import BlockSlice, PeerRank
-from baton.kv_transfer.pools import HostPool, PoolShape, slice_ids
+from baton.kv_transfer.pools import HostPool, PoolShape, left_by_cgroups, slice_ids
 from baton.kv_transfer.transports import shm
-from baton.kv_transfer.transports.shm import ShmTransport, copy_blocks, slice_view
-from baton.protocol.errors import TransferError
+from baton.kv_transfer.transports.shm import (
+    ShmTransport,
+    copy_blocks,
+    make_fence,
+    membarrier_fence,
+    slice_view,
+)
+from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 6
@@ -39,24 +49,6 @@ def check(remote: list[int], local: list[int], part: BlockSlice = WHOLE) -> None
         slice_ids(np.array(remote, np.int64), theirs, part.remote_offset, part),
     )
     assert target == expected
-
-
-@pytest.mark.parametrize(
-    ("remote", "local"),
-    [
-        ([], []),
-        ([3], [9]),
-        ([4, 5, 6, 7], [10, 11, 12, 13]),  # one run on both sides
-        ([7, 6, 5, 4], [13, 12, 11, 10]),  # the same, last first
-        ([9, 2, 7, 20, 0], [3, 4, 5, 6, 7]),  # a gather
-        ([3, 4, 5, 6, 7], [9, 2, 7, 20, 0]),  # a scatter
-        ([1, 9, 17, 3], [2, 20, 6, 11]),  # nothing in common
-    ],
-)
-def test_each_kind_of_copy_puts_every_block_in_its_place(
-    remote: list[int], local: list[int]
-) -> None:
-    check(remote, local)
 
 
 @settings(max_examples=100, deadline=None)
@@ -97,3 +89,53 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
         with pytest.raises(TransferError) as failed:
             reader.read(OWNER, blocks, blocks, [0] * 5)
         assert failed.value.code == "stale_block"
+
+
+def test_blocks_generations_and_nonce_share_one_file_without_overlap() -> None:
+    pool = HostPool(num_blocks=3, block_bytes=5000)
+    pool.buffer[:] = b"\xff" * 15000
+    pool.generations[:] = 7
+    reader = mmap.mmap(pool.fileno(), pool.shape.file_bytes, prot=mmap.PROT_READ)
+    shape = PoolShape(3, 5000)
+    assert reader[: shape.pool_bytes] == b"\xff" * 15000
+    generations = np.frombuffer(reader, np.uint32, 3, shape.generations_offset)
+    assert generations.tolist() == [7, 7, 7]
+    assert reader[shape.nonce_offset : shape.nonce_offset + 16] == pool.nonce
+    assert shape.generations_offset % mmap.PAGESIZE == 0
+
+
+def test_nobody_else_can_map_the_pool_for_writing_or_shrink_it() -> None:
+    pool = HostPool(1, 4096)
+    with pytest.raises(PermissionError):
+        mmap.mmap(pool.fileno(), 4096)
+    with pytest.raises(PermissionError):
+        os.ftruncate(pool.fileno(), 0)
+
+
+def test_a_pool_larger_than_memory_is_refused_with_what_to_change() -> None:
+    with pytest.raises(ConfigError, match="memory_mib"):
+        HostPool(num_blocks=1 << 22, block_bytes=1 << 20)
+
+
+def test_the_limits_of_all_cgroups_around_a_process_count(tmp_path: Path) -> None:
+    for folder, limit in (("", "max"), ("job", "1000"), ("job/step", "5000")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
+        (tmp_path / folder / "memory.current").write_text("700\n")
+        (tmp_path / folder / "memory.stat").write_text("anon 500\ninactive_file 200\n")
+    own = tmp_path / "cgroup"
+    own.write_text("1:cpu:/other\n0::/job/step\n")
+    assert list(left_by_cgroups(tmp_path, own)) == [4500, 500]
+    own.write_text("0::/gone\n")
+    assert list(left_by_cgroups(tmp_path, own)) == []
+    assert list(left_by_cgroups(tmp_path / "none", tmp_path / "none")) == []
+
+
+def test_a_machine_that_reorders_loads_gets_a_fence_or_no_shm(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with contextlib.suppress(ConfigError):  # this kernel does not allow membarrier
+        membarrier_fence()()
+    monkeypatch.setattr("platform.machine", lambda: "alpha")
+    with pytest.raises(ConfigError, match=r"set transfer\.transport to nixl"):
+        make_fence()
