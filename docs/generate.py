@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from baton.protocol.config import ClusterConfig
-from baton.router.http.metric_families import ROUTER_FAMILIES
+from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.fields import fields_of
 from baton.runtime.metrics import NODE_FAMILIES, Family
 from baton.runtime.settings import flags_of
@@ -65,7 +65,7 @@ def metrics_page() -> str:
     lines = [
         "# Metrics",
         "",
-        "Generated from `router/http/metric_families.py` and `runtime/metrics.py` by",
+        "Generated from `router/http/metrics.py` and `runtime/metrics.py` by",
         "`make docs`; do not edit. [observability.md](observability.md) says how to use them.",
         "",
         "Every family has the label `model_name` besides those that are listed. Where vLLM has one",

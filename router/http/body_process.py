@@ -1,20 +1,23 @@
-"""The process that turns large bodies into token ids: `python -m baton.router.http.body_process`.
+"""Turn a body into token ids, in a process of its own: `python -m baton.router.http.body_process`.
 
-`LargeBodies` starts it and sends it one body at a time over an inherited socket. Parsing megabytes
-of JSON holds Python's lock for up to a second, which would stop every stream of the router, so this
-process does it. The process ends with the socket. It must never load torch.
+Parsing megabytes of JSON holds Python's lock for up to a second, which would stop every stream of
+the router, so this process does it, one body at a time. It ends with the socket that it inherits,
+and must never load torch.
 """
 
 import os
 import socket
 import struct
 import sys
+from array import array
 
 import msgspec
 
-from baton.protocol.errors import BatonError, ConfigError, Failure
+from baton.protocol.errors import BatonError, ConfigError, Failure, RequestError
 from baton.router.chat_template import ChatTemplate
-from baton.router.http.prepare import Job, Prepared, prepare
+from baton.router.health import ServedModel
+from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
+from baton.router.queue import Limits, check_prompt
 from baton.router.text import Text
 from baton.runtime.process import die_with_parent
 
@@ -23,6 +26,69 @@ NICE = 5
 # The lengths of a job and of its body, and the length of a reply, in bytes.
 JOB_HEAD = struct.Struct("<II")
 REPLY_HEAD = struct.Struct("<I")
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body to prepare for the model that is served."""
+
+    is_chat: bool
+    model: ServedModel
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A checked body whose prompts are token ids, each packed by `packed`."""
+
+    ask: Ask  # its prompts removed
+    prompts: list[bytes]
+    echoes: list[str]
+
+
+def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
+    """Return what a body asks for. Raises `RequestError`."""
+    ask = parsed(data, job.model, is_chat=job.is_chat)
+    prompts, echoes = [], []
+    for prompt in ask.prompts:
+        token_ids = _ids_of(prompt, job.model, text, template)
+        check_ids(token_ids, job.model)
+        prompts.append(packed(token_ids))
+        if ask.echo:
+            echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
+    return Prepared(msgspec.structs.replace(ask, prompts=()), prompts, echoes)
+
+
+def check_ids(token_ids: list[int], model: ServedModel) -> None:
+    """Raise `RequestError` for a prompt that the model cannot take."""
+    limits = Limits(model.max_model_len, model.vocab_size, model.block_size, None, None)
+    check_prompt(token_ids, limits)
+
+
+def rendered(chat: Chat, template: ChatTemplate | None) -> str:
+    """Return a chat as the text of a prompt. Raises `RequestError`."""
+    if template is None:
+        text = "this model has no chat template; use /v1/completions"
+        raise RequestError(text, code="no_chat_template", http_status=404)
+    return template.render(
+        chat.messages, add_generation_prompt=chat.add_generation_prompt, options=chat.options
+    )
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def _ids_of(
+    prompt: BodyPrompt, model: ServedModel, text: Text, template: ChatTemplate | None
+) -> list[int]:
+    max_tokens = model.max_model_len - 1
+    if isinstance(prompt, str):
+        return text.encode_now(prompt, max_tokens=max_tokens)
+    if isinstance(prompt, Chat):
+        return text.encode_now(rendered(prompt, template), False, max_tokens)
+    return prompt
 
 
 class Reply(msgspec.Struct, frozen=True):

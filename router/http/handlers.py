@@ -23,10 +23,10 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
+from baton.router.http.body_process import Job, check_ids, rendered, unpacked
 from baton.router.http.connections import connection_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.prepare import Job, check_ids, check_name, parsed, rendered, unpacked
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.http.responses import (
     LAST_EVENT_ID,
@@ -40,7 +40,7 @@ from baton.router.http.responses import (
     place_of,
     start_of,
 )
-from baton.router.http.schema import Ask, BodyPrompt, Chat
+from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import Claim
@@ -196,8 +196,7 @@ class Handlers:
             prepared = await self._large.prepare(job, body)
             ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
         else:
-            ask = parsed(job, body)
-            check_name(ask.model, job.model)
+            ask = parsed(body, job.model, is_chat=job.is_chat)
             small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []

@@ -1,7 +1,7 @@
 """The router's end of the process that turns large bodies into token ids.
 
-`Handlers` calls `prepare` on the event loop, which only copies bytes. The process starts with the
-first large body, and again if it has ended. It works on one body at a time, in order of arrival. A
+The event loop only copies bytes. The process starts with the first large body, and again if it has
+ended. It works on one body at a time, in order of arrival. A
 client that leaves loses its place.
 """
 
@@ -12,8 +12,7 @@ from collections.abc import Callable
 import msgspec
 
 from baton.protocol.errors import Overloaded, from_failure
-from baton.router.http.body_process import JOB_HEAD, REPLY_HEAD, Reply
-from baton.router.http.prepare import Job, Prepared
+from baton.router.http.body_process import JOB_HEAD, REPLY_HEAD, Job, Prepared, Reply
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 from baton.runtime.process import Child, Command

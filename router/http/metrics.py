@@ -1,17 +1,17 @@
-"""The metrics of the router: HTTP answers, requests, tokens, latencies and the load of the nodes.
+"""The metrics of the router: HTTP responses, requests, tokens, latencies and the load of the nodes.
 
-`handlers` and `app` count, `/metrics` renders the counts, and `main` logs a line of them at
-intervals. Everything that happens once per token or per request is counted in plain numbers.
+Everything that happens once per token or per request is counted in plain numbers. docs/metrics.md
+is generated from the families. If vLLM has a family of the same meaning, the name is
+vLLM's with `baton_` in place of `vllm:`.
 """
 
 from collections import Counter
 
 from baton.protocol.errors import BatonError
 from baton.router.health import Health, ServedModel
-from baton.router.http import metric_families as families
 from baton.router.http.responses import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
-from baton.runtime.metrics import Histogram, Page, add_nodes
+from baton.runtime.metrics import Family, Histogram, Page, add_nodes
 
 # From a prompt of a few tokens up to a long one that waits in a queue.
 LATENCY_BUCKETS_S = (
@@ -27,10 +27,169 @@ STAGE_BUCKETS_S = (0.0005, 0.001, 0.0025, *LATENCY_BUCKETS_S)
 LENGTH_BUCKETS = (
     1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000,
 )  # fmt: skip
-STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
+STAGE_NAMES = (
+    "router_queue",
+    "queue",
+    "prefill",
+    "transfer",
+    "exposed",
+    "decode_queue",
+    "first_step",
+)
 # Nodes choose the codes of their failures, so the number of codes is bounded here.
 MAX_CODES = 64
 OTHER_CODES = "other"
+
+
+_PAIR = ("prefill", "decode")
+
+BUILD_INFO = Family(
+    "baton_build_info", "gauge",
+    "The version and the served model, as labels; always 1, and empty until a node has been ready",
+    ("version", "dtype", "block_size", "max_model_len", "features"), "vllm:cache_config_info",
+)  # fmt: skip
+ANSWERS = Family(
+    "baton_http_answers", "counter",
+    "HTTP answers by route and status; 499 means that the client left", ("route", "status"),
+)  # fmt: skip
+REFUSALS = Family(
+    "baton_refusals", "counter",
+    "Errors with status 429, 503 or 504, as answers or inside streams", ("status", "code"),
+)  # fmt: skip
+REQUESTS = Family(
+    "baton_requests", "counter",
+    "Ended requests, one per prompt; outcome is finished, client_gone or an error code",
+    ("path", "outcome"),
+)  # fmt: skip
+SUCCESSES = Family(
+    "baton_request_success", "counter", "Choices that ended, by the reason: stop or length",
+    ("finished_reason",), "vllm:request_success",
+)  # fmt: skip
+PROMPT_TOKENS = Family(
+    "baton_prompt_tokens", "counter", "Tokens of the prompts of ended requests", (),
+    "vllm:prompt_tokens",
+)  # fmt: skip
+CACHED_TOKENS = Family(
+    "baton_cached_prompt_tokens", "counter",
+        "Tokens of the prompts of ended requests that a prefix cache held", (),
+    "vllm:prompt_tokens_cached",
+)  # fmt: skip
+PREDICTED_TOKENS = Family(
+    "baton_predicted_cached_prompt_tokens", "counter",
+    "Tokens of the prompts of ended requests that the router expected to be cached at the chosen "
+    "node", (),
+)  # fmt: skip
+MISPREDICTED_TOKENS = Family(
+    "baton_mispredicted_cached_prompt_tokens", "counter",
+    "Sum over requests of the difference between predicted and actually cached tokens", (),
+)  # fmt: skip
+OUTPUT_TOKENS = Family(
+    "baton_generation_tokens",
+    "counter",
+    "Tokens that were sent to clients",
+    (),
+    "vllm:generation_tokens",
+)
+RETRIES = Family(
+    "baton_retries", "counter",
+    "Attempts that followed a loss before the first token, by the code of the loss", ("reason",),
+)  # fmt: skip
+RESUMES = Family(
+    "baton_resumes", "counter",
+    "Choices that went on at another node after a loss, by the code of the loss", ("reason",),
+)  # fmt: skip
+RUNNING = Family(
+    "baton_num_requests_running", "gauge", "Requests that have nodes", (),
+    "vllm:num_requests_running",
+)  # fmt: skip
+WAITING = Family(
+    "baton_num_requests_waiting", "gauge", "Requests that wait for nodes", (),
+    "vllm:num_requests_waiting",
+)  # fmt: skip
+FIRST_TOKEN = Family(
+    "baton_time_to_first_token_seconds", "histogram",
+    "From arrival to the first token that was sent", (), "vllm:time_to_first_token_seconds",
+)  # fmt: skip
+TOKEN_GAPS = Family(
+    "baton_inter_token_latency_seconds", "histogram",
+    "Between two deltas of one choice, which usually have one token each", (),
+    "vllm:inter_token_latency_seconds",
+)  # fmt: skip
+PER_TOKEN = Family(
+    "baton_request_time_per_output_token_seconds", "histogram",
+    "Mean time per token after the first one, of requests with one choice", (),
+    "vllm:request_time_per_output_token_seconds",
+)  # fmt: skip
+E2E = Family(
+    "baton_e2e_request_latency_seconds", "histogram",
+    "From arrival to the end, of requests that had tokens", (),
+    "vllm:e2e_request_latency_seconds",
+)  # fmt: skip
+QUEUE_TIME = Family(
+    "baton_request_queue_time_seconds", "histogram",
+    "Time of waiting for nodes in the router and for blocks on the node that computes the prompt",
+    (),
+    "vllm:request_queue_time_seconds",
+)  # fmt: skip
+PREFILL_TIME = Family(
+    "baton_request_prefill_time_seconds", "histogram", "Computing the prompt", (),
+    "vllm:request_prefill_time_seconds",
+)  # fmt: skip
+DECODE_TIME = Family(
+    "baton_request_decode_time_seconds", "histogram", "From the first token to the end", (),
+    "vllm:request_decode_time_seconds",
+)  # fmt: skip
+INFERENCE_TIME = Family(
+    "baton_request_inference_time_seconds", "histogram",
+    "From arrival to the end, less the queue time", (), "vllm:request_inference_time_seconds",
+)  # fmt: skip
+STAGES = Family(
+    "baton_stage_seconds", "histogram",
+        "Durations of the stages of a request, which the timeline names too",
+    ("stage",),
+)  # fmt: skip
+PROMPT_LENGTHS = Family(
+    "baton_request_prompt_tokens", "histogram", "Tokens per prompt", (),
+    "vllm:request_prompt_tokens",
+)  # fmt: skip
+OUTPUT_LENGTHS = Family(
+    "baton_request_generation_tokens", "histogram", "Tokens that were sent per request", (),
+    "vllm:request_generation_tokens",
+)  # fmt: skip
+TRANSFERS = Family("baton_transfers", "counter", "Handoffs that succeeded, by pair of nodes", _PAIR)
+TRANSFER_FAILURES = Family(
+    "baton_transfer_failures", "counter", "Handoffs that failed, by pair of nodes", _PAIR
+)
+TRANSFER_BYTES = Family(
+    "baton_transfer_bytes", "counter", "KV bytes that handoffs moved, by pair of nodes", _PAIR
+)
+TRANSFER_SECONDS = Family(
+    "baton_transfer_seconds", "counter",
+    "Seconds from the first read of a handoff to the end of the last one, summed over handoffs",
+    _PAIR,
+)  # fmt: skip
+KNOWN_BLOCKS = Family(
+    "baton_known_cached_blocks", "gauge",
+    "Blocks in the prefix cache of a node, as far as the router knows", ("node", "role"),
+)  # fmt: skip
+CACHE_GAPS = Family(
+    "baton_cache_gaps", "counter",
+    "How often the router missed an announcement of a node's cache and asked for all of it", (),
+)  # fmt: skip
+OLDEST_WAIT = Family(
+    "baton_router_oldest_wait_seconds", "gauge",
+    "Time since nodes last made progress with the running request that waits longest", (),
+)  # fmt: skip
+NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "state"))
+
+ROUTER_FAMILIES = (
+    BUILD_INFO, ANSWERS, REFUSALS, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS,
+    PREDICTED_TOKENS, MISPREDICTED_TOKENS, OUTPUT_TOKENS, RETRIES, RESUMES, RUNNING, WAITING,
+    FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME,
+    STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS, TRANSFER_FAILURES, TRANSFER_BYTES,
+    TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, OLDEST_WAIT,
+    NODES,
+)  # fmt: skip
 
 
 class HttpMetrics:
@@ -60,7 +219,7 @@ class HttpMetrics:
         )
         self._per_token = Histogram(TOKEN_BUCKETS_S)
         self._prompts, self._outputs = Histogram(LENGTH_BUCKETS), Histogram(LENGTH_BUCKETS)
-        self._stages = [(f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGES]
+        self._stages = [(f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGE_NAMES]
 
     # --- counting -------------------------------------------------------------------------------
 
@@ -127,49 +286,47 @@ class HttpMetrics:
         return page.text()
 
     def _add_requests(self, page: Page) -> None:
-        page.add(families.ANSWERS, self._answers)
-        page.add(families.REFUSALS, self._refusals)
-        page.add(families.REQUESTS, self._requests)
-        page.add(families.SUCCESSES, self._successes)
-        page.add(families.RETRIES, self._retries)
-        page.add(families.RESUMES, self._resumes)
-        page.add(families.PROMPT_TOKENS, {(): self.num_prompt_tokens})
-        page.add(families.CACHED_TOKENS, {(): self.num_cached_tokens})
-        page.add(families.PREDICTED_TOKENS, {(): self.num_predicted_tokens})
-        page.add(families.MISPREDICTED_TOKENS, {(): self.num_mispredicted_tokens})
-        page.add(families.OUTPUT_TOKENS, {(): self.num_output_tokens})
-        page.add(families.FIRST_TOKEN, {(): self._first})
-        page.add(families.TOKEN_GAPS, {(): self.token_gaps})
-        page.add(families.PER_TOKEN, {(): self._per_token})
-        page.add(families.E2E, {(): self._e2e})
-        page.add(families.QUEUE_TIME, {(): self._queue})
-        page.add(families.PREFILL_TIME, {(): self._prefill})
-        page.add(families.DECODE_TIME, {(): self._decode})
-        page.add(families.INFERENCE_TIME, {(): self._inference})
-        page.add(families.PROMPT_LENGTHS, {(): self._prompts})
-        page.add(families.OUTPUT_LENGTHS, {(): self._outputs})
-        page.add(
-            families.STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages}
-        )
+        page.add(ANSWERS, self._answers)
+        page.add(REFUSALS, self._refusals)
+        page.add(REQUESTS, self._requests)
+        page.add(SUCCESSES, self._successes)
+        page.add(RETRIES, self._retries)
+        page.add(RESUMES, self._resumes)
+        page.add(PROMPT_TOKENS, {(): self.num_prompt_tokens})
+        page.add(CACHED_TOKENS, {(): self.num_cached_tokens})
+        page.add(PREDICTED_TOKENS, {(): self.num_predicted_tokens})
+        page.add(MISPREDICTED_TOKENS, {(): self.num_mispredicted_tokens})
+        page.add(OUTPUT_TOKENS, {(): self.num_output_tokens})
+        page.add(FIRST_TOKEN, {(): self._first})
+        page.add(TOKEN_GAPS, {(): self.token_gaps})
+        page.add(PER_TOKEN, {(): self._per_token})
+        page.add(E2E, {(): self._e2e})
+        page.add(QUEUE_TIME, {(): self._queue})
+        page.add(PREFILL_TIME, {(): self._prefill})
+        page.add(DECODE_TIME, {(): self._decode})
+        page.add(INFERENCE_TIME, {(): self._inference})
+        page.add(PROMPT_LENGTHS, {(): self._prompts})
+        page.add(OUTPUT_LENGTHS, {(): self._outputs})
+        page.add(STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages})
 
     def _add_cluster(self, page: Page, health: Health, model: ServedModel | None) -> None:
         facts = ("", "", "")
         if model is not None:
             facts = (model.dtype, str(model.block_size), str(model.max_model_len))
         features = sorted({name for node in health.nodes for name in node.features})
-        page.add(families.BUILD_INFO, {(self._version, *facts, ",".join(features)): 1})
-        page.add(families.RUNNING, {(): health.num_running})
-        page.add(families.WAITING, {(): health.num_queued})
-        page.add(families.NODES, Counter((node.role, node.state) for node in health.nodes))
+        page.add(BUILD_INFO, {(self._version, *facts, ",".join(features)): 1})
+        page.add(RUNNING, {(): health.num_running})
+        page.add(WAITING, {(): health.num_queued})
+        page.add(NODES, Counter((node.role, node.state) for node in health.nodes))
         known = {(node.node_id, node.role): node.num_known_blocks for node in health.nodes}
-        page.add(families.KNOWN_BLOCKS, known)
-        page.add(families.CACHE_GAPS, {(): health.num_cache_gaps})
-        page.add(families.OLDEST_WAIT, {(): health.oldest_wait_s})
+        page.add(KNOWN_BLOCKS, known)
+        page.add(CACHE_GAPS, {(): health.num_cache_gaps})
+        page.add(OLDEST_WAIT, {(): health.oldest_wait_s})
         pairs = {(one.prefill_node, one.decode_node): one for one in health.transfers}
-        page.add(families.TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
-        page.add(families.TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})
-        page.add(families.TRANSFER_BYTES, {pair: one.num_bytes for pair, one in pairs.items()})
-        page.add(families.TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()})
+        page.add(TRANSFERS, {pair: one.num_handoffs for pair, one in pairs.items()})
+        page.add(TRANSFER_FAILURES, {p: one.num_failures for p, one in pairs.items()})
+        page.add(TRANSFER_BYTES, {pair: one.num_bytes for pair, one in pairs.items()})
+        page.add(TRANSFER_SECONDS, {pair: one.transfer_s for pair, one in pairs.items()})
 
 
 class StatsLine:

@@ -1,22 +1,24 @@
 """The bodies that clients of the OpenAI endpoints may send, and why any other is refused.
 
-`handlers` calls `parse_completion` and `parse_chat`. Every mistake in a body becomes a
-`RequestError` that names the field. A field that baton does not support is refused unless its value
-asks for nothing, because an answer that ignores a request's field would be wrong. Nothing here does
-I/O.
+Every mistake in a body becomes a `RequestError` that names the field, and quotes at most 200
+characters of what a client sent, because keys and values can be megabytes. A field that baton does
+not support is refused unless its value asks for nothing, because a response that ignores a field
+of its request would be wrong.
 """
 
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, SamplingParams
-from baton.router.http.decoding import decode
+from baton.router.health import ServedModel
+from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
 MAX_PROMPTS = 512
@@ -33,6 +35,18 @@ _NULL = msgspec.Raw(b"null")
 TokenIdList = Annotated[
     list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
 ]
+
+# A larger body is not decoded a second time because of null fields.
+_MAX_SECOND_BYTES = 2 * 1024 * 1024
+# How many bytes around a mistake are searched for its field.
+_NEAR_BYTES = 256
+_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
+_BYTE = re.compile(r"\(byte (\d+)\)")
+_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
+
+S = TypeVar("S", bound=msgspec.Struct)
+_Fields = dict[str, msgspec.Raw]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -195,7 +209,7 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
-    body = decode(_completion_decoder, data)
+    body = _decode(_completion_decoder, data)
     _check(body)
     if body.max_tokens is None:
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
@@ -212,7 +226,7 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     A chat without a limit in its body or in the model's `defaults` may use all the room that the
     model has left.
     """
-    body = decode(_chat_decoder, data)
+    body = _decode(_chat_decoder, data)
     _check(body)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
@@ -225,6 +239,15 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
         return _ask(body, defaults, [chat])
     body.max_tokens = body.max_completion_tokens
     return _ask(body, defaults, [chat], limit_name="max_completion_tokens")
+
+
+def parsed(data: bytes, model: ServedModel, *, is_chat: bool) -> Ask:
+    """Return the checked body of a request to `model`. Raises `RequestError`."""
+    ask = (parse_chat if is_chat else parse_completion)(data, model.sampling)
+    if ask.model and ask.model not in (model.name, model.path):
+        text = f"the model {clip(ask.model)!r} does not exist; this server has {model.name!r}"
+        raise RequestError(text, code="model_not_found", param="model", http_status=404)
+    return ask
 
 
 def _ask(
@@ -381,3 +404,70 @@ def _is_given(value: msgspec.Raw | str | None) -> bool:
 
 def _unsupported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported", code="unsupported", param=name)
+
+
+def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
+    """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
+    try:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise
+            return decoder.decode(_without_nulls(data))
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error), decoder.type) from None
+    except RecursionError:
+        text = "the body is nested too deeply"
+        raise RequestError(text, code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(str(error), data) from None
+
+
+def _without_nulls(data: bytes) -> bytes:
+    """Return a body without null fields, at its top, in its options and in each message.
+
+    Clients send back messages of answers, with nulls in fields that requests do not have.
+    """
+    if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
+        return data
+    try:
+        fewer: dict[str, object] = {**_given(msgspec.json.decode(data, type=_Fields))}
+        if isinstance(turns := fewer.get("messages"), msgspec.Raw):
+            found = msgspec.json.decode(turns, type=list[_Fields])
+            fewer["messages"] = [_given(turn) for turn in found]
+        if isinstance(options := fewer.get("stream_options"), msgspec.Raw):
+            fewer["stream_options"] = _given(msgspec.json.decode(options, type=_Fields))
+    except msgspec.DecodeError:
+        return data
+    return msgspec.json.encode(fewer)
+
+
+def _given(fields: _Fields) -> _Fields:
+    return {name: value for name, value in fields.items() if bytes(value) != b"null"}
+
+
+def _malformed(error: str, data: bytes) -> RequestError:
+    # Some encoders write NaN and Infinity, which are not JSON. The error should name the field.
+    if place := _BYTE.search(error):
+        at = int(place[1])
+        near = data[max(at - _NEAR_BYTES, 0) : at + _NEAR_BYTES]
+        if found := _NOT_FINITE.search(near):
+            name = found[1].decode()
+            return RequestError(f"{name} must be a finite number", param=name)
+    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
+
+
+def _invalid(text: str, kind: type[msgspec.Struct]) -> RequestError:
+    found = _PLACE.fullmatch(text)
+    assert found is not None, "the pattern matches every text"
+    what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
+    if named := _NAMED.search(text):
+        name = clip(named[1])
+        hint = did_you_mean(name, kind.__struct_fields__) if "unknown" in what and not path else ""
+        return RequestError(what + hint, param=f"{path}.{name}" if path else name)
+    if not path:
+        return RequestError(f"the body is wrong: {what}")
+    # The message names the place inside a list; `param` names it only for the turns of a chat.
+    param = path if path.startswith("messages") else path.partition("[")[0]
+    return RequestError(f"{path}: {what}", param=param)

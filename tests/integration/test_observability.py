@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.router.http.metric_families import ROUTER_FAMILIES
+from baton.router.http.metrics import ROUTER_FAMILIES
 from tests.integration.conftest import Collector
 from tests.support.cluster import Cluster
 from tests.support.completions import ask

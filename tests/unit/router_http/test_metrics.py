@@ -6,8 +6,7 @@ from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
 from baton.router.health import Health, ServedModel
-from baton.router.http.metric_families import ROUTER_FAMILIES
-from baton.router.http.metrics import MAX_CODES, HttpMetrics, StatsLine
+from baton.router.http.metrics import MAX_CODES, ROUTER_FAMILIES, HttpMetrics, StatsLine
 from baton.router.outputs import RequestMetrics
 from baton.router.pairs import PairTransfers
 from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth

@@ -14,8 +14,7 @@ import pytest
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, RequestId
-from baton.router.http.recent import MAX_REQUESTS
-from baton.router.http.status import PAGE, StatusDocument
+from baton.router.http.status import MAX_REQUESTS, PAGE, StatusDocument
 from baton.router.stream import RequestStream
 from tests.support.completions import ask
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
