@@ -1,9 +1,10 @@
-"""Rules for every test: no network, and in CI no test that is silently skipped.
+"""Rules for every test: no network, an end to every hang, and in CI no silent skip.
 
 With `CI=true` a skip is a failure: CI has everything that the tests need, so a skip means that
 something was not installed or not built. Tests of GPUs and release tests may be skipped.
 """
 
+import faulthandler
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -28,6 +30,24 @@ settings.register_profile("release", settings.get_profile("baton"), max_examples
 settings.load_profile("baton")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+
+# The time for a test that has reached its timeout to end: `asyncio.run` alone would wait for 300 s
+# for a thread that does not.
+CLEAN_UP_S = 30.0
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process with the stacks of all threads if a test outlives its own timeout."""
+    marker = item.get_closest_marker("timeout")
+    limit_s = float(marker.args[0] if marker else item.config.getini("timeout"))
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(limit_s + CLEAN_UP_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)

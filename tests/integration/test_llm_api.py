@@ -1,6 +1,5 @@
 """`LLM` and `AsyncLLM` as users call them, over real node processes."""
 
-import asyncio
 import re
 import subprocess
 import sys
@@ -11,12 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton import LLM, AsyncLLM, SamplingParams
-from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import Cancelled
-from baton.router.outputs import RequestOutput
-from tests.support.async_tests import on_a_loop
-from tests.support.checkpoints import model_folder, tiny_cluster
+from baton import LLM, SamplingParams
+from tests.support.checkpoints import model_folder
 from tests.support.sources import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
@@ -25,13 +20,9 @@ EXAMPLES = {
     "api.md": ("4071", "42"),
     "python.md": ("42.", "8153.", "3 choices", "True ready", "context_length_exceeded"),
 }
-START_TIMEOUT_S = 60.0
 GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-# Some thousand steps: such a request is still running when a test interferes after a few tokens,
-# however long this process had to wait for a core.
-LONG = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
 QUICKSTART = """
 from baton import LLM, SamplingParams
 
@@ -53,27 +44,12 @@ if __name__ == "__main__":
 """
 
 
-def settings(num_blocks: int = 200, **counts: int) -> ClusterConfig:
-    return tiny_cluster(
-        **counts, cache={"num_blocks": num_blocks}, engine={"max_num_seqs": 16},
-        router={"local_prefill": "never"}, log={"level": "warning"},
-    )  # fmt: skip
-
-
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    router = {"local_prefill": "never"}
-    with LLM(str(model_folder("qwen3")), router=router, cache={"num_blocks": 200}) as started:
+    """The demo model, which needs no argument, with arguments of vLLM."""
+    keywords = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": 1, "seed": 3}
+    with LLM(**keywords, router={"local_prefill": "never"}) as started:
         yield started
-
-
-def children_of(pid: int) -> list[psutil.Process]:
-    return psutil.Process(pid).children(recursive=True)
-
-
-def assert_gone(processes: list[psutil.Process]) -> None:
-    _, alive = psutil.wait_procs(processes, timeout=GONE_TIMEOUT_S)
-    assert alive == []
 
 
 def test_the_quickstart_script_runs_and_leaves_no_process(tmp_path: Path) -> None:
@@ -84,14 +60,14 @@ def test_the_quickstart_script_runs_and_leaves_no_process(tmp_path: Path) -> Non
     assert script.stdout is not None
     with script.stdout as lines:
         while len(nodes) < 2 and script.poll() is None:
-            nodes = children_of(script.pid)
+            nodes = psutil.Process(script.pid).children(recursive=True)
             time.sleep(0.01)
         printed = lines.read().splitlines()
     assert script.wait(60.0) == 0
     assert len(printed) == 4
     assert printed[0].startswith("Prompt: 'Hello, my name is', Generated text: ")
     assert len(nodes) == 2
-    assert_gone(nodes)
+    assert psutil.wait_procs(nodes, timeout=GONE_TIMEOUT_S)[1] == []
 
 
 def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm: LLM) -> None:
@@ -113,19 +89,14 @@ def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) ->
         assert len(output.outputs[0].token_ids) == wanted.max_tokens
 
 
-def test_the_demo_model_needs_no_argument_and_takes_those_of_vllm() -> None:
+def test_a_chat_ends_where_the_model_ends_it(llm: LLM) -> None:
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
-    keywords = {"dtype": "float32", "max_model_len": 128, "tensor_parallel_size": 1, "seed": 3}
-    with LLM(**keywords) as llm:
-        (output,) = llm.generate(told, SamplingParams(temperature=0, max_tokens=32), False)
-        assert "4071" in output.outputs[0].text
-        chat = [{"role": "user", "content": told}]
-        (answer,) = llm.chat(chat, SamplingParams(temperature=0, max_tokens=32), False)
-        assert "4071" in answer.outputs[0].text
-        assert answer.outputs[0].finish_reason == "stop"
-        assert llm.get_model_config().name == "demo"
-        assert llm.get_model_config().max_model_len == 128
-        assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
+    params = SamplingParams(temperature=0, max_tokens=32)
+    (answer,) = llm.chat([{"role": "user", "content": told}], params, use_tqdm=False)
+    assert "4071" in answer.outputs[0].text
+    assert answer.outputs[0].finish_reason == "stop"
+    assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
+    assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == ("demo", 256)
 
 
 @pytest.mark.release
@@ -140,38 +111,3 @@ def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str) -> Non
         )
         assert done.returncode == 0, done.stderr
         assert printed in done.stdout
-
-
-@on_a_loop
-async def test_two_by_two_nodes_serve_streams_and_aborts_at_once() -> None:
-    # Room for all four long requests on one node.
-    async with AsyncLLM(config=settings(num_blocks=1000, prefill=2, decode=2)) as llm:
-        assert llm.health().status == "ready"
-        assert len(llm.health().nodes) == 4
-        await asyncio.gather(*(stream_or_abort(llm, number) for number in range(16)))
-        async with asyncio.timeout(START_TIMEOUT_S):
-            while any(node.num_attempts for node in llm.health().nodes):  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        assert (llm.health().num_running, llm.health().num_queued) == (0, 0)
-    assert not llm.is_running
-
-
-async def stream_or_abort(llm: AsyncLLM, number: int) -> None:
-    """Every fourth request is a long one, aborted by its id after a few tokens."""
-    name, is_aborted = f"request {number}", number % 4 == 0
-    outputs: list[RequestOutput] = []
-
-    async def read() -> None:
-        params = LONG if is_aborted else GREEDY
-        async for output in llm.generate(PROMPT, params, request_id=name):
-            outputs.append(output)
-            if is_aborted and len(output.outputs[0].token_ids) >= 3:
-                await llm.abort(name)
-
-    if is_aborted:
-        with pytest.raises(Cancelled):
-            await read()
-    else:
-        await read()
-        assert outputs[-1].finished
-        assert len(outputs[-1].outputs[0].token_ids) == 40

@@ -40,7 +40,7 @@ class Serve:
     def __init__(self, process: subprocess.Popen[bytes], output: Path) -> None:
         self.process = process
         self._output = output
-        self.wait_for(r"(?m)^curl ")
+        self.wait_for(r'(?m)^curl |"process": "serve", "message": "ready"')
         self.children: dict[str, psutil.Process] = {}  # the first of each role
         for child in psutil.Process(process.pid).children():
             with suppress(psutil.NoSuchProcess, IndexError):  # it has ended, or has no program yet
@@ -167,8 +167,12 @@ def test_a_cluster_whose_router_speaks_https_is_waited_for(tmp_path: Path) -> No
     assert small.all_gone()
 
 
-def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
-    with serving(tmp_path) as serve:
+def test_with_log_json_it_prints_nothing_else_and_a_second_signal_ends_it_at_once(
+    tmp_path: Path,
+) -> None:
+    with serving(tmp_path, "--log-json") as serve:
+        processes = {json.loads(line)["process"] for line in serve.text.splitlines()}
+        assert processes == {"serve", "router", "prefill-0", "decode-0"}
         for child in serve.children.values():
             child.suspend()  # so that the first signal has a process to wait for
         serve.process.send_signal(signal.SIGINT)
