@@ -5,7 +5,6 @@ It ends with Ctrl-C, against processes that do not answer, and at once, but not 
 
 import http.client
 import json
-import os
 import random
 import re
 import shlex
@@ -68,11 +67,10 @@ class Serve:
 @contextmanager
 def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
     output = folder / "output"
-    env = {**os.environ, "XDG_CACHE_HOME": str(folder / "cache")}
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "baton", "serve", "--port", "0", *arguments],
-            stdout=file, stderr=subprocess.STDOUT, env=env, cwd=folder, start_new_session=True,
+            stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
         )  # fmt: skip
     try:
         serve = Serve(process, output)
