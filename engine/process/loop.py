@@ -7,10 +7,10 @@ cancels while a step runs. It never asks which node it is in.
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol, assert_never
+from typing import assert_never
 
 from baton.engine.compute.executor import RANK_KILLED, Executor
-from baton.engine.process.records import EventRing
+from baton.engine.process.records import EventRing, NodeObserver
 from baton.engine.process.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.plan import StepPlan, StepResult
@@ -18,7 +18,6 @@ from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     ConnectorEvent,
-    ConnectorReport,
     FromPeer,
     FromRank,
     PeerLost,
@@ -36,7 +35,6 @@ from baton.protocol.messages import (
     DrainState,
     Failed,
     InProgress,
-    Load,
     Peers,
     Prefill,
     Refused,
@@ -55,22 +53,6 @@ DRAINING = Failure(
     "draining", "this node is ending and takes no more requests", retryable=True, http_status=503
 )
 FORECAST_WEIGHT = 0.1  # the share of the newest step if it was quicker than predicted
-
-
-class LoopObserver(Protocol):
-    """Receives the loop's events, for the heartbeat thread, the stats line and the step records."""
-
-    def step_started(self, at_s: float, predicted_s: float) -> None: ...
-
-    def step_settled(self, plan: StepPlan, result: StepResult) -> None: ...
-
-    def read_ended(self, rank: int, event: ReadEnded) -> None: ...
-
-    def reported(self, report: ConnectorReport) -> None: ...
-
-    def set_load(self, load: Load) -> None:
-        """Take the load at the end of each turn of the loop."""
-        ...
 
 
 class StepForecast:
@@ -114,7 +96,7 @@ class EngineLoop:
         executor: Executor,
         connector: NodeConnector,
         links: EngineSockets,
-        observer: LoopObserver,
+        observer: NodeObserver,
         clock: Callable[[], float],
     ) -> None:
         self.scheduler = scheduler

@@ -19,20 +19,12 @@ from baton.engine.compute.local_executor import InProcessExecutor
 from baton.engine.compute.worker_executor import WorkerExecutor
 from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
-from baton.engine.process.records import Records, folder_for_dumps
+from baton.engine.process.records import NodeObserver, Records, folder_for_dumps
 from baton.engine.process.registration import Registrations
 from baton.engine.process.sockets import EngineSockets
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.interfaces import (
-    CORRUPT_BLOCKS,
-    LEASE_EXPIRED,
-    ConnectorReport,
-    ReadEnded,
-    Released,
-)
 from baton.kv_transfer.transports.addresses import reaches_of
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
@@ -42,7 +34,6 @@ from baton.protocol.messages import (
     Crashed,
     Heartbeat,
     Hello,
-    Load,
     NodeInfo,
     Role,
     StepLimits,
@@ -62,67 +53,6 @@ MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 LINGER_MS = 1000  # time for the last tokens to leave a node that has drained
 
 log = logger("node")
-
-
-class NodeObserver:
-    """Passes the loop's reports on to the heartbeat thread, the records and the stats line.
-
-    It logs no stats line for an interval in which the node was idle.
-    """
-
-    def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
-        self._vitals = vitals
-        self._records = records
-        self._stats_s = stats_s
-        self._next_stats_s = boottime() + stats_s
-        self._last = (0, 0, 0)
-        self._load = Load()
-
-    def step_started(self, at_s: float, predicted_s: float) -> None:
-        self._vitals.step_started(at_s, predicted_s)
-
-    def step_settled(self, plan: StepPlan, result: StepResult) -> None:
-        self._vitals.step_ended()
-        self._records.step(plan, result)
-
-    def read_ended(self, rank: int, event: ReadEnded) -> None:
-        self._records.read(rank, event)
-        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
-            num_corrupt = self._records.counters.corrupt_reads
-            log.error(event.failure.message, rank=rank, so_far=num_corrupt)
-
-    def reported(self, report: ConnectorReport) -> None:
-        failure = report.failure if isinstance(report, Released) else None
-        if failure is not None and failure.code == LEASE_EXPIRED:
-            self._records.counters.leases_expired += 1
-
-    def set_load(self, load: Load) -> None:
-        now_s = boottime()
-        self._vitals.turned(now_s)
-        if load != self._load:
-            self._load = load
-            self._vitals.set_load(load)
-        if self._stats_s and now_s >= self._next_stats_s:
-            self._next_stats_s = now_s + self._stats_s
-            self._log_stats(load)
-
-    def _log_stats(self, load: Load) -> None:
-        c = self._records.counters
-        now = (c.prompt_tokens, c.output_tokens, c.read_bytes)
-        prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
-        self._last = now
-        if not (prompt or output or num_bytes or load.num_running or load.num_waiting):
-            return
-        log.info(
-            "stats",
-            running=load.num_running,
-            waiting=load.num_waiting,
-            prompt_tokens_per_s=round(prompt / self._stats_s, 1),
-            output_tokens_per_s=round(output / self._stats_s, 1),
-            read_mib_per_s=round(num_bytes / self._stats_s / (1 << 20), 1),
-            free_blocks=f"{load.free_blocks}/{load.total_blocks}",
-            cached_blocks=load.cached_blocks,
-        )
 
 
 class EngineNode:

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.decode_node.waiting_queue import MAX_PASSED_S, MAX_PASSING
+from baton.decode_node.waiting_queue import MAX_PASSED_S
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import ReceiveEnded
 from baton.protocol.blocks import block_hashes
@@ -41,17 +41,6 @@ def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
         assert drive.output(name, [1, 2, 3]) == continuation([1, 2, 3], 10)
 
 
-def test_landings_take_places_too() -> None:
-    drive = decode_drive(limits=LIMITS)
-    for name, num_choices in (("a", 1), ("b", 2), ("c", 1)):
-        hand(drive, name, 5, num_choices)
-    drive.launch()
-    assert accepted(drive) == ["a", "b"]
-    drive.scheduler.on_report(0.0, ReceiveEnded(key("a"), LOST))
-    drive.launch()
-    assert accepted(drive) == ["a", "b", "c"]
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: int) -> None:
     drive = decode_drive(limits=msgspec.structs.replace(LIMITS, max_num_seqs=3))
@@ -76,19 +65,6 @@ def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: i
     ends = [entry.key.choice for entry in drive.entries() if entry.finish_reason is not None]
     assert [choice for choice in ends if choice] == [1, 2, 3, 4, 5]
     assert drive.pool.num_owned == 0
-
-
-def test_a_queue_of_any_length_costs_a_step_the_same() -> None:
-    """Each prompt that is looked at is hashed and looked up in the cache."""
-    drive = decode_drive(num_blocks=12, limits=LIMITS)
-    hand(drive, "a", 20)  # 5 of 12 blocks
-    drive.launch()
-    for number in range(100):
-        drive.scheduler.add(0.0, 0, handed(f"q{number}", [number] * 32))
-        drive.scheduler.on_report(0.0, offered(f"q{number}", 32, 8))
-    drive.launch()
-    hashed = [bool(p.sequence.hashes) for p in drive.scheduler.queue.pending.values()]
-    assert hashed == [True] * (2 + MAX_PASSING) + [False] * (99 - MAX_PASSING)
 
 
 def test_a_head_that_waited_long_is_passed_no_more() -> None:

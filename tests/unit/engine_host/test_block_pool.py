@@ -113,23 +113,6 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     assert pool.match(hashes) == blocks[:2]
 
 
-def test_hashes_cover_full_blocks_and_go_on_from_known_ones() -> None:
-    tokens = list(range(10))
-    hashes = block_hashes(tokens, 4)
-    assert len(hashes) == 2
-    assert block_hashes(tokens[:4], 4) == hashes[:1]
-    assert block_hashes(tokens, 4, known=hashes[:1]) == hashes
-    assert block_hashes([9, *tokens[1:]], 4)[1] != hashes[1], "it covers what comes before"
-
-
-def test_releasing_twice_is_a_broken_invariant() -> None:
-    pool = BlockPool(2, BLOCK_SIZE)
-    blocks = pool.allocate(1)
-    pool.release(blocks)
-    with pytest.raises(InvariantBroken):
-        pool.release(blocks)
-
-
 @given(st.integers(1, 80), st.integers(1, 9), st.integers(1, 99), st.integers(1, 5))
 def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
     num_blocks: int, block_size: int, num_tokens: int, num_choices: int

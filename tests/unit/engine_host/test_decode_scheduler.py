@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, KVReceived
+from baton.kv_transfer.interfaces import Abandon, BeginReceive, KVReceived
 from baton.protocol.messages import NOT_CACHED, Accepted, Failed, FirstToken
 from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation, next_token
@@ -20,36 +20,6 @@ def land(drive: Drive, name: str, prompt: list[int], num_choices: int = 1) -> No
         drive.executor.slots[block][position % BLOCK_SIZE] = tuple(prompt[: position + 1])
     firsts = tuple(FirstToken(next_token(prompt, choice)) for choice in range(num_choices))
     drive.scheduler.on_report(0.0, KVReceived(key(name), firsts, 0, 0.0, 0.0))
-
-
-@pytest.mark.parametrize("length", [3, 4, 9])
-def test_choices_share_the_prompt_and_differ_from_the_first_token(length: int) -> None:
-    drive, prompt = decode_drive(), list(range(length))
-    drive.scheduler.add(0.0, 0, local("a", prompt, max_tokens=7, num_choices=3))
-    drive.run()
-    for choice in range(3):
-        assert drive.output("a", prompt, choice) == continuation(prompt, 7, choice)
-    prompt_steps = [p for p in drive.plans if p.slices[0].start == 0]
-    assert len(prompt_steps) == 1, "the prompt is computed once for all choices"
-    assert drive.pool.num_free == 64
-
-
-@pytest.mark.parametrize("num_choices", [1, 3])
-@pytest.mark.parametrize("length", [1, 4, 9])
-def test_a_landed_prompt_goes_on_without_computing_prompt_tokens(
-    length: int, num_choices: int
-) -> None:
-    drive, prompt = decode_drive(), list(range(length))
-    drive.scheduler.add(0.0, 0, handed("a", prompt, 6, num_choices))
-    assert drive.launch() is None
-    assert drive.asked == [Expect(key("a"), "p0")]
-    land(drive, "a", prompt, num_choices)
-    drive.run(depth=2)
-    assert Accepted(key("a")) in drive.said
-    assert all(part.start >= length for plan in drive.plans for part in plan.slices)
-    for choice in range(num_choices):
-        assert drive.output("a", prompt, choice) == continuation(prompt, 6, choice)
-    assert drive.pool.num_free == 64
 
 
 def test_only_blocks_that_are_not_cached_are_landed() -> None:
@@ -98,24 +68,6 @@ def test_when_no_block_is_left_the_youngest_goes_back_to_its_router() -> None:
     got = drive.output("young", [4, 5, 6])
     assert got == continuation([4, 5, 6], 21)[: len(got)]
     assert drive.pool.num_free == 8
-
-
-def test_what_can_never_fit_is_refused_at_once() -> None:
-    drive = decode_drive(num_blocks=4)
-    drive.scheduler.add(0.0, 0, local("a", [1, 2], max_tokens=100))
-    drive.launch()
-    (failed,) = drive.said
-    assert isinstance(failed, Failed)
-    assert (failed.failure.http_status, failed.failure.param) == (400, "max_tokens")
-
-
-def test_forks_cancelled_before_their_first_step_leave_nothing_behind() -> None:
-    drive, prompt = decode_drive(), list(range(5))
-    drive.scheduler.add(0.0, 0, handed("a", prompt, num_choices=3))
-    land(drive, "a", prompt, 3)
-    drive.scheduler.cancel(0, tuple(key("a", choice) for choice in range(3)))
-    assert drive.launch() is None
-    assert drive.pool.num_free == 64
 
 
 def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled() -> None:

@@ -4,7 +4,6 @@ from baton.kv_transfer.interfaces import OfferBroken, Released
 from baton.protocol.errors import TransferError
 from baton.protocol.messages import BlockRange, Failed, FirstTokens, Withdrawn
 from tests.support.drive import Drive, key, prefill, prefill_drive
-from tests.support.toy_executor import next_token
 
 LEASE_ENDED = TransferError("the lease ended").to_failure()
 
@@ -40,43 +39,6 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert firsts[0].tokens == firsts[1].tokens
 
 
-def test_several_prompts_share_a_step() -> None:
-    drive = prefill_drive()
-    for name in "abc":
-        drive.scheduler.add(0.0, 0, prefill(name, [ord(name)] * 5))
-    drive.run(steps=1)
-    assert [part.length for part in drive.plans[0].slices] == [5, 5, 5]
-
-
-def test_one_prefill_serves_all_choices() -> None:
-    drive, prompt = prefill_drive(), list(range(6))
-    drive.scheduler.add(0.0, 0, prefill("a", prompt, num_choices=3))
-    drive.run()
-    (first,) = [m for m in drive.said if isinstance(m, FirstTokens)]
-    assert [t.token_id for t in first.tokens] == [next_token(prompt, c) for c in range(3)]
-    assert len(drive.plans) == 1
-
-
-def test_a_prompt_larger_than_the_pool_is_refused_at_once() -> None:
-    drive = prefill_drive(num_blocks=2)
-    drive.scheduler.add(0.0, 0, prefill("a", list(range(9))))
-    drive.launch()
-    (failed,) = drive.said
-    assert isinstance(failed, Failed)
-    assert failed.failure.param == "prompt"
-
-
-def test_blocks_are_announced_only_when_their_step_is_settled() -> None:
-    drive = prefill_drive()
-    drive.scheduler.add(0.0, 0, prefill("a", list(range(32))))
-    plan, following = drive.launch(), drive.launch()
-    assert plan is not None
-    assert following is not None
-    assert announced(drive, "a") == []
-    drive.settle(plan)
-    assert len(announced(drive, "a")) == 4
-
-
 def test_a_prompt_that_is_computed_outlives_its_router() -> None:
     """The client may have its first token, so decode must get the blocks."""
     drive = prefill_drive()
@@ -101,15 +63,6 @@ def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelle
     assert (withdrawn.failure.code, withdrawn.failure.retryable) == ("node_lost", True)
 
 
-def test_a_computed_prompt_whose_handoff_fails_is_reported_to_its_router() -> None:
-    drive = prefill_drive()
-    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
-    drive.run()
-    drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
-    assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LEASE_ENDED))]
-    assert not drive.pool.num_owned
-
-
 def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_released() -> None:
     drive = prefill_drive()
     drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
@@ -117,16 +70,6 @@ def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_rel
     drive.scheduler.on_report(4.0, OfferBroken(key("a"), LEASE_ENDED))
     assert drive.scheduler.outputs.take_router_messages() == [(7, Failed(key("a"), LEASE_ENDED))]
     assert drive.pool.num_owned
-    drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
-    assert drive.scheduler.outputs.take_router_messages() == []
-    assert not drive.pool.num_owned
-
-
-def test_a_handoff_that_fails_after_its_router_is_gone_is_reported_to_no_session() -> None:
-    drive = prefill_drive()
-    drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
-    drive.run()
-    drive.scheduler.forget(7)
     drive.scheduler.on_report(30.0, Released(key("a"), LEASE_ENDED))
     assert drive.scheduler.outputs.take_router_messages() == []
     assert not drive.pool.num_owned

@@ -1,15 +1,13 @@
 """What a node tells of itself: a missing router after 5 s and then seldom; when idle, nothing."""
 
-import socket
 import threading
 from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.process import node
+from baton.engine.process import records as recording
 from baton.engine.process.heartbeat import Vitals
-from baton.engine.process.node import NodeObserver
-from baton.engine.process.records import Records
+from baton.engine.process.records import NodeObserver, Records
 from baton.engine.process.registration import FIRST_S, LONGEST_S, RouterWatch
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load
@@ -64,28 +62,12 @@ def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_r
     assert bench.said(link) == []
 
 
-def test_a_name_that_does_not_resolve_is_the_reason(
-    bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def unknown(*_args: object, **_more: object) -> None:
-        raise socket.gaierror(-2, "Name or service not known")
-
-    monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    expected = ["waiting for router tcp://front:5570: name does not resolve"]
-    assert bench.said(Link("tcp://front:5570"), FIRST_S) == expected
-
-
-def test_a_router_that_refuses_the_key_is_not_waited_for(bench: Bench) -> None:
-    """The node's own channel tells of that."""
-    assert bench.said(Link("tcp://127.0.0.1:5570", refusals=3), 60.0) == []
-
-
 def test_an_idle_node_logs_no_stats(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
     clock, records = VirtualClock(100.0), Records("", NodeId("d0"))
-    monkeypatch.setattr(node, "boottime", clock)
+    monkeypatch.setattr(recording, "boottime", clock)
     observer = NodeObserver(Vitals(), records, stats_s=10.0)
     told = []
     for num_running, num_tokens in ((0, 0), (0, 7), (0, 7), (1, 7), (0, 7)):
