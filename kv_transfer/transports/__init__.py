@@ -21,50 +21,27 @@ def make_transports(
     """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
     `auto` adds nixl to shm only where it is of use: nixl takes time to load and a thread, and
-    without a network device it reaches only what shm reaches faster.
+    without a network device it reaches only what shm reaches faster. Each transport that does not
+    work is one line of the log. A GPU may have none; then decode nodes compute their prompts.
     """
-    if isinstance(pool, DevicePool):
-        return _of_a_gpu(pool, epoch, config)
-    if config.transport == CUDA_IPC:
-        raise ConfigError(
-            "cuda_ipc reads GPU memory and this node computes on a CPU; set transfer.transport to "
-            "auto"
-        )
+    is_on_gpu = isinstance(pool, DevicePool)
+    if config.transport == (SHM if is_on_gpu else CUDA_IPC):
+        reason = "shm cannot read a GPU's memory" if is_on_gpu else "cuda_ipc reads GPU memory only"
+        raise ConfigError(f"{reason}; set transfer.transport to auto")
     transports: list[Transport] = []
     if config.transport != NIXL:
         try:
-            transports.append(ShmTransport(pool, epoch))
-        except ConfigError:
-            if config.transport == SHM or not is_installed():
-                raise
-    if not transports or (config.transport == "auto" and config.device and is_installed()):
-        memory = PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)
-        try:
-            transports.append(NixlTransport(memory, epoch, config.device))
+            transports.append(_near(pool, epoch))
         except ConfigError as error:
-            if not transports:
+            if config.transport != "auto" or not (is_on_gpu or is_installed()):
                 raise
-            log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
-    return transports
-
-
-def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Transport]:
-    """Return which of cuda_ipc and nixl work here; `auto` logs a line for each that does not."""
-    if config.transport == SHM:
-        raise ConfigError("shm cannot read a GPU's memory; set transfer.transport to auto")
-    transports: list[Transport] = []
-    if config.transport != NIXL:
+            log.warning("blocks cannot be shared on this host", reason=error.message)
+    is_useful = is_on_gpu or config.device or not transports
+    if config.transport == NIXL or (config.transport == "auto" and is_useful and is_installed()):
         try:
-            transports.append(CudaIpcTransport(pool, epoch))
+            transports.append(NixlTransport(_memory_of(pool), epoch, config.device))
         except ConfigError as error:
-            if config.transport == CUDA_IPC:
-                raise
-            log.warning("cuda_ipc cannot be used between GPUs of this host", reason=error.message)
-    if config.transport == NIXL or (config.transport == "auto" and is_installed()):
-        try:
-            transports.append(NixlTransport(pool.memory, epoch, config.device))
-        except ConfigError as error:
-            if config.transport == NIXL:
+            if config.transport == NIXL or not (is_on_gpu or transports):
                 raise
             log.warning("nixl cannot be used, so only this host is reached", reason=error.message)
     if not transports:
@@ -74,3 +51,15 @@ def _of_a_gpu(pool: DevicePool, epoch: Epoch, config: TransferConfig) -> list[Tr
             "folder or start with `make serve EXTRAS=nixl`"
         )
     return transports
+
+
+def _near(pool: HostPool | DevicePool, epoch: Epoch) -> Transport:
+    if isinstance(pool, DevicePool):
+        return CudaIpcTransport(pool, epoch)
+    return ShmTransport(pool, epoch)
+
+
+def _memory_of(pool: HostPool | DevicePool) -> PoolMemory:
+    if isinstance(pool, DevicePool):
+        return pool.memory
+    return PoolMemory(pool.address, pool.shape.num_blocks, pool.shape.block_bytes)

@@ -22,6 +22,11 @@ from baton.protocol.messages import RankAddress
 SHM, NIXL, CUDA_IPC = "shm", "nixl", "cuda_ipc"
 DIGEST_BYTES = 16
 MAX_ADDRESS_BYTES = 1 << 20
+UNREACHABLE = {
+    SHM: "the two ranks are on different hosts",
+    CUDA_IPC: "decode does not see prefill's GPU: it is on another host, hidden by "
+    "CUDA_VISIBLE_DEVICES, or in a container with its own ipc or pid namespace",
+}
 
 T = TypeVar("T", bound=msgspec.Struct)
 Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
@@ -55,29 +60,23 @@ def choose_transport(
     `failed` are the transports that did not connect this pair.
     """
     common = (source.metadata.keys() & target.metadata.keys()) - {*failed}
-    if forced != "auto":
-        if forced not in common:
-            raise _nothing_in_common(source, target, f"transfer.transport is {forced}, but ")
-        if forced == SHM and not _on_one_host(source, target):
-            raise TransferError(
-                "transfer.transport is shm, but the two ranks are on different hosts",
-                code="no_transport",
-            )
-        if forced == CUDA_IPC and not _see_one_gpu(source, target):
-            raise TransferError(
-                "transfer.transport is cuda_ipc, but decode does not see prefill's GPU: it is on "
-                "another host, hidden by CUDA_VISIBLE_DEVICES, or in a container with its own ipc "
-                "or pid namespace",
-                code="no_transport",
-            )
+    usable = [name for name in (CUDA_IPC, SHM, NIXL) if name in common]
+    if SHM in usable and not _on_one_host(source, target):
+        usable.remove(SHM)
+    if CUDA_IPC in usable and not _see_one_gpu(source, target):
+        usable.remove(CUDA_IPC)
+    if forced == "auto" and usable:
+        return usable[0]
+    if forced in usable:
         return forced
-    if CUDA_IPC in common and _see_one_gpu(source, target):
-        return CUDA_IPC
-    if SHM in common and _on_one_host(source, target):
-        return SHM
-    if NIXL in common:
-        return NIXL
-    raise _nothing_in_common(source, target, "")
+    reason = (
+        f"prefill offers {_names(source)}, decode can use {_names(target)}, and no transport "
+        "serves both where they run"
+    )
+    if forced in common:
+        reason = UNREACHABLE[forced]
+    prefix = "" if forced == "auto" else f"transfer.transport is {forced}, but "
+    raise TransferError(prefix + reason, code="no_transport")
 
 
 def _on_one_host(source: RankAddress, target: RankAddress) -> bool:
@@ -88,14 +87,6 @@ def _on_one_host(source: RankAddress, target: RankAddress) -> bool:
 def _see_one_gpu(source: RankAddress, target: RankAddress) -> bool:
     owner, reader = (CudaIpcAddress.decode(rank.metadata[CUDA_IPC]) for rank in (source, target))
     return owner.can_be_read_by(reader)
-
-
-def _nothing_in_common(source: RankAddress, target: RankAddress, prefix: str) -> TransferError:
-    return TransferError(
-        f"{prefix}prefill offers {_names(source)}, decode can use {_names(target)}, and no "
-        "transport serves both where they run",
-        code="no_transport",
-    )
 
 
 def _names(rank: RankAddress) -> str:
