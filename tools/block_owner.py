@@ -1,14 +1,14 @@
 """A process of its own that owns KV blocks, for the tools that measure reads of them.
 
 The child fills a pool on its device with marks, publishes its address in one line, and waits for
-its parent to end it. `BlockOwner` is the parent's side.
+its parent to end it. `block_owner` is the parent's side.
 """
 
 import queue
 import select
 import sys
-from collections.abc import Sequence
-from types import TracebackType
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -43,44 +43,27 @@ class Owned(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
-class BlockOwner:
-    """The process, as a context manager. Raises `NodeError` if it does not start."""
+@contextmanager
+def block_owner(owned: Owned) -> Iterator[RankAddress]:
+    """Run the process and yield its address. Raises `NodeError` if it does not start."""
+    lines: queue.Queue[str] = queue.Queue()
+    command = Command("owner", (msgspec.json.encode(owned).decode(),), MODULE)
+    child = Child(command, lambda _, line: lines.put(line))
+    try:
+        yield _address_in(child, lines)
+    finally:
+        child.stop()
 
-    def __init__(self, owned: Owned) -> None:
-        self._command = Command("owner", (msgspec.json.encode(owned).decode(),), MODULE)
-        self._lines: queue.Queue[str] = queue.Queue()
-        self._child: Child | None = None
-        self.address = RankAddress({})
 
-    def __enter__(self) -> "BlockOwner":
-        self._child = Child(self._command, lambda _, line: self._lines.put(line))
-        try:
-            self.address = self._wait(self._child)
-        except BaseException:
-            self._child.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        assert self._child is not None
-        self._child.stop()
-
-    def _wait(self, child: Child) -> RankAddress:
-        deadline_s = monotonic() + START_TIMEOUT_S
-        while child.poll() is None and monotonic() < deadline_s:
-            try:
-                line = self._lines.get(timeout=0.2)
-            except queue.Empty:
-                continue
+def _address_in(child: Child, lines: "queue.Queue[str]") -> RankAddress:
+    deadline_s = monotonic() + START_TIMEOUT_S
+    while child.poll() is None and monotonic() < deadline_s:
+        with suppress(queue.Empty):
+            line = lines.get(timeout=0.2)
             if line.startswith(PREFIX):
                 return msgspec.json.decode(line[len(PREFIX) :], type=RankAddress)
-        why = child.tail[-1] if child.tail else f"no word within {START_TIMEOUT_S:g} s"
-        raise NodeError(f"the process that owns the blocks did not start: {why}")
+    why = child.tail[-1] if child.tail else f"no word within {START_TIMEOUT_S:g} s"
+    raise NodeError(f"the process that owns the blocks did not start: {why}")
 
 
 def words_of(pool: HostPool) -> NDArray[np.int32]:

@@ -86,7 +86,6 @@ class PlayedNode:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._main = self._dial(endpoint, name)
         self._heartbeats = self._dial(endpoint, f"heartbeats:{name}")
-        self._came = asyncio.Event()
         loop = asyncio.get_running_loop()
         loop.add_reader(self._main.fileno(), self._read)
         loop.add_reader(self._heartbeats.fileno(), self._read)
@@ -95,11 +94,6 @@ class PlayedNode:
         self._main.send(Hello(PROTOCOL_VERSION, self.info.node_id, self.info.role, self.info.epoch))
         self._main.send(Ready(self.info))
         self._heartbeat()
-
-    async def until_running(self, num_requests: int) -> None:
-        while len(self.running) < num_requests:
-            self._came.clear()
-            await self._came.wait()
 
     def step(self, index: int) -> None:
         """Send token number `index` of every request; 1 repeats 0, as after every handoff."""
@@ -139,7 +133,6 @@ class PlayedNode:
             case Decode(key=key):
                 self._main.send(Accepted(key))
                 self.running[key] = message
-                self._came.set()
                 if message.sampling.max_tokens == 2:
                     self.step(1)
             case Cancel(keys=keys):

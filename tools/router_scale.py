@@ -7,8 +7,6 @@ a tokenizer.json and nothing else.
 
 import argparse
 import contextlib
-import os
-import platform
 import subprocess
 import sys
 import tempfile
@@ -44,12 +42,6 @@ class RouterFigures(msgspec.Struct, frozen=True):
     player_cpu_share: float
     rss_mib: list[float]  # of each router under this load
     kib_per_stream: float = 0.0
-
-
-class ScaleReport(msgspec.Struct, frozen=True):
-    python: str
-    num_cpus: int
-    figures: list[RouterFigures]
 
 
 class Scene:
@@ -170,26 +162,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=1000, help="streams of a token per 50 ms")
     parser.add_argument("--rate", type=float, default=1500.0, help="short requests per second")
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each load")
-    parser.add_argument("--json", default="", help="write the figures to this file too")
     given = parser.parse_args(arguments)
-    out = Path(given.json or os.devnull)
-    out.touch()  # it must be writable before the measurement
     loads = {
         "short requests": Crowd(0, given.seconds, rate=given.rate),
         "streams of 50 ms": Crowd(given.streams, given.seconds, step_s=0.05),
         "idle streams": Crowd(given.idle, given.seconds),
     }
-    figures = []
     for num_routers in map(int, given.routers.split(",")):
         with scene(given.model, num_routers) as stage:
             stage.measure("warm-up", Crowd(100, 1.0, step_s=0.05))
             stage.measure("warm-up", Crowd(0, 1.0, rate=200.0))
             for name, crowd in loads.items():
                 time.sleep(SETTLE_S)
-                figures.append(stage.measure(name, crowd))
-                print(_line(figures[-1]), flush=True)
-    report = ScaleReport(platform.python_version(), os.cpu_count() or 0, figures)
-    out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
+                print(_line(stage.measure(name, crowd)), flush=True)
     return 0
 
 

@@ -13,8 +13,8 @@ import random
 import secrets
 import select
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from statistics import median
 
@@ -42,20 +42,17 @@ from baton.protocol.errors import BatonError, NodeError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
-from tools.block_owner import OWNER, BlockOwner, Owned, wrong_blocks
+from tools.block_owner import OWNER, Owned, block_owner, wrong_blocks
 
-SCHEMA = "baton.tools.transfer/2"
-PATTERNS = {
-    "run": "neighbouring blocks on both sides",
-    "gather": "blocks from anywhere into neighbouring ones",
-    "scattered": "blocks from anywhere to anywhere",
-}
+# Neighbouring blocks on both sides; from anywhere into neighbours; from anywhere to anywhere.
+PATTERNS = ("run", "gather", "scattered")
 MIB = 1 << 20
 READER = Epoch("reader")
 MEMCPY, RAW_NIXL = "memcpy", "raw_nixl"
 READ_TIMEOUT_S = 60.0
-HEADINGS = ("block KiB", "blocks", "pattern", "way", "GB/s", "p50 ms", "p99 ms")
-RATIOS = ("of memcpy", "of raw NIXL")
+HEADINGS = (
+    "block KiB", "blocks", "pattern", "way", "GB/s", "p50 ms", "p99 ms", "of memcpy", "of raw NIXL"
+)  # fmt: skip
 
 Ids = NDArray[np.int32]
 Way = Callable[[Ids, Ids], None]  # copies blocks (remote, local), and returns when they are there
@@ -66,12 +63,11 @@ class Plan(msgspec.Struct, frozen=True):
 
     block_kib: tuple[int, ...] = (64, 256, 1024, 4096)
     blocks: tuple[int, ...] = (1, 16, 64, 256, 1024)
-    patterns: tuple[str, ...] = tuple(PATTERNS)
+    patterns: tuple[str, ...] = PATTERNS
     transports: tuple[TransportChoice, ...] = ("shm",)
     reads: int = 100
     pool_mib: int = 256
     max_read_mib: int = 64
-    seed: int = 0
 
     def kinds(self) -> Iterator["Kind"]:
         """Yield the kinds of reads that fit. A single block has one pattern."""
@@ -83,8 +79,6 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """The reads of one kind."""
-
     block_bytes: int
     num_blocks: int
     pattern: str
@@ -108,36 +102,31 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class TransferReport(msgspec.Struct, frozen=True):
-    schema: str
     plan: Plan
     provenance: Provenance
     rows: list[Row]
 
 
-def transfer(plan: Plan, on_rows: Callable[[Sequence[Row]], None] | None = None) -> TransferReport:
+def transfer(
+    plan: Plan, on_rows: Callable[[Sequence[Row]], None] = lambda _: None
+) -> TransferReport:
     """Measure every kind of read that fits, and pass each to `on_rows`. Raises `BatonError`."""
     provenance = collect([__name__])
-    dice = random.Random(plan.seed)
+    dice = random.Random(0)
     rows: list[Row] = []
     kinds = list(plan.kinds())
     for block_bytes in dict.fromkeys(kind.block_bytes for kind in kinds):
         pool = HostPool(plan.pool_mib * MIB // block_bytes, block_bytes)
         owned = Owned(pool.shape.num_blocks, block_bytes, plan.transports)
-        try:
-            with BlockOwner(owned) as owner, ways_to_read(pool, owner.address) as ways:
-                _touch(pool, ways)
-                for kind in kinds:
-                    if kind.block_bytes != block_bytes:
-                        continue
-                    latencies = _rounds(pool, ways, kind, plan.reads, dice)
-                    _check(pool, ways, kind, dice)
-                    found = [_row(kind, way, latencies) for way in latencies]
-                    rows += found
-                    if on_rows:
-                        on_rows(found)
-        finally:
-            pool.close()
-    return TransferReport(SCHEMA, plan, complete(provenance), rows)
+        with closing(pool), block_owner(owned) as address, ways_to_read(pool, address) as ways:
+            _touch(pool, ways)
+            for kind in (kind for kind in kinds if kind.block_bytes == block_bytes):
+                latencies = _rounds(pool, ways, kind, plan.reads, dice)
+                _check(pool, ways, kind, dice)
+                found = [_row(kind, way, latencies) for way in latencies]
+                rows += found
+                on_rows(found)
+    return TransferReport(plan, complete(provenance), rows)
 
 
 # --- the ways -----------------------------------------------------------------------------------
@@ -146,24 +135,18 @@ def transfer(plan: Plan, on_rows: Callable[[Sequence[Row]], None] | None = None)
 @contextmanager
 def ways_to_read(pool: HostPool, owner: RankAddress) -> Iterator[dict[str, Way]]:
     """Yield memcpy, each transport of the owner, and raw NIXL next to nixl."""
-    closers: list[Callable[[], None]] = []
-    found: dict[str, Way] = {}
-    try:
-        other = HostPool(pool.shape.num_blocks, pool.shape.block_bytes)
-        closers.append(other.close)
-        found[MEMCPY] = lambda remote, local: _copy(pool, other, remote, local)
+    with ExitStack() as stack:
+        other = stack.enter_context(
+            closing(HostPool(pool.shape.num_blocks, pool.shape.block_bytes))
+        )
+        found: dict[str, Way] = {MEMCPY: lambda remote, local: _copy(pool, other, remote, local)}
         for name, address in owner.metadata.items():
             reader = PortReader(pool, name, RankAddress({name: address}))
-            closers.append(reader.close)
-            found[name] = reader.read
+            found[name] = stack.enter_context(closing(reader)).read
         if "nixl" in owner.metadata:
             raw = RawNixl(pool, NixlAddress.decode(owner.metadata["nixl"]))
-            closers.append(raw.close)
-            found[RAW_NIXL] = raw.read
+            found[RAW_NIXL] = stack.enter_context(closing(raw)).read
         yield found
-    finally:
-        for close in closers:
-            close()
 
 
 def _copy(pool: HostPool, other: HostPool, remote: Ids, local: Ids) -> None:
@@ -310,19 +293,18 @@ def _row(kind: Kind, way: str, latencies: Mapping[str, Sequence[float]]) -> Row:
     )  # fmt: skip
 
 
-def table(rows: Sequence[Row], heading: bool = True) -> str:
-    """Return lines of equal columns."""
-    lines = [(*HEADINGS, *RATIOS)] if heading else []
-    for row in rows:
-        of_raw = "" if row.of_raw_nixl is None else f"{row.of_raw_nixl:.2f}"
-        lines.append(
-            (
-                str(row.kind.block_bytes >> 10), str(row.kind.num_blocks), row.kind.pattern,
-                row.way, f"{row.gb_per_s:.2f}", f"{row.p50_ms:.3f}", f"{row.p99_ms:.3f}",
-                f"{row.of_memcpy:.2f}", of_raw,
-            )
-        )  # fmt: skip
-    return "\n".join("".join(cell.rjust(12) for cell in line).rstrip() for line in lines)
+def _line(row: Row) -> tuple[str, ...]:
+    of_raw = "" if row.of_raw_nixl is None else f"{row.of_raw_nixl:.2f}"
+    return (
+        str(row.kind.block_bytes >> 10), str(row.kind.num_blocks), row.kind.pattern, row.way,
+        f"{row.gb_per_s:.2f}", f"{row.p50_ms:.3f}", f"{row.p99_ms:.3f}", f"{row.of_memcpy:.2f}",
+        of_raw,
+    )  # fmt: skip
+
+
+def _print(lines: Iterable[Sequence[str]]) -> None:
+    for line in lines:
+        print("".join(cell.rjust(12) for cell in line).rstrip(), flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -331,22 +313,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common: Plan = Plan(transports=("shm", "nixl") if is_installed() else ("shm",))
     parser.add_argument("--block-kib", type=int, nargs="+", default=common.block_kib)
     parser.add_argument("--blocks", type=int, nargs="+", default=common.blocks, help="of a read")
-    parser.add_argument("--patterns", nargs="+", choices=PATTERNS, default=common.patterns)
     parser.add_argument(
         "--transports", nargs="+", choices=("shm", "nixl"), default=common.transports
     )
     parser.add_argument("--reads", type=int, default=common.reads, help="timed reads of each kind")
     parser.add_argument("--pool-mib", type=int, default=common.pool_mib, help="size of each pool")
-    parser.add_argument("--max-read-mib", type=int, default=common.max_read_mib)
-    parser.add_argument("--seed", type=int, default=common.seed, help="of the blocks' places")
     parser.add_argument("--json", default="", help="write the report to this file too")
     given = vars(parser.parse_args(arguments))
     try:
         out = Path(given.pop("json") or os.devnull)
         out.touch()  # it must be writable before the measurement
         plan = msgspec.convert(given, Plan)
-        print(table([]), flush=True)
-        report = transfer(plan, lambda rows: print(table(rows, heading=False), flush=True))
+        _print([HEADINGS])
+        report = transfer(plan, lambda rows: _print(map(_line, rows)))
         out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     except (BatonError, OSError) as error:
         print(f"baton: {error}", file=sys.stderr)

@@ -30,7 +30,7 @@ from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import monotonic
-from tools.block_owner import OWNER, BlockOwner, Owned, device_pool, marks, words_of
+from tools.block_owner import OWNER, Owned, block_owner, device_pool, marks, words_of
 from tools.gpu.cases import KV_READS, KvRead
 from tools.gpu.floors import Work
 from tools.gpu.rows import Check, Measured
@@ -77,9 +77,9 @@ def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Chec
     port = make_port(pool, READER, TransferConfig(transport=transport))
     try:
         owned = Owned(num_blocks, plan.block_bytes, (transport,), plan.device)
-        with BlockOwner(owned) as owner:
+        with block_owner(owned) as address:
             whole = BlockSlice(0, 0, plan.block_bytes)
-            port.send(AddPeer(RANK, transport, owner.address, num_blocks, plan.block_bytes, whole))
+            port.send(AddPeer(RANK, transport, address, num_blocks, plan.block_bytes, whole))
             up = _next(port)
             if not isinstance(up, PeerUp):
                 raise TransferError(f"the pool cannot be read: {up}")

@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from baton.protocol.errors import BatonError, ConfigError
-from tools import floor
 from tools.peers.arms import (
     MODEL_NAME,
     PORTS_PER_ARM,
@@ -70,8 +69,6 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
     """Start all servers, measure them, and return the exit code of `baton bench compare`."""
     check(model, arms)
     out.mkdir(parents=True, exist_ok=True)
-    print("Linear layers of one pass on one core, to compare absolute times with:")
-    floor.main([str(model), "--rows", "1", "8", "512", "--json", str(out / "floor.json")])
     ports = free_ports(PORTS_PER_ARM * len(arms))
     folder = Path(tempfile.mkdtemp(prefix="baton-peers-"))  # a short path, as sockets lie in it
     listed: list[ServerCommand] = []
