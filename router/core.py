@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -85,7 +85,8 @@ from baton.router.request import (
     Unplace,
 )
 from baton.router.stream import RequestStream
-from baton.runtime.channels.keys import load_keys
+from baton.runtime.channels.channels import Channels
+from baton.runtime.channels.keys import Keys, load_keys
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
@@ -115,11 +116,17 @@ class ActiveRequest:
 class RouterCore:
     """Call `start`, then `submit` as often as needed, then `close`."""
 
-    def __init__(self, config: ClusterConfig, clock: Clock = monotonic) -> None:
+    def __init__(
+        self,
+        config: ClusterConfig,
+        clock: Clock = monotonic,
+        open_channels: Callable[[Keys], Channels] = Channels,
+    ) -> None:
         self.epoch = Epoch(secrets.token_hex(8))
         self.registry = Registry()
         self._config = config.router
         self._keys = config.keys
+        self._open_channels = open_channels
         self._detached_s = config.node.detached_s
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
@@ -150,7 +157,8 @@ class RouterCore:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
-        self._link = NodeLink(endpoint, load_keys(self._keys), self._read, self._notifier.drain)
+        channels = self._open_channels(load_keys(self._keys))
+        self._link = NodeLink(endpoint, channels, self._read, self._notifier.drain)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._link.endpoint
 

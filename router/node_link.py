@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from typing import assert_never
 
 import msgspec
-import zmq
 
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import NodeError
@@ -30,8 +29,8 @@ from baton.protocol.messages import (
 )
 from baton.router.registry import Change, Entered, Left, Notice, Refuse, Registry
 from baton.router.request import DRAINING, HandoffEnded
-from baton.runtime.channels.keys import Keys
-from baton.runtime.channels.listener import Listener, Received
+from baton.runtime.channels.channels import Channels
+from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import OPERATOR, name_of
 from baton.runtime.log import logger
 
@@ -64,20 +63,18 @@ class NodeLink:
     def __init__(
         self,
         endpoint: str,
-        keys: Keys,
+        channels: Channels,
         on_batch: Callable[[Heard], None],
         drain: Callable[[NodeId], DrainState],
     ) -> None:
         """Bind the endpoint. Raises `ConfigError`. An event loop must be running."""
         self._refusals_to_tell = 1
         self._on_batch, self._drain = on_batch, drain
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels = channels
         try:
-            self._listener = Listener[ToNode, ToRouter](
-                endpoint, to_node_codec(), to_router_codec(), self._context, keys
-            )
+            self._listener = channels.listen(endpoint, to_node_codec(), to_router_codec())
         except BaseException:
-            self._context.term()
+            channels.close()
             raise
         self._sessions: dict[NodeId, NodeSession] = {}
         self._unsent_cancels: dict[NodeId, set[Key]] = {}
@@ -130,7 +127,7 @@ class NodeLink:
                 self._again.cancel()
             self._loop.remove_reader(self._listener.fileno())
             self._listener.close()
-            self._context.term()
+            self._channels.close()
 
     def _batch(self) -> Heard:
         for _ in range(BATCH):

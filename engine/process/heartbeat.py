@@ -9,12 +9,12 @@ import threading
 from collections.abc import Callable, Sequence
 
 import msgspec
-import zmq
 
 from baton.engine.process.registration import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, ToNode, ToRouter, Totals
+from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.clock import Clock
@@ -111,18 +111,16 @@ class HeartbeatThread:
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._watch = RouterWatch()
-        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._channels: Channels
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
 
     def start(self) -> None:
         """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
         # A separate context has its own I/O thread, so the node's traffic delays no heartbeat.
-        self._context = zmq.Context(io_threads=1)
+        self._channels = Channels(self._keys)
         identity = f"heartbeats:{self._node_id}".encode()
         self._dialers = [
-            Dialer[ToRouter, ToNode](
-                endpoint, identity, to_router_codec(), to_node_codec(), self._context, self._keys
-            )
+            self._channels.dial(endpoint, identity, to_router_codec(), to_node_codec())
             for endpoint in self._endpoints
         ]
         self._thread.start()
@@ -169,4 +167,4 @@ class HeartbeatThread:
         finally:
             for dialer in self._dialers:
                 dialer.close()
-            self._context.term()
+            self._channels.close()

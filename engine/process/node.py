@@ -38,6 +38,7 @@ from baton.protocol.messages import (
     Role,
     StepLimits,
 )
+from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.clock import boottime
 from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
@@ -117,7 +118,7 @@ class EngineNode:
         executor = self._make_executor(self.config, self.epoch)
         records = Records(self.config.log.records, self.node_id)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
-        sockets = EngineSockets(self.config.node.routers, hello, keys)
+        sockets = EngineSockets(self.config.node.routers, hello, Channels(keys))
         http: NodeHttp | None = None
         try:
             http = self._start_http(sockets.registrations)

@@ -5,12 +5,10 @@ memory. Only `wait` blocks.
 """
 
 import math
-import select
 from dataclasses import dataclass, field
 from typing import assert_never
 
 import msgspec
-import zmq
 
 from baton.engine.process.registration import REFUSALS_TO_TELL, Registrations
 from baton.engine.scheduling.outputs import Origin
@@ -37,10 +35,10 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
+from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.listener import Listener
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 from baton.runtime.process import Backoff
 
@@ -97,25 +95,25 @@ class _Wait:
 class EngineSockets:
     """Dials `routers`. On decode nodes, `listen` opens the endpoint that prefill nodes dial."""
 
-    def __init__(self, routers: tuple[str, ...], hello: Hello, keys: Keys = NO_KEYS) -> None:
+    def __init__(
+        self,
+        routers: tuple[str, ...],
+        hello: Hello,
+        channels: Channels,
+        clock: Clock = monotonic,
+    ) -> None:
         """Dial the routers. Raises `ConfigError` if one cannot or must not be dialled."""
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._channels = channels
         self._hello = hello
-        self._keys = keys
+        self._clock = clock
+        # Wait for any channel, or for another descriptor that is watched.
+        self.watch, self.wait = channels.watch, channels.wait
         self._refusing: set[Origin] = set()
         self._waits: dict[Origin, _Wait] = {}
         self._ready: Ready | None = None
-        self._epoll = select.epoll()
-        self._routers = [
-            Dialer[ToRouter, ToNode | Unreadable](
-                endpoint,
-                str(hello.node_id).encode(),
-                to_router_codec(),
-                NodeInbox(),
-                self._context,
-                keys,
-            )
-            for endpoint in routers
+        name = str(hello.node_id).encode()
+        self._routers: list[Dialer[ToRouter, ToNode | Unreadable]] = [
+            channels.dial(endpoint, name, to_router_codec(), NodeInbox()) for endpoint in routers
         ]
         self.registrations = Registrations(self._routers)
         self._listener: Listener[ToPrefill, ToDecode] | None = None
@@ -128,9 +126,7 @@ class EngineSockets:
 
     def listen(self, endpoint: str) -> str:
         """Bind for prefill nodes, and return the endpoint that they can dial."""
-        self._listener = Listener[ToPrefill, ToDecode](
-            endpoint, to_prefill_codec(), to_decode_codec(), self._context, self._keys
-        )
+        self._listener = self._channels.listen(endpoint, to_prefill_codec(), to_decode_codec())
         self.watch(self._listener.fileno())
         return self._listener.endpoint
 
@@ -182,8 +178,8 @@ class EngineSockets:
     def last_words(self, message: Crashed) -> None:
         """Tell the routers why this process ends, and wait up to a second for their answers."""
         waiting = [one for one in self._routers if one.connected and one.send(message)]
-        deadline_s = monotonic() + LAST_WORDS_S
-        while waiting and monotonic() < deadline_s:
+        deadline_s = self._clock() + LAST_WORDS_S
+        while waiting and self._clock() < deadline_s:
             waiting = [one for one in waiting if not _has_answered(one, message)]
             self.wait(LAST_WORDS_POLL_S)
 
@@ -198,12 +194,6 @@ class EngineSockets:
             case _:
                 assert_never(command)
 
-    def watch(self, fileno: int) -> None:
-        self._epoll.register(fileno, select.EPOLLIN)
-
-    def wait(self, timeout_s: float) -> None:
-        self._epoll.poll(timeout_s)
-
     def close(self, linger_ms: int = 0) -> None:
         """Close every channel. Queued messages to routers may still be sent within `linger_ms`."""
         for dialer in self._routers:
@@ -212,8 +202,7 @@ class EngineSockets:
             self._drop(peer)
         if self._listener is not None:
             self._listener.close()
-        self._epoll.close()
-        self._context.term()
+        self._channels.close()
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -235,13 +224,13 @@ class EngineSockets:
                     router=dialer.endpoint,
                     reason=message.failure.message,
                 )
-            wait.refused(monotonic())
+            wait.refused(self._clock())
         elif isinstance(message, Peers) and self._waits.pop(origin, None) is not None:
             log.info("the router took this node in", router=dialer.endpoint)
 
     def _ask_again(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
         wait = self._waits.get(origin)
-        if wait is not None and monotonic() >= wait.ask_at_s:
+        if wait is not None and self._clock() >= wait.ask_at_s:
             wait.ask_at_s = math.inf  # until the answer, or a new session
             self._introduce(dialer)
 
@@ -253,7 +242,7 @@ class EngineSockets:
             self._refusing.add(origin)
             log.error(
                 "the router refused this node's key"
-                if self._keys.pairs
+                if self._channels.has_keys
                 else "the router refused this node, which has no key",
                 router=dialer.endpoint,
                 hint="keys.file must name a copy of the router's key, or neither side may have one",
@@ -265,10 +254,9 @@ class EngineSockets:
             return
         identity = f"{self._hello.node_id}:{self._hello.epoch}".encode()
         try:
-            dialer = Dialer[ToDecode, ToPrefill](
-                info.control_endpoint, identity, to_decode_codec(), to_prefill_codec(),
-                self._context, self._keys,
-            )  # fmt: skip
+            dialer = self._channels.dial(
+                info.control_endpoint, identity, to_decode_codec(), to_prefill_codec()
+            )
         except ConfigError as error:  # the peer has published an invalid address
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
             self._lost.append(PeerLost(*peer))
@@ -279,7 +267,7 @@ class EngineSockets:
     def _drop(self, peer: PeerName) -> None:
         dialer = self._dialled.pop(peer, None)
         if dialer is not None:
-            self._epoll.unregister(dialer.fileno())
+            self._channels.unwatch(dialer.fileno())
             dialer.close()
         for known in self._introduced.values():
             known.is_dropped = known.is_dropped or known.peer == peer

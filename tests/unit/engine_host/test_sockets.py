@@ -28,6 +28,7 @@ from baton.protocol.messages import (
     Role,
     ToRouter,
 )
+from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
 from tests.support.connectors import node
@@ -48,7 +49,7 @@ def make() -> Iterator[Make]:
 
     def one(name: str, role: Role) -> EngineSockets:
         hello = Hello(PROTOCOL_VERSION, NodeId(name), role, Epoch(f"{name}-1"))
-        made.append(EngineSockets((), hello))
+        made.append(EngineSockets((), hello, Channels()))
         return made[-1]
 
     yield one
@@ -147,7 +148,7 @@ def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in
     router: RouterEnd, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO")
-    sockets = EngineSockets((router.endpoint,), INTRODUCTION)
+    sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
         sockets.ready(node("d0", "decode"))
         for answer in (REFUSED, REFUSED, REFUSED, Peers(())):
@@ -171,7 +172,7 @@ def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in
 
 def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -> None:
     """The second process under an id loaded its whole model before it heard of the first."""
-    sockets = EngineSockets((router.endpoint,), INTRODUCTION)
+    sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
         router.hear()
         router.say(REFUSED)
@@ -184,7 +185,7 @@ def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -
 def test_a_request_that_cannot_be_read_is_answered_and_other_garbage_is_counted(
     router: RouterEnd,
 ) -> None:
-    sockets = EngineSockets((router.endpoint,), INTRODUCTION)
+    sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
         assert router.hear() == INTRODUCTION
         request = msgspec.to_builtins(local("r", [1, 2, 3]))
