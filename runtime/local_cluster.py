@@ -15,7 +15,6 @@ import msgspec
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
-from baton.runtime.clock import monotonic
 from baton.runtime.host import VARIABLE, gpus_of, nodes_on_gpu, threads_per_rank
 from baton.runtime.log import logger
 from baton.runtime.process import Command, Exit, RelayLine, Supervisor, to_stderr
@@ -61,9 +60,8 @@ class LocalCluster:
         """Spawn all nodes and return. Raises `NodeError` if the system cannot start one."""
         assert self._supervisor is None, "a LocalCluster starts once"
         self._folder = private_folder()
-        self._supervisor = Supervisor(
-            tuple(self._commands(self._folder)), monotonic, self._relay, may_leave=True
-        )
+        commands = tuple(self._commands(self._folder))
+        self._supervisor = Supervisor(commands, relay=self._relay, may_leave=True)
         try:
             self._supervisor.start()
         except BaseException:

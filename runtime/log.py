@@ -76,14 +76,13 @@ def _log_end(kind: type[BaseException], error: BaseException, trace: TracebackTy
 def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
     error = uncaught.exc_value
     if error is not None and not isinstance(error, SystemExit):
-        how = (type(error), error, uncaught.exc_traceback)
-        logging.getLogger(ROOT).critical("an unexpected error ended a thread", exc_info=how)
+        logging.getLogger(ROOT).critical("an unexpected error ended a thread", exc_info=error)
 
 
 def is_json() -> bool:
     """Return whether this process writes JSON lines."""
-    handlers = logging.getLogger(ROOT).handlers
-    return any(isinstance(handler.formatter, JsonFormatter) for handler in handlers)
+    formatters = [handler.formatter for handler in logging.getLogger(ROOT).handlers]
+    return any(isinstance(one, LineFormatter) and one.is_json for one in formatters)
 
 
 def print_failure(message: str, code: str) -> None:
@@ -115,7 +114,7 @@ def relayed(name: str, line: str) -> str:
 def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
     """Send every line of baton, in a process named `name`, to `stream` (default: stderr)."""
     handler = logging.StreamHandler(stream or sys.stderr)
-    handler.setFormatter(JsonFormatter(name) if config.json else TextFormatter(name))
+    handler.setFormatter(LineFormatter(name, is_json=config.json))
     root = logging.getLogger(ROOT)
     for old in list(root.handlers):
         root.removeHandler(old)
@@ -124,36 +123,35 @@ def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
     root.propagate = False
 
 
-class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no heartbeats"`."""
+class LineFormatter(logging.Formatter):
+    """One JSON object with time (unix seconds), level, process, message and the fields; or text:
 
-    def __init__(self, process: str) -> None:
+    `2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no heartbeats"`.
+    """
+
+    def __init__(self, process: str, *, is_json: bool) -> None:
         super().__init__()
         self._process = process
+        self.is_json = is_json
 
     def format(self, record: logging.LogRecord) -> str:
+        return self._json(record) if self.is_json else self._text(record)
+
+    def _text(self, record: logging.LogRecord) -> str:
         stamp = datetime.fromtimestamp(record.created).astimezone().isoformat("T", "milliseconds")
         parts = [f"{stamp} {record.levelname:<7} {self._process}: {_one_line(record.getMessage())}"]
         parts += [f"{key}={_value(value)}" for key, value in _fields(record).items()]
         line = " ".join(parts)
         return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
 
-
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line: time (unix seconds), level, process, message, then the fields."""
-
-    def __init__(self, process: str) -> None:
-        super().__init__()
-        self._process = process
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, object] = {
+    def _json(self, record: logging.LogRecord) -> str:
+        own = {
             "time": round(record.created, 6),
             "level": record.levelname.lower(),
             "process": self._process,
             "message": record.getMessage(),
         }
-        line.update((key, value) for key, value in _fields(record).items() if key not in line)
+        line = own | _fields(record) | own
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)

@@ -90,7 +90,7 @@ class Page(Collector):
     def collect(self) -> Iterator[Metric]:
         for family, values in self._families:
             yield self._metric(family, values)
-        yield from _process_metrics()
+        yield from ProcessCollector(registry=None).collect()
 
     def text(self) -> bytes:
         return generate_latest(self)
@@ -114,10 +114,6 @@ _KINDS = {
     "gauge": GaugeMetricFamily,
     "histogram": HistogramMetricFamily,
 }
-
-
-def _process_metrics() -> Iterable[Metric]:
-    return ProcessCollector(registry=None).collect()
 
 
 # A `degraded` node is ready, but no node of the other role can work with it. A `draining` node gets

@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import IO
 
 import msgspec
@@ -351,12 +351,7 @@ class Interrupts:
             self._previous.append((number, signal.signal(number, self._on_signal)))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._previous:
             signal.signal(number, handler)
         os.close(self._read_end)

@@ -171,27 +171,21 @@ def values_of(content: object, where: str) -> dict[str, object]:
     The `ConfigError` for an unknown name says `where` it was found.
     """
     known = {field.name: field for field in fields_of(ClusterConfig)}
-    return {name: known[name].from_yaml(value) for name, value in _leaves(content, known, where)}
-
-
-def _leaves(content: object, known: Mapping[str, Field], where: str) -> list[tuple[str, object]]:
-    """Yield (dotted name, value) for each setting of a parsed file, after checking each name."""
     if not isinstance(content, dict):
         raise ConfigError(f"{where}: expected settings as `name: value`, got {content!r}")
     sections = {field.section for field in known.values()} - {""}
-    leaves: list[tuple[str, object]] = []
+    leaves: dict[str, object] = {}
     for key, value in content.items():
-        if key in sections:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where}: {key} is a section; write its settings below it")
-            for inner, leaf in value.items():
-                leaves.append((f"{key}.{inner}", leaf))
+        if key not in sections:
+            leaves[str(key)] = value
+        elif isinstance(value, dict):
+            leaves |= {f"{key}.{inner}": leaf for inner, leaf in value.items()}
         else:
-            leaves.append((str(key), value))
-    for name, _ in leaves:
+            raise ConfigError(f"{where}: {key} is a section; write its settings below it")
+    for name in leaves:
         if name not in known:
             raise _unknown(f"{where}: {name}", name, [*known, *sections])
-    return leaves
+    return {name: known[name].from_yaml(leaf) for name, leaf in leaves.items()}
 
 
 def _unknown(shown: str, name: str, known: Sequence[str] | Mapping[str, Field]) -> ConfigError:

@@ -10,7 +10,6 @@ import random
 import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
-from types import TracebackType
 
 from baton.llm_settings import Model, config_of
 from baton.prompts import Prompt, given_prompt
@@ -198,12 +197,7 @@ class AsyncLLM:
             raise
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:

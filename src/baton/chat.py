@@ -27,11 +27,7 @@ CONNECT_TIMEOUT_S = 5.0
 # A server is silent while it computes a long prompt; baton sends a comment every 10 s.
 SILENCE_TIMEOUT_S = 300.0
 FENCE = '"""'
-COMMANDS = """\
-/reset  forget the conversation
-/help   this list
-/exit   end (also Ctrl-D)
-\"\"\"     begin and end a message of several lines"""
+COMMANDS = f"/reset forgets the conversation, /exit ends it, {FENCE} encloses several lines"
 
 
 def main(words: Sequence[str]) -> int:

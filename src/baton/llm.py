@@ -8,7 +8,6 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from types import TracebackType
 from typing import TypeVar
 
 from rich.console import Console
@@ -145,12 +144,7 @@ class LLM:
     def __enter__(self) -> "LLM":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     # --- inside ---------------------------------------------------------------------------------
