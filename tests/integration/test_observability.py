@@ -6,7 +6,6 @@ import re
 import signal
 import time
 import urllib.request
-from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +16,6 @@ from tests.integration.conftest import Collector
 from tests.support.cluster import Cluster
 from tests.support.completions import ask
 from tests.support.oracle import prompt
-from tests.support.promql import named
 from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
@@ -134,47 +132,27 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
 
 
 def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster: Cluster) -> None:
-    labels: dict[str, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page(cluster)):
         for sample in family.samples:
-            labels.setdefault(sample.name, set()).update(sample.labels)
-    found = dict(labels)
+            found.setdefault(sample.name, set()).update(sample.labels)
     for family in ROUTER_FAMILIES:  # some have no sample until something goes wrong
         found.setdefault(family.full_name, {*family.labels, "model_name"})
-    missing = set()
-    for query in queries():
-        metrics, groups = named(query)
-        assert metrics.keys() <= found.keys(), query
-        for metric, matched in metrics.items():
-            assert matched <= found[metric] | OF_PROMETHEUS, query
-        assert groups <= set().union(*(found[metric] for metric in metrics)), query
-        missing |= metrics.keys() - labels.keys()
-    assert missing <= {"baton_refusals_total", "baton_retries_total", "baton_resumes_total"}
-
-
-def test_every_alert_says_what_to_do_and_names_labels_that_it_has() -> None:
-    for rule in rules():
-        _, groups = named(rule["expr"])
-        notes = rule["annotations"]
-        assert set(notes) == {"summary", "action"}
-        shown = re.findall(r"\$labels\.(\w+)", notes["summary"] + notes["action"])
-        assert set(shown) <= groups, rule["alert"]
-
-
-def rules() -> list[Any]:
-    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
-    return list(group["rules"])
-
-
-def queries() -> list[str]:
-    """All expressions of the board and of the alerts, and what the board's variables ask for."""
     board = json.loads((GRAFANA / "board.json").read_text())
-    shown = [target["expr"] for one in board["panels"] for target in one["targets"]]
-    variables = [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
-    asked = [re.fullmatch(r"label_values\((\w+), (\w+)\)", query) for query in variables]
-    values = [f'{found[1]}{{{found[2]}="x"}}' for found in asked if found]
-    assert len(values) == len(variables)
-    return [*shown, *values, *(rule["expr"] for rule in rules())]
+    (group,) = yaml.safe_load((GRAFANA / "alerts.yaml").read_text())["groups"]
+    queries = [target["expr"] for panel in board["panels"] for target in panel["targets"]]
+    queries += [one["query"] for one in board["templating"]["list"] if one["type"] == "query"]
+    for query in [*queries, *(rule["expr"] for rule in group["rules"])]:
+        metrics = re.findall(r"\b(?:baton|process)_\w+", query)
+        assert set(metrics) <= found.keys(), query
+        labels = re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"', query)
+        for grouping in re.findall(r"\bby\s*\(([^)]*)\)", query):
+            labels += re.findall(r"\w+", grouping)
+        known = set[str]().union(*(found[metric] for metric in metrics))
+        assert metrics
+        assert set(labels) <= known | OF_PROMETHEUS, query
+    for rule in group["rules"]:
+        assert set(rule["annotations"]) == {"summary", "action"}
 
 
 def page(cluster: Cluster) -> str:

@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from tests.support.checkpoints import model_folder, tiny_cluster
@@ -107,20 +106,3 @@ def test_a_client_that_leaves_costs_nothing_more(cluster: Cluster) -> None:
     assert len(answered(cluster, prompt(30, salt=72))) == NUM_TOKENS
     tokens = sum(len(step.slices) for step in cluster.steps("decode-0")) - before
     assert tokens < MANY_TOKENS, "it was generated to the end"
-
-
-def test_a_node_of_another_model_is_told_so_and_waits(cluster: Cluster) -> None:
-    other = msgspec.structs.replace(
-        cluster.config,
-        model=tiny_cluster("qwen3").model,
-        node=msgspec.structs.replace(cluster.config.node, id="stranger"),
-    )
-    cluster.start("stranger", other, "decode")
-    stranger = cluster.children["stranger"]
-    told = until(lambda: [line for line in stranger.tail if "refused this node" in line])
-    assert len(answered(cluster, prompt(30, salt=73))) == NUM_TOKENS
-    assert stranger.poll() is None
-    assert len(told) == 1
-    assert "serves another model" in told[0]
-    assert stranger.stop() == 0
-    del cluster.children["stranger"]

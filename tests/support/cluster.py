@@ -7,6 +7,7 @@ so it also tests that. It binds loopback and ipc only and ends everything by pro
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -103,15 +104,7 @@ class Cluster:
         return Child(Command(words[0], args), self._relay)
 
     def wait_for_line(self, text: str) -> None:
-        self.wait_for_lines("", text, 1)
-
-    def wait_for_lines(self, start: str, text: str, count: int) -> None:
-        """Wait until so many lines that begin with `start` have said `text`."""
-
-        def is_said() -> bool:
-            return sum(line.startswith(start) and text in line for line in self.lines) >= count
-
-        until(is_said, self._last_lines)
+        until(lambda: any(text in line for line in self.lines), self._last_lines)
 
     def start_router(self, name: str = "router") -> None:
         """Start a router, again on the port that it had."""
@@ -132,8 +125,6 @@ class Cluster:
         """SIGKILL, and wait until it is gone."""
         self.children[name].kill()
         assert self.children[name].wait(time.monotonic() + START_TIMEOUT_S)
-
-    # --- talking to it -------------------------------------------------------------------------
 
     def get(self, path: str) -> tuple[int, str]:
         """Status and body of a GET."""
@@ -178,7 +169,12 @@ class Cluster:
 
         def is_healthy() -> bool:
             self._check_alive()
-            return self._num_ready() >= self.config.prefill + self.config.decode
+            try:
+                nodes = json.loads(self.get("/health")[1])["nodes"]
+            except OSError:
+                return False  # the router is starting again
+            num_ready = sum(node["state"] == "ready" for node in nodes)
+            return num_ready >= self.config.prefill + self.config.decode
 
         until(is_healthy, self._last_lines)
 
@@ -192,8 +188,6 @@ class Cluster:
 
         until(is_unused, self._last_lines)
 
-    # --- what it did ---------------------------------------------------------------------------
-
     def records(self, name: str) -> list[Record]:
         return read_records(self.folder / "records" / f"{name}.jsonl")
 
@@ -203,22 +197,12 @@ class Cluster:
     def reads(self, name: str) -> list[ReadRecord]:
         return [record for record in self.records(name) if isinstance(record, ReadRecord)]
 
-    # --- inside --------------------------------------------------------------------------------
-
-    def _num_ready(self) -> int:
-        try:
-            nodes = json.loads(self.get("/health")[1])["nodes"]
-        except OSError:
-            return 0  # the router is starting again
-        return sum(node["state"] == "ready" for node in nodes)
-
     def _wait_for_ports(self) -> None:
         def are_known() -> bool:
             self._check_alive()
             for line in list(self.lines):
-                if "listening on http://" in line:
-                    address = line.partition("listening on http://")[2].split()[0]
-                    self.ports[line.partition(" | ")[0]] = int(address.split(":")[1])
+                if found := re.match(r"(\S+) \| .*listening on http://[^:]*:(\d+)", line):
+                    self.ports[found[1]] = int(found[2])
             return self.ports.keys() == self._controls.keys()
 
         until(are_known, self._last_lines)
