@@ -4,7 +4,6 @@ These checks give clear messages early: a process that binds later must still ha
 was taken in between. `ReservedPort` keeps a port while no router listens on it.
 """
 
-import contextlib
 import errno
 import socket
 
@@ -49,56 +48,25 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         )
 
 
-class ReservedPort:
-    """A port that is reserved for routers, so that a restarted router finds it free.
+def reserve_port(host: str, port: int, *, is_shared: bool) -> socket.socket:
+    """Bind `port`, or a free one if it is 0, so that a restarted router finds it free.
 
-    Its sockets are bound but never listen, so they get no connections, and routers can also bind
-    the port: one router as usual, or several if the port is shared.
+    The socket never listens, so it gets no connections, and routers can also bind the port: one
+    router as usual, or several if the port is shared. Raises `ConfigError`.
     """
-
-    def __init__(self, host: str, port: int, *, is_shared: bool) -> None:
-        """Bind `port`, or a free one if it is 0. Raises `ConfigError`."""
-        check_port(host, port)
-        self._sockets: list[socket.socket] = []
-        self._option = socket.SO_REUSEPORT if is_shared else socket.SO_REUSEADDR
-        self.port = port
-        infos = socket.getaddrinfo(
-            host if host not in ("", "*") else None,
-            port,
-            type=socket.SOCK_STREAM,
-            flags=socket.AI_PASSIVE,
-        )
-        try:
-            for family, _, _, _, address in dict.fromkeys(infos):
-                self._bind(family, str(address[0]))
-        except OSError as error:
-            self.close()
-            raise ConfigError(f"cannot reserve port {port} on {host}: {error.strerror}") from error
-
-    def close(self) -> None:
-        """Give the port back. It may be called again."""
-        for one in self._sockets:
-            one.close()
-
-    def _bind(self, family: socket.AddressFamily, address: str) -> None:
-        with contextlib.ExitStack() as undo:
-            one = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
-            one.setsockopt(socket.SOL_SOCKET, self._option, 1)
-            if family == socket.AF_INET6:
-                one.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            try:
-                one.bind((address, self.port))
-            except OSError as error:
-                if error.errno == errno.EADDRNOTAVAIL and self._sockets:
-                    return  # this family is turned off
-                if error.errno != errno.EADDRINUSE:
-                    raise
-                # Connections of a server that has ended may linger; `check_port` found no other.
-                one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                one.bind((address, self.port))
-            self.port = one.getsockname()[1]
-            self._sockets.append(one)
-            undo.pop_all()
+    check_port(host, port)
+    family, address = _address(host, port)
+    reserved = socket.socket(family, socket.SOCK_STREAM)
+    # Without it, a port with lingering connections of a server that has ended is not free.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        reserved.bind(address)
+    except OSError as error:
+        reserved.close()
+        raise ConfigError(f"cannot reserve port {port} on {host}: {error.strerror}") from error
+    return reserved
 
 
 def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
@@ -106,13 +74,8 @@ def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool =
 
     If the port is shared, other processes that share it may listen on it.
     """
-    name = None if host in ("", "*") else host
-    try:
-        infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    except OSError as error:
-        raise ConfigError(f"the host name {host!r} does not resolve: {error.strerror}") from error
-    family, kind, protocol, _, address = infos[0]
-    with socket.socket(family, kind, protocol) as probe:
+    family, address = _address(host, port)
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
         # Servers set this too: connections in TIME_WAIT do not count as in use.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if is_shared:
@@ -130,3 +93,12 @@ def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool =
                     f"port {port} needs privileges, a port above 1023 does not: {hint}"
                 ) from error
             raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    name = None if host in ("", "*") else host
+    try:
+        infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except OSError as error:
+        raise ConfigError(f"the host name {host!r} does not resolve: {error.strerror}") from error
+    return infos[0][0], infos[0][4]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
-from baton.deploy.ports import ReservedPort, check_reach
-from baton.deploy.startup import HealthReply, StartProgress, ask_health, url_of
+from baton.deploy.ports import check_reach, reserve_port
+from baton.deploy.startup import HealthReply, StartProgress, ask_health, relay, url_of
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import bindable
@@ -68,17 +68,17 @@ class LocalServer:
         self._config = config
         num_routers = config.router_processes
         router = config.router
-        self._port = ReservedPort(router.host, router.port, is_shared=num_routers > 1)
+        self._reserved = reserve_port(router.host, router.port, is_shared=num_routers > 1)
+        self._port: int = self._reserved.getsockname()[1]
         self._folder = private_folder()
-        self._progress = StartProgress()
-        self._routers = _router_configs(config, self._port.port, self._folder)
+        self._routers = _router_configs(config, self._port, self._folder)
         commands = [
             Command(one.name, ("router", "--config", str(self._settings_of(one.name))))
             for one in self._routers
         ]
-        self._router = Supervisor(tuple(commands), monotonic, self._progress.relay)
+        self._router = Supervisor(tuple(commands), monotonic, relay)
         first, *others = [one.control for one in self._routers if one.control is not None]
-        self._nodes = LocalCluster(config, first, self._progress.relay, tuple(others))
+        self._nodes = LocalCluster(config, first, relay, tuple(others))
         self._names = frozenset(self._nodes.names)
         self._lost: set[str] = set()  # nodes that ended before the rest was ready
         self._ready_routers: set[str] = set()
@@ -86,7 +86,7 @@ class LocalServer:
     @property
     def url(self) -> str:
         router = self._config.router
-        return url_of(router.host, self._port.port, is_tls=router.speaks_tls)
+        return url_of(router.host, self._port, is_tls=router.speaks_tls)
 
     def start(self) -> None:
         """Spawn the routers and the nodes."""
@@ -104,20 +104,18 @@ class LocalServer:
         """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
         deadline_s = monotonic() + limit_s
-        try:
-            while not interrupts.wait(WATCH_S):
-                for ended in self._poll():
-                    self._go_on_without(ended)
-                # The system chooses which router gets a connection.
-                for _ in self._routers:
-                    self._progress.show(self._ask_health())
-                if len(self._ready_routers) == len(self._routers):
-                    return True
-                if monotonic() > deadline_s:
-                    raise NodeError(f"not ready within {limit_s:g} s (node.start_timeout_s)")
-            return False
-        finally:
-            self._progress.stop()
+        progress = StartProgress()
+        while not interrupts.wait(WATCH_S):
+            for ended in self._poll():
+                self._go_on_without(ended)
+            # The system chooses which router gets a connection.
+            for _ in self._routers:
+                progress.show(self._ask_health())
+            if len(self._ready_routers) == len(self._routers):
+                return True
+            if monotonic() > deadline_s:
+                raise NodeError(f"not ready within {limit_s:g} s (node.start_timeout_s)")
+        return False
 
     def watch(self, interrupts: Interrupts) -> None:
         """Restart processes that die until a stop is requested."""
@@ -130,11 +128,10 @@ class LocalServer:
 
         If it is hurried, this takes five seconds at most.
         """
-        self._progress.stop()
         shutdown_timeout_s = 0.0 if is_hurried else self._config.router.shutdown_timeout_s
         self._router.stop(shutdown_timeout_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
-        self._port.close()
+        self._reserved.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:

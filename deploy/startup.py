@@ -3,14 +3,10 @@
 import http.client
 import ssl
 import sys
-import threading
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 import msgspec
-from rich.console import Console
-from rich.status import Status
-from rich.text import Text
 
 from baton.runtime.log import is_json, logger, relayed
 from baton.runtime.tls import trusting
@@ -20,7 +16,16 @@ HEALTH_TIMEOUT_S = 1.0
 log = logger("serve")
 
 
+class NodeLoad(msgspec.Struct, frozen=True):
+    num_running: int = 0
+    num_waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+
+
 class NodeReply(msgspec.Struct, frozen=True):
+    """A node as a router reports it at /health, and with its load at /status.json."""
+
     node_id: str
     role: str = ""
     state: str = ""
@@ -28,12 +33,15 @@ class NodeReply(msgspec.Struct, frozen=True):
     done: int = 0
     total: int = 0
     reason: str = ""  # why it is degraded
+    load: NodeLoad = NodeLoad()
+    heartbeat_age_s: float = 0.0
 
     @property
     def doing(self) -> str:
+        """Return the state, with the progress if the node is starting."""
         if self.state != "starting":
             return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase
+        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase or self.state
 
 
 class HealthReply(msgspec.Struct, frozen=True):
@@ -84,52 +92,25 @@ def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
 
 
 class StartProgress:
-    """Shows the phase of each process: a spinner on a terminal, plain lines elsewhere.
-
-    The lines of child processes pass through it too, so that they do not tear the spinner apart.
-    """
+    """Prints a line for each new phase of a process."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._status: Status | None = None
-        self._lock = threading.Lock()
         self._shown: dict[str, str] = {}
-        if sys.stderr.isatty() and not is_json():
-            self._status = self._console.status("starting")
-            self._status.start()
 
     def show(self, phases: Mapping[str, str]) -> None:
-        """Show `phases`: the name of each process, and its phase of the start."""
-        with self._lock:
-            if self._status is not None:
-                text = "   ".join(f"{name}: {phase}" for name, phase in phases.items())
-                self._status.update(Text(text or "starting"))
-                return
-            for name, phase in phases.items():
-                # Counts change often; a line per phase is enough for a log.
-                words = phase.rstrip("0123456789/ ")
-                if self._shown.get(name) != words:
-                    self._shown[name] = words
-                    if is_json():
-                        log.info("starting", node=name, phase=words)
-                    else:
-                        print(f"{name}: {words}", file=sys.stderr, flush=True)
-
-    def relay(self, name: str, line: str) -> None:
-        self.line(relayed(name, line))
-
-    def line(self, text: str) -> None:
-        """Print one line on stderr."""
-        with self._lock:
-            if self._status is None:
-                print(text, file=sys.stderr, flush=True)
+        """Take the name of each process, and its phase of the start."""
+        for name, phase in phases.items():
+            # Counts change often; a line per phase is enough.
+            words = phase.rstrip("0123456789/ ")
+            if self._shown.get(name) == words:
+                continue
+            self._shown[name] = words
+            if is_json():
+                log.info("starting", node=name, phase=words)
             else:
-                # rich prints the lines that go through its console above the spinner.
-                self._console.print(Text(text), soft_wrap=True)
+                print(f"{name}: {words}", file=sys.stderr, flush=True)
 
-    def stop(self) -> None:
-        """Remove the spinner; later lines are printed as they are. Idempotent."""
-        with self._lock:
-            if self._status is not None:
-                self._status.stop()
-                self._status = None
+
+def relay(name: str, line: str) -> None:
+    """Print a line of a child process on stderr."""
+    print(relayed(name, line), file=sys.stderr, flush=True)

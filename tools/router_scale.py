@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from baton.deploy.ports import ReservedPort
+from baton.deploy.ports import reserve_port
 from baton.deploy.startup import ask_health
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.runtime.settings import to_yaml
@@ -105,15 +105,15 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
     """Start routers that share a port, and a player whose nodes dial them all."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        port = ReservedPort("127.0.0.1", 0, is_shared=num_routers > 1)
-        stack.callback(port.close)
+        reserved = stack.enter_context(reserve_port("127.0.0.1", 0, is_shared=num_routers > 1))
+        port = reserved.getsockname()[1]
         controls = [f"ipc://{folder}/control-{index}" for index in range(num_routers)]
         routers = []
         for index, control in enumerate(controls):
             config = ClusterConfig(
                 model=ModelConfig(path=str(Path(model).resolve())),
                 router=RouterConfig(
-                    name=f"router-{index}", port=port.port, shares_port=num_routers > 1,
+                    name=f"router-{index}", port=port, shares_port=num_routers > 1,
                     control=control, local_prefill="never", max_inflight=1 << 16,
                     shutdown_timeout_s=0.0,
                 ),
@@ -125,7 +125,7 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
             process = subprocess.Popen(command)
             stack.callback(_end, process)
             routers.append(psutil.Process(process.pid))
-        url = f"http://127.0.0.1:{port.port}"
+        url = f"http://127.0.0.1:{port}"
         player = subprocess.Popen(
             [sys.executable, "-m", "tools.router_load", url, ",".join(controls), str(NUM_DECODES)],
             stdin=subprocess.PIPE,

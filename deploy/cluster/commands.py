@@ -29,7 +29,7 @@ from baton.deploy.cluster.state import (
     state_folder,
     write_deployment,
 )
-from baton.deploy.cluster.status import ClusterView, show, table_of
+from baton.deploy.cluster.status import lines_of, routers_of, show
 from baton.protocol.errors import ConfigError
 from baton.runtime.process import Interrupts
 
@@ -115,13 +115,16 @@ def down(given: ClusterArguments) -> int:
 def status(given: ClusterArguments) -> int:
     """Print the state of a cluster. The exit code is 0 if every process runs."""
     if given.urls and not given.names_deployment:
-        return show(ClusterView(given), given)
+        return show(given, routers_of(given))
     folder, deployment = deployment_of(given.file, given.state)
-    plan = None
+    platform = _platform_of(deployment)
+    statuses = platform.status(folder)
+    routers = routers_of(given)
     # If the file was changed or moved, the processes that run are shown without their routers.
     with contextlib.suppress(ConfigError):
         plan = _planned(deployment.file, _places_on(deployment.platform))
-    return show(ClusterView(given, folder, _platform_of(deployment), plan), given)
+        routers = routers_of(given, plan, platform.urls(plan, folder))
+    return show(given, routers, deployment.name, statuses)
 
 
 @contextlib.contextmanager
@@ -181,7 +184,8 @@ def _check_ray() -> None:
 def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool) -> str:
     """Return a text that says what runs, where clients connect, and how to end it."""
     urls = platform.urls(plan, folder)
-    lines = [table_of(platform.status(folder)), ""]
+    rows = [(one.name, one.role, one.host, one.state, one.note) for one in platform.status(folder)]
+    lines = [lines_of([("process", "role", "host", "state", ""), *rows]), ""]
     lines += [f"{plan.description.name} serves at {url}/v1" for url in urls]
     how = "Ctrl-C ends it" if stays else f"end it with: baton down --state {folder}"
     return "\n".join([*lines, how])

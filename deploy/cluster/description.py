@@ -1,18 +1,24 @@
 """`cluster.yaml`: the description of a cluster, as typed Structs.
 
-`reading` makes a checked one of a file, and `processes` the list of processes. The blocks called
-`settings` hold settings of `protocol.config`, as a file for `--config` does: at the top for all
-processes, below a pool or a router for its own.
+`reading` checks that it can work, and `processes` turns it into the list of processes. The blocks
+called `settings` hold settings of `protocol.config`, as a file for `--config` does: at the top for
+all processes, below a pool or a router for its own.
 """
 
+from collections.abc import Hashable
+from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
+import yaml
 from msgspec import Meta
 
-from baton.deploy.cluster.document import Settings
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
+from baton.runtime.settings import values_of
+
+# Settings of `protocol.config` by their dotted names, each one checked.
+Settings = dict[str, object]
 
 Name = Annotated[
     str,
@@ -29,7 +35,7 @@ Gpus = Annotated[int, Meta(ge=0, le=64)]
 SystemdScope = Literal["system", "user"]
 
 
-class RouterPlace(msgspec.Struct, frozen=True):
+class RouterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A router. Clients and nodes reach it at `host`; without one the platform places it."""
 
     host: str = ""
@@ -39,7 +45,7 @@ class RouterPlace(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}
 
 
-class Pool(msgspec.Struct, frozen=True):
+class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Nodes of one role with the same settings.
 
     `gpus` is the number of GPUs of each node and its tensor-parallel degree; 0 computes on CPUs.
@@ -62,7 +68,7 @@ class Pool(msgspec.Struct, frozen=True):
     env: dict[str, str] = {}
 
 
-class SystemdOptions(msgspec.Struct, frozen=True):
+class SystemdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that only `--on systemd` reads."""
 
     scope: SystemdScope = "system"
@@ -70,7 +76,7 @@ class SystemdOptions(msgspec.Struct, frozen=True):
     program: str = ""  # path of `baton` on the hosts; empty takes that of this environment
 
 
-class KubernetesOptions(msgspec.Struct, frozen=True):
+class KubernetesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that only `--on kubernetes` reads."""
 
     namespace: str = ""  # empty takes the name of the cluster
@@ -78,7 +84,7 @@ class KubernetesOptions(msgspec.Struct, frozen=True):
     model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
 
 
-class SlurmOptions(msgspec.Struct, frozen=True):
+class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Options that only `--on slurm` reads; empty takes the default of Slurm."""
 
     partition: str = ""
@@ -87,7 +93,7 @@ class SlurmOptions(msgspec.Struct, frozen=True):
     arguments: tuple[str, ...] = ()  # further ones of sbatch, for every component of the job
 
 
-class Description(msgspec.Struct, frozen=True):
+class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A whole cluster.yaml. Paths in it are relative to the file."""
 
     name: Name
@@ -113,3 +119,53 @@ class Description(msgspec.Struct, frozen=True):
         named += [f"pools.{name}.hosts" for name, pool in self.pools.items() if pool.hosts]
         if named:
             raise ConfigError(f"{named[0]}: {advice}")
+
+
+def parse_description(path: Path) -> Description:
+    """Return the content of a cluster.yaml, whose settings are valid. Raises `ConfigError`."""
+    try:
+        found = msgspec.convert(read_yaml(path), Description)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    try:
+        return msgspec.structs.replace(
+            found,
+            settings=values_of(found.settings, "settings"),
+            pools={
+                name: msgspec.structs.replace(
+                    pool, settings=values_of(pool.settings, f"pools.{name}.settings")
+                )
+                for name, pool in found.pools.items()
+            },
+            routers=tuple(
+                msgspec.structs.replace(
+                    router, settings=values_of(router.settings, f"routers[{i}].settings")
+                )
+                for i, router in enumerate(found.routers)
+            ),
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from error
+
+
+def read_yaml(path: Path) -> object:
+    """Return the content of a YAML file. Raises `ConfigError`."""
+    try:
+        return yaml.load(path.read_text(), _UniqueKeys)
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; name the file to read") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """A safe loader that refuses a key that is written twice; plain YAML takes the last one."""
+
+    def construct_mapping(
+        self, node: yaml.MappingNode, deep: bool = False
+    ) -> dict[Hashable, object]:
+        keys = [key.value for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.YAMLError(f"{key} is written twice{node.start_mark}")
+        return super().construct_mapping(node, deep=deep)

@@ -13,7 +13,6 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.processes import (
     ROUTERS,
     ClusterPlan,
-    Probe,
     ProcessPlaces,
     ProcessSpec,
 )
@@ -221,30 +220,25 @@ def _container(description: Description, spec: ProcessSpec) -> Manifest:
     }
     if spec.secret_env:
         container["envFrom"] = [{"secretRef": {"name": _owner(spec)}}]
-    if spec.live is not None and spec.ready is not None:
-        live, ready = _asked(spec, spec.live), _asked(spec, spec.ready)
-        container |= _probes(_start_s(description), live, ready)
+    # Without an http_port, only the routers know how a node is.
+    if any(port.name == "http" for port in spec.ports):
+        container |= _probes(description, spec)
     if spec.role == "router":
         container["lifecycle"] = {"preStop": {"exec": {"command": ["sleep", str(LEAVE_S)]}}}
     return container
 
 
-def _start_s(description: Description) -> float:
-    """Return the longest time from the start of a node until it is ready."""
-    return ClusterPlan(description, ()).start_timeout_s
-
-
-def _probes(start_s: float, live: Manifest, ready: Manifest) -> Manifest:
+def _probes(description: Description, spec: ProcessSpec) -> Manifest:
+    start_s = ClusterPlan(description, ()).start_timeout_s
+    port: Manifest = {"port": "http", **({"scheme": "HTTPS"} if spec.is_tls else {})}
+    live = {"httpGet": {"path": "/live", **port}, "timeoutSeconds": 2}
+    path = "/health" if spec.role == "router" else "/ready"
+    ready = {"httpGet": {"path": path, **port}, "timeoutSeconds": 2}
     return {
         "startupProbe": {**live, "periodSeconds": 2, "failureThreshold": int(start_s) // 2},
         "livenessProbe": {**live, "periodSeconds": 5, "failureThreshold": 6},
         "readinessProbe": {**ready, "periodSeconds": 2, "failureThreshold": 2},
     }
-
-
-def _asked(spec: ProcessSpec, probe: Probe) -> Manifest:
-    asked = {"path": probe.path, "port": "http", **({"scheme": "HTTPS"} if spec.is_tls else {})}
-    return {"httpGet": asked, "timeoutSeconds": 2}
 
 
 def _environment(spec: ProcessSpec) -> list[Manifest]:

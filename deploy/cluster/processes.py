@@ -13,8 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.deploy.cluster.description import Description, Pool, RouterPlace
-from baton.deploy.cluster.document import Settings
+from baton.deploy.cluster.description import Description, Pool, RouterPlace, Settings
 from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
@@ -49,19 +48,12 @@ class ProcessPlaces(msgspec.Struct, frozen=True):
     key: str = ""
 
 
-class Probe(msgspec.Struct, frozen=True):
-    """An HTTP request to the process, answered with 200 when all is well."""
-
-    path: str
-    port: int
-
-
 class NamedPort(msgspec.Struct, frozen=True):
     name: Literal["http", "control", "peers"]
     port: int
 
 
-class ProcessSpec(msgspec.Struct, frozen=True):
+class ProcessSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One process. `name` is also the id of a node."""
 
     name: str
@@ -72,16 +64,14 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     env: dict[str, str]
     secret_env: dict[str, str]  # a platform writes these only where other users cannot read
     host: str  # empty where the platform chooses
-    gpus: int
-    gpu_ids: tuple[int, ...]  # on its host; empty where the platform chooses
-    cpus: int
-    memory_mib: int
-    node_selector: dict[str, str]
-    resources: dict[str, str]
     ports: tuple[NamedPort, ...]
-    live: Probe | None  # None for a node without http_port: its routers know how it is
-    ready: Probe | None
     grace_s: float  # from SIGTERM to a forced end
+    gpus: int = 0
+    gpu_ids: tuple[int, ...] = ()  # on its host; empty where the platform chooses
+    cpus: int = 0
+    memory_mib: int = 0
+    node_selector: dict[str, str] = {}
+    resources: dict[str, str] = {}
     is_tls: bool = False  # whether its HTTP is https
 
 
@@ -124,26 +114,11 @@ def processes_of(description: Description, places: ProcessPlaces) -> tuple[Proce
         on_host: Counter[str] = Counter()
         for index, named in enumerate(placed_hosts(pool)):
             host = named or places.host
-            place = _NodePlace(name, pool, index, host, named or places.node, on_host[host])
-            processes.append(_node(description, places, place, gpus_taken[host]))
+            nth, first_gpu = on_host[host], gpus_taken[host]
+            processes.append(_node(description, places, name, index, nth=nth, first_gpu=first_gpu))
             on_host[host] += bool(host)
             gpus_taken[host] += pool.gpus
     return tuple(processes)
-
-
-class _NodePlace(msgspec.Struct, frozen=True):
-    """The place of a future node: the `nth` of its pool on its host, dialled at `address`."""
-
-    pool_name: str
-    pool: Pool
-    index: int
-    host: str
-    address: str
-    nth: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.pool_name}-{self.index}"
 
 
 def _router(
@@ -173,26 +148,27 @@ def _router(
         env=env,
         secret_env=secret_env,
         host=router.host or places.host,
-        gpus=0,
-        gpu_ids=(),
-        cpus=0,
-        memory_mib=0,
-        node_selector={},
-        resources={},
         ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
-        live=Probe("/live", router.port),
-        ready=Probe("/health", router.port),
         grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
     )
 
 
 def _node(
-    description: Description, places: ProcessPlaces, place: _NodePlace, first_gpu: int
+    description: Description,
+    places: ProcessPlaces,
+    pool_name: str,
+    index: int,
+    *,
+    nth: int,
+    first_gpu: int,
 ) -> ProcessSpec:
-    pool = place.pool
+    """Return node `index` of a pool, the `nth` of the pool on its host."""
+    pool = description.pools[pool_name]
+    named = placed_hosts(pool)[index]
+    name, host, address = f"{pool_name}-{index}", named or places.host, named or places.node
     config = config_of(description, pool.settings)
-    port = pool.peer_port + place.nth if pool.peer_port else 0
+    port = pool.peer_port + nth if pool.peer_port else 0
     routers = [
         f"tcp://{_bracketed(address)}:{router.control_port}"
         for address, router in zip(places.routers, description.routers, strict=True)
@@ -200,27 +176,27 @@ def _node(
     env = {
         **description.env,
         **pool.env,
-        "BATON_NODE_ID": place.name,
+        "BATON_NODE_ID": name,
         "BATON_NODE_ROUTERS": ",".join(routers),
-        "BATON_NODE_BIND": f"tcp://{_bracketed(place.address)}" + (f":{port}" if port else ""),
+        "BATON_NODE_BIND": f"tcp://{_bracketed(address)}" + (f":{port}" if port else ""),
     }
-    http = pool.http_port + place.nth if pool.http_port else 0
+    http = pool.http_port + nth if pool.http_port else 0
     if http:
-        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or place.address)}:{http}"
-    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if place.host else ()
+        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or address)}:{http}"
+    gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()
     if gpu_ids:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
     env, secret_env = _split(description, env)
     settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
     return ProcessSpec(
-        name=place.name,
+        name=name,
         role=pool.role,
-        pool=place.pool_name,
-        index=place.index,
+        pool=pool_name,
+        index=index,
         argv=_argv(pool.role, {k: v for k, v in settings.items() if not k.startswith("router.")}),
         env=env,
         secret_env=secret_env,
-        host=place.host,
+        host=host,
         gpus=pool.gpus,
         gpu_ids=gpu_ids,
         cpus=pool.cpus,
@@ -231,8 +207,6 @@ def _node(
             *([NamedPort("peers", port)] if port else []),
             *([NamedPort("http", http)] if http else []),
         ),
-        live=Probe("/live", http) if http else None,
-        ready=Probe("/ready", http) if http else None,
         grace_s=config.node.shutdown_timeout_s + EXTRA_GRACE_S,
     )
 

@@ -35,24 +35,21 @@ def wait_until_ready(
     nodes = [spec for spec in (plan.processes if is_central else own) if spec.role != "router"]
     deadline_s = monotonic() + timeout_s
     progress = StartProgress()
-    try:
-        while not interrupts.wait(WATCH_S):
-            statuses = platform.status(folder)
-            _check_running(statuses)
-            # Ray chooses the routers' hosts when it starts the processes.
-            urls = platform.urls(plan, folder)
-            missing, phases = _missing_of(plan, nodes, urls)
-            if len(urls) < len(plan.pool(ROUTERS)):
-                missing = [Missing(one, "is waiting", one.note) for one in statuses] + missing
-            elif not missing:
-                return True
-            progress.show(phases)
-            if monotonic() > deadline_s:
-                late = f"{missing[0]}; {missing[0].advice}" if missing else "nothing has started"
-                raise NodeError(f"not ready within {timeout_s:g} s: {late}")
-        return False
-    finally:
-        progress.stop()
+    while not interrupts.wait(WATCH_S):
+        statuses = platform.status(folder)
+        _check_running(statuses)
+        # Ray chooses the routers' hosts when it starts the processes.
+        urls = platform.urls(plan, folder)
+        missing, phases = _missing_of(plan, nodes, urls)
+        if len(urls) < len(plan.pool(ROUTERS)):
+            missing = [Missing(one, "is waiting", one.note) for one in statuses] + missing
+        elif not missing:
+            return True
+        progress.show(phases)
+        if monotonic() > deadline_s:
+            late = f"{missing[0]}; {missing[0].advice}" if missing else "nothing has started"
+            raise NodeError(f"not ready within {timeout_s:g} s: {late}")
+    return False
 
 
 def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]) -> None:

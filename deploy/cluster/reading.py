@@ -12,8 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.deploy.cluster.description import Description, Pool
-from baton.deploy.cluster.document import Settings, read_document, struct_of
+from baton.deploy.cluster.description import Description, Pool, Settings, parse_description
 from baton.protocol.config import ClusterConfig, KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.pairs import degrees_problem
@@ -43,7 +42,7 @@ SHARED = ("cache.block_size", "transfer.verify_kv")
 
 def read_description(path: Path) -> Description:
     """Return the checked description of a cluster.yaml. Raises `ConfigError`."""
-    description = struct_of(read_document(path), Description, str(path))
+    description = parse_description(path)
     description = msgspec.structs.replace(
         description,
         key=_beside(path, description.key),

@@ -32,7 +32,7 @@ PROCESSES = "processes"  # the subfolder with a folder per process
 GPUS = "CUDA_VISIBLE_DEVICES"
 # Variables of the plan. All routers of a job are on one host.
 FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
-FUNCTIONS = r"""
+ADDRESSES = r"""
 # Print host=address of each host of a node list.
 addresses() {
   local host
@@ -40,37 +40,12 @@ addresses() {
     scontrol show node --oneliner "$host" | sed -n "s/.* NodeAddr=\([^ ]*\).*/$host=\1/p"
   done
 }
-
-# Send SIGTERM to the step of a component, as soon as the step is there.
-end() {
-  local job=SLURM_JOB_ID_HET_GROUP_$1 step
-  while kill -0 "${steps[$1]}" 2>/dev/null; do
-    step=$(squeue --noheader --steps --jobs="${!job}" --format="%i %j" |
-      sed -n "s/ ${pools[$1]}\$//p")
-    if [ -n "$step" ]; then
-      scancel --signal=TERM "$step"
-      return
-    fi
-    sleep 1
-  done
-}
-
-# Routers finish their requests before the nodes that serve them are told to end.
-drain() {
-  trap '' TERM
-  local i
-  end 0
-  wait "${steps[0]}"
-  for i in "${!steps[@]}"; do end "$i"; done
-  wait
-}
 """
+# A step that was told to end exits with 0.
 LAST = """
-trap 'drain; exit 0' TERM
-wait -n
-echo "a step has ended, so all others end too" >&2
-drain
-exit 1
+for _ in $(jobs -p); do
+  wait -n || { echo "a step has failed, so the job ends" >&2; scancel "$SLURM_JOB_ID"; exit 1; }
+done
 """
 
 
@@ -136,7 +111,8 @@ def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
         "#SBATCH --open-mode=append",
     ]
     if description.slurm.time:
-        lines.append(f"#SBATCH --signal=B:TERM@{math.ceil(_drain_s(plan))}")
+        longest_s = max(spec.grace_s for spec in plan.processes)
+        lines.append(f"#SBATCH --signal=TERM@{math.ceil(longest_s)}")
     for pool in pools:
         lines += ["#SBATCH hetjob"] if pool != ROUTERS else []
         lines += [f"#SBATCH {option}" for option in _options(description, plan.pool(pool))]
@@ -144,9 +120,7 @@ def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
         "set -u",
         "umask 077",
         f"folder={shlex.quote(folder)}",
-        f"pools=({' '.join(pools)})",
-        "steps=()",
-        FUNCTIONS,
+        ADDRESSES,
         "# A job that was requeued finds what its last run has left.",
         f'rm -rf "$folder/{PROCESSES}"',
         'routers=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_0")',
@@ -159,16 +133,8 @@ def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
             f'HOST_ADDRESSES=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_{i}")',
             f"srun --het-group={i} --job-name={pool} --kill-on-bad-exit=1{cpus} \\",
             f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool} &',
-            "steps+=($!)",
         ]
     return "\n".join(lines) + "\n" + LAST
-
-
-def _drain_s(plan: ClusterPlan) -> float:
-    """Return the longest time in which the routers and then the nodes end."""
-    routers = [spec.grace_s for spec in plan.processes if spec.role == "router"]
-    nodes = [spec.grace_s for spec in plan.processes if spec.role != "router"]
-    return max(routers) + max(nodes)
 
 
 def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str]:

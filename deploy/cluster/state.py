@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import msgspec
 
-from baton.deploy.cluster.document import read_document
+from baton.deploy.cluster.description import read_yaml
 from baton.deploy.cluster.processes import ClusterPlan, ProcessRole, ProcessSpec
 from baton.protocol.errors import ConfigError
 
@@ -153,7 +153,7 @@ def deployment_of(file: str, chosen: str = "") -> tuple[Path, Deployment]:
 
 
 def _name_in(path: Path) -> str:
-    content = read_document(path)
+    content = read_yaml(path)
     name = content.get("name") if isinstance(content, dict) else None
     if not isinstance(name, str):
         raise ConfigError(f"{path}: the key name is missing")

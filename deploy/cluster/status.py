@@ -12,13 +12,13 @@ import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 
 import msgspec
 
 from baton.deploy.cluster.arguments import ClusterArguments
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
-from baton.deploy.cluster.state import Platform, ProcessStatus, read_deployment
+from baton.deploy.cluster.state import ProcessStatus
+from baton.deploy.startup import NodeReply
 from baton.runtime.tls import client_context
 
 TIMEOUT_S = 2.0
@@ -29,31 +29,6 @@ STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining
 HEAD = (
     "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "", "last end",
 )  # fmt: skip
-
-
-class NodeLoad(msgspec.Struct, frozen=True):
-    num_running: int = 0
-    num_waiting: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-
-
-class NodeDocument(msgspec.Struct, frozen=True):
-    node_id: str
-    role: str = ""
-    state: str = ""
-    phase: str = ""
-    done: int = 0
-    total: int = 0
-    load: NodeLoad = NodeLoad()
-    heartbeat_age_s: float = 0.0
-
-    @property
-    def doing(self) -> str:
-        """Return the state, with the progress if the node is starting."""
-        if self.state != "starting":
-            return self.state
-        return f"{self.phase} {self.done}/{self.total}" if self.total else self.phase or self.state
 
 
 class PairDocument(msgspec.Struct, frozen=True):
@@ -71,8 +46,8 @@ class RouterDocument(msgspec.Struct, frozen=True):
     message: str = ""
     num_running: int = 0
     num_queued: int = 0
-    nodes: tuple[NodeDocument, ...] = ()
-    lost: tuple[NodeDocument, ...] = ()
+    nodes: tuple[NodeReply, ...] = ()
+    lost: tuple[NodeReply, ...] = ()
     pairs: tuple[PairDocument, ...] = ()
 
 
@@ -102,85 +77,48 @@ class StatusRow(msgspec.Struct, frozen=True):
     num_handoffs: int | None = None  # since the routers started
 
 
-class ClusterView:
-    """The current knowledge of one cluster: of its deployment, or of named routers."""
-
-    def __init__(
-        self,
-        given: ClusterArguments,
-        folder: Path | None = None,
-        platform: Platform | None = None,
-        plan: ClusterPlan | None = None,
-    ) -> None:
-        """Take the state folder of a deployment, what runs it, and its plan if its file is there.
-
-        Without a deployment, only the routers that `given` names are asked.
-
-        Raises `ConfigError` for certificates that cannot be read.
-        """
-        self._given = given
-        self._trust = client_context(given.ca_file)
-        self._folder, self._platform, self._plan = folder, platform, plan
-        self._deployment = read_deployment(folder) if folder is not None else None
-        self._answers: list[RouterAnswer] = []
-        self.problems: list[str] = []
-        self.statuses: list[ProcessStatus] = []
-        self.rows: list[StatusRow] = []
-
-    @property
-    def is_well(self) -> bool:
-        """Return whether every process runs; without a deployment, whether every router answers."""
-        if self._deployment is None:
-            return not self.problems
-        return all(one.state == "running" for one in self.statuses)
-
-    def look(self) -> None:
-        """Ask the platform and every router. Raises `NodeError` if the platform does not answer."""
-        if self._platform is not None and self._folder is not None:
-            self.statuses = self._platform.status(self._folder)
-        routers = self._routers()
-        with ThreadPoolExecutor(max(1, len(routers))) as threads:
-            self._answers = list(threads.map(partial(ask, self._trust), routers))
-        self.problems = [
-            f"{one.name} at {one.url} {one.problem}" for one in self._answers if one.problem
-        ]
-        self.rows = rows_of(self.statuses, self._answers)
-
-    def text(self) -> str:
-        """Return the cluster as a table below a line that sums it up."""
-        lines = [summary_of(self._deployment.name if self._deployment else "", self._answers)]
-        if self.rows:
-            table = cells(self.rows)
-            kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
-            head = [HEAD[i] for i in kept]
-            lines.append(lines_of(head, [[row[i] for i in kept] for row in table]))
-        return "\n".join(filter(None, [*lines, *self.problems]))
-
-    def _routers(self) -> list[RouterAnswer]:
-        """Return the routers to ask: those of `--url`, or those of the deployment."""
-        own: list[RouterAnswer] = []
-        if self._plan is not None and self._platform is not None and self._folder is not None:
-            own = [
-                RouterAnswer(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
-                for spec, url in zip(
-                    self._plan.pool(ROUTERS),
-                    self._platform.urls(self._plan, self._folder),
-                    strict=False,
-                )
-            ]
-        key = self._given.api_key or os.environ.get(KEY_VARIABLE, "")
-        urls = [url.rstrip("/").removesuffix("/v1") for url in self._given.urls]
-        if not urls:
-            return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
-        key = key or next((one.api_key for one in own if one.api_key), "")
-        return [RouterAnswer(url.partition("://")[2], url, key) for url in urls]
+def routers_of(
+    given: ClusterArguments, plan: ClusterPlan | None = None, urls: Sequence[str] = ()
+) -> list[RouterAnswer]:
+    """Return the routers to ask: those of `--url`, or those of a plan, which are at `urls`."""
+    own = [
+        RouterAnswer(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
+        for spec, url in zip(plan.pool(ROUTERS) if plan else (), urls, strict=False)
+    ]
+    key = given.api_key or os.environ.get(KEY_VARIABLE, "")
+    named = [url.rstrip("/").removesuffix("/v1") for url in given.urls]
+    if not named:
+        return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
+    key = key or next((one.api_key for one in own if one.api_key), "")
+    return [RouterAnswer(url.partition("://")[2], url, key) for url in named]
 
 
-def show(view: ClusterView, given: ClusterArguments) -> int:
-    """Print the cluster once, and return the exit code."""
-    view.look()
-    print(msgspec.json.encode(view.rows).decode() if given.json else view.text())
-    return 0 if view.is_well else 1
+def show(
+    given: ClusterArguments,
+    routers: Sequence[RouterAnswer],
+    name: str = "",
+    statuses: Sequence[ProcessStatus] | None = None,
+) -> int:
+    """Ask the routers, print the cluster, and return the exit code.
+
+    That is 0 if every process of the deployment `name` runs, or, without a deployment (None), if
+    every router answers. Raises `ConfigError` for certificates that cannot be read.
+    """
+    trust = client_context(given.ca_file)
+    with ThreadPoolExecutor(max(1, len(routers))) as threads:
+        answers = list(threads.map(partial(ask, trust), routers))
+    problems = [f"{one.name} at {one.url} {one.problem}" for one in answers if one.problem]
+    rows = rows_of(statuses or (), answers)
+    if given.json:
+        print(msgspec.json.encode(rows).decode())
+    else:
+        table = cells(rows)
+        kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
+        lines = lines_of([[row[i] for i in kept] for row in (HEAD, *table)]) if rows else ""
+        print("\n".join(filter(None, [summary_of(name, answers), lines, *problems])))
+    if statuses is None:
+        return int(bool(problems))
+    return int(any(one.state != "running" for one in statuses))
 
 
 def ask(trust: ssl.SSLContext, router: RouterAnswer) -> RouterAnswer:
@@ -259,7 +197,7 @@ def _row(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
 
 def _with_health(row: StatusRow, documents: dict[str, RouterDocument]) -> StatusRow:
     """Add a node's worst state at the routers, and the newest load that one of them has."""
-    seen = {name: NodeDocument(row.name, row.role, "absent") for name in documents}
+    seen = {name: NodeReply(row.name, row.role, "absent") for name in documents}
     for name, document in documents.items():
         lost = [msgspec.structs.replace(one, state="lost") for one in document.lost]
         for node in (*document.nodes, *lost):
@@ -309,19 +247,10 @@ def _shown(value: int | None) -> str:
     return "" if value is None else str(value)
 
 
-def table_of(statuses: Sequence[ProcessStatus]) -> str:
-    """Return one line per process below the names of the columns."""
-    return lines_of(
-        ("process", "role", "host", "state", "", "last end"),
-        [(one.name, one.role, one.host, one.state, one.note, one.last_end) for one in statuses],
-    )
-
-
-def lines_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return the rows below the names of the columns, each column as wide as its longest text."""
-    lines = [head, *rows]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+def lines_of(rows: Sequence[Sequence[str]]) -> str:
+    """Return the rows as lines, each column as wide as its longest text."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )

@@ -22,8 +22,7 @@ from baton.deploy.cluster.processes import ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import read_deployment, state_folder
 from baton.deploy.cluster.systemd import program_of
-from baton.deploy.doctor.findings import Finding, fault, ok, warning
-from baton.deploy.doctor.machine import MachineReport
+from baton.deploy.doctor.machine import Finding, MachineReport, fault, ok, warning
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bindable
 

@@ -11,14 +11,15 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from baton.deploy.doctor.cluster_check import SETTINGS, check_cluster
-from baton.deploy.doctor.findings import (
+from baton.deploy.doctor.machine import (
     Finding,
+    Wants,
+    check_machine,
     fault,
     is_healthy,
     line_of,
     summary_of,
 )
-from baton.deploy.doctor.machine import Wants, check_machine
 from baton.deploy.doctor.path import READ_S, PathReader, offer_pool
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError

@@ -4,19 +4,17 @@ torch and NIXL, which may crash or take long, are tried in separate processes. N
 the machine. Facts that other tools show, such as CPU features and clocks, are left to them.
 """
 
-import csv
 import hashlib
-import os
 import resource
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
-from baton.deploy.doctor.findings import Finding, fault, ok, warning
 from baton.deploy.model_folder import with_model
 from baton.deploy.ports import check_port
 from baton.engine.compute.compute_facts import ComputeFacts
@@ -27,15 +25,55 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import PROTOCOL_VERSION
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.host import active_ports
+from baton.runtime.host import active_ports, gpus_of
 
 CHILD_TIMEOUT_S = 60.0
 REACH_TIMEOUT_S = 3.0
 DIGEST_BYTES, SAMPLE_BYTES = 6, 1 << 16
-SMALL_SHM_MIB = 64
-NVIDIA_SMI = ("nvidia-smi", "--format=csv,noheader,nounits")
 NIXL_HINT = "run `pip install -e '.[nixl]'` in baton's folder"
 MIB = 1 << 20
+CHECK_WIDTH = 10
+
+Level = Literal["ok", "warning", "fault"]
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """`text` says what was found and, if that is a problem, what to do.
+
+    With a fault, nodes would not start or not reach each other; a warning costs speed, or may be
+    unintended.
+    """
+
+    check: str
+    level: Level
+    text: str
+    host: str = ""  # empty for the host that was asked
+
+
+def ok(check: str, text: str) -> Finding:
+    return Finding(check, "ok", text)
+
+
+def warning(check: str, text: str) -> Finding:
+    return Finding(check, "warning", text)
+
+
+def fault(check: str, text: str) -> Finding:
+    return Finding(check, "fault", text)
+
+
+def is_healthy(findings: Sequence[Finding]) -> bool:
+    return all(one.level != "fault" for one in findings)
+
+
+def line_of(finding: Finding) -> str:
+    return f"  {finding.level.ljust(7)}  {finding.check.ljust(CHECK_WIDTH)}  {finding.text}"
+
+
+def summary_of(findings: Sequence[Finding]) -> str:
+    faults = sum(one.level == "fault" for one in findings)
+    warnings = sum(one.level == "warning" for one in findings)
+    return f"{faults} faults, {warnings} warnings, {len(findings) - faults - warnings} checks ok"
 
 
 class Wants(msgspec.Struct, frozen=True):
@@ -46,13 +84,6 @@ class Wants(msgspec.Struct, frozen=True):
     needs_nixl: bool = False  # blocks travel between hosts, or between GPUs
     ports: tuple[str, ...] = ()  # host:port on which processes will listen
     reach: tuple[str, ...] = ()  # host:port that processes will dial
-
-
-class GpuFacts(msgspec.Struct, frozen=True):
-    index: int
-    name: str
-    total_mib: int
-    used_mib: int
 
 
 class MachineReport(msgspec.Struct, frozen=True):
@@ -66,20 +97,17 @@ class MachineReport(msgspec.Struct, frozen=True):
 
 def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
     """Return the report; `config` names the model, the key and the network device."""
-    compute, gpus, rdma_ports = _compute(), _gpus(), active_ports()
-    shm = os.statvfs("/dev/shm") if Path("/dev/shm").is_dir() else None
+    compute, num_gpus = _compute(), len(gpus_of(0))
     model, model_digest = _model(config)
     key, key_digest = _key(config)
     findings = [
         ok("python", f"{sys.version.partition(' ')[0]}, baton {VERSION}"),
         torch_finding(compute),
-        cuda_finding(compute, wants.gpus, has_gpus=bool(gpus)),
-        gpus_finding(gpus, wants.gpus),
-        gpu_memory_finding(gpus),
+        cuda_finding(compute, wants.gpus, has_gpus=bool(num_gpus)),
+        gpus_finding(num_gpus, wants.gpus),
         nixl_finding(_nixl(config.transfer.device), needs_nixl=wants.needs_nixl),
         memory_finding(wants.pool_mib, available_bytes() // MIB),
-        shm_finding(shm.f_bavail * shm.f_frsize // MIB if shm else 0),
-        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma_ports),
+        memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], active_ports()),
         model,
         key,
         _ports(wants.ports),
@@ -120,28 +148,14 @@ def cuda_finding(found: ComputeFacts, num_wanted: int, *, has_gpus: bool) -> Fin
     return ok("cuda", f"torch uses {found.num_gpus} GPUs; the driver supports {found.driver_cuda}")
 
 
-def gpus_finding(gpus: Sequence[GpuFacts], num_wanted: int) -> Finding:
-    if len(gpus) < num_wanted:
+def gpus_finding(num_gpus: int, num_wanted: int) -> Finding:
+    if num_gpus < num_wanted:
         return fault(
             "gpus",
-            f"{num_wanted} GPUs are wanted and nvidia-smi shows {len(gpus)}: install the NVIDIA "
-            "driver, lower gpus or replicas, or name more hosts",
+            f"{num_wanted} GPUs are wanted and there are {num_gpus}: install the NVIDIA driver, "
+            "lower gpus or replicas, or name more hosts",
         )
-    return ok("gpus", ", ".join(f"{one.index}: {one.name}" for one in gpus) or "none")
-
-
-def gpu_memory_finding(gpus: Sequence[GpuFacts]) -> Finding | None:
-    if not gpus:
-        return None
-    # Some MiB are the driver's own.
-    busy = [one for one in gpus if one.used_mib > one.total_mib // 20]
-    if not busy:
-        return ok("gpu memory", f"free; {gpus[0].total_mib} MiB each")
-    shown = ", ".join(f"GPU {one.index} {one.used_mib} of {one.total_mib} MiB" for one in busy)
-    return warning(
-        "gpu memory",
-        f"in use: {shown}; pools take what is left: see nvidia-smi, and end what is not baton's",
-    )
+    return ok("gpus", str(num_gpus or "none"))
 
 
 def nixl_finding(failure: str | None, *, needs_nixl: bool) -> Finding:
@@ -162,16 +176,6 @@ def memory_finding(pool_mib: int, available_mib: int) -> Finding:
             "cache.memory_mib, or end other programs",
         )
     return ok("memory", f"{available_mib} MiB are free for pools")
-
-
-def shm_finding(free_mib: int) -> Finding:
-    if free_mib < SMALL_SHM_MIB:
-        return warning(
-            "/dev/shm",
-            f"{free_mib} MiB are free, and UCX and torch put small segments there: give it "
-            f"{SMALL_SHM_MIB} MiB or more (--shm-size for a container); pools do not lie in it",
-        )
-    return ok("/dev/shm", f"{free_mib} MiB free; pools are memfds and do not lie in it")
 
 
 def memlock_finding(limit_bytes: int, rdma_ports: Sequence[str]) -> Finding:
@@ -218,31 +222,6 @@ def _last_line_of(module: str, *words: str) -> tuple[str, str]:
     lines = done.stdout.rstrip("\n").splitlines() or [""]
     complaints = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
     return lines[-1], complaints[-1] if done.returncode else ""
-
-
-def _gpus() -> list[GpuFacts]:
-    """Return the GPUs that nvidia-smi lists; none if it is missing or does not work."""
-    words = (*NVIDIA_SMI, "--query-gpu=index,name,memory.total,memory.used")
-    try:
-        done = subprocess.run(
-            words, capture_output=True, text=True, check=True, timeout=CHILD_TIMEOUT_S
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [
-        row
-        for row in csv.reader(done.stdout.splitlines(), skipinitialspace=True)
-        if len(row) == len(GpuFacts.__struct_fields__)  # it may say that there are no others
-    ]
-    return [
-        GpuFacts(int(index), name, _number(total), _number(used))
-        for index, name, total, used in rows
-    ]
-
-
-def _number(text: str) -> int:
-    """Return a number of nvidia-smi, which writes [N/A] for unknown values."""
-    return int(text) if text.strip().isdecimal() else 0
 
 
 def _model(config: ClusterConfig) -> tuple[Finding | None, str]:

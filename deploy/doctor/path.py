@@ -14,7 +14,7 @@ import msgspec
 import psutil
 import zmq
 
-from baton.deploy.doctor.findings import Finding, fault, ok, warning
+from baton.deploy.doctor.machine import Finding, fault, ok, warning
 from baton.deploy.doctor.nixl_check import UcxLog, lane_in
 from baton.deploy.doctor.probe_pool import PathMeasured, PoolOffered, ProbePool
 from baton.protocol.codec import Codec

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from baton.deploy.cluster.hosts import check_machine, on_this_machine
-from baton.deploy.cluster.processes import ClusterPlan, Probe, ProcessPlaces, ProcessSpec, plan_of
+from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -83,7 +83,6 @@ def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Pat
     assert [[port.port for port in one.ports] for one in (first, *others)] == [
         [6000, 6100], [6001, 6101], [6002, 6102],
     ]  # fmt: skip
-    assert first.ready == Probe("/ready", 6100)
     assert settings_of(first).node.http == "127.0.0.1:6100"
     assert {one.argv for one in others} == {first.argv}
 
@@ -135,92 +134,69 @@ def test_keys_of_clients_are_in_no_command(tmp_path: Path) -> None:
     assert settings_of(plan.processes[0]).router.api_keys == ("s3cret", "other")
 
 
-REMOTE: dict[str, object] = {
-    "routers": [{"host": "10.0.0.1"}],
-    "settings": {"keys": {"insecure": True}},
-}
+REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": True}}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "key", "hint"),
+    ("changes", "key"),
     [
-        ({"rooters": []}, "rooters", "did you mean routers?"),
-        ({"pools": pools(replicas=0)}, "pools.decode.replicas cannot be 0", ">= 1"),
-        ({"pools": {"Big": {"role": "decode"}}}, "pools.Big", "lower-case"),
-        ({"pools": {"prefill": {"role": "prefill"}}}, "pools", "role: decode"),
-        ({"pools": {"decode": {}}}, "pools.decode", "role is missing"),
-        ({"pools": {**pools(), "router": {"role": "decode"}}}, "pools.router", "another"),
-        ({"routers": []}, "routers", "one router"),
-        ({"routers": [{"port": 5570}]}, "routers[0].control_port", "choose another"),
-        ({"routers": [{}, {"control_port": 5571}]}, "routers[1].port", "routers[0].port"),
-        ({"pools": pools(peer_port=8000)}, "pools.decode.peer_port (node 0)", "routers[0].port"),
-        ({"pools": pools(http_port=7000, peer_port=7000)}, "pools.decode.http_port", "peer_port"),
-        ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port", "lower"),
-        ({"settings": {"cahe": {}}}, "settings: cahe", "did you mean cache?"),
-        ({"settings": {"cache": {"block_size": 0}}}, "settings: ", "cache.block_size cannot be 0"),
-        ({"settings": {"model": {"path": "x"}}}, "settings.model.path", "model decides"),
-        (
-            {"pools": pools(settings={"model": {"served_model_name": "x"}})},
-            "pools.decode.settings",
-            "share",
-        ),
-        ({"pools": pools(settings={"cache": {"block_size": 8}})}, "cache.block_size", "pools"),
-        ({"pools": pools(env={"BATON_NODE_ID": "x"})}, "pools.decode.env", "settings"),
-        ({"pools": pools(hosts=["10.0.0.2"])}, "routers[0].host", "of none"),
-        ({"routers": [{"host": "10.0.0.1"}]}, "pools.prefill.hosts", "of none"),
+        ({"rooters": []}, "rooters"),
+        ({"pools": pools(replicas=0)}, "pools"),
+        ({"pools": {"prefill": {"role": "prefill"}}}, "pools: no pool has `role: decode`"),
+        ({"pools": {**pools(), "router": {"role": "decode"}}}, "pools.router"),
+        ({"routers": []}, "routers"),
+        ({"routers": [{"port": 5570}]}, "routers[0].control_port"),
+        ({"pools": pools(peer_port=8000)}, "pools.decode.peer_port (node 0)"),
+        ({"pools": pools(peer_port=65535, replicas=2)}, "pools.decode.peer_port"),
+        ({"settings": {"cahe": {}}}, "settings: cahe"),
+        ({"settings": {"cache": {"block_size": 0}}}, "cache.block_size cannot be 0"),
+        ({"settings": {"model": {"path": "x"}}}, "settings.model.path: model decides this"),
+        ({"pools": pools(settings={"router": {"port": 1}})}, "pools.decode.settings.router.port"),
+        ({"pools": pools(settings={"cache": {"block_size": 8}})}, "cache.block_size"),
+        ({"pools": pools(env={"BATON_NODE_ID": "x"})}, "pools.decode.env"),
+        ({"pools": pools(hosts=["10.0.0.2"])}, "routers[0].host"),
         (
             {
                 "pools": {"decode": {"role": "decode"}},
                 "settings": {"router": {"local_prefill": "never"}},
             },
-            "pools", "local-prefill always",
+            "pools",
         ),
         (
             {"pools": {"p": {"role": "prefill", "gpus": 2}, "d": {"role": "decode", "gpus": 3}}},
-            "pools.p.gpus is 2 and pools.d.gpus is 3", "divide",
+            "pools.p.gpus is 2 and pools.d.gpus is 3",
         ),
         (
             {
                 **REMOTE, "gpus_per_host": 1,
-                "pools": {
-                    "p": {"role": "prefill", "gpus": 1, "hosts": ["10.0.0.2"]},
-                    "d": {"role": "decode", "gpus": 1, "hosts": ["10.0.0.2"]},
-                },
+                "pools": {"d": {"role": "decode", "gpus": 2, "hosts": ["10.0.0.2"]}},
             },
-            "pools.d.hosts", "no GPU is left on host 10.0.0.2 for node d-0",
+            "pools.d.gpus",
         ),
         (
             {**REMOTE, "pools": {"d": {"role": "decode", "hosts": ["127.0.0.1"]}}},
-            "pools.d.hosts", "loopback",
+            "pools.d.hosts",
         ),
-        ({"key": "nowhere.key"}, "key", "No such file"),
+        ({"key": "nowhere.key"}, "key"),
     ],
 )  # fmt: skip
-def test_what_cannot_work_is_refused_with_file_key_and_remedy(
-    changes: dict[str, object], key: str, hint: str, tmp_path: Path
+def test_a_mistake_is_refused_in_one_line_with_file_and_key(
+    changes: dict[str, object], key: str, tmp_path: Path
 ) -> None:
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError) as error:
         read_description(path)
     said = error.value.message
-    assert said.startswith(str(path)) or f" {path}" in said
+    assert said.startswith(str(path))
     assert key in said
-    assert hint in said
     assert len(said.splitlines()) == 1
 
 
 def test_two_pools_of_one_name_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("name: a\npools:\n  d: {role: decode}\n  d: {role: decode}\n")
-    with pytest.raises(ConfigError, match=r"d is written twice, in lines 3 and 4.*same ids"):
+    with pytest.raises(ConfigError, match="d is written twice"):
         read_description(path)
-
-
-def test_a_key_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    write_key(tmp_path / "cluster.key")
-    (tmp_path / "cluster.key").chmod(0o644)
-    with pytest.raises(ConfigError, match="chmod 600"):
-        read_description(written(tmp_path, key="cluster.key"))
 
 
 def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:

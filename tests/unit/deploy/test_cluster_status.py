@@ -7,23 +7,22 @@ from baton.deploy.cluster.arguments import arguments_of
 from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.cluster.status import (
     HEAD,
-    ClusterView,
-    NodeDocument,
-    NodeLoad,
     PairDocument,
     RouterAnswer,
     RouterDocument,
     StatusRow,
     cells,
+    routers_of,
     rows_of,
-    summary_of,
+    show,
 )
+from baton.deploy.startup import NodeLoad, NodeReply
 from baton.protocol.errors import ConfigError
 
 PREFILL, DECODE = "prefill-0", "decode-0"
 READY = (
-    NodeDocument(PREFILL, "prefill", "ready", load=NodeLoad(1, 2, 60, 80)),
-    NodeDocument(DECODE, "decode", "ready", load=NodeLoad(3, 0, 80, 80)),
+    NodeReply(PREFILL, "prefill", "ready", load=NodeLoad(1, 2, 60, 80)),
+    NodeReply(DECODE, "decode", "ready", load=NodeLoad(3, 0, 80, 80)),
 )
 
 
@@ -52,10 +51,10 @@ def test_handoffs_of_several_routers_are_added() -> None:
     ("changes", "health"),
     [
         ({}, "ready"),
-        ({"nodes": READY[:1], "lost": (NodeDocument(DECODE, "decode"),)}, "lost at router-1"),
+        ({"nodes": READY[:1], "lost": (NodeReply(DECODE, "decode"),)}, "lost at router-1"),
         ({"nodes": READY[:1]}, "absent at router-1"),
         (
-            {"nodes": (NodeDocument(DECODE, "decode", "starting", "loading", 3, 9),)},
+            {"nodes": (NodeReply(DECODE, "decode", "starting", "loading", 3, 9),)},
             "loading 3/9 at router-1",
         ),
     ],
@@ -81,18 +80,12 @@ def test_rows_join_the_deployment_and_the_routers() -> None:
     ]  # fmt: skip
     assert [one["KV"] for one in lines] == ["", "25 %", "0 %"]
     assert lines[1]["handoffs"] == "2"
-    assert summary_of("small", [answer]) == (
-        "small: ready · tiny · baton 0.1.0 · 0 running · 0 queued"
-    )
 
 
-def test_a_router_that_cannot_be_reached_is_one_line() -> None:
+def test_a_router_that_cannot_be_reached_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments_of("status", "", ["--url", "http://127.0.0.1:1/v1"])
-    assert not given.names_deployment
-    view = ClusterView(given)
-    view.look()
-    assert not view.is_well
-    assert view.text().splitlines()[-1] == (
+    assert show(given, routers_of(given)) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == (
         "127.0.0.1:1 at http://127.0.0.1:1 does not answer: Connection refused"
     )
     with pytest.raises(ConfigError, match="--url ftp"):

@@ -6,17 +6,14 @@ import msgspec
 import pytest
 
 from baton.deploy.doctor.cluster_check import compared
-from baton.deploy.doctor.findings import Finding
 from baton.deploy.doctor.machine import (
-    GpuFacts,
+    Finding,
     MachineReport,
     cuda_finding,
-    gpu_memory_finding,
     gpus_finding,
     memlock_finding,
     memory_finding,
     nixl_finding,
-    shm_finding,
     torch_finding,
 )
 from baton.deploy.doctor.nixl_check import complaint_in, lane_in
@@ -27,9 +24,7 @@ from baton.protocol.errors import Failure
 
 TORCH = ComputeFacts(torch="2.9", cuda="13.0", driver_cuda="13.0", num_gpus=1)
 NEW = msgspec.structs.replace(TORCH, driver_cuda="12.4", no_gpu="too old")
-IDLE, BUSY = GpuFacts(0, "H100", 80_000, 500), GpuFacts(0, "H100", 80_000, 60_000)
 RDMA = ["mlx5_0:1"]
-UNLIMITED = resource.RLIM_INFINITY
 BY_RDMA = PathMeasured("nixl", "rc_mlx5/mlx5_0:1", 1 << 30, 0.1, 1e-4, 1 << 16)
 BY_TCP = msgspec.structs.replace(BY_RDMA, lane="tcp/eth0")
 LATE = PathMeasured(failure=Failure("path_timed_out", "no answer"))
@@ -54,18 +49,14 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
             cuda_finding(msgspec.structs.replace(TORCH, no_gpu="none is left"), 0, has_gpus=True),
             "warning", "torch can use no GPU: none is left",
         ),
-        (gpus_finding([IDLE], 2), "fault", "2 GPUs are wanted and nvidia-smi shows 1"),
-        (gpu_memory_finding([BUSY]), "warning", "GPU 0 60000 of 80000 MiB"),
-        (gpu_memory_finding([IDLE]), "ok", "free"),
+        (gpus_finding(1, 2), "fault", "2 GPUs are wanted and there are 1"),
         (nixl_finding(None, needs_nixl=False), "warning", "pip install -e '.[nixl]'"),
         (nixl_finding(None, needs_nixl=True), "fault", "not installed"),
         (nixl_finding("no plugin", needs_nixl=False), "warning", "no plugin"),
         (nixl_finding("", needs_nixl=True), "ok", "an agent starts"),
         (memory_finding(50_000, 40_000), "fault", "need 50000 MiB and 40000 MiB are free"),
-        (shm_finding(1), "warning", "--shm-size"),
         (memlock_finding(64 << 10, RDMA), "fault", "the limit is 64 KiB, and RDMA locks"),
-        (memlock_finding(64 << 10, []), "ok", "64 KiB"),
-        (memlock_finding(UNLIMITED, RDMA), "ok", "unlimited"),
+        (memlock_finding(resource.RLIM_INFINITY, RDMA), "ok", "unlimited"),
         (path_finding("b reads a", BY_RDMA, RDMA), "ok", "10.74 GB/s, 0.10 ms for a block of 64"),
         (path_finding("b reads a", BY_TCP, RDMA), "warning", "although there are RDMA ports"),
         (path_finding("b reads a", LATE, RDMA), "fault", "no answer: open all TCP ports"),

@@ -42,7 +42,7 @@ def test_the_job_asks_for_what_the_pools_need(tmp_path: Path) -> None:
         for block in text.split("#SBATCH hetjob\n")
     )
     assert routers[:1] + routers[2:5] == [
-        "--job-name=baton-tensor-parallel", "--open-mode=append", "--signal=B:TERM@80", "--nodes=1",
+        "--job-name=baton-tensor-parallel", "--open-mode=append", "--signal=TERM@40", "--nodes=1",
     ]  # fmt: skip
     assert " ".join(prefill) == (
         f"--nodes=1 --ntasks=4 --ntasks-per-node=4 --mem=524288M --gres=gpu:8 {own}"
