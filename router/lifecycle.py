@@ -22,7 +22,6 @@ from baton.protocol.messages import (
     Failed,
     FinishReason,
     FirstTokens,
-    HeldChoice,
     InProgress,
     StageTimes,
     TokenEntry,
@@ -76,17 +75,17 @@ class Lifecycle:
     """Turns the events of one request into commands."""
 
     __slots__ = (
-        "_attempts", "_avoided", "_choices", "_has_delivered", "_has_outcome", "_is_closed",
-        "_is_remote_only", "_now_s", "_num_crashes", "_num_open", "_out", "request",
+        "_attempts", "_avoided", "_has_delivered", "_is_closed", "_is_remote_only", "_now_s",
+        "_num_crashes", "_num_open", "_out", "choices", "has_outcome", "request",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self._choices = [Choice(index) for index in range(request.num_choices)]
+        self.choices = [Choice(index) for index in range(request.num_choices)]
         self._attempts: list[Attempt] = []
         self._num_open = request.num_choices
         self._has_delivered = False
-        self._has_outcome = False
+        self.has_outcome = False
         self._is_closed = False
         # The processes that failed the request, each until it may be given the request again.
         self._avoided: dict[NodeProcess, float] = {}
@@ -118,7 +117,7 @@ class Lifecycle:
                     if one.is_named(node, keys):
                         one.heard_s = now_s
             case Begun():
-                self._open_attempt(self._choices)
+                self._open_attempt(self.choices)
             case Adopted():
                 self._on_adopted(event)
             case Placed():
@@ -130,16 +129,16 @@ class Lifecycle:
             case NodeLost(node=lost, failure=failure):
                 self._on_node_lost(lost, failure)
             case ChoiceStopped(choice=index):
-                if self._choices[index].attempt is not None:
-                    self._end_choice(self._choices[index], by_router=True)
+                if self.choices[index].attempt is not None:
+                    self._end_choice(self.choices[index], by_router=True)
             case CallerGone(reason=reason):
-                if not self._has_outcome:
+                if not self.has_outcome:
                     self._conclude(Cancelled(f"the request was cancelled ({reason})").to_failure())
             case Tick():
                 self._on_tick()
             case _:
                 assert_never(event)
-        if self._has_outcome and not self._attempts and not self._is_closed:
+        if self.has_outcome and not self._attempts and not self._is_closed:
             self._is_closed = True
             self._out.append(Closed())
         return self._out
@@ -150,29 +149,17 @@ class Lifecycle:
         return any(attempt.unconfirmed for attempt in self._attempts)
 
     @property
-    def has_outcome(self) -> bool:
-        return self._has_outcome
-
-    @property
     def heard_s(self) -> float | None:
         """Return when nodes last made progress with the attempt that has waited the longest."""
         live = (one.heard_s for one in self._attempts if one.state is AttemptState.LIVE)
         return min(live, default=None)
-
-    def held(self) -> tuple[HeldChoice, ...]:
-        """Return all choices with the tokens that the caller has got."""
-        request_id = self.request.request_id
-        return tuple(
-            HeldChoice(Key(request_id, one.index, one.number), one.output, one.finish_reason)
-            for one in self._choices
-        )
 
     def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver the tokens that the caller lacks, and continue where the other router stopped."""
         self._has_delivered = True
         lost: list[tuple[Choice, Key]] = []
         for one in adopted.choices:
-            choice = self._choices[one.key.choice]
+            choice = self.choices[one.key.choice]
             choice.number = max(one.key.attempt, adopted.first_attempt - 1)
             choice.output, choice.num_received = one.token_ids, one.num_received
             if one.process is not None and one.has_ended:
@@ -201,9 +188,9 @@ class Lifecycle:
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
         """Handle new tokens. This is the hot path: it runs once per sequence and step."""
         index = entry.key.choice
-        if index >= len(self._choices):
+        if index >= len(self.choices):
             return
-        attempt = (choice := self._choices[index]).attempt
+        attempt = (choice := self.choices[index]).attempt
         if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
             return
         attempt.heard_s = self._now_s
@@ -244,7 +231,7 @@ class Lifecycle:
 
     def _forward_first_tokens(self, attempt: Attempt) -> None:
         for index, token_id, reason in attempt.assured_firsts():
-            choice = self._choices[index]
+            choice = self.choices[index]
             if choice.attempt is attempt:
                 self._receive(attempt, choice, attempt.num_tokens, [token_id], reason)
 
@@ -308,7 +295,7 @@ class Lifecycle:
             unheard = {
                 index
                 for index in attempt.open
-                if self._num_tokens(self._choices[index]) == attempt.num_tokens
+                if self._num_tokens(self.choices[index]) == attempt.num_tokens
             }
             keys = tuple(map(attempt.key.of_choice, sorted(unheard)))
             self._cancel(attempt, attempt.decode, keys)
@@ -326,7 +313,7 @@ class Lifecycle:
 
     def _on_crashed(self, node: NodeId, keys: tuple[Key, ...]) -> None:
         """Count a process that died in a step of this request. `NodeLost` follows."""
-        if not self._has_outcome and any(one.is_named(node, keys) for one in self._attempts):
+        if not self.has_outcome and any(one.is_named(node, keys) for one in self._attempts):
             self._num_crashes += 1
             if self._num_crashes >= MAX_CRASHES:
                 self._conclude(kills_nodes(self._num_crashes))
@@ -347,7 +334,7 @@ class Lifecycle:
 
     def _lose(self, attempt: Attempt, loss: Loss, done: NodeId | None) -> None:
         """Give up the whole attempt. The node `done` has ended it and needs no cancel."""
-        lost = [self._choices[index] for index in sorted(attempt.open)]
+        lost = [self.choices[index] for index in sorted(attempt.open)]
         self._leave(attempt, done)
         self._go_on(lost, attempt, loss)
 
@@ -357,11 +344,11 @@ class Lifecycle:
             attempt.open -= indices
             if not attempt.open:
                 self._leave_quietly(attempt)
-            self._go_on([self._choices[index] for index in sorted(indices)], attempt, loss)
+            self._go_on([self.choices[index] for index in sorted(indices)], attempt, loss)
 
     def _go_on(self, lost: Sequence[Choice], attempt: Attempt, loss: Loss) -> None:
         """Make another attempt at these choices, unless the failure or the budget rules it out."""
-        if self._has_outcome:
+        if self.has_outcome:
             return
         self._is_remote_only = self._is_remote_only or loss.failure.code == NOT_CACHED
         for node in loss.blamed:
@@ -377,7 +364,7 @@ class Lifecycle:
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)
-        elif not self._has_delivered and len(lost) == len(self._choices):
+        elif not self._has_delivered and len(lost) == len(self.choices):
             self._out.append(TriedAgain(attempt.key, loss.failure, is_resume=False))
             self._open_attempt(lost)
         else:
@@ -421,7 +408,7 @@ class Lifecycle:
         attempt.state, attempt.heard_s, attempt.reserved = AttemptState.LIVE, self._now_s, nodes
         attempt.prefill, attempt.decode = placed.prefill_node, placed.decode_node
         attempt.epochs, attempt.max_uncached_tokens = placed.epochs, placed.max_uncached_tokens
-        output = self._choices[attempt.choices[0]].output
+        output = self.choices[attempt.choices[0]].output
         self._out.extend(attempt.start_commands(self.request, output))
 
     # --- endings --------------------------------------------------------------------------------
@@ -441,7 +428,7 @@ class Lifecycle:
             self._conclude(None)
 
     def _conclude(self, failure: Failure | None) -> None:
-        self._has_outcome = True
+        self.has_outcome = True
         self._out.append(Outcome(failure))
         for attempt in list(self._attempts):
             self._leave(attempt, None)
@@ -464,7 +451,7 @@ class Lifecycle:
                 self._now_s + CONFIRM_DEADLINE_S,
             )
             for index in attempt.open:
-                self._choices[index].attempt = None
+                self.choices[index].attempt = None
             attempt.open.clear()
             self._close_if_confirmed(attempt)
 
@@ -494,16 +481,11 @@ class Lifecycle:
                 attempt.state is AttemptState.LIVE
                 and self._now_s - attempt.heard_s >= SILENCE_DEADLINE_S
             ):
-                self._lose_silent(attempt)
-
-    def _lose_silent(self, attempt: Attempt) -> None:
-        text = f"no node has made progress with this request for {SILENCE_DEADLINE_S:g} s"
-        if attempt.pair is None or attempt.streaming:
-            loss = Loss.broken(text)
-        else:  # each node waits for the other one
-            loss = Loss.broken(text, *(name for name, _ in attempt.pair))
-            self._end_handoff(attempt, loss.failure)
-        self._lose(attempt, loss, None)
+                text = f"no node has had this request in progress for {SILENCE_DEADLINE_S:g} s"
+                loss = attempt.loss_of_handoff(NodeError(text, code="stream_broken").to_failure())
+                if loss.is_of_handoff:
+                    self._end_handoff(attempt, loss.failure)
+                self._lose(attempt, loss, None)
 
     def _num_tokens(self, choice: Choice) -> int:
         return len(self.request.token_ids) + len(choice.output)

@@ -220,7 +220,10 @@ def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest:
     is_wrong = received is not None and len(received) != num_choices
     if kept is None or kept.owner != claim.owner or is_wrong:
         raise from_failure(gone())
-    held = lifecycle.held()
+    held = tuple(
+        HeldChoice(Key(request.request_id, one.index, one.number), one.output, one.finish_reason)
+        for one in lifecycle.choices
+    )
     attached = Attached(
         request.request_id, kept.form, num_choices, request.token_ids, request.sampling, held
     )

@@ -330,8 +330,14 @@ class Attempt:
         if failure.code == NOT_CACHED and self.max_uncached_tokens is not None:
             # The router's expectation was wrong, and the node is not at fault.
             return Loss(failure)
-        if self.pair is None or self.streaming or failure.http_status != TransferError.http_status:
+        if failure.http_status != TransferError.http_status:
             return Loss(failure, frozenset({node}))
+        return self.loss_of_handoff(failure, node)
+
+    def loss_of_handoff(self, failure: Failure, *blamed: NodeId) -> Loss:
+        """Return the loss of a handoff that failed, or of `blamed` if there is none to wait for."""
+        if self.pair is None or self.streaming:
+            return Loss(failure, frozenset(blamed))
         # A single failure does not show which end is at fault, so the request avoids both.
         return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
 

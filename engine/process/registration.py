@@ -1,22 +1,14 @@
-"""Whether each router gives this node work, and a log of routers that cannot be found.
+"""Whether each router gives this node work, and a log of routers that cannot be found."""
 
-Names are looked up in a separate thread, because a slow name server must not delay heartbeats.
-"""
-
-import socket
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
 
 from baton.engine.scheduling.outputs import Origin
 from baton.protocol.codec import Unreadable
-from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Peers, Refused, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer
-from baton.runtime.channels.endpoint import bindable
 from baton.runtime.log import logger
 
 FIRST_S = 5.0
@@ -28,51 +20,26 @@ log = logger("node")
 RouterDialer = Dialer[ToRouter, ToNode] | Dialer[ToRouter, ToNode | Unreadable]
 
 
-@dataclass(slots=True)
-class _Absence:
-    """Since when a router has been missing, and when that is logged (again)."""
-
-    tell_at_s: float
-    wait_s: float = FIRST_S
-    was_told: bool = False
-
-
 class RouterWatch:
     def __init__(self) -> None:
-        self._absences: dict[str, _Absence] = {}
+        # When each absent router is logged (again), and how long after the last time that is.
+        self._absent: dict[str, tuple[float, float]] = {}
 
     def look(self, now_s: float, router: RouterDialer) -> None:
         """Note whether a router answers. Log its absence after 5 s, then at growing intervals."""
-        absence = self._absences.get(router.endpoint)
         if router.connected:
-            if absence is not None:
-                del self._absences[router.endpoint]
-                if absence.was_told:
-                    log.info("found the router", router=router.endpoint)
+            _, wait_s = self._absent.pop(router.endpoint, (now_s, FIRST_S))
+            if wait_s > FIRST_S:
+                log.info("found the router", router=router.endpoint)
             return
-        if absence is None:
-            self._absences[router.endpoint] = _Absence(now_s + FIRST_S)
+        later = (now_s + FIRST_S, FIRST_S)
+        tell_at_s, wait_s = self._absent.setdefault(router.endpoint, later)
+        if now_s < tell_at_s or router.refusals:  # the node's channel reports refusals
             return
-        if now_s < absence.tell_at_s or router.refusals:  # the node's channel reports refusals
-            return
-        absence.was_told = True
-        absence.wait_s = min(absence.wait_s * 4, LONGEST_S)
-        absence.tell_at_s = now_s + absence.wait_s
-        threading.Thread(target=tell, args=(router.endpoint,), name="lookup", daemon=True).start()
-
-
-def tell(endpoint: str) -> None:
-    """Log that a router does not answer, and why, if this host can find out."""
-    reason = "nothing answers there"
-    try:
-        address = bindable(endpoint)
-        if address.host:
-            socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
-    except ConfigError as error:
-        reason = error.message
-    except OSError:
-        reason = "name does not resolve"
-    log.warning(f"waiting for router {endpoint}: {reason}")
+        wait_s = min(wait_s * 4, LONGEST_S)
+        self._absent[router.endpoint] = (now_s + wait_s, wait_s)
+        reason = "nothing answers there" if router.is_resolved else "name does not resolve"
+        log.warning(f"waiting for router {router.endpoint}: {reason}")
 
 
 # The number of failed handshakes in a row after which a node reports that a router refuses its key.

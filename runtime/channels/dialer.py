@@ -118,6 +118,11 @@ class Dialer(Generic[Out, In]):
         self._wire.wake_if_readable()
         return True
 
+    @property
+    def is_resolved(self) -> bool:
+        """Return whether the listener's name stands for an address."""
+        return self._destination.address is not None
+
     def receive(self) -> In | Disconnected | None:
         """Return the next message or the end of the session; None if neither has arrived."""
         while True:

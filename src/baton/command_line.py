@@ -142,14 +142,16 @@ def _start(name: str, config: ClusterConfig) -> int:
         return run_router(config)
     check_reach(config, "node.routers", *config.node.routers)
     spin_briefly()
+    from baton.engine.process.node import EngineNode
+
     if name == "prefill":
-        from baton.prefill_node.main import run as run_prefill
+        from baton.prefill_node.scheduler import PrefillScheduler
 
-        return run_prefill(config)
+        return EngineNode(config, "prefill", PrefillScheduler).run()
     check_reach(config, "node.bind", config.node.bind)
-    from baton.decode_node.main import run as run_decode
+    from baton.decode_node.scheduler import DecodeScheduler
 
-    return run_decode(config)
+    return EngineNode(config, "decode", DecodeScheduler).run()
 
 
 def _warn_of_variables() -> None:

@@ -24,7 +24,7 @@ HOST_ONLY_ROOMS = (
     "decode_node", "router", "deploy",
 )  # fmt: skip
 # What starts a rank is not host-only.
-WITH_TORCH = {"engine/process/node.py", "prefill_node/main.py", "decode_node/main.py"}
+WITH_TORCH = {"engine/process/node.py"}
 
 
 @pytest.mark.parametrize("group", USES)
