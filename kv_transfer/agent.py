@@ -332,12 +332,9 @@ class AgentTurns:
             return
         try:
             transport = self._transports.get(command.transport)
-            address = command.address.metadata.get(command.transport)
-            if transport is None or address is None:
+            if transport is None or command.transport not in command.address.metadata:
                 raise TransferError(f"{command.transport} is not offered by both ranks")
-            transport.add_peer(
-                command.peer, address, command.num_blocks, command.block_bytes, command.part
-            )
+            transport.add_peer(command)
         except TransferError as error:
             self._events.append(PeerDown(command.peer, error.to_failure()))
             return
@@ -396,16 +393,19 @@ class AgentTurns:
         chunk_bytes = max(self._limits.chunk_bytes, peer.transport.min_chunk_bytes)
         begin = reading.next_block
         end = begin + max(1, chunk_bytes // slice_bytes)
-        remote = command.remote[begin:end]
+        chunk = msgspec.structs.replace(
+            command,
+            remote=command.remote[begin:end],
+            local=command.local[begin:end],
+            generations=command.generations[begin:end],
+        )
         try:
-            handle = peer.transport.read(
-                command.peer, remote, command.local[begin:end], command.generations[begin:end]
-            )
+            handle = peer.transport.read(chunk)
         except TransferError as error:
             self._fail(now_s, reading, error)
         else:
             reading.next_block = end
-            reading.in_flight[handle] = len(remote) * slice_bytes
+            reading.in_flight[handle] = len(chunk.remote) * slice_bytes
         return True
 
     def _end_chunks(self, now_s: float, peer: _ReadablePeer) -> bool:

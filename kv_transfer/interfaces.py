@@ -4,7 +4,6 @@ A read is *stale* if it ended after its lease. The connector decides that; trans
 when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -194,10 +193,8 @@ class Transport(Protocol):
         """Return opaque metadata with which a peer's `add_peer` can read the local pool."""
         ...
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        """Begin to make a pool with blocks of `block_bytes` readable. Raises `TransferError`.
+    def add_peer(self, command: AddPeer) -> None:
+        """Begin to make a pool readable, whose address has this transport. Raises `TransferError`.
 
         Reads copy `part` of each block and never touch the rest of the local block, where other
         reads write. The ranks of one process share its epoch, but not its address.
@@ -212,14 +209,8 @@ class Transport(Protocol):
         """Forget a pool whose reads have ended or been given up. It may be unknown."""
         ...
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        """Post a read of one chunk and return its handle. Raises `TransferError`."""
+    def read(self, command: Read) -> int:
+        """Post a read, one chunk of a whole one, and return its handle. Raises `TransferError`."""
         ...
 
     def test(self, handle: int) -> bool: ...

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockSlice, PoolMemory
+from baton.kv_transfer.interfaces import BlockSlice, PoolMemory, Read
 from baton.protocol.errors import ConfigError, TransferError
 
 CGROUPS = Path("/sys/fs/cgroup")
@@ -142,14 +142,14 @@ def _populate(descriptor: int, file: mmap.mmap) -> None:
 
 
 def check_read(
-    remote: Sequence[int], num_remote: int, local: Sequence[int], num_local: int
+    command: Read, num_remote: int, num_local: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the remote and local ids of one read as arrays.
 
     Raises `TransferError` unless the ids pair up and are in range: callers compute addresses from
     them.
     """
-    source, target = np.asarray(remote, np.int64), np.asarray(local, np.int64)
+    source, target = np.asarray(command.remote, np.int64), np.asarray(command.local, np.int64)
     if len(source) != len(target):
         raise TransferError("a read needs one local block for each remote block")
     for ids, num_blocks in ((source, num_remote), (target, num_local)):
@@ -291,16 +291,11 @@ class SliceMap:
     def __post_init__(self) -> None:
         check_slice(self.part, self.theirs.block_bytes, self.ours.block_bytes)
 
-    def read(
-        self, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
-    ) -> SliceRead:
-        """Return the read of blocks `remote` into `local`.
-
-        Raises `TransferError` unless the ids pair and lie in their pools, and each remote block has
-        a generation.
-        """
-        blocks, into = check_read(remote, self.theirs.num_blocks, local, self.ours.num_blocks)
-        expected = np.asarray(generations, np.int64)
+    def read(self, command: Read) -> SliceRead:
+        """Raise `TransferError` unless the ids pair and lie in their pools, and each remote block
+        has a generation."""
+        blocks, into = check_read(command, self.theirs.num_blocks, self.ours.num_blocks)
+        expected = np.asarray(command.generations, np.int64)
         if len(expected) != len(blocks):
             raise TransferError("a read needs a generation for each remote block")
         part = self.part

@@ -8,10 +8,10 @@ quiesced only once the GPU has ended it. Everything that touches a GPU is in `Pe
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank
+from baton.kv_transfer.interfaces import AddPeer, PeerRank, Read
 from baton.kv_transfer.pools import DevicePool, PeerPool, PoolShape, SliceMap, SliceRead
 from baton.kv_transfer.transports.addresses import (
     CUDA_IPC,
@@ -56,18 +56,20 @@ class CudaIpcTransport:
             table, self._handle, block_bytes, peers.gpu, peers.visible, process_space()
         ).encode()
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        where = CudaIpcAddress.decode(address)
+    def add_peer(self, command: AddPeer) -> None:
+        peer = command.peer
+        where = CudaIpcAddress.decode(command.address.metadata[CUDA_IPC])
         where.table.check(peer.epoch)
-        if where.block_bytes != block_bytes:
+        if where.block_bytes != command.block_bytes:
             raise TransferError("the address is not that peer's")
         memory = self._pool.memory
         ours = PoolShape(memory.num_blocks, memory.block_bytes)
-        slices = SliceMap(PoolShape(num_blocks, block_bytes), ours, part)
+        theirs = PoolShape(command.num_blocks, command.block_bytes)
+        slices = SliceMap(theirs, ours, command.part)
         self.remove_peer(peer)
-        self._links.add(peer, where.table.socket, where.table.nonce, PoolShape(num_blocks, 0))
+        self._links.add(
+            peer, where.table.socket, where.table.nonce, PoolShape(command.num_blocks, 0)
+        )
         self._peers[peer] = _OpenPeer(where.handle, slices)
 
     def connected(self, peer: PeerRank) -> bool:
@@ -86,21 +88,15 @@ class CudaIpcTransport:
             self._leaving.append(found)
             self._forget_drained()
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        table = self._links.mapping(peer)
-        found = self._peers[peer]
+    def read(self, command: Read) -> int:
+        table = self._links.mapping(command.peer)
+        found = self._peers[command.peer]
         if table is None or found.pool is None:
             raise TransferError("the pool is not open yet")
-        read = found.slices.read(remote, local, generations)
+        read = found.slices.read(command)
         has_ended = found.pool.copy(read.remote, read.local, found.slices.part.num_bytes)
         self._next_handle += 1
-        self._flights[self._next_handle] = _Copy(peer, found, has_ended, read)
+        self._flights[self._next_handle] = _Copy(command.peer, found, has_ended, read)
         found.in_flight.add(self._next_handle)
         return self._next_handle
 

@@ -13,12 +13,11 @@ frozen peer never ends; the agent keeps the deadlines.
 import contextlib
 import secrets
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank, PoolMemory
+from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
 from baton.kv_transfer.pools import check_read, check_slice
 from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
 from baton.kv_transfer.transports.nixl_binding import (
@@ -121,14 +120,13 @@ class NixlTransport:
             memory.num_blocks, memory.block_bytes, self._agent.get_agent_metadata(),
         ).encode()  # fmt: skip
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        where = NixlAddress.decode(address)
-        announced = (peer.epoch, num_blocks, block_bytes)
+    def add_peer(self, command: AddPeer) -> None:
+        peer, part = command.peer, command.part
+        where = NixlAddress.decode(command.address.metadata[NIXL])
+        announced = (peer.epoch, command.num_blocks, command.block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
-        check_slice(part, block_bytes, self._memory.block_bytes)
+        check_slice(part, where.block_bytes, self._memory.block_bytes)
         self.remove_peer(peer)
         same = (where, part)
         busy = next((one for one in self._leaving if (one.where, one.part) == same), None)
@@ -190,16 +188,9 @@ class NixlTransport:
             self._leaving.append(found)
             self._forget_drained()
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        found = self._peer(peer)
-        mine = self._memory.num_blocks
-        source, target = check_read(remote, found.where.num_blocks, local, mine)
+    def read(self, command: Read) -> int:
+        found = self._peer(command.peer)
+        source, target = check_read(command, found.where.num_blocks, self._memory.num_blocks)
         order = np.argsort(target, kind="stable")  # NIXL merges neighbours into one request
         into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
         try:

@@ -19,14 +19,14 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank
+from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read
 from baton.kv_transfer.pools import NONCE_BYTES, HostPool, PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import SHM, ShmAddress
 from baton.protocol.errors import ConfigError, TransferError
@@ -56,14 +56,13 @@ class ShmTransport:
     def address(self) -> bytes:
         return ShmAddress.here(self._links.name, self._pool.nonce, self._epoch).encode()
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        where = ShmAddress.decode(address)
-        where.check(peer.epoch)
-        slices = SliceMap(PoolShape(num_blocks, block_bytes), self._pool.shape, part)
-        self._links.add(peer, where.socket, where.nonce, slices.theirs)
-        self._maps[peer] = slices
+    def add_peer(self, command: AddPeer) -> None:
+        where = ShmAddress.decode(command.address.metadata[SHM])
+        where.check(command.peer.epoch)
+        theirs = PoolShape(command.num_blocks, command.block_bytes)
+        slices = SliceMap(theirs, self._pool.shape, command.part)
+        self._links.add(command.peer, where.socket, where.nonce, theirs)
+        self._maps[command.peer] = slices
 
     def connected(self, peer: PeerRank) -> bool:
         return self._links.mapping(peer) is not None
@@ -72,18 +71,12 @@ class ShmTransport:
         self._links.remove(peer)
         self._maps.pop(peer, None)
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        mapping = self._links.mapping(peer)
+    def read(self, command: Read) -> int:
+        mapping = self._links.mapping(command.peer)
         if mapping is None:
             raise TransferError("the pool is not mapped yet")
-        slices = self._maps[peer]
-        read = slices.read(remote, local, generations)
+        slices = self._maps[command.peer]
+        read = slices.read(command)
         copy_blocks(
             slice_view(self._pool.buffer, slices.ours, slices.part),
             read.local,

@@ -1,8 +1,8 @@
 """A transport that shows each block that it has brought, before the end of its read is reported."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank, Transport
+from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read, Transport
 
 KVReceived = Callable[[tuple[int, ...], BlockSlice], None]
 
@@ -21,21 +21,13 @@ class WatchedTransport:
         self.remove_peer, self.cancel = inner.remove_peer, inner.cancel
         self.fileno, self.service = inner.fileno, inner.service
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        self._inner.add_peer(peer, address, num_blocks, block_bytes, part)
-        self._slices[peer] = part
+    def add_peer(self, command: AddPeer) -> None:
+        self._inner.add_peer(command)
+        self._slices[command.peer] = command.part
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        handle = self._inner.read(peer, remote, local, generations)
-        self._reads[handle] = (tuple(local), self._slices[peer])
+    def read(self, command: Read) -> int:
+        handle = self._inner.read(command)
+        self._reads[handle] = (command.local, self._slices[command.peer])
         return handle
 
     def test(self, handle: int) -> bool:

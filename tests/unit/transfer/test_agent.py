@@ -2,7 +2,6 @@
 
 import select
 import threading
-from collections.abc import Sequence
 
 import pytest
 
@@ -52,12 +51,8 @@ class ScriptedTransport:
     def address(self) -> bytes:
         return b"here"
 
-    def add_peer(
-        self, peer: PeerRank, address: bytes, num_blocks: int, block_bytes: int, part: BlockSlice
-    ) -> None:
-        if address != b"there":
-            raise TransferError("bad address")
-        self.added.append(peer)
+    def add_peer(self, command: AddPeer) -> None:
+        self.added.append(command.peer)
 
     def connected(self, peer: PeerRank) -> bool:
         return peer in self.up
@@ -65,14 +60,8 @@ class ScriptedTransport:
     def remove_peer(self, peer: PeerRank) -> None:
         self.removed.append(peer)
 
-    def read(
-        self,
-        peer: PeerRank,
-        remote: Sequence[int],
-        local: Sequence[int],
-        generations: Sequence[int],
-    ) -> int:
-        self.posted.append((peer, tuple(remote), tuple(local)))
+    def read(self, command: Read) -> int:
+        self.posted.append((command.peer, command.remote, command.local))
         return len(self.posted)
 
     def test(self, handle: int) -> bool:

@@ -6,19 +6,28 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank, PoolMemory
+from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
 from baton.kv_transfer.transports import nixl
 from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl import NixlTransport
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
 
 OWNER, READER = PeerRank(Epoch("owner")), Epoch("reader")
 NUM_BLOCKS, BLOCK_BYTES = 4, 4096
-WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
-ADDRESS = NixlAddress(
-    OWNER.epoch, "owner-agent", "cpu", 4096, NUM_BLOCKS, BLOCK_BYTES, b"owner-agent"
-).encode()
+
+
+def add(num_blocks: int, block_bytes: int, device: str = "cpu") -> AddPeer:
+    """Return the command that adds the owner, whose agent is `owner-agent`."""
+    where = NixlAddress(
+        OWNER.epoch, "owner-agent", device, 1 << 40, num_blocks, block_bytes, b"owner-agent"
+    )
+    address, whole = RankAddress({"nixl": where.encode()}), BlockSlice(0, 0, block_bytes)
+    return AddPeer(OWNER, "nixl", address, num_blocks, block_bytes, whole)
+
+
+ADD = add(NUM_BLOCKS, BLOCK_BYTES)
 
 
 class ScriptedNixl:
@@ -93,13 +102,13 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
 ) -> None:
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
     for _ in range(3):
-        transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+        transport.add_peer(ADD)
         assert not transport.connected(OWNER)
         transport.remove_peer(OWNER)
         transport.service()
     assert (agent.agents, agent.num_removed) == (["owner-agent"], 0)
     agent.state = "DONE"
-    transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+    transport.add_peer(ADD)
     assert transport.connected(OWNER)
     assert agent.agents == ["owner-agent"]
     transport.close()
@@ -115,11 +124,7 @@ def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: Scrip
     assert transport.progress_s is not None
     transport.service()
     assert agent.num_calls == 1, "NIXL has no thread here"
-    address = NixlAddress(
-        OWNER.epoch, "owner-agent", "cuda:1", 1 << 40, num_blocks, block_bytes, b"owner-agent"
-    ).encode()  # fmt: skip
-    whole = BlockSlice(0, 0, block_bytes)
-    transport.add_peer(OWNER, address, num_blocks, block_bytes, whole)
+    transport.add_peer(add(num_blocks, block_bytes, "cuda:1"))
     assert not transport.connected(OWNER)
     assert agent.reads == [([0], [0])]
     agent.state = "DONE"
@@ -132,10 +137,10 @@ def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(
 ) -> None:
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
     agent.state = "DONE"
-    transport.add_peer(OWNER, ADDRESS, NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+    transport.add_peer(ADD)
     assert transport.connected(OWNER)
     agent.state = "PROC"
-    first, second = (transport.read(OWNER, [block], [block], [0]) for block in (0, 1))
+    first, second = (transport.read(Read(1, OWNER, (block,), (block,), (0,))) for block in (0, 1))
     agent.error = ValueError("one of several descriptors failed")
     with pytest.raises(TransferError, match="one of several"):
         transport.test(first)

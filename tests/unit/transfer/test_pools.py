@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from baton.kv_transfer.interfaces import BlockSlice, PeerRank
+from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, Read
 from baton.kv_transfer.pools import HostPool, PoolShape, left_by_cgroups, slice_ids
 from baton.kv_transfer.transports import shm
 from baton.kv_transfer.transports.shm import (
@@ -25,6 +25,7 @@ from baton.kv_transfer.transports.shm import (
 )
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
+from baton.protocol.messages import RankAddress
 
 NUM_BLOCKS, BLOCK_BYTES = 24, 6
 WHOLE = BlockSlice(0, 0, BLOCK_BYTES)
@@ -74,7 +75,8 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
         )
         owner = stack.enter_context(closing(ShmTransport(source, Epoch("owner"))))
         reader = stack.enter_context(closing(ShmTransport(target, Epoch("reader"))))
-        reader.add_peer(OWNER, owner.address(), NUM_BLOCKS, BLOCK_BYTES, WHOLE)
+        address = RankAddress({"shm": owner.address()})
+        reader.add_peer(AddPeer(OWNER, "shm", address, NUM_BLOCKS, BLOCK_BYTES, WHOLE))
         while not reader.connected(OWNER):
             owner.service()
             reader.service()
@@ -83,11 +85,11 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
             copy_blocks(*call)
             source.generations[3] += 1
 
-        blocks = range(5)
-        reader.read(OWNER, blocks, blocks, [0] * 5)
+        read = Read(1, OWNER, tuple(range(5)), tuple(range(5)), (0,) * 5)
+        reader.read(read)
         monkeypatch.setattr(shm, "copy_blocks", copy_while_it_changes)
         with pytest.raises(TransferError) as failed:
-            reader.read(OWNER, blocks, blocks, [0] * 5)
+            reader.read(read)
         assert failed.value.code == "stale_block"
 
 
