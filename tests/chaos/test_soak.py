@@ -14,7 +14,7 @@ NUM_FAULTS = 2 * len(KINDS) + len(OF_ROUTER)
 
 def test_a_few_faults_lose_and_alter_no_token(tmp_path: Path) -> None:
     settings = SoakSettings(
-        requests=40, faults=6, clients=6, model=str(model_folder("qwen3")), vocab_size=250
+        requests=24, faults=4, clients=4, model=str(model_folder("qwen3")), vocab_size=250
     )
     report = asyncio.run(soak(settings, tmp_path))
     assert not report.problems, table(report)

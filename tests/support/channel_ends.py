@@ -1,4 +1,9 @@
-"""Both ends of a channel in one process, and a bare socket that says what no dialer would."""
+"""Both ends of a channel in one process, and a bare socket that says what no dialer would.
+
+`python -m tests.support.channel_ends ROLE ENDPOINT` is one end as a process: `dial` says its number
+whenever a session begins, `listen` reads nothing, and `flood` is a bare socket that says more than
+any queue holds.
+"""
 
 import select
 import socket
@@ -163,7 +168,7 @@ def hello(number: int) -> ToNode:
 def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
     """The other end of a channel in a process of its own, which may be frozen or killed."""
     child = subprocess.Popen(
-        [sys.executable, "-m", "tests.support.channel_process", role, endpoint],
+        [sys.executable, "-m", "tests.support.channel_ends", role, endpoint],
         cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
@@ -197,3 +202,39 @@ def speaking(pair: Ends) -> "zmq.Socket[bytes]":
     bare.send(frame(7, 0, encoded(1)))
     assert numbers(pair.hear(1)) == [1]
     return bare
+
+
+FLOOD = 20_000
+
+
+def dial(endpoint: str) -> None:
+    dialer = Dialer(endpoint, b"d0", to_router_codec(), to_node_codec(), zmq.Context())
+    number = 0
+    dialer.send(note(number))
+    while True:
+        select.select([dialer.fileno()], [], [])
+        while (message := dialer.receive()) is not None:
+            if isinstance(message, Disconnected):
+                number += 1
+                dialer.send(note(number))
+
+
+def listen(endpoint: str) -> None:
+    listener = Listener(endpoint, to_node_codec(), to_router_codec(), zmq.Context())
+    time.sleep(600)
+    listener.close()
+
+
+def flood(endpoint: str) -> None:
+    socket = zmq.Context().socket(zmq.DEALER)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.connect(endpoint)
+    payload = to_router_codec().encode(note(1, 200))
+    for number in range(FLOOD):
+        socket.send(frame(7, number, payload))
+    print("sent", flush=True)
+    time.sleep(600)
+
+
+if __name__ == "__main__":
+    {"dial": dial, "listen": listen, "flood": flood}[sys.argv[1]](sys.argv[2])
