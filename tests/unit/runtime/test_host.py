@@ -1,4 +1,4 @@
-"""What a host has, and how its CPUs, GPUs and network devices are divided among nodes."""
+"""What a host has, how nodes divide it, and what its addresses mean."""
 
 import os
 import subprocess
@@ -11,40 +11,26 @@ from baton.engine.compute.step_threads import NUM_SLOTS, SharedCpus
 from baton.protocol.config import EngineConfig, NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import host
+from baton.runtime.channels.endpoint import Endpoint, bindable
 from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, threads_per_rank
 
 
-@pytest.mark.parametrize(
-    ("num_cpus", "threads", "ranks", "nodes", "expected"),
-    [
-        (2, 0, 1, 1, 2),  # one node takes all
-        (2, 0, 1, 5, 1),  # more nodes than CPUs
-        (16, 0, 4, 2, 2),
-        (2, 7, 4, 2, 7),
-    ],
-)
-def test_threads_of_a_rank(
-    monkeypatch: pytest.MonkeyPatch,
-    num_cpus: int,
-    threads: int,
-    ranks: int,
-    nodes: int,
-    expected: int,
+def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # A process may be kept to CPUs of any numbers.
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 3 + num_cpus)))
-    engine = EngineConfig(threads=threads, tensor_parallel_size=ranks)
-    assert threads_per_rank(engine, nodes) == expected
-
-
-@pytest.mark.parametrize(("quota", "expected"), [("max 100000", 8), ("250000 100000", 3), ("?", 8)])
-def test_the_quota_of_a_container_bounds_the_threads(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, quota: str, expected: int
-) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    (tmp_path / "cpu.max").write_text(quota + "\n")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 19)))
     monkeypatch.setattr(host, "CGROUP", tmp_path)
-    assert threads_per_rank(EngineConfig()) == expected
+    for quota, threads, ranks, nodes, expected in (
+        ("max 100000", 0, 1, 1, 16),
+        ("max 100000", 0, 4, 2, 2),
+        ("max 100000", 0, 1, 50, 1),
+        ("250000 100000", 0, 1, 1, 3),
+        ("?", 7, 4, 2, 7),
+    ):
+        (tmp_path / "cpu.max").write_text(quota + "\n")
+        engine = EngineConfig(threads=threads, tensor_parallel_size=ranks)
+        assert threads_per_rank(engine, nodes) == expected
 
 
 def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path: Path) -> None:
@@ -113,3 +99,35 @@ def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_ar
     node = NodeConfig(routers=("ipc:///tmp/control", "tcp://127.0.0.1:5570"))
     assert devices_for(node, rdma) == "mlx5_0:1,lo"
     assert devices_for(NodeConfig(bind="tcp://127.0.0.1"), rdma / "none") == "lo"
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoint", "is_loopback"),
+    [
+        ("tcp://10.0.0.1:5570", Endpoint("10.0.0.1", 5570), False),
+        ("tcp://10.0.0.1:*", Endpoint("10.0.0.1"), False),
+        ("tcp://127.8.0.1", Endpoint("127.8.0.1"), True),
+        ("tcp://[::1]:80", Endpoint("::1", 80), True),
+        ("tcp://*:80", Endpoint("*", 80), False),
+        ("tcp://0.0.0.0:80", Endpoint("0.0.0.0", 80), False),
+        ("tcp://localhost:80", Endpoint("localhost", 80), True),
+        ("ipc:///tmp/socket", Endpoint(path="/tmp/socket"), True),
+    ],
+)
+def test_an_address_is_read(text: str, endpoint: Endpoint, is_loopback: bool) -> None:
+    assert bindable(text) == endpoint
+    assert endpoint.is_loopback == is_loopback
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tcp://:80", "tcp://a:b", "tcp://a:70000", "ipc://", "http://a:1", "a:1"]
+)
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write tcp://host:port or ipc:///path"):
+        bindable(text)
+
+
+@pytest.mark.parametrize("text", ["tcp://10.0.0.1", "tcp://*:80"])
+def test_nobody_dials_what_is_no_single_place(text: str) -> None:
+    with pytest.raises(ConfigError, match="cannot dial"):
+        _ = bindable(text).dial_endpoint
