@@ -16,7 +16,7 @@ USES = {
         "tests/unit/engine_host/test_decode_scheduler.py",
         "tests/unit/engine_host/test_prefill_scheduler.py",
     ),
-    "transfer": ("tests/unit/transfer/test_lease.py", "tests/unit/transfer/test_host_pool.py"),
+    "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_pools.py"),
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
 }
 HOST_ONLY_ROOMS = (

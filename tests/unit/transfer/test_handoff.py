@@ -1,8 +1,29 @@
-"""Messages of keys that have ended, have not begun, or were overtaken; the reader's lease."""
+"""What a handoff's two ends do with messages that are late, early, out of order or wrong.
+
+A peer that breaks the protocol ends its own handoff and nothing else; a scheduler must not.
+"""
+
+from collections.abc import Sequence
+
+import pytest
 
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.handoff import Parking, ReaderLease, Tombstones
-from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded, Released
+from baton.kv_transfer.interfaces import (
+    Abandon,
+    BeginReceive,
+    ConnectorEvent,
+    Expect,
+    FromRank,
+    PeerRank,
+    PeerUp,
+    Read,
+    ReceiveEnded,
+    Released,
+    ToPeer,
+    ToRank,
+)
+from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
     BlockRange,
@@ -13,6 +34,7 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
+    ToDecode,
     Withdrawn,
 )
 from tests.support import connectors
@@ -25,13 +47,16 @@ from tests.support.connectors import (
     heard,
     hello,
     key,
+    node,
     offer,
     offered,
     said,
 )
 
+BLOCK_RANGE = BlockRange(key(), 0, (1, 2), (0, 0))
+END = End(key(), (FirstToken(1),))
+UP = FromRank(0, PeerUp(PeerRank(PREFILL.epoch), "shm"))
 WITHDRAWN, DECLINED = Withdrawn(key(), FAILURE), Declined(key(), FAILURE)
-BLOCK_RANGE, END = BlockRange(key(), 0, (1, 2), (0, 0)), End(key(), (FirstToken(1),))
 
 
 def decode() -> NodeConnector:
@@ -40,15 +65,6 @@ def decode() -> NodeConnector:
 
 def prefill() -> NodeConnector:
     return connectors.prefill(offer(), *heard(DECODE, hello(DECODE)))
-
-
-def test_an_offer_that_comes_first_waits_for_its_request() -> None:
-    connector = decode()
-    step = connector.step(1.0, heard(PREFILL, offered()))
-    assert (step.reports, said(step), step.wake_at_s) == ([], [], 6.0)
-    step = connector.step(3.0, [Expect(key(), P)])
-    assert step.reports == [offered()]
-    assert step.wake_at_s == 11.0  # a third of a lease after it came
 
 
 def test_an_offer_whose_request_never_comes_is_declined_for_good() -> None:
@@ -86,14 +102,6 @@ def test_a_reader_that_renews_what_prefill_has_given_back_is_told_so() -> None:
     assert isinstance(withdrawn[2], Withdrawn)
     assert withdrawn[2].key == key("unknown")
     assert step.reports == []
-
-
-def test_events_that_crossed_the_end_mean_nothing() -> None:
-    connector = prefill()
-    step = connector.step(1.0, heard(DECODE, DECLINED))
-    assert step.reports == [Released(key(), FAILURE)]
-    step = connector.step(2.0, [BLOCK_RANGE, END, WITHDRAWN, *heard(DECODE, Done(key()), DECLINED)])
-    assert (step.reports, step.commands) == ([], [])
 
 
 def test_a_newer_attempt_ends_the_older_one_on_both_sides() -> None:
@@ -152,3 +160,105 @@ def test_a_renewal_proves_from_its_sending_once_it_is_confirmed() -> None:
     assert lease.confirmed()
     assert lease.limit_s == 41.0
     assert not lease.confirmed()
+
+
+def expecting(*messages: ToDecode) -> NodeConnector:
+    greeted = heard(PREFILL, hello(PREFILL), *messages)
+    return connectors.decode(Expect(key(), P), UP, *greeted)
+
+
+def announcing() -> NodeConnector:
+    """One that has announced the first of two blocks."""
+    greeted = heard(DECODE, hello(DECODE))
+    return connectors.prefill(offer(), *greeted, BlockRange(key(), 0, (1,), (0,)))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        (BLOCK_RANGE,),
+        (END,),
+        (Renewed(key()),),
+        (offered(num_blocks=65),),
+        (offered(lease_s=0.0),),
+        (offered(), offered()),
+        (offered(), Renewed(key())),
+        (offered(), END),
+        (offered(), BlockRange(key(), 1, (1,), (0,))),
+        (offered(), BlockRange(key(), 0, (1, 2), (0,))),
+        (offered(), BlockRange(key(), 0, (), ())),
+        (offered(), BlockRange(key(), 0, (1, 2, 3), (0, 0, 0))),
+        (offered(), BlockRange(key(), 0, (1,), (0,)), END),
+        (offered(), BLOCK_RANGE, BLOCK_RANGE),
+        (offered(), BLOCK_RANGE, END, END),
+    ],
+)
+def test_what_makes_no_sense_ends_the_receive_and_is_declined(messages: tuple[ToDecode]) -> None:
+    step = expecting(*messages[:-1]).step(1.0, heard(PREFILL, messages[-1]))
+    [ended] = step.reports
+    assert isinstance(ended, ReceiveEnded)
+    declined = step.commands[-1]
+    assert isinstance(declined, ToPeer)
+    assert declined.message == Declined(key(), ended.failure)
+
+
+def test_blocks_that_the_source_does_not_have_are_not_read() -> None:
+    connector = expecting(offered(), BlockRange(key(), 0, (1, 64), (0, 0)))
+    step = connector.step(1.0, [BeginReceive(key(), 0, (20, 21))])
+    assert isinstance(step.reports[0], ReceiveEnded)
+    assert not [c for c in step.commands if isinstance(c, ToRank) and isinstance(c.command, Read)]
+
+
+def test_a_prompt_of_another_length_than_decode_has_is_not_landed() -> None:
+    [ended] = expecting(offered()).step(1.0, [BeginReceive(key(), 0, (20, 21, 22))]).reports
+    assert isinstance(ended, ReceiveEnded)
+
+
+def test_another_node_cannot_offer_or_end_what_was_expected_of_the_first() -> None:
+    other = node("q", "prefill")
+    connector = expecting()
+    messages = (hello(other), offered(), BLOCK_RANGE, Renewed(key()))
+    step = connector.step(1.0, heard(other, *messages))
+    assert step.reports == []
+    assert [type(message) for message in said(step)][1:] == [Declined]
+    assert connector.step(2.0, heard(PREFILL, offered())).reports == [offered()]
+
+
+def test_done_before_the_end_releases_with_a_failure() -> None:
+    for early in ((), (Renew((key(),)),)):
+        [released] = announcing().step(1.0, heard(DECODE, *early, Done(key()))).reports
+        assert isinstance(released, Released)
+        assert released.failure is not None
+
+
+def test_another_node_cannot_release_what_was_offered_to_the_first() -> None:
+    other = node("e", "decode")
+    messages = (hello(other), Done(key()), Declined(key(), FAILURE))
+    assert announcing().step(1.0, heard(other, *messages)).reports == []
+
+
+def test_a_decode_node_that_greets_again_has_lost_what_it_had() -> None:
+    connector = announcing()
+    connector.step(1.0, heard(DECODE, Renew((key(),))))
+    step = connector.step(2.0, heard(DECODE, hello(DECODE)))
+    assert [type(message) for message in said(step)] == [Withdrawn]
+
+
+@pytest.mark.parametrize(
+    ("connector", "events"),
+    [
+        (announcing, [offer()]),
+        (announcing, [BlockRange(key(), 0, (1,), (0,))]),
+        (announcing, [END]),
+        (announcing, [BlockRange(key(), 1, (2,), (0,)), END, END]),
+        (announcing, [BlockRange(key(), 1, (2,), (0,)), END, BlockRange(key(), 2, (3,), (0,))]),
+        (expecting, [Expect(key(), P)]),
+        (expecting, [BeginReceive(key(), 0, (20, 21))]),
+        (expecting, [*heard(PREFILL, offered()), *[BeginReceive(key(), 0, (20, 21))] * 2]),
+    ],
+)  # fmt: skip
+def test_a_scheduler_that_breaks_the_contract_ends_the_process(
+    connector: type[NodeConnector], events: Sequence[ConnectorEvent]
+) -> None:
+    with pytest.raises(InvariantBroken):
+        connector().step(1.0, events)  # type: ignore[call-arg]

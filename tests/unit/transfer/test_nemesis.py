@@ -15,14 +15,14 @@ from baton.kv_transfer.receive import KVReceive, ReceiveEvent, ReceiveState
 from baton.protocol.messages import BlockRange, Done, End, Offered, Renewed
 from tests.support.transfer_nemesis import HARMLESS, Malice, run_schedule, successes
 
-# A broken scheduler or connector of this process; the machines end it. `test_liars` holds some.
+# A broken scheduler or connector of this process; the machines end it. `test_handoff` holds some.
 BUGS = {
     (SourceState.COMPLETE, BlockRange), (SourceState.COMPLETE, End),
     (ReceiveState.EXPECTED, BeginReceive), (ReceiveState.EXPECTED, PeerUp),
     (ReceiveState.EXPECTED, ReadEnded), (ReceiveState.OFFERED, ReadEnded),
     (ReceiveState.RECEIVING, BeginReceive), (ReceiveState.DRAINING, BeginReceive),
 }  # fmt: skip
-# Only a peer that breaks the protocol leads here; `test_liars` does.
+# Only a peer that breaks the protocol leads here; `test_handoff` does.
 LIES = {
     (SourceState.OFFERED, Done),
     (ReceiveState.EXPECTED, BlockRange), (ReceiveState.EXPECTED, End),
