@@ -1,13 +1,10 @@
 """Strangers at every port of a real cluster: they take nothing from those who belong to it."""
 
-import resource
 import socket
 import struct
-import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.client import HTTPException
+from collections.abc import Callable
+from contextlib import suppress
 from itertools import cycle
 from pathlib import Path
 
@@ -15,6 +12,7 @@ import psutil
 
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.stream_reader import StreamReader
 from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
@@ -23,8 +21,6 @@ ALARMS = ("Traceback", "Assertion failed", "a request broke", "an invariant brok
 DEADLINE_S = 120.0
 NUM_STRANGERS = 3_000
 HELD = 400  # connections that stay open at the same time
-# Without descriptors: fewer at each port than libzmq lets wait there (100).
-NUM_WAITING = 450
 # ZMTP 3.1: the signature, the version, the mechanism NULL, and who listens.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
@@ -97,70 +93,11 @@ def to_pool(name: str) -> socket.socket:
     return link
 
 
-class Reader:
-    """A client that asks one stream after the other, on a thread, and keeps what it was told."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self._cluster = cluster
-        self._moved = threading.Condition()
-        self._wanted = True
-        self.texts: list[str] = []
-        self.num_events = 0
-        self.error: BaseException | None = None
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def wait_for_events(self, count: int) -> None:
-        with self._moved:
-            goal = self.num_events + count
-            done = self._moved.wait_for(lambda: self.error or self.num_events >= goal, DEADLINE_S)
-        assert done, "the stream stands still"
-        assert self.error is None, self.error
-
-    def end(self) -> list[str]:
-        """Let the stream that runs come to its end, and return the text of each."""
-        self._wanted = False
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive(), "the stream stands still"
-        assert self.error is None, self.error
-        return self.texts
-
-    def _read(self) -> None:
-        try:
-            while self._wanted:
-                self.texts.append("")
-                for event in self._cluster.stream(**BODY):
-                    assert "error" not in event, event
-                    with self._moved:
-                        for choice in event.get("choices") or []:  # type: ignore[attr-defined]
-                            self.texts[-1] += choice["text"]
-                        self.num_events += 1
-                        self._moved.notify_all()
-        except (AssertionError, OSError, HTTPException, ValueError) as error:
-            with self._moved:
-                self.error = error
-                self._moved.notify_all()
-
-
-@contextmanager
-def few_files(cluster: Cluster, spare: int) -> Iterator[None]:
-    """Leave each process so many descriptors, which is less than the strangers take."""
-    before = {}
-    for child in cluster.children.values():
-        before[child.pid] = resource.prlimit(child.pid, resource.RLIMIT_NOFILE)
-        now = psutil.Process(child.pid).num_fds() + spare
-        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (now, before[child.pid][1]))
-    yield
-    for pid, limits in before.items():
-        resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
-
-
 def files_of(cluster: Cluster) -> dict[str, int]:
     return {n: psutil.Process(one.pid).num_fds() for n, one in cluster.children.items()}
 
 
 def test_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) -> None:
-    """First with descriptors enough, then with fewer than the strangers take."""
     config = tiny_cluster(
         cache={"num_blocks": 600}, engine={"max_num_batched_tokens": 64},
         router={"local_prefill": "never"}, node={"http": "127.0.0.1:0"},
@@ -170,17 +107,13 @@ def test_strangers_at_every_port_end_no_process_and_no_stream(tmp_path: Path) ->
         before = files_of(cluster)
         pids = {name: child.pid for name, child in cluster.children.items()}
         strangers = Strangers(ports_of(cluster))
-        reader = Reader(cluster)
-        reader.wait_for_events(1)
+        reader = StreamReader(cluster, BODY, again=True)
         for _ in range(10):
-            strangers.come((NUM_STRANGERS - NUM_WAITING) // 10)
-            reader.wait_for_events(10)
+            strangers.come(NUM_STRANGERS // 10)
+            reader.wait_for_more(10)
         strangers.leave()
-        with few_files(cluster, spare=20):
-            strangers.come(NUM_WAITING)
-            strangers.leave()
-        texts = reader.end()
-        assert set(texts) == {alone["text"]}
+        assert reader.join() is None
+        assert set(reader.texts) == {alone["text"]}
         assert cluster.complete(**BODY)["choices"] == [alone]
         cluster.wait_until_healthy()
         assert {name: child.pid for name, child in cluster.children.items()} == pids

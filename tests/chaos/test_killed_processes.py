@@ -3,10 +3,8 @@
 `test_soak` draws faults at random; these are the schedules that it cannot be sure to meet.
 """
 
-import threading
 import time
 from functools import cache
-from http.client import HTTPException
 from pathlib import Path
 
 import psutil
@@ -16,6 +14,7 @@ from baton.protocol.config import ClusterConfig, RouterConfig
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
+from tests.support.stream_reader import StreamReader
 from tests.support.waiting import until
 
 NUM_TOKENS = 200
@@ -98,48 +97,10 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     ) == (shutdown_timeout_s == 0)
 
 
-class Reader:
-    """Reads an endless stream on a thread until the server is gone."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.tokens: list[int] = []
-        self.end: BaseException | None = None
-        self._events = cluster.stream(**body(PROMPT, MANY_TOKENS))
-        self._moved = threading.Condition()
-        self._thread = threading.Thread(target=self._read)
-        self._thread.start()
-
-    def wait_for_more(self, num_tokens: int) -> None:
-        """Wait for so many more tokens; an end of the stream is an error."""
-        with self._moved:
-            goal = len(self.tokens) + num_tokens
-            moved = self._moved.wait_for(lambda: self.end or len(self.tokens) >= goal, DEADLINE_S)
-        assert moved, "the stream stands still"
-        if self.end is not None:
-            raise self.end
-
-    def join(self) -> None:
-        self._thread.join(DEADLINE_S)
-        assert not self._thread.is_alive()
-
-    def _read(self) -> None:
-        end: BaseException = AssertionError("the stream is complete")
-        try:
-            for event in self._events:
-                with self._moved:
-                    self.tokens += token_ids(event)
-                    self._moved.notify_all()
-        except (OSError, HTTPException, AssertionError) as error:
-            end = error
-        with self._moved:
-            self.end = end
-            self._moved.notify_all()
-
-
 def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> None:
     """More kills than a request has attempts, and no other decode node to go to."""
     with Cluster(tmp_path, settings()) as cluster:
-        readers = [Reader(cluster) for _ in range(2)]
+        readers = [StreamReader(cluster, body(PROMPT, MANY_TOKENS)) for _ in range(2)]
         for _ in range(RouterConfig().max_attempts + 1):
             for reader in readers:
                 reader.wait_for_more(2)
@@ -149,7 +110,7 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
             reader.wait_for_more(2)
     for reader in readers:
         reader.join()
-        assert reader.tokens == expected(len(reader.tokens))
+        assert reader.token_ids == expected(len(reader.token_ids))
 
 
 def is_ended(process: psutil.Process) -> bool:
@@ -165,7 +126,7 @@ def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path
     ranks = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
     config = settings(decode=2, transfer={"verify_kv": True})
     with Cluster(tmp_path, config, ranks=ranks) as cluster:
-        reader = Reader(cluster)
+        reader = StreamReader(cluster, body(PROMPT, MANY_TOKENS))
         reader.wait_for_more(20)
         first = serving(cluster, "decode")
         node = cluster.children[first]
@@ -179,6 +140,6 @@ def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path
         other = "decode-1" if first == "decode-0" else "decode-0"
         reads = [read.failure for read in cluster.reads(other)]
     reader.join()
-    assert reader.tokens == expected(len(reader.tokens))
+    assert reader.token_ids == expected(len(reader.token_ids))
     assert reads
     assert not any(reads)

@@ -13,8 +13,7 @@ pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine tha
 USES = {
     "schedulers": (
         "tests/unit/engine_host/test_block_pool.py",
-        "tests/unit/engine_host/test_decode_scheduler.py",
-        "tests/unit/engine_host/test_prefill_scheduler.py",
+        "tests/unit/engine_host/test_schedulers.py",
     ),
     "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_pools.py"),
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),

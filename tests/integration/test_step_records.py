@@ -1,20 +1,30 @@
-"""Step records prove batching, chunking, joining and leaving."""
+"""Step records prove batching, chunking, joining and leaving, and reads while prefill computes."""
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
+from threading import Event
+
+import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.process.records import StepRecord
+from baton.engine.compute.runner import Runner
+from baton.engine.process.records import ReadRecord, StepRecord
+from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.kv_transfer.interfaces import Transport
 from baton.protocol.config import ClusterConfig
+from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import tiny_cluster
-from tests.support.node_threads import NodeThreads, always_local, never_local
+from tests.support.node_threads import NodeThreads, always_local, never_local, wrap_transports
 from tests.support.oracle import prompt
+from tests.support.watched_transport import WatchedTransport
 
-CHUNK = 64
+CHUNK, CHUNKS, PROMPTS = 64, 4, 3
+NUM_STEPS = CHUNKS * PROMPTS
+DEADLINE_S = 60.0
 # Some thousand steps: such a request still runs when others come and go, however slow this is.
 MANY_TOKENS = 3000
 
@@ -77,3 +87,83 @@ def test_prompt_chunks_run_between_decode_steps(tmp_path: Path) -> None:
     ]
     assert len(mixed) >= 6
     assert all(sum(part.length for part in step.slices) <= CHUNK for step in steps)
+
+
+class Meeting:
+    """Holds each side until the other has come as far as it must, on any machine.
+
+    A chunk is not done before the blocks of the chunk before it are being read, and a read does not
+    end before the chunk that follows is computed. Without overlap one of them waits in vain.
+    """
+
+    def __init__(self) -> None:
+        self.is_posted = [Event() for _ in range(NUM_STEPS)]
+        self.is_computed = [Event() for _ in range(NUM_STEPS)]
+
+    def compute(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Count and hold the chunks of prompts, which prefill alone computes here."""
+        launch, collect, steps = Runner.launch, Runner.collect, iter(range(NUM_STEPS))
+        chunks: set[tuple[Runner, int]] = set()
+
+        def noted(runner: Runner, plan: StepPlan) -> None:
+            if plan.slices[0].length == CHUNK:
+                chunks.add((runner, plan.step_id))
+            launch(runner, plan)
+
+        def held(runner: Runner) -> StepResult:
+            result = collect(runner)
+            if (runner, result.step_id) in chunks:
+                step = next(steps)
+                if step % CHUNKS:
+                    assert self.is_posted[step - 1].wait(DEADLINE_S), "read only after the chunk"
+                self.is_computed[step].set()
+            return result
+
+        monkeypatch.setattr(Runner, "launch", noted)
+        monkeypatch.setattr(Runner, "collect", held)
+
+    def transport(self, inner: Transport) -> Transport:
+        return HeldTransport(inner, self)
+
+
+class HeldTransport(WatchedTransport):
+    def __init__(self, inner: Transport, meeting: Meeting) -> None:
+        super().__init__(inner)
+        self._meeting = meeting
+        self._steps: dict[int, int] = {}
+
+    def read(
+        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
+    ) -> int:
+        handle = super().read(peer, remote, local, generations)
+        step = self._steps[handle] = len(self._steps)
+        self._meeting.is_posted[step].set()
+        return handle
+
+    def test(self, handle: int) -> bool:
+        following = self._steps[handle] + 1
+        is_last = following % CHUNKS == 0
+        return (is_last or self._meeting.is_computed[following].is_set()) and super().test(handle)
+
+
+def test_blocks_are_read_while_the_next_chunk_computes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = Meeting()
+    meeting.compute(monkeypatch)
+    wrap_transports(monkeypatch, lambda inner, _: meeting.transport(inner))
+    nodes = NodeThreads(
+        tmp_path, never_local(tiny_cluster(engine={"max_num_batched_tokens": CHUNK}))
+    )
+
+    async def use(llm: AsyncLLM) -> None:
+        for salt in range(PROMPTS):
+            await whole(llm, CHUNKS * CHUNK, 4, salt)
+
+    nodes.run(use)
+    chunks = [record for record in nodes.records("prefill-0") if isinstance(record, StepRecord)]
+    reads = [record for record in nodes.records("decode-0") if isinstance(record, ReadRecord)]
+    assert [step.num_prompt_tokens for step in chunks] == [CHUNK] * NUM_STEPS
+    assert len(reads) == NUM_STEPS
+    for read, done in zip(reads, chunks, strict=True):
+        assert read.posted_s >= done.ended_s, "read before it was computed"

@@ -91,17 +91,6 @@ PoolModel.TestCase.settings = settings(stateful_step_count=40)
 TestPoolModel = PoolModel.TestCase
 
 
-def test_a_reused_block_has_a_new_generation() -> None:
-    pool = BlockPool(1, BLOCK_SIZE)
-    (block,) = pool.allocate(1)
-    first = pool.generations_of([block])
-    pool.release([block])
-    pool.allocate(1)
-    assert pool.generations_of([block]) != first
-    assert pool.take_fresh() == ((block, 2),)
-    assert pool.take_fresh() == ()
-
-
 def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
     pool = BlockPool(3, BLOCK_SIZE)
     hashes = block_hashes(list(range(12)), BLOCK_SIZE)

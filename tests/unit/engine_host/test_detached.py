@@ -5,9 +5,9 @@ import pytest
 
 from baton.decode_node import detached as keeping
 from baton.engine.scheduling.scheduler import NodeLimits
-from baton.kv_transfer.interfaces import BeginReceive, KVReceived, ReceiveEnded
-from baton.protocol.errors import NodeError, taken_over
-from baton.protocol.ids import ATTEMPTS_PER_ROUTER, RequestId
+from baton.kv_transfer.interfaces import BeginReceive, KVReceived
+from baton.protocol.errors import taken_over
+from baton.protocol.ids import RequestId
 from baton.protocol.messages import (
     Attach,
     Attached,
@@ -94,36 +94,6 @@ def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices: int)
     assert drive.pool.num_free == 64
 
 
-def test_a_router_that_comes_back_cannot_begin_again_what_another_has_taken_over() -> None:
-    """It is told at once, so that its client is not left waiting."""
-    drive = detached(3, stream(local("r", PROMPT, 20)))
-    held = choices_of(attach(drive))
-    again = msgspec.structs.replace(local("r", PROMPT, 20), key=key("r", attempt=1))
-    drive.scheduler.add(drive.now_s, OLD, again)
-    ((origin, failed),) = drive.scheduler.outputs.take_router_messages()
-    assert isinstance(failed, Failed)
-    assert (origin, failed.key, failed.failure.code) == (OLD, again.key, "stream_taken_over")
-    assert not failed.failure.retryable
-    drive.run()
-    _, rest = tokens_after(drive, 0)
-    assert held[0].token_ids + rest == continuation(PROMPT, 20, 0)
-
-
-def test_a_router_that_took_a_stream_over_elsewhere_ends_what_the_other_one_has_here() -> None:
-    drive = decode_drive(limits=LIMITS)
-    drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
-    drive.run(3)
-    later = msgspec.structs.replace(
-        local("r", PROMPT, 20), key=key("r", attempt=ATTEMPTS_PER_ROUTER)
-    )
-    drive.scheduler.add(0.0, NEW, stream(later))
-    ((origin, failed),) = drive.scheduler.outputs.take_router_messages()
-    assert isinstance(failed, Failed)
-    assert (origin, failed.key, failed.failure.code) == (OLD, key("r"), "stream_taken_over")
-    drive.run()
-    assert tokens_after(drive, 0)[1][-20:] == continuation(PROMPT, 20, 0)
-
-
 def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches() -> None:
     """Its client may have the first tokens, of which this node does not know yet."""
     drive = decode_drive(limits=LIMITS)
@@ -146,21 +116,6 @@ def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches
     assert tokens_after(drive, 1) == (len(PROMPT), firsts[1:]), "prefill told the dead router"
     position, rest = tokens_after(drive, 0)
     assert (position, rest[0]) == (len(PROMPT), firsts[0])
-
-
-def test_a_prompt_that_is_lost_on_its_way_is_told_for_each_choice() -> None:
-    """The router that took it over has a leg for each."""
-    drive = decode_drive(limits=LIMITS)
-    drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20, 2), 2))
-    drive.scheduler.on_report(0.0, offered("r", len(PROMPT), 2))
-    drive.launch()
-    drive.scheduler.forget(OLD)
-    attach(drive)
-    lost = NodeError("prefill is gone").to_failure()
-    drive.scheduler.on_report(0.0, ReceiveEnded(key("r"), lost, ()))
-    drive._collect()
-    assert drive.said == [Failed(key("r", choice), lost) for choice in range(2)]
-    assert drive.pool.num_free == 64
 
 
 def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:

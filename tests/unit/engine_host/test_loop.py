@@ -22,7 +22,6 @@ from baton.engine.process.sockets import FromRouter, LinkEvent, RouterLost
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import Origin
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.prefix_cache import INTERVAL_S
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
@@ -31,7 +30,6 @@ from baton.kv_transfer.interfaces import (
     FromPeer,
     ToPeer,
 )
-from baton.protocol.blocks import prompt_keys, unpack_keys
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import NodeId
@@ -39,7 +37,6 @@ from baton.protocol.messages import (
     Attach,
     Attached,
     BlockRange,
-    CacheChanges,
     Done,
     End,
     Failed,
@@ -52,7 +49,6 @@ from baton.protocol.messages import (
     ResumeState,
     Tokens,
     ToRouter,
-    WatchCache,
 )
 from tests.support.connectors import node
 from tests.support.drive import handed, key, local, sampling
@@ -204,25 +200,6 @@ def test_routers_hear_what_is_in_progress_here_and_not_what_waits_for_another_no
     bench.now_s += PROGRESS_S
     bench.loop.turn()
     assert bench.wire.said[-1] == InProgress((key("r"),))
-
-
-def test_each_router_that_watches_hears_what_the_cache_takes_in_until_it_is_gone() -> None:
-    bench, prompt = Bench(), list(range(8))
-    bench.hear(FromRouter(0, WatchCache()))
-    assert bench.wire.said == [CacheChanges(0)]
-    for number in (1, 2):
-        bench.now_s += INTERVAL_S
-        bench.hear(FromRouter(7, local(f"r{number}", [number, *prompt], max_tokens=2)))
-        bench.run()
-    bench.now_s += INTERVAL_S
-    bench.hear(FromRouter(1, WatchCache()), RouterLost(0))
-    told = [
-        (origin, message.number, unpack_keys(message.added))
-        for origin, message in zip(bench.wire.origins, bench.wire.said, strict=True)
-        if isinstance(message, CacheChanges) and message.number + origin
-    ]
-    keys = [prompt_keys([number, *prompt], BLOCK) for number in (1, 2)]
-    assert told == [(0, 1, keys[0]), (0, 2, keys[1]), (1, 0, (*keys[0], *keys[1]))]
 
 
 def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:

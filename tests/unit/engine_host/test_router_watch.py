@@ -4,12 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from baton.engine.process import records as recording
-from baton.engine.process.heartbeat import Vitals
-from baton.engine.process.records import NodeObserver, Records
 from baton.engine.process.registration import FIRST_S, LONGEST_S, RouterWatch
-from baton.protocol.ids import NodeId
-from baton.protocol.messages import Load
 from tests.support.virtual_clock import VirtualClock
 
 
@@ -49,20 +44,3 @@ def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_r
     assert said(FIRST_S - 0.5) == []  # a router that restarts is back by then
     link.connected = True
     assert said() == []
-
-
-def test_an_idle_node_logs_no_stats(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
-    clock, records = VirtualClock(100.0), Records("", NodeId("d0"))
-    monkeypatch.setattr(recording, "boottime", clock)
-    observer = NodeObserver(Vitals(), records, stats_s=10.0)
-    told = []
-    for num_running, num_tokens in ((0, 0), (0, 7), (0, 7), (1, 7), (0, 7)):
-        records.counters.output_tokens = num_tokens
-        clock.advance(10.0)
-        caplog.clear()
-        observer.set_load(Load(num_running=num_running))
-        told.append([record.message for record in caplog.records])
-    assert told == [[], ["stats"], [], ["stats"], []]

@@ -206,22 +206,6 @@ def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path
     assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", OFFERED)]
 
 
-def test_of_two_that_claim_one_name_the_newer_is_believed(make: Make, tmp_path: Path) -> None:
-    decode, info = listening(make, tmp_path)
-    older, newer = dialled(make, "p0", info), dialled(make, "p1", info)
-    tell(older, hello("p0"))
-    hear(decode, 1)
-    tell(newer, hello("p0"))
-    assert hear(decode, 1) == [from_peer("p0", hello("p0"))]
-    decode.to_peer(ToPeer(NodeId("p0"), Epoch("p0-1"), Renew((key("a"),))))
-    assert hear(newer, 1) == [FromPeer(*DECODE, Renew((key("a"),)))]
-    tell(older, OFFERED)
-    older.to_peer(DropPeer(*DECODE))
-    tell(newer, OFFERED)
-    assert hear(decode, 1) == [from_peer("p0", OFFERED)]
-    assert older.receive() == []
-
-
 def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
     make: Make, tmp_path: Path
 ) -> None:
