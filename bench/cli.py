@@ -125,7 +125,7 @@ def flags_of(settings: type[msgspec.Struct]) -> list[Field]:
     """Return the settings that have a flag; the bench itself finds out the others."""
     hidden = _command_of(settings)[1].no_flags
     fields = fields_of(settings)
-    return [field for field in fields if field.is_described and field.name not in hidden]
+    return [field for field in fields if field.meta.description and field.name not in hidden]
 
 
 def _command_of(settings: type[msgspec.Struct]) -> tuple[str, Command]:

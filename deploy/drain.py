@@ -13,7 +13,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import DrainNode, DrainState, ToNode, ToRouter
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.wire import OPERATOR
 from baton.runtime.clock import monotonic
@@ -31,7 +31,7 @@ def drain(config: ClusterConfig, node: NodeId) -> int:
     Raises `ConfigError` if there is no such node and `NodeError` if no router answers.
     """
     keys = load_keys(config.keys)
-    keys.check(bindable(config.control), "dialling")
+    keys.check(parse_endpoint(config.control), "dialling")
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     dialer = Dialer[ToRouter, ToNode](
         config.control, OPERATOR, to_router_codec(), to_node_codec(), context, keys

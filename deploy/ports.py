@@ -9,7 +9,7 @@ import socket
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import logger
 
@@ -24,7 +24,7 @@ def check_router_ports(config: ClusterConfig) -> None:
     router = config.router
     check_port(router.host, router.port, is_shared=router.shares_port)
     check_port(router.host, router.own_port, "choose another with --router-own-port N")
-    control = bindable(config.control)
+    control = parse_endpoint(config.control)
     if not control.path:
         host = "0.0.0.0" if control.host == "*" else control.host
         check_port(host, control.port, CONTROL_HINT)
@@ -37,7 +37,7 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
     """
     keys = load_keys(config.keys)
     for endpoint in endpoints:
-        address = bindable(endpoint)
+        address = parse_endpoint(endpoint)
         keys.check(address, setting)
         if keys.pairs or address.is_loopback:
             continue

@@ -17,7 +17,7 @@ from baton.deploy.ports import check_reach, reserve_port
 from baton.deploy.startup import HealthReply, StartProgress, ask_health, relay, url_of
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.clock import monotonic
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import is_json, logger
@@ -207,7 +207,7 @@ def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[Rout
 
 def _nth(control: str, index: int) -> str:
     """Return the endpoint of one of several routers: the next ports, or other names of sockets."""
-    address = bindable(control)
+    address = parse_endpoint(control)
     if address.path:
         return f"{control}-{index}"
     if not address.port:

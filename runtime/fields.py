@@ -44,18 +44,9 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def meta(self) -> Meta:
-        if (found := self._meta) is None:
-            raise TypeError(f"setting {self.name} has no Meta with a description")
-        return found
-
-    @property
-    def is_described(self) -> bool:
-        return self._meta is not None
-
-    @property
-    def _meta(self) -> Meta | None:
+        """Return the annotation; it has no description for a field that is no setting."""
         extras = get_args(self.annotation)[1:]
-        return next((extra for extra in extras if isinstance(extra, Meta)), None)
+        return next((extra for extra in extras if isinstance(extra, Meta)), Meta())
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -72,13 +63,9 @@ class Field(msgspec.Struct, frozen=True):
         return get_origin(self.plain_type) is tuple
 
     @property
-    def is_repeated(self) -> bool:
-        """Return whether the flag is given once per entry, which may then hold commas."""
-        return (self.meta.extra or {}).get("kind") == "repeated"
-
-    @property
-    def is_path(self) -> bool:
-        return (self.meta.extra or {}).get("kind") == "path"
+    def kind(self) -> str:
+        """Return `repeated` for a flag that is given once per entry, which may then hold commas."""
+        return str((self.meta.extra or {}).get("kind", ""))
 
     @property
     def unit(self) -> str:
@@ -91,7 +78,7 @@ class Field(msgspec.Struct, frozen=True):
 
     @property
     def metavar(self) -> str:
-        if self.is_repeated:
+        if self.kind == "repeated":
             return "TEXT"
         if self.is_list:
             return "A,B"
@@ -99,7 +86,7 @@ class Field(msgspec.Struct, frozen=True):
             return "{" + ",".join(filter(None, self.choices)) + "}"
         if self.is_bool:
             return "true|false"
-        if self.is_path:
+        if self.kind == "path":
             return "PATH"
         if self.plain_type is str:
             return self.key.upper()
@@ -235,7 +222,7 @@ class FlagParser(argparse.ArgumentParser):
             if title not in groups:
                 groups[title] = self.add_argument_group(title)
             how: dict[str, object] = {"nargs": "?", "const": "true"} if field.is_bool else {}
-            if field.is_repeated:
+            if field.kind == "repeated":
                 how = {"action": "append"}
             words = ("true", "false") if field.is_bool else tuple(filter(None, field.choices))
             if words:

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from baton.protocol.config import EngineConfig, NodeConfig
-from baton.runtime.channels.endpoint import Endpoint, bindable
+from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.log import logger
 
 CGROUP = Path("/sys/fs/cgroup")  # a container has its own limit
@@ -160,7 +160,7 @@ def reaches_out(node: NodeConfig) -> bool:
 
 
 def _outward(node: NodeConfig) -> list[Endpoint]:
-    endpoints = map(bindable, (node.bind, *node.routers))
+    endpoints = map(parse_endpoint, (node.bind, *node.routers))
     return [one for one in endpoints if not (one.path or one.is_loopback or one.is_wildcard)]
 
 

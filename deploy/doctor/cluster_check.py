@@ -24,7 +24,7 @@ from baton.deploy.cluster.state import read_deployment, state_folder
 from baton.deploy.cluster.systemd import program_of
 from baton.deploy.doctor.machine import Finding, MachineReport, fault, ok, warning
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 
 HOST = "{host}"
 ALL, PATHS = "all hosts", "paths"
@@ -169,7 +169,7 @@ def _dialled(host: RemoteHost, hosts: Sequence[RemoteHost]) -> list[str]:
         found |= dict.fromkeys(one.removeprefix("tcp://") for one in routers)
     if host.has("prefill"):
         decode = [spec for one in hosts for spec in one.nodes if spec.role == "decode"]
-        binds = [bindable(spec.env["BATON_NODE_BIND"]) for spec in decode]
+        binds = [parse_endpoint(spec.env["BATON_NODE_BIND"]) for spec in decode]
         found |= {f"{_bracketed(one.host)}:{one.port}": None for one in binds if one.port}
     return list(found)
 
@@ -188,7 +188,7 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
     """Measure how a decode host reads a prefill host."""
     check = f"{decode.name} reads {prefill.name}"
     bind = next(spec.env["BATON_NODE_BIND"] for spec in decode.nodes if spec.role == "decode")
-    words = ["--listen", f"tcp://{_bracketed(bindable(bind).host)}"]
+    words = ["--listen", f"tcp://{_bracketed(parse_endpoint(bind).host)}"]
     common = ["--json", "--timeout", f"{timeout_s:g}"]
     with subprocess.Popen(
         decode.command([*words, *common]),

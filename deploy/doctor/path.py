@@ -21,7 +21,7 @@ from baton.protocol.codec import Codec
 from baton.protocol.config import ClusterConfig, NodeConfig, TransferConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import monotonic
@@ -96,7 +96,7 @@ def offer_pool(
     the keys differ.
     """
     keys = load_keys(config.keys)
-    keys.check(bindable(endpoint), "dialling")
+    keys.check(parse_endpoint(endpoint), "dialling")
     with contextlib.ExitStack() as stack:
         pool = ProbePool(_transfer(config, NodeConfig(routers=(endpoint,))))
         stack.callback(pool.close)
@@ -107,7 +107,7 @@ def offer_pool(
         stack.callback(dialer.close)
         connections = psutil.Process().net_connections("tcp")
         ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
-        listening = bindable(endpoint)
+        listening = parse_endpoint(endpoint)
         offer = pool.offer(own_address(listening) or socket.gethostname(), tuple(sorted(ports)))
         dialer.send(offer)
         with Interrupts() as interrupts:

@@ -16,7 +16,7 @@ import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.channels.endpoint import Endpoint, bindable
+from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
     CONNECT_TIMEOUT_MS,
@@ -224,7 +224,7 @@ class Destination:
 
     def __init__(self, text: str, keys: Keys) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
-        self.given = bindable(text)
+        self.given = parse_endpoint(text)
         self._keys = keys
         if not self.given.is_name:  # the addresses of a name are checked once they are known
             keys.check(self.given, "dialling")

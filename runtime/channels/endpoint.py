@@ -90,7 +90,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return f"ipc://{self.path}" if self.path else f"tcp://{_bracketed(self.host)}:{self.port}"
 
 
-def bindable(text: str) -> Endpoint:
+def parse_endpoint(text: str) -> Endpoint:
     """Return the parsed address. Raises a `ConfigError` that says what is wrong with it."""
     scheme, separator, rest = text.partition("://")
     if separator and scheme == "ipc" and rest:

@@ -9,7 +9,7 @@ import msgspec
 import zmq
 
 from baton.protocol.codec import Codec, MalformedMessage
-from baton.runtime.channels.endpoint import bindable
+from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
     HEADER,
@@ -70,7 +70,7 @@ class Listener(Generic[Out, In]):
 
         Raises `ConfigError` if the address cannot be bound, or must not be bound without a key.
         """
-        address = bindable(endpoint)
+        address = parse_endpoint(endpoint)
         keys.check(address, "listening on")
         self.num_malformed = 0
         self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel

@@ -11,7 +11,7 @@ from baton.engine.compute.step_threads import NUM_SLOTS, SharedCpus
 from baton.protocol.config import EngineConfig, NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import host
-from baton.runtime.channels.endpoint import Endpoint, bindable
+from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, threads_per_rank
 
 
@@ -115,7 +115,7 @@ def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_ar
     ],
 )
 def test_an_address_is_read(text: str, endpoint: Endpoint, is_loopback: bool) -> None:
-    assert bindable(text) == endpoint
+    assert parse_endpoint(text) == endpoint
     assert endpoint.is_loopback == is_loopback
 
 
@@ -124,10 +124,10 @@ def test_an_address_is_read(text: str, endpoint: Endpoint, is_loopback: bool) ->
 )
 def test_what_is_no_address_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="write tcp://host:port or ipc:///path"):
-        bindable(text)
+        parse_endpoint(text)
 
 
 @pytest.mark.parametrize("text", ["tcp://10.0.0.1", "tcp://*:80"])
 def test_nobody_dials_what_is_no_single_place(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot dial"):
-        _ = bindable(text).dial_endpoint
+        _ = parse_endpoint(text).dial_endpoint
