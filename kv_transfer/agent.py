@@ -22,6 +22,7 @@ from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentCommand,
     AgentEvent,
+    BlockSlice,
     BlocksSummed,
     CancelRead,
     PeerDown,
@@ -103,8 +104,6 @@ class TransferAgent:
         self._thread = threading.Thread(target=self._run, name="transfer agent", daemon=True)
         self._thread.start()
 
-    # --- the node's side ------------------------------------------------------------------------
-
     def address(self) -> RankAddress:
         """Return how peers can read the local pool."""
         return self._address
@@ -121,9 +120,7 @@ class TransferAgent:
         if self._closing:
             return []
         _drain(self._ready)
-        events = []
-        while self._events:
-            events.append(self._events.popleft())
+        events = [self._events.popleft() for _ in range(len(self._events))]
         if self._error is not None and not events:
             raise InvariantBroken(f"the transfer agent ended: {self._error!r}") from self._error
         return events
@@ -140,8 +137,6 @@ class TransferAgent:
         self._thread.join()
         os.close(self._wake)
         os.close(self._ready)
-
-    # --- the thread -----------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
@@ -319,15 +314,12 @@ class AgentTurns:
             times.append(self._clock() + max(poll_s, QUIESCE_POLL_S))
         return min(times, default=None)
 
-    # --- peers ----------------------------------------------------------------------------------
-
     def _add(self, now_s: float, command: AddPeer) -> None:
         known = self._peers.get(command.peer)
-        if known is not None and known.removed:
-            known.next_command = command
-            return
         if known is not None:
-            if known.up:
+            if known.removed:
+                known.next_command = command
+            elif known.up:
                 self._events.append(PeerUp(command.peer, command.transport))
             return
         try:
@@ -369,8 +361,6 @@ class AgentTurns:
         del self._peers[peer.command.peer]
         if peer.next_command is not None:
             self._add(now_s, peer.next_command)
-
-    # --- reads ----------------------------------------------------------------------------------
 
     def _start(self, now_s: float, command: Read) -> None:
         peer = self._peers.get(command.peer)
@@ -440,7 +430,7 @@ class AgentTurns:
 
     def _end(self, peer: _ReadablePeer, reading: _Reading) -> None:
         ended_s = self._clock()
-        if reading.failure is None and self._is_corrupt(peer, reading.command):
+        if reading.failure is None and self._is_corrupt(reading.command, peer.command.part):
             epoch, rank = reading.command.peer
             text = f"blocks from rank {rank} of {epoch} arrived with other bytes than were sent"
             reading.failure = TransferError(text, code=CORRUPT_BLOCKS).to_failure()
@@ -460,10 +450,9 @@ class AgentTurns:
                 self._draining.remove(reading)
                 self._events.append(ReadDrained(reading.command.ticket))
 
-    def _is_corrupt(self, peer: _ReadablePeer, command: Read) -> bool:
+    def _is_corrupt(self, command: Read, part: BlockSlice) -> bool:
         if self._checksums is None or not command.checksums:
             return False
-        part = peer.command.part
         found = self._checksums(command.local, part.local_offset, part.num_bytes)
         return found != command.checksums
 

@@ -93,8 +93,6 @@ class NodeConnector:
             case _:
                 assert_never(event)
 
-    # --- channels ------------------------------------------------------------------------------
-
     def _on_message(self, peer: Peer, message: ToDecode | ToPrefill, out: Effects) -> None:
         if isinstance(message, PeerHello):
             self._greet(peer, message, out)
@@ -132,28 +130,24 @@ class NodeConnector:
         self._offers.channel_lost(peer, failure, out)
         self._receives.channel_lost(peer, failure, out)
 
-    # --- ranks ---------------------------------------------------------------------------------
-
     def _on_rank(self, rank: int, event: AgentEvent, out: Effects) -> None:
-        if isinstance(event, ReadEnded):
-            self._receives.read_ended(event, out)
-            return
-        if isinstance(event, ReadDrained):
-            self._receives.read_drained(event.ticket, out)
-            return
-        if isinstance(event, BlocksSummed):
-            self._offers.summed(rank, event, out)
-            return
-        peer = self._peers.of_epoch(event.peer.epoch)
-        link = None if peer is None else peer.link(rank, event.peer.rank)
-        if peer is None or link is None:
-            return  # the peer table has forgotten that process
         match event:
-            case PeerDown(failure=failure):
-                self._link_down(peer, link, failure, out)
-            case PeerUp():
-                self._peers.link_up(peer, link, out)
-                self._receives.rank_up(peer.name, event, out)
+            case ReadEnded():
+                self._receives.read_ended(event, out)
+            case ReadDrained(ticket):
+                self._receives.read_drained(ticket, out)
+            case BlocksSummed():
+                self._offers.summed(rank, event, out)
+            case PeerUp() | PeerDown():
+                peer = self._peers.of_epoch(event.peer.epoch)
+                link = None if peer is None else peer.link(rank, event.peer.rank)
+                if peer is None or link is None:
+                    return  # the peer table has forgotten that process
+                if isinstance(event, PeerDown):
+                    self._link_down(peer, link, event.failure, out)
+                else:
+                    self._peers.link_up(peer, link, out)
+                    self._receives.rank_up(peer.name, event, out)
             case _:
                 assert_never(event)
 
@@ -162,8 +156,6 @@ class NodeConnector:
             return
         self._peers.remove_link(peer, link, out)
         self._receives.rank_down(peer.name, failure, out)
-
-    # --- time ----------------------------------------------------------------------------------
 
     def _end_waits(self, out: Effects) -> None:
         for name in sorted(self._offers.end_leases(out)):

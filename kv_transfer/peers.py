@@ -158,8 +158,6 @@ class PeerTable:
             if self._current.get(peer.name[0]) == peer.name:
                 del self._current[peer.name[0]]
 
-    # --- channels ------------------------------------------------------------------------------
-
     def refusal_of(self, peer: Peer) -> Failure | None:
         """Return why blocks cannot be exchanged with that peer; None while no reason is known."""
         if peer.refusal is not None or peer.info is None:
@@ -199,8 +197,6 @@ class PeerTable:
     def lost(self, peer: Peer, out: Effects) -> None:
         peer.channel, peer.is_dialled, peer.lost_s = Channel.NONE, False, out.now_s
         self.reachable.discard(peer.name)
-
-    # --- ranks ---------------------------------------------------------------------------------
 
     def num_slices(self, name: PeerName) -> int:
         """Return into how many slices that decode node's reads cut one of our blocks."""

@@ -9,7 +9,7 @@ transport that failed. An address comes from another process, so a damaged one i
 import hashlib
 import os
 from collections.abc import Collection, Sequence
-from typing import Annotated, TypeVar
+from typing import Annotated, Self
 
 import msgspec
 
@@ -28,7 +28,6 @@ UNREACHABLE = {
     "CUDA_VISIBLE_DEVICES, or in a container with its own ipc or pid namespace",
 }
 
-T = TypeVar("T", bound=msgspec.Struct)
 Address = Annotated[int, msgspec.Meta(ge=0, lt=(1 << 63) - 1)]
 
 
@@ -93,15 +92,22 @@ def _names(rank: RankAddress) -> str:
     return ", ".join(sorted(rank.metadata)) or "nothing"
 
 
-def _decode(data: bytes, kind: type[T], transport: str) -> T:
-    """Return the address of this `kind`. Raises a `TransferError` that names the `transport`."""
-    try:
-        return msgspec.msgpack.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise TransferError(f"not an address of {transport}: {error}") from error
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    """The root of addresses, each of which is a tuple of msgpack."""
+
+    def encode(self) -> bytes:
+        return msgspec.msgpack.encode(self)
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """Return the decoded address. Raises `TransferError` if `data` is not one."""
+        try:
+            return msgspec.msgpack.decode(data, type=cls)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise TransferError(f"not a {cls.__name__}: {error}") from error
 
 
-class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+class NixlAddress(_Address, frozen=True):
     """An agent's metadata and where its pool lies.
 
     NIXL's own parser can crash on damaged metadata, so the encoded form has a digest that is
@@ -118,23 +124,22 @@ class NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
 
     def encode(self) -> bytes:
-        body = msgspec.msgpack.encode(self)
+        body = super().encode()
         return _digest(body) + body
 
     @classmethod
-    def decode(cls, data: bytes) -> "NixlAddress":
-        """Return the decoded address. Raises `TransferError` if `data` is not one."""
+    def decode(cls, data: bytes) -> Self:
         digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
         if len(data) > MAX_ADDRESS_BYTES or _digest(body) != digest:
             raise TransferError("not a nixl address, or a damaged one")
-        return _decode(body, cls, NIXL)
+        return super().decode(body)
 
 
 def _digest(body: bytes) -> bytes:
     return hashlib.blake2b(body, digest_size=DIGEST_BYTES).digest()
 
 
-class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
+class ShmAddress(_Address, frozen=True):
     """The host of a rank's pool, and the socket that passes on the pool's descriptor."""
 
     host: str  # boot id of the kernel
@@ -148,14 +153,6 @@ class ShmAddress(msgspec.Struct, frozen=True, array_like=True):
         """Return the address of a pool that a process of this host lends at `socket`."""
         host, network = this_place()
         return cls(host, socket, nonce, epoch, network)
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> "ShmAddress":
-        """Return the decoded address. Raises `TransferError` if `data` is not one."""
-        return _decode(data, cls, SHM)
 
     def check(self, peer: Epoch) -> None:
         """Raise `TransferError` unless this is an address of `peer`, on this host."""
@@ -176,7 +173,7 @@ def this_place() -> tuple[str, str]:
         return file.read().strip(), str(os.stat("/proc/self/ns/net").st_ino)
 
 
-class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
+class CudaIpcAddress(_Address, frozen=True):
     """Where to get a rank's table of generations and its GPU memory.
 
     The handle opens the memory to any process of this user that sees the GPU, so addresses may only
@@ -189,14 +186,6 @@ class CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
     gpu: str
     visible: tuple[str, ...]  # the GPUs that the process can read from
     processes: str  # the namespaces in which CUDA's handles are valid
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes) -> "CudaIpcAddress":
-        """Return the decoded address. Raises `TransferError` if `data` is not one."""
-        return _decode(data, cls, CUDA_IPC)
 
     def can_be_read_by(self, reader: "CudaIpcAddress") -> bool:
         """Return whether both are on one host and share handles, and the reader sees the GPU."""
