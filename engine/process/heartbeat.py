@@ -25,19 +25,23 @@ JOIN_TIMEOUT_S = 2.0
 
 
 class VitalSigns(msgspec.Struct, frozen=True):
-    """One consistent reading of a node's state."""
+    """One consistent reading of a node's state. Times are on the clock of the thread."""
 
-    ready: bool = False
+    is_ready: bool = False
     phase: str = "starting"
     done: int = 0
     total: int = 0
     load: Load = Load()
-    step_started_s: float | None = None
-    predicted_s: float = 0.0
+    turned_s: float | None = None  # when the loop last had nothing left to do
+    step_started_s: float | None = None  # the oldest step that has not ended
+    predicted_s: float = 0.0  # for that step
     is_draining: bool = False
 
     def step_age_s(self, now_s: float) -> float:
         return 0.0 if self.step_started_s is None else max(0.0, now_s - self.step_started_s)
+
+    def loop_age_s(self, now_s: float) -> float:
+        return 0.0 if self.turned_s is None else max(0.0, now_s - self.turned_s)
 
 
 class Vitals:
@@ -46,48 +50,12 @@ class Vitals:
     def __init__(self) -> None:
         # This is a frozen value behind one reference: replacing it is atomic, and only one thread
         # writes.
-        self._signs = VitalSigns()
-        self._turned_s: float | None = None
-        self._totals: Callable[[], Totals] = Totals
+        self.signs = VitalSigns()
+        self.totals: Callable[[], Totals] = Totals  # any thread may call it
 
-    def read(self) -> VitalSigns:
-        return self._signs
-
-    def turned(self, now_s: float) -> None:
-        """Note that the loop had nothing left to do at `now_s`, on the thread's clock."""
-        self._turned_s = now_s
-
-    def loop_age_s(self, now_s: float) -> float:
-        return 0.0 if self._turned_s is None else max(0.0, now_s - self._turned_s)
-
-    def progress(self, phase: str, done: int, total: int) -> None:
-        """Note the progress of the start, with the signature of an executor's `Progress`."""
-        self._signs = msgspec.structs.replace(self._signs, phase=phase, done=done, total=total)
-
-    def count_with(self, totals: Callable[[], Totals]) -> None:
-        """Take the totals from `totals`, which any thread may call."""
-        self._totals = totals
-
-    def totals(self) -> Totals:
-        return self._totals()
-
-    def set_ready(self) -> None:
-        self._signs = msgspec.structs.replace(self._signs, ready=True)
-
-    def set_draining(self) -> None:
-        self._signs = msgspec.structs.replace(self._signs, is_draining=True)
-
-    def set_load(self, load: Load) -> None:
-        self._signs = msgspec.structs.replace(self._signs, load=load)
-
-    def step_started(self, now_s: float, predicted_s: float = 0.0) -> None:
-        """Note that the oldest unfinished step began at `now_s`, on the thread's clock."""
-        self._signs = msgspec.structs.replace(
-            self._signs, step_started_s=now_s, predicted_s=predicted_s
-        )
-
-    def step_ended(self) -> None:
-        self._signs = msgspec.structs.replace(self._signs, step_started_s=None, predicted_s=0.0)
+    def note(self, **changed: object) -> None:
+        """Replace these fields of `signs`."""
+        self.signs = msgspec.structs.replace(self.signs, **changed)
 
 
 class HeartbeatThread:
@@ -133,8 +101,8 @@ class HeartbeatThread:
 
     def message(self, now_s: float) -> Starting | Heartbeat:
         """Return the message that would be sent at `now_s`."""
-        signs = self._vitals.read()
-        if not signs.ready:
+        signs = self._vitals.signs
+        if not signs.is_ready:
             return Starting(self._node_id, self._epoch, signs.phase, signs.done, signs.total)
         return Heartbeat(
             self._node_id,
@@ -142,7 +110,7 @@ class HeartbeatThread:
             signs.load,
             signs.step_age_s(now_s),
             signs.predicted_s,
-            self._vitals.loop_age_s(now_s),
+            signs.loop_age_s(now_s),
             signs.is_draining,
             self._vitals.totals(),
         )

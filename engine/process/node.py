@@ -171,8 +171,8 @@ class EngineNode:
             boottime,
         )
         self._info = node
-        self._vitals.count_with(lambda: records.counters.totals(pool.counts))
-        self._vitals.set_ready()
+        self._vitals.totals = lambda: records.counters.totals(pool.counts)
+        self._vitals.note(is_ready=True)
         sockets.ready(node)
         self._say_ready(info)
         try:
@@ -250,7 +250,7 @@ class EngineNode:
             is_hurried = self._interrupts is not None and self._interrupts.is_hurried
             self._drain_by_s = now_s + (0.0 if is_hurried else self.config.node.shutdown_timeout_s)
             loop.drain()
-            self._vitals.set_draining()
+            self._vitals.note(is_draining=True)
             # The thread may send its next heartbeat too late, after this process has ended.
             load = loop.scheduler.load()
             sockets.tell_routers(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
@@ -273,7 +273,7 @@ class EngineNode:
         watchdog.start()
 
         def progress(phase: str, done: int, total: int) -> None:
-            self._vitals.progress(phase, done, total)
+            self._vitals.note(phase=phase, done=done, total=total)
             sockets.starting()
 
         try:

@@ -125,8 +125,8 @@ class NodeHttp:
 
     async def _live(self, request: web.Request) -> web.Response:
         """Answer 503 if only a restart can help."""
-        now_s, signs = self._clock(), self._vitals.read()
-        if self._vitals.loop_age_s(now_s) > DEAD_S:
+        now_s, signs = self._clock(), self._vitals.signs
+        if signs.loop_age_s(now_s) > DEAD_S:
             return _json("the node's engine loop hangs", 503)
         if signs.step_age_s(now_s) > max(DEAD_S, DEAD_FACTOR * signs.predicted_s):
             return _json("a step of the model hangs", 503)
@@ -134,10 +134,10 @@ class NodeHttp:
 
     async def _ready(self, request: web.Request) -> web.Response:
         """Answer 200 once the node is loaded, and say which routers give it requests."""
-        signs, routers = self._vitals.read(), self._routers()
+        signs, routers = self._vitals.signs, self._routers()
         if signs.is_draining:
             return _json("draining", 503, routers)
-        if not signs.ready:
+        if not signs.is_ready:
             return _json(f"starting: {signs.phase}", 503, routers)
         return _json("ready", 200, routers)
 
@@ -148,11 +148,11 @@ class NodeHttp:
         return web.Response(body=page.text(), headers={"Content-Type": CONTENT_TYPE})
 
     def _health(self) -> NodeHealth:
-        signs, (node_id, role) = self._vitals.read(), self._node
+        signs, (node_id, role) = self._vitals.signs, self._node
         return NodeHealth(
             node_id,
             role,
-            "draining" if signs.is_draining else "ready" if signs.ready else "starting",
+            "draining" if signs.is_draining else "ready" if signs.is_ready else "starting",
             load=signs.load,
             totals=self._vitals.totals(),
             step_age_s=signs.step_age_s(self._clock()),

@@ -146,13 +146,12 @@ class NodeObserver:
         self._stats_s = stats_s
         self._next_stats_s = boottime() + stats_s
         self._last = (0, 0, 0)
-        self._load = Load()
 
     def step_started(self, at_s: float, predicted_s: float) -> None:
-        self._vitals.step_started(at_s, predicted_s)
+        self._vitals.note(step_started_s=at_s, predicted_s=predicted_s)
 
     def step_settled(self, plan: StepPlan, result: StepResult) -> None:
-        self._vitals.step_ended()
+        self._vitals.note(step_started_s=None, predicted_s=0.0)
         self._records.step(plan, result)
 
     def read_ended(self, rank: int, event: ReadEnded) -> None:
@@ -168,10 +167,7 @@ class NodeObserver:
 
     def set_load(self, load: Load) -> None:
         now_s = boottime()
-        self._vitals.turned(now_s)
-        if load != self._load:
-            self._load = load
-            self._vitals.set_load(load)
+        self._vitals.note(turned_s=now_s, load=load)
         if self._stats_s and now_s >= self._next_stats_s:
             self._next_stats_s = now_s + self._stats_s
             self._log_stats(load)

@@ -105,9 +105,9 @@ async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) ->
 
 
 @pytest.mark.release
-@pytest.mark.parametrize("what", ["link", "blocks", "control"])
+@pytest.mark.parametrize("what", ["link", "pair", "blocks", "control"])
 def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Path) -> None:
-    """One decode host loses its cable, the path of blocks alone, or the way to the router."""
+    """One decode host loses its cable, prefill, the path of blocks alone, or the router."""
     victim = DECODES[0]
     with hosts(4) as on, cluster(on, tmp_path), ThreadPoolExecutor(1) as thread:
         on.drop(victim)
@@ -115,6 +115,8 @@ def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Pat
         def fail() -> None:
             if what == "link":
                 on.plug(victim, is_in=False)
+            elif what == "pair":
+                on.drop(victim, f"ip saddr 10.0.0.{PREFILL}")
             elif what == "blocks":
                 # What prefill sends to other ports than that of its messages.
                 on.drop(victim, f"ip saddr 10.0.0.{PREFILL} tcp dport != {PEERS}")
@@ -129,5 +131,6 @@ def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Pat
         records = thread.submit(asyncio.run, streams_through(fail, heal)).result()
     logs = "\n".join(path.read_text() for path in tmp_path.glob("*.log"))
     assert "Traceback" not in logs, logs
+    assert max(record.ended_s - record.began_s for record in records) < 60.0, "one was left waiting"
     ends = {record.outcome for record in records}
     assert ends == {"whole", "aborted"}, [record.detail for record in records if record.detail]

@@ -21,31 +21,31 @@ def test_a_starting_node_says_how_far_it_is() -> None:
     vitals = Vitals()
     heartbeats = thread(vitals)
     assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "starting", 0, 0)
-    vitals.progress("weights", 3, 8)
+    vitals.note(phase="weights", done=3, total=8)
     assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "weights", 3, 8)
 
 
 def test_a_ready_node_says_how_old_its_step_is() -> None:
     clock, vitals = VirtualClock(10.0), Vitals()
     heartbeats = thread(vitals)
-    vitals.set_ready()
-    vitals.set_load(Load(1, 2))
+    vitals.note(is_ready=True)
+    vitals.note(load=Load(1, 2))
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2))
-    vitals.step_started(clock(), 0.5)
+    vitals.note(step_started_s=clock(), predicted_s=0.5)
     clock.advance(3.0)
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2), 3.0, 0.5)
-    vitals.step_ended()
+    vitals.note(step_started_s=None, predicted_s=0.0)
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2))
 
 
 def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats() -> None:
     clock, vitals = VirtualClock(10.0), Vitals()
     heartbeats = thread(vitals)
-    vitals.set_ready()
-    vitals.turned(clock())
+    vitals.note(is_ready=True)
+    vitals.note(turned_s=clock())
     clock.advance(12.0)
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(), loop_age_s=12.0)
-    vitals.turned(clock())
+    vitals.note(turned_s=clock())
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
 
 
@@ -60,7 +60,7 @@ def test_heartbeats_reach_the_router_without_the_loop(tmp_path: Path) -> None:
                 Heartbeat(NODE, EPOCH, Load()),
             )
             assert pair.hear(1) == [Received(b"heartbeats:d0", starting)]
-            vitals.set_ready()
+            vitals.note(is_ready=True)
             # One that was made before, and any number of those that were made since, may be there.
             while (heard := pair.hear(1)) != [Received(b"heartbeats:d0", heartbeat)]:
                 assert heard == [Received(b"heartbeats:d0", starting)]

@@ -53,33 +53,33 @@ def bench() -> Iterator[Bench]:
 
 
 def test_a_node_is_live_while_it_starts_and_ready_until_it_drains(bench: Bench) -> None:
-    bench.vitals.progress("weights", 3, 8)
+    bench.vitals.note(phase="weights", done=3, total=8)
     assert bench.status("/live") == (200, "live")
     assert bench.status("/ready") == (503, "starting: weights")
-    bench.vitals.set_ready()
+    bench.vitals.note(is_ready=True)
     assert bench.status("/ready") == (200, "ready")
-    bench.vitals.set_draining()
+    bench.vitals.note(is_draining=True)
     assert bench.status("/ready") == (503, "draining")
     assert bench.status("/live") == (200, "live")
 
 
 def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench: Bench) -> None:
-    bench.vitals.set_ready()
-    bench.vitals.turned(bench.clock())
+    bench.vitals.note(is_ready=True)
+    bench.vitals.note(turned_s=bench.clock())
     bench.clock.advance(DEAD_S + 1.0)
     assert bench.status("/live") == (503, "the node's engine loop hangs")
-    bench.vitals.turned(bench.clock())
-    bench.vitals.step_started(bench.clock(), 5.0)
+    bench.vitals.note(turned_s=bench.clock())
+    bench.vitals.note(step_started_s=bench.clock(), predicted_s=5.0)
     bench.clock.advance(DEAD_S + 1.0)
-    bench.vitals.turned(bench.clock())
+    bench.vitals.note(turned_s=bench.clock())
     assert bench.status("/live") == (200, "live")  # such a step was predicted to be long
-    bench.vitals.step_started(bench.clock() - DEAD_S - 1.0, 0.1)
+    bench.vitals.note(step_started_s=bench.clock() - DEAD_S - 1.0, predicted_s=0.1)
     assert bench.status("/live") == (503, "a step of the model hangs")
 
 
 def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> None:
-    bench.vitals.set_load(Load(2, 1, 3, 4))
-    bench.vitals.count_with(lambda: Totals(steps=7))
+    bench.vitals.note(load=Load(2, 1, 3, 4))
+    bench.vitals.totals = lambda: Totals(steps=7)
     code, text = bench.get("/metrics")
     assert code == 200
     found = {family.name: family for family in text_string_to_metric_families(text)}

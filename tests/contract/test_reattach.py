@@ -300,34 +300,6 @@ async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_h
 
 
 @routed()
-async def test_a_router_that_ends_tells_the_clients_that_it_searches_for(
-    bench: RouterBench,
-) -> None:
-    _, decode = await bench.pair()
-    task = taking(bench, claim())
-    await asked(decode)
-    bench.core.close()
-    with pytest.raises(Overloaded) as error:
-        await task
-    assert error.value.code == "shutting_down"
-
-
-@routed()
-async def test_all_nodes_are_asked_before_a_stream_is_called_gone(bench: RouterBench) -> None:
-    _, first = await bench.pair()
-    task = taking(bench, claim())
-    await asked(first)
-    first.say(NotAttached(ID))
-    second = await bench.scripted(node_info("d1", "decode"))
-    await asked(second)
-    bench.clock.advance(REJOIN_S)
-    second.say(NotAttached(ID))
-    with pytest.raises(RequestError) as error:
-        await task
-    assert (error.value.code, error.value.http_status) == ("stream_gone", 404)
-
-
-@routed()
 async def test_a_node_that_lost_its_channel_hears_what_it_need_not_keep(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)

@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.listener import HINTS_APART_S, PROBE_DELAYS_S
-from baton.runtime.channels.wire import HEADER, PROBE
 from baton.runtime.clock import monotonic
 from tests.support.channel_ends import (
     DEADLINE_S,
@@ -21,7 +19,6 @@ from tests.support.channel_ends import (
     note,
     numbers,
     process,
-    speaking,
     stranger,
 )
 
@@ -58,24 +55,6 @@ def test_strangers_who_come_while_a_listener_reads_nothing_keep_no_peer_out(tmp_
         for _ in range(3000):
             stranger(endpoint).close()
         connect(pair.dial("late", endpoint))
-
-
-def test_strangers_make_a_listener_try_its_sessions_seldom(tmp_path: Path) -> None:
-    """Each that leaves might have been a session's connection; a try of all is a frame to each."""
-    with ends(tmp_path) as pair:
-        bare = speaking(pair)
-        began_s = monotonic()
-        for _ in range(1000):
-            stranger(pair.listener.endpoint).close()
-            assert pair.listener.receive() is None
-        pair.dial("late").send(note(2))
-        assert numbers(pair.hear(1)) == [2]
-        passed_s = monotonic() - began_s
-        num_tries = 0
-        while bare.poll(0):
-            assert HEADER.unpack(bare.recv())[1] == PROBE
-            num_tries += 1
-        assert num_tries <= len(PROBE_DELAYS_S) * (passed_s / HINTS_APART_S + 2)
 
 
 def test_a_process_without_descriptors_cannot_dial_and_says_so(tmp_path: Path) -> None:
