@@ -29,7 +29,7 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
-from baton.kv_transfer.peers import CONNECT_S, HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
+from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
 from baton.kv_transfer.receives import KVReceives
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
@@ -171,10 +171,6 @@ class NodeConnector:
         for peer in self._peers.all():
             if peer.channel is Channel.DIALLED and peer.dialled_s + HELLO_S <= out.now_s:
                 self._hang_up(peer, out)
-            for link in peer.late_links(out.now_s):
-                source, target = f"rank {link.edge.source} of {peer.name[0]}", link.edge.target
-                text = f"rank {target} could not connect to {source} in {CONNECT_S:g} s"
-                self._link_down(peer, link, TransferError(text).to_failure(), out)
 
     def _hang_up(self, peer: Peer, out: Effects) -> None:
         self._peers.disconnect(peer, out)
@@ -182,7 +178,8 @@ class NodeConnector:
 
     def _wake_at_s(self) -> float | None:
         limits = [*self._offers.deadlines(), *self._receives.deadlines()]
-        limits += [peer.deadline_s for peer in self._peers.all() if peer.deadline_s is not None]
+        dialled = [peer for peer in self._peers.all() if peer.channel is Channel.DIALLED]
+        limits += [peer.dialled_s + HELLO_S for peer in dialled]
         limits += [peer.lost_s + REDIAL_S for peer in self._peers_to_redial()]
         return min(limits, default=None)
 

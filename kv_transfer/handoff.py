@@ -14,7 +14,6 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import BlockRange, End, Offered
 
 MAX_TOMBSTONES = 4096
-MAX_PARKED_KEYS = 512
 MAX_PARKED_MESSAGES = 8192
 PARKED_S = 5.0
 
@@ -61,10 +60,7 @@ class Parked:
 class Parking:
     """Announcements that came before the request did."""
 
-    def __init__(
-        self, max_keys: int = MAX_PARKED_KEYS, max_messages: int = MAX_PARKED_MESSAGES
-    ) -> None:
-        self._max_keys = max_keys
+    def __init__(self, max_messages: int = MAX_PARKED_MESSAGES) -> None:
         self._max_messages = max_messages
         self._num_messages = 0
         self._parked: dict[Key, Parked] = {}  # the oldest first, which is also the first to expire
@@ -77,11 +73,12 @@ class Parking:
         """Park a message. Return False if there is no room, or no parked Offered before it."""
         parked = self._parked.get(message.key)
         if parked is None:
-            if not isinstance(message, Offered) or len(self._parked) == self._max_keys:
+            parked = Parked(peer, now_s + PARKED_S)
+            if not isinstance(message, Offered):
                 return False
-            parked = self._parked[message.key] = Parked(peer, now_s + PARKED_S)
         if parked.peer != peer or self._num_messages == self._max_messages:
             return False
+        self._parked[message.key] = parked
         parked.messages.append(message)
         self._num_messages += 1
         return True

@@ -31,7 +31,6 @@ from baton.protocol.pairs import tp_size_problem, transport_problem
 
 REDIAL_S = 5.0  # from losing a channel to dialling a peer that has to learn what has ended
 HELLO_S = 4.0  # from dialling to the peer's PeerHello
-CONNECT_S = 90.0  # from AddPeer to PeerUp or PeerDown; longer than any transport takes
 MAX_UNLISTED = 256
 
 
@@ -54,7 +53,6 @@ class RankLink:
 
     edge: "ShardMapping"
     state: LinkState = LinkState.ABSENT
-    adding_s: float = 0.0
     transport: str = ""  # the one that was chosen last
 
 
@@ -85,24 +83,10 @@ class Peer:
         has_links = any(link.state is not LinkState.ABSENT for link in self.links)
         return not self.is_listed and (self.channel is not Channel.NONE or has_links)
 
-    @property
-    def deadline_s(self) -> float | None:
-        limits = [
-            link.adding_s + CONNECT_S for link in self.links if link.state is LinkState.ADDING
-        ]
-        if self.channel is Channel.DIALLED:
-            limits.append(self.dialled_s + HELLO_S)
-        return min(limits, default=None)
-
     def link(self, target: int, source: int) -> RankLink | None:
         """Return the link by which our rank `target` reads the peer's rank `source`."""
         ends = (target, source)
         return next((one for one in self.links if (one.edge.target, one.edge.source) == ends), None)
-
-    def late_links(self, now_s: float) -> list[RankLink]:
-        """Return the links that should be connected by now."""
-        adding = [link for link in self.links if link.state is LinkState.ADDING]
-        return [link for link in adding if link.adding_s + CONNECT_S <= now_s]
 
 
 class PeerTable:
@@ -249,7 +233,7 @@ class PeerTable:
         edge = link.edge
         address, ours = info.ranks[edge.source], self._node.ranks[edge.target]
         transport = choose_transport(address, ours, self._transfer.transport, peer.failed)
-        link.state, link.adding_s, link.transport = LinkState.ADDING, out.now_s, transport
+        link.state, link.transport = LinkState.ADDING, transport
         add = AddPeer(
             _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
             edge.part,

@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
-from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from tools.block_owner import marks, words_of, wrong_blocks
-from tools.transfer import MIB, Plan, TransferReport, main, transfer
+from tools.transfer import Plan, TransferReport, main, transfer
 
 SMALL = Plan(block_kib=(16, 64), blocks=(1, 8, 17), reads=5, pool_mib=2, max_read_mib=1)
 
@@ -38,18 +35,6 @@ def test_nixl_takes_turns_with_raw_nixl() -> None:
         )
     )  # fmt: skip
     assert {row.way for row in report.rows} == {"memcpy", "shm", "nixl", "raw_nixl"}
-
-
-def test_blocks_that_are_not_the_owners_are_found() -> None:
-    pool = HostPool(8, MIB // 8)
-    blocks = words_of(pool)
-    remote, local = np.array([5, 6, 7], np.int32), np.array([2, 0, 4], np.int32)
-    blocks[local] = marks(remote)[:, None]
-    assert wrong_blocks(pool, remote, local) == 0
-    blocks[0, 160] = 0
-    blocks[4] = marks(np.array([6], np.int32))
-    assert wrong_blocks(pool, remote, local) == 2
-    pool.close()
 
 
 def test_the_report_is_written_and_read_back(

@@ -252,25 +252,6 @@ def test_only_what_has_no_descriptor_is_polled() -> None:
     assert driven.turns.wake_at_s(0.001) == 100.001
 
 
-def test_the_thread_answers_commands_and_closes_its_transports() -> None:
-    transport = ScriptedTransport()
-    transport.ended = {1}
-    agent = TransferAgent([transport], LIMITS)
-    assert agent.address() == RankAddress({"scripted": b"here"})
-    agent.send(add(A))
-    agent.send(read(1, 4))
-    events: list[AgentEvent] = []
-    while len(events) < 2:
-        assert select.select([agent.fileno()], [], [], 10.0)[0]
-        events += agent.poll()
-    assert [type(event) for event in events] == [PeerUp, ReadEnded]
-    agent.close()
-    agent.close()
-    agent.send(read(2, 4))
-    assert transport.closed
-    assert agent.poll() == []
-
-
 def test_the_thread_enters_the_gpu_before_it_calls_a_transport() -> None:
     transport, order = ScriptedTransport(), []
     agent = TransferAgent(

@@ -135,14 +135,15 @@ def test_tombstones_are_bounded_and_the_oldest_goes_first() -> None:
     assert [stones.is_superseded(key(name)) for name in "abc"] == [False, True, True]
 
 
-def test_parking_is_bounded_in_keys_and_messages() -> None:
+def test_parking_is_bounded_and_needs_an_offer_of_the_same_peer_first() -> None:
     peer = (D, Epoch("e"))
-    parking = Parking(max_keys=1, max_messages=2)
-    other = Offered(key("other"), 8, 2, 30.0)
+    parking = Parking(max_messages=2)
+    assert not parking.park(0.0, peer, BLOCK_RANGE)
     assert parking.park(0.0, peer, offered())
-    assert not parking.park(0.0, peer, other)
+    assert not parking.park(0.0, (D, Epoch("f")), BLOCK_RANGE)
     assert parking.park(0.0, peer, BLOCK_RANGE)
-    assert not parking.park(0.0, peer, END)
+    other = Offered(key("other"), 8, 2, 30.0)
+    assert not parking.park(0.0, peer, other)
     assert parking.take(key()) is not None
     assert parking.park(0.0, peer, other)
 
