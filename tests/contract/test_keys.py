@@ -1,7 +1,6 @@
 """The cluster's key: those who have it talk, all others are kept out and told so."""
 
 import os
-import select
 from pathlib import Path
 
 import pytest
@@ -22,6 +21,7 @@ from tests.support.channel_ends import (
     new_key,
     note,
     until_refused,
+    work,
 )  # fmt: skip
 from tests.support.checkpoints import model_folder
 
@@ -30,12 +30,7 @@ REMOTE = "tcp://192.0.2.1:5570"  # an address of no host
 
 def until_connected(dialer: Dialer[ToRouter, ToNode], pair: Ends) -> None:
     """As `connect`, where the listener has to answer the handshake meanwhile."""
-    deadline_s = monotonic() + DEADLINE_S
-    while not dialer.connected:
-        assert pair.listener.receive() is None
-        dialer.receive()
-        assert monotonic() < deadline_s
-        select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
+    work(pair, dialer, lambda: dialer.connected)
 
 
 def test_who_has_the_key_talks(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -142,18 +142,21 @@ def new_key(folder: Path, name: str = "own.key") -> Keys:
     return load_keys(KeysConfig(str(folder / name)))
 
 
-def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) -> None:
-    """Both sides at work until the dialer was turned down so often; nothing may be said."""
-    deadline_s = monotonic() + DEADLINE_S
-    while dialer.refusals < count:
-        heard = pair.listener.receive()
+def work(pair: Ends, dialer: Dialer[ToRouter, ToNode], until: Callable[[], bool]) -> None:
+    """Keep both sides at work until a condition holds; nothing but the end of a session is said."""
+    end_s = monotonic() + DEADLINE_S
+    while not until():
+        heard, said = pair.listener.receive(), dialer.receive()
         assert heard is None or heard.disconnected
-        said = dialer.receive()
         assert said is None or isinstance(said, Disconnected)
-        assert not dialer.connected
-        assert monotonic() < deadline_s
+        assert monotonic() < end_s
         # Also without news: a dialer that was refused for good tries again by the clock.
         select.select([dialer.fileno(), pair.listener.fileno()], [], [], 0.05)
+
+
+def until_refused(dialer: Dialer[ToRouter, ToNode], pair: Ends, count: int = 1) -> None:
+    work(pair, dialer, lambda: dialer.refusals >= count)
+    assert not dialer.connected
 
 
 def numbers(heard: list[Received[ToRouter]]) -> list[int]:
