@@ -64,7 +64,6 @@ def block_hashes(
 
 
 def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
-    """Return the keys of the blocks with these hashes, packed for a message."""
     return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 
 
@@ -75,5 +74,4 @@ def unpack_keys(data: bytes) -> tuple[BlockKey, ...]:
 
 
 def prompt_keys(token_ids: Sequence[int], block_size: int) -> tuple[BlockKey, ...]:
-    """Return the keys of the full blocks of a prompt."""
     return unpack_keys(pack_keys(block_hashes(token_ids, block_size)))

@@ -23,8 +23,6 @@ class MalformedMessage(BatonError):
 
 
 class Codec(Generic[T]):
-    """Encodes and decodes the messages of one union."""
-
     def __init__(self, union: type[T]) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(union)
         self._encoder = msgspec.msgpack.Encoder()

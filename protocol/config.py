@@ -74,7 +74,6 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def shown_name(self) -> str:
-        """Return the name of the model in the API and in metrics."""
         return self.served_model_name or Path(self.path).resolve().name
 
 
@@ -298,7 +297,6 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_on_loopback(self) -> bool:
-        """Return whether only this host can reach the HTTP server."""
         return self.host in ("127.0.0.1", "::1", "localhost")
 
 

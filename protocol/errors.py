@@ -19,8 +19,6 @@ from baton.protocol.ids import HttpStatus
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """An error as it travels between processes."""
-
     code: str
     message: str
     retryable: bool = False
@@ -96,7 +94,6 @@ class InvariantBroken(BatonError):
 
 
 def from_failure(failure: Failure) -> BatonError:
-    """Return the exception that a `Failure` of another process stands for."""
     kind: type[BatonError] = NodeError if failure.retryable else BatonError
     if failure.code == Cancelled.code:
         kind = Cancelled

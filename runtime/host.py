@@ -105,7 +105,6 @@ def nodes_on_gpu(number: int, num_nodes: int, num_known: int, gpus_each: int = 1
 
 
 def raise_descriptor_limit() -> None:
-    """Let this process open as many descriptors as its hard limit allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

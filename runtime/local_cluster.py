@@ -52,7 +52,6 @@ class LocalCluster:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the ids of the nodes, prefill first."""
         counts = (("prefill", self._config.prefill), ("decode", self._config.decode))
         return tuple(f"{role}-{index}" for role, count in counts for index in range(count))
 
@@ -128,7 +127,6 @@ class LocalCluster:
 
 
 def _counted_up(address: str, number: int) -> str:
-    """Return the `node.http` of one of several nodes on this host."""
     host, _, port = address.rpartition(":")
     return f"{host}:{int(port) + number}" if port.isdecimal() and int(port) else address
 

@@ -52,7 +52,6 @@ def logger(name: str) -> Log:
 
 
 def clip(text: str) -> str:
-    """Return a prompt or an answer, shortened for the log."""
     return text if len(text) <= MAX_PROMPT_CHARS else text[:MAX_PROMPT_CHARS] + "…"
 
 
@@ -80,7 +79,6 @@ def _log_broken_thread(uncaught: threading.ExceptHookArgs) -> None:
 
 
 def is_json() -> bool:
-    """Return whether this process writes JSON lines."""
     formatters = [handler.formatter for handler in logging.getLogger(ROOT).handlers]
     return any(isinstance(one, LineFormatter) and one.is_json for one in formatters)
 

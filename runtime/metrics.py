@@ -40,13 +40,10 @@ class Family(msgspec.Struct, frozen=True):
 
     @property
     def full_name(self) -> str:
-        """Return the name that the page and the documentation show."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
 class Histogram:
-    """The counts of observations up to each of `bounds`."""
-
     __slots__ = ("bounds", "counts", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
@@ -84,7 +81,6 @@ class Page(Collector):
     def add(
         self, family: Family, values: Mapping[AnyLabels, float] | Mapping[AnyLabels, Histogram]
     ) -> None:
-        """Add the values of a family by its labels."""
         self._families.append((family, list(values.items())))
 
     def collect(self) -> Iterator[Metric]:

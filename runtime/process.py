@@ -125,7 +125,6 @@ class Child:
 
     @property
     def tail(self) -> tuple[str, ...]:
-        """Return the last lines that the child wrote."""
         return tuple(self._tail)
 
     def poll(self) -> int | None:
@@ -222,7 +221,6 @@ class Backoff:
         self._next_s = first_s
 
     def after(self, ran_s: float) -> float:
-        """Return the delay after a run of `ran_s`."""
         if ran_s >= self._good_run_s:
             self._next_s = self._first_s
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
@@ -231,8 +229,6 @@ class Backoff:
 
 @dataclass(slots=True)
 class _Supervised:
-    """One supervised child, which may be down for a while."""
-
     command: Command
     child: Child | None = None
     started_s: float = 0.0
@@ -281,7 +277,6 @@ class Supervisor:
         return exits
 
     def pid_of(self, name: str) -> int | None:
-        """Return the process id of a child, None while it is down."""
         for entry in self._supervised:
             if entry.command.name == name:
                 return entry.child.pid if entry.child is not None else None

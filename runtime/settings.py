@@ -91,7 +91,6 @@ def load(
 
 
 def to_yaml(config: ClusterConfig) -> str:
-    """Return the YAML text that `--config` reads back as `config`."""
     return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
 
 
@@ -155,7 +154,6 @@ def ignored_variables(environment: Mapping[str, str] = os.environ) -> Iterator[s
 
 
 def _of_file(path: Path) -> dict[str, object]:
-    """Return the settings in a YAML file by their dotted names."""
     try:
         content: object = yaml.safe_load(path.read_text())
     except OSError as error:

@@ -52,7 +52,6 @@ def client_context(ca_file: str = "") -> ssl.SSLContext:
 
 
 def trusting(context: ssl.SSLContext) -> ssl.SSLContext:
-    """Make a client's context trust any certificate, and return it."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     return context

@@ -56,7 +56,6 @@ class Keys:
 
     @property
     def first(self) -> KeyPair | None:
-        """Return the key with which a process listens."""
         return self.pairs[0] if self.pairs else None
 
     def check(self, endpoint: Endpoint, what: str) -> None:
@@ -145,7 +144,6 @@ class Authenticator:
         self.socket.bind(ZAP_ENDPOINT)
 
     def answer(self) -> None:
-        """Answer one request that has arrived."""
         version, number, domain, _address, _identity, mechanism, *credentials = (
             self.socket.recv_multipart(zmq.NOBLOCK)
         )

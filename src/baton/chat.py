@@ -138,7 +138,6 @@ class Chat:
                         raise NodeError(f"{self.url}/v1/models lists no model")
 
     def _stream(self, body: object) -> Iterator[dict[str, object]]:
-        """Yield the deltas of the response."""
         with self._request("POST", "/v1/chat/completions", msgspec.json.encode(body)) as response:
             for line in response:
                 data = line.removeprefix(b"data:").strip()
@@ -181,7 +180,6 @@ class Chat:
 
 
 def _read_message(is_terminal: bool) -> str:
-    """Return a line of stdin, or the lines between two fences."""
     line = input("> " if is_terminal else "")
     if not line.lstrip().startswith(FENCE):
         return line

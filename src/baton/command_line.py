@@ -119,7 +119,6 @@ def _run(words: list[str]) -> int:
 
 
 def _start(name: str, config: ClusterConfig) -> int:
-    """Import the one room that this process needs and run it."""
     from baton.deploy.model_folder import check_tokenizer, with_model
     from baton.deploy.ports import check_reach, check_router_ports
     from baton.runtime.tls import server_context
@@ -305,7 +304,6 @@ OTHERS = {
 
 
 def parsers() -> dict[str, FlagParser]:
-    """Return the parser of every command, and of each command of `bench`."""
     from baton.bench.cli import COMMANDS as LOADS
     from baton.bench.cli import parser as bench_parser
     from baton.chat import parser as chat_parser
@@ -327,7 +325,6 @@ def parsers() -> dict[str, FlagParser]:
 
 
 def _summaries() -> dict[str, str]:
-    """Return every command with its line in the help."""
     summaries = {name: command.description for name, command in COMMANDS.items()}
     return summaries | {name: other.help for name, other in OTHERS.items()}
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -167,15 +166,3 @@ def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool)
         os.kill(os.getpid(), number)
         assert interrupts.wait(DEADLINE_S)
         assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
-
-
-def test_the_second_signal_is_an_order() -> None:
-    code = (
-        "import os, signal; from baton.runtime.process import Interrupts\n"
-        "with Interrupts(on_second=lambda: print('killed', flush=True)):\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    os.kill(os.getpid(), signal.SIGINT)\n"
-        "    print('not reached')\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.returncode) == ("killed\n", 130)
