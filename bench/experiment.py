@@ -34,7 +34,7 @@ from baton.bench.plan.plan import (
     reseeded,
     shaped,
 )
-from baton.bench.records import Outcome
+from baton.bench.records import Outcome, Planned
 from baton.bench.report.document import Report, Run
 from baton.bench.report.page import begin, finish
 from baton.bench.settings import (
@@ -49,7 +49,7 @@ from baton.bench.settings import (
     Workload,
 )
 from baton.protocol.errors import BatonError, ConfigError
-from baton.runtime.clock import Clock, monotonic
+from baton.runtime.clock import monotonic
 from baton.runtime.process import Interrupts
 
 LINE_EVERY_S = 5.0
@@ -97,7 +97,6 @@ class Experiment:
         for place in reversed(range(len(arrivals))):
             self._draft = self._plan(settings.workload, place, arrivals[place])
         self._api_key = settled(settings.target, self._draft.requests).api_key
-        self.progress = LoadProgress()
         self._interrupts = Interrupts(on_second=_abandon)
 
     def __enter__(self) -> "Experiment":
@@ -121,7 +120,7 @@ class Experiment:
         if workload.vocabulary == AUTO and any(one.prompt_ids for one in self._draft.requests):
             low, high = accepted(target)
             workload = msgspec.structs.replace(workload, vocabulary=f"{low}-{high}")
-        self.progress.say(f"{target.url} serves {target.model}")
+        say(f"{target.url} serves {target.model}")
         return Server(target, workload, probed)
 
     def connect_alone(self, what: str = "") -> Server:
@@ -167,15 +166,15 @@ class Experiment:
         def watch(progress: Progress) -> None:
             """Show the progress, and stop the load early after Ctrl-C or too many failures."""
             nonlocal has_given_up
-            self.progress.show(progress)
+            shown.show(progress)
             if not stop.is_set() and self.interrupted:
-                self.progress.say(STOPPING)
+                say(STOPPING)
                 stop.set()
             elif not stop.is_set() and 0 < load.give_up_after <= progress.ended == progress.failed:
                 has_given_up = True
                 stop.set()
 
-        self.progress.begin(case.label, len(planned), sum(one.warm_up for one in planned))
+        shown = LoadProgress(case.label, planned)
         result = run_load(
             Load(
                 target=target,
@@ -290,7 +289,7 @@ def search(settings: SearchSettings) -> int:
             if experiment.interrupted:
                 break
             rates.observe(probe_of(rate, run))
-            experiment.progress.say(f"{label}: {outcome(run)}")
+            say(f"{label}: {outcome(run)}")
     report.search = rates.result()
     return experiment.finish()
 
@@ -319,36 +318,29 @@ def outcome(run: Run) -> str:
 
 
 class LoadProgress:
-    """The progress of a load, as a line on stderr every `LINE_EVERY_S`."""
+    """The progress of a load, as a line on stderr every `LINE_EVERY_S`; warm-up does not count."""
 
-    def __init__(self, clock: Clock = monotonic) -> None:
-        self._clock = clock
-        self._label, self._total, self._num_warm_up = "", 0, 0
-        self._started_s = self._printed_s = clock()
-
-    def begin(self, label: str, total: int, num_warm_up: int = 0) -> None:
-        """Start the load `label` of `total` requests, `num_warm_up` of which only warm up."""
-        self._label, self._total, self._num_warm_up = label, total - num_warm_up, num_warm_up
-        self._started_s = self._printed_s = self._clock()
+    def __init__(self, label: str, planned: Sequence[Planned]) -> None:
+        self._label = label
+        self._num_warm_up = sum(one.warm_up for one in planned)
+        self._total = len(planned) - self._num_warm_up
+        self._started_s = self._printed_s = monotonic()
 
     def show(self, progress: Progress) -> None:
-        now_s = self._clock()
-        if now_s - self._printed_s >= LINE_EVERY_S:
-            self._printed_s = now_s
-            self.say(self._line(progress, now_s))
+        now_s = monotonic()
+        if now_s - self._printed_s < LINE_EVERY_S:
+            return
+        self._printed_s, elapsed_s = now_s, now_s - self._started_s
+        ended = max(0, progress.ended - self._num_warm_up)  # warm-up ends first
+        say(
+            f"{self._label}: {ended}/{self._total} ended, {progress.failed} failed, "
+            f"{progress.sent - progress.ended} in flight, {progress.tokens / elapsed_s:.0f} "
+            f"tokens/s, {elapsed_s:.0f} s"
+        )
 
-    def say(self, line: str) -> None:
-        print("".join(c if c.isprintable() else " " for c in line), file=sys.stderr, flush=True)
 
-    def _line(self, progress: Progress, now_s: float) -> str:
-        elapsed_s = max(now_s - self._started_s, 1e-9)
-        # Warm-up goes first, so it ends first.
-        ended = max(0, progress.ended - self._num_warm_up)
-        failed = f"  {progress.failed} failed" if progress.failed else ""
-        # Tokens are counted as requests end.
-        rate = f"  {progress.tokens / elapsed_s:.0f} tokens/s" if progress.tokens else ""
-        so_far = f"{self._label}: {ended}/{self._total} ended{failed}"
-        return f"{so_far}  {progress.sent - progress.ended} in flight{rate}  {elapsed_s:.0f} s"
+def say(line: str) -> None:
+    print("".join(c if c.isprintable() else " " for c in line), file=sys.stderr, flush=True)
 
 
 def _abandon() -> None:

@@ -85,8 +85,6 @@ class ClientProcess(msgspec.Struct, frozen=True):
     wall_s: float
     num_requests: int
     num_tokens: int
-    max_loop_lag_s: float  # the longest delay of a 10 ms tick of its event loop
-    busiest_cpu: float = 0.0  # the share of a core in the busiest 5 s; 0 for a shorter run
 
 
 class LoadResult(msgspec.Struct):

@@ -30,9 +30,6 @@ from baton.runtime.process import die_with_parent
 
 COUNT_EVERY_S = 0.5
 OPEN_AHEAD_S = 5.0
-TICK_S = 0.01
-CPU_EVERY_S = 0.5
-CPU_SPAN_S = 5.0
 # epoll's timeout is at most a millisecond late; the rest of a sleep is left to select.
 COARSE_S = 0.003
 PAUSE_S = 0.5  # of a closed loop's client after the server refused it
@@ -125,7 +122,6 @@ class Worker:
         self._ready = 1
         self._report(self._progress())
         start_s = await self._start
-        strain = Strain(self._loop)
         ended, tokens = self._ended, self._tokens
         cpu_s, wall_s = time.process_time(), monotonic()
         if start_s is not None and share.concurrency:
@@ -133,15 +129,12 @@ class Worker:
             await self._closed_loop(requests, start_s)
         elif start_s is not None:
             await self._open_loop(requests, start_s)
-        strain.stop()
         return ClientProcess(
             pid=os.getpid(),
             cpu_s=time.process_time() - cpu_s,
             wall_s=monotonic() - wall_s,
             num_requests=self._ended - ended,
             num_tokens=self._tokens - tokens,
-            max_loop_lag_s=strain.max_lag_s,
-            busiest_cpu=strain.busiest_cpu,
         )
 
     async def _open_loop(self, requests: Sequence[Planned], start_s: float) -> None:
@@ -183,38 +176,6 @@ class Worker:
             return None
         self.add(record)
         return record
-
-
-class Strain:
-    """The delays and CPU time of a running event loop, from its creation to `stop`."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.max_lag_s = 0.0  # the longest delay of a tick of the loop
-        self.busiest_cpu = 0.0  # share of a core in the busiest `CPU_SPAN_S`; 0 before a whole span
-        self._loop = loop
-        self._samples: deque[tuple[float, float]] = deque()  # clock, CPU time of the process
-        self._next_sample_s = 0.0
-        self._tick(loop.time())
-
-    def stop(self) -> None:
-        self._timer.cancel()
-
-    def sample(self, now_s: float, cpu_s: float) -> None:
-        self._samples.append((now_s, cpu_s))
-        # Keep the newest sample that is a whole span old, and all after it.
-        while len(self._samples) > 1 and now_s - self._samples[1][0] >= CPU_SPAN_S:
-            self._samples.popleft()
-        first_s, first_cpu_s = self._samples[0]
-        if now_s - first_s >= CPU_SPAN_S:
-            self.busiest_cpu = max(self.busiest_cpu, (cpu_s - first_cpu_s) / (now_s - first_s))
-
-    def _tick(self, due_s: float) -> None:
-        now_s = self._loop.time()
-        self.max_lag_s = max(self.max_lag_s, now_s - due_s)
-        if now_s >= self._next_sample_s:
-            self._next_sample_s = now_s + CPU_EVERY_S
-            self.sample(now_s, time.process_time())
-        self._timer = self._loop.call_at(now_s + TICK_S, self._tick, now_s + TICK_S)
 
 
 def new_loop() -> asyncio.AbstractEventLoop:

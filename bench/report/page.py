@@ -13,6 +13,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from baton.bench.report.charts import charts
 from baton.bench.report.document import (
+    WITHHELD,
     Report,
     flat_settings,
     read_json,
@@ -32,12 +33,12 @@ def begin(command: str, settings: Settings) -> Report:
     out = _folder(settings.report.out)
     if out is not None and (out / REPORT).exists():
         raise ConfigError(f"--out {out} holds a report already: name another folder, or remove it")
-    return Report(
-        command=command,
-        title="",
-        provenance=collect(["baton", *sys.argv[1:]]),
-        settings=flat_settings(settings),
-    )
+    flat = flat_settings(settings)
+    words = ["baton", *sys.argv[1:]]
+    if key := settings.target.api_key:
+        flat["target.api_key"] = WITHHELD
+        words = [WITHHELD if word in (key, f"--api-key={key}") else word for word in words]
+    return Report(command=command, title="", provenance=collect(words), settings=flat)
 
 
 def finish(report: Report, folder: str, api_key: str = "") -> int:

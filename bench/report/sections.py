@@ -253,10 +253,9 @@ def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
 
 
 def _grid(table: Table) -> Grid:
-    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=not table.is_pairs)
-    for place, name in enumerate(table.columns):
-        is_number = place and table.is_narrow and not table.is_pairs
-        grid.add_column(_text(name), justify="right" if is_number else "left")
+    grid = Grid(box=None, padding=(0, 2, 0, 0), pad_edge=False, show_header=any(table.columns))
+    for name in table.columns:
+        grid.add_column(_text(name))
     for row in table.rows:
         grid.add_row(*map(_text, row))
     return grid

@@ -1,6 +1,5 @@
 """Records of loads that never ran: from a few numbers, or of an imagined server."""
 
-import random
 from collections.abc import Sequence
 
 import msgspec
@@ -21,7 +20,6 @@ from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
 from baton.bench.settings import LoadSettings, Settings, Workload
 
-NUM_TOKENS = 48  # of an answer of a scene
 PROVENANCE = Provenance(
     created_at="2026-03-01T12:00:00+00:00",
     command_line=["baton", "bench", "run", "--arrivals", "poisson:6", "--preset", "chat"],
@@ -35,43 +33,27 @@ PROVENANCE = Provenance(
 )
 
 
-class Scene(msgspec.Struct, frozen=True):
-    """What is offered, and the server that it meets."""
-
-    rate: float = 6.0
-    duration_s: float = 60.0
-    seed: int = 1
-    failed_share: float = 0.01
-    warm_up: int = 2
-
-
-def scene_result(scene: Scene) -> LoadResult:
-    """A whole load."""
-    source = random.Random(scene.seed)
-    records = [
-        answered(index, index - scene.warm_up * 1.0, [1.5]) for index in range(scene.warm_up)
-    ]
-    for record in records:
+def scene_run(
+    label: str = "a run", *, rate: float = 6.0, bounds: Bounds | None = PRESETS["chat"]
+) -> Run:
+    """Return a run with two warm-up requests, 40 answered ones and a refused one."""
+    warm_up = [answered(index, index - 2.0, [1.5]) for index in range(2)]
+    for record in warm_up:
         record.warm_up = True
-    at_s = 0.0
-    while (at_s := at_s + source.expovariate(scene.rate)) < scene.duration_s:
-        records.append(_answer(scene, source, len(records), at_s))
-    wall_s = max(record.end_s for record in records)
-    tokens = sum(record.num_tokens for record in records)
-    client = ClientProcess(4711, 0.06 * wall_s, wall_s, len(records), tokens, 0.0013)
-    return LoadResult(records, [client], wall_s, "2026-03-01T12:00:00+00:00")
-
-
-def scene_run(scene: Scene, label: str, *, bounds: Bounds | None = PRESETS["chat"]) -> Run:
-    """A run of a scene, as the experiments report it."""
-    result = scene_result(scene)
+    records = [
+        answered(2 + n, n / rate, [0.1 + 0.001 * n + 0.012 * place for place in range(8)])
+        for n in range(40)
+    ]
+    refused = failed(42, 40 / rate, Outcome.REFUSED, "503: no room, try again in 1 s")
+    client = ClientProcess(4711, 0.5, 10.0, 43, 320)
+    result = load([*warm_up, *records, refused], client)
     return Run(
         label=label,
-        rate=scene.rate,
+        rate=rate,
         summary=summarise(result, bounds=bounds),
         started_at=result.started_at,
         wall_s=result.wall_s,
-        notes=[f"realised {len(result.records) / scene.duration_s:.2f} requests/s, CV 1.02"],
+        notes=["a note"],
         clients=result.clients,
         records=result.records,
     )
@@ -137,20 +119,6 @@ def ended(*outcomes: Outcome) -> LoadResult:
             for index, outcome in enumerate(outcomes)
         ]
     )
-
-
-def _answer(scene: Scene, source: random.Random, index: int, at_s: float) -> Record:
-    """A request of a scene."""
-    if source.random() < scene.failed_share:
-        return failed(index, at_s, Outcome.REFUSED, "503: no room, try again in 1 s")
-    lag_s = source.uniform(1e-4, 7e-4)
-    now_s, after_s = lag_s + 0.01 + 0.07 * source.lognormvariate(0.0, 0.35), []
-    for _ in range(NUM_TOKENS):
-        after_s.append(now_s)
-        now_s += 0.012 * source.lognormvariate(0.0, 0.12)
-    record = answered(index, at_s, after_s)
-    record.sent_s, record.cached_tokens = at_s + lag_s, source.choice([0, 0, 128, 256])
-    return record
 
 
 def request(

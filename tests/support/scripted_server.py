@@ -1,26 +1,21 @@
-"""A server with OpenAI's API on 127.0.0.1, in a thread of its own, that plays scripted answers.
+"""A server with OpenAI's API on 127.0.0.1, in a thread of its own, whose answers a test plays.
 
-`Stage` plays scripts and keeps the time of each actual write, so that the truth is what was written
-and not what was planned. It shares nothing with the client's parser.
+It shares nothing with the client's parser.
 """
 
 import asyncio
-import itertools
 import json
 import re
 import ssl
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Literal, Self
+from typing import Self
 
-import msgspec
-
-from baton.bench.records import Arrival
 from baton.runtime.clock import monotonic
 
 DONE = b"data: [DONE]\n\n"
-# Answers consist of these token ids. The first id of a prompt names its script and may be any id.
+# Answers consist of these token ids.
 LOWEST_ID, NUM_IDS = 300, 7_000
 
 
@@ -66,76 +61,11 @@ def error(message: str) -> bytes:
     return json.dumps({"error": {"message": message, "type": "server_error"}}).encode()
 
 
-class Chunk(msgspec.Struct, frozen=True):
-    """One event; without a token it is an empty delta, as at the start of a chat."""
-
-    at_ms: float  # since the whole request had arrived
-    num_tokens: int = 1
-
-
-class Script(msgspec.Struct, frozen=True):
-    """One streamed answer, and how it ends."""
-
-    chunks: tuple[Chunk, ...] = ()
-    tail: bytes | None = None  # the end after the chunks; None: usage if asked for, then [DONE]
-    then: Literal["end", "close", "hang"] = "end"  # the last two cut the answer
-    end_ms: float | None = None  # None: with the last chunk
-    cached_tokens: int = 0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(chunk.num_tokens for chunk in self.chunks)
-
-
-# The moment, the bytes of the body in one write, and the number of tokens in them.
-Part = tuple[float, bytes, int]
-
-
-def parts_of(script: Script, asked: Mapping[str, object], number: int) -> list[Part]:
-    """Return the parts of the answer to the body `asked`; events of one moment are one part."""
-    ids, position = answer_ids(number, script.num_tokens), 0
-    options, prompt = str(asked.get("stream_options")), prompt_of(asked)
-    say, events = delta if "messages" in asked else token, list[Part]()
-    for chunk in script.chunks:
-        sent = ids[position : position + chunk.num_tokens]
-        position += chunk.num_tokens
-        is_end = bool(sent) and position == len(ids) and script.tail is None
-        data = say(
-            "".join(f" t{one}" for one in sent),
-            sent if asked.get("return_token_ids") else None,
-            "length" if is_end else None,
-        )
-        events.append((chunk.at_ms, data, chunk.num_tokens))
-    tail = script.tail
-    if tail is None:
-        num_prompt = len(prompt if isinstance(prompt, list) else prompt.split())
-        told = usage(len(ids), num_prompt, script.cached_tokens)
-        tail = (told if "include_usage" in options else b"") + DONE
-    last_ms = script.chunks[-1].at_ms if script.chunks else 0.0
-    events.append((last_ms if script.end_ms is None else script.end_ms, tail, 0))
-    return [
-        (at_ms, b"".join(data for _, data, _ in found), sum(count for _, _, count in found))
-        for at_ms, group in itertools.groupby(events, lambda part: part[0])
-        if (found := list(group))
-    ]
-
-
 def prompt_of(asked: Mapping[str, object]) -> list[int] | str:
     """Return the token ids, the text, or the last message that a request asks about."""
     messages = asked.get("messages")
     found = messages[-1]["content"] if isinstance(messages, list) else asked.get("prompt")
     return found if isinstance(found, list) else str(found)
-
-
-def steady(first_ms: float, gap_ms: float, num_tokens: int) -> tuple[Chunk, ...]:
-    """Return a token per chunk at an even pace."""
-    return tuple(Chunk(first_ms + gap_ms * position) for position in range(num_tokens))
-
-
-def paced(first_ms: float, gaps_ms: Sequence[float], sizes: Sequence[int]) -> tuple[Chunk, ...]:
-    """Return chunks of these sizes; `gaps_ms` lie between them, so there is one gap less."""
-    moments = itertools.accumulate(gaps_ms, initial=first_ms)
-    return tuple(Chunk(at_ms, size) for at_ms, size in zip(moments, sizes, strict=True))
 
 
 def answer_ids(number: int, num_tokens: int) -> list[int]:
@@ -149,13 +79,8 @@ MODEL = "scripted"
 MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 START_TIMEOUT_S = 30.0
-# A silent answer waits this long for its client to leave.
-SILENCE_LIMIT_S = 120.0
 MAX_HEADER_BYTES = 1 << 16
 MAX_CALLS = 1_000  # the number of calls that are kept
-# The least time between the writes of an answer, even of late ones: the kernel would hand closer
-# writes to the reader as one, and then the arrival of the first of them would be unknown.
-SPACING_S = 0.002
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
@@ -219,15 +144,6 @@ class Call:
         self._has_begun = True
         return head + (data and b"%x\r\n%b\r\n" % (len(data), data))
 
-    async def until(self, due_s: float) -> bool:
-        """Wait until `due_s`; return whether the client is still there."""
-        # Sleep in steps, because nothing wakes this coroutine when the client leaves.
-        while not (has_left := self._reader.at_eof() or self.transport.is_closing()):
-            if (rest_s := due_s - monotonic()) <= 0:
-                break
-            await asyncio.sleep(min(rest_s, 0.5))
-        return not has_left
-
 
 Play = Callable[[Call], Awaitable[object]]
 
@@ -251,7 +167,7 @@ class ScriptedServer:
 
         `pages` are answers to GET by path, each a JSON value or a `Play`.
         """
-        self.play = play or Stage().play
+        self.play = play or answer_all
         self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
         self.num_connections = 0  # a connection counts from its first POST
         self.url = ""
@@ -320,44 +236,13 @@ class ScriptedServer:
             await call.reply(200, json.dumps(page).encode())
 
 
-class Answer(msgspec.Struct):
-    """One request as the server saw it. Seconds on CLOCK_MONOTONIC."""
-
-    number: int | None  # None if the request belongs to no script
-    received_s: float  # the time at which the whole request had arrived
-    writes: list[Arrival]  # the bytes that were handed to the kernel at once, with their tokens
-
-
-class Stage:
-    """The player of scripts. A request without a script gets all tokens that it asks for at once.
-
-    A script's number is the first id of a prompt, or N in a text with "script N".
-    """
-
-    def __init__(self, scripts: Mapping[int, Script] | None = None) -> None:
-        self.answers: list[Answer] = []
-        self._scripts = scripts or {}
-
-    async def play(self, call: Call) -> None:
-        prompt, free_s = call.prompt, 0.0
-        if isinstance(prompt, str):
-            found = re.search(r"\bscript (\d+)\b", prompt)
-            prompt = [int(found[1])] if found else []
-        number = prompt[0] if prompt else None
-        script = None if number is None else self._scripts.get(number)
-        answer = Answer(None if script is None else number, call.received_s, [])
-        self.answers.append(answer)
-        if script is None:
-            script = Script(steady(0.0, 0.0, call.num_tokens))
-        call.keep_alive = script.then == "end"
-        parts = parts_of(script, call.body, answer.number or 0)
-        for place, (at_ms, body, num_tokens) in enumerate(parts, start=1):
-            if not await call.until(max(call.received_s + at_ms / 1e3, free_s)):
-                return
-            data = call.framed(body)
-            data += b"0\r\n\r\n" if script.then == "end" and place == len(parts) else b""
-            answer.writes.append(Arrival(monotonic(), num_tokens))
-            call.transport.write(data)
-            free_s = monotonic() + SPACING_S
-        if script.then == "hang":
-            await call.until(monotonic() + SILENCE_LIMIT_S)
+async def answer_all(call: Call) -> None:
+    """Answer with all tokens that are asked for, one each write, as the request wants them."""
+    ids = answer_ids(call.prompt[0] if isinstance(call.prompt, list) else 0, call.num_tokens)
+    say = delta if "messages" in call.body else token
+    for place, one in enumerate(ids, start=1):
+        shown = [one] if call.body.get("return_token_ids") else None
+        await call.write(say(f" t{one}", shown, "length" if place == len(ids) else None))
+    options = str(call.body.get("stream_options"))
+    told = usage(len(ids), len(call.prompt)) if "include_usage" in options else b""
+    await call.send(told, DONE)

@@ -13,9 +13,17 @@ from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.records import LoadResult, Outcome, Planned
 from baton.bench.settings import Target
 from baton.protocol.errors import BatonError, ConfigError
-from tests.support.scripted_server import MODEL, Call, Play, ScriptedServer, Stage, error, token
+from tests.support.scripted_server import (
+    MODEL,
+    Call,
+    Play,
+    ScriptedServer,
+    answer_all,
+    answer_ids,
+    error,
+    token,
+)
 
-answer = Stage().play
 Watch = Callable[[Progress], None]
 
 
@@ -40,12 +48,10 @@ def run(
     watch: Watch = lambda _: None,
     stop: threading.Event | None = None,
     **more: object,
-) -> tuple[LoadResult, list[Call]]:
-    """The result of a load, and the calls that came to the server."""
+) -> LoadResult:
     with ScriptedServer(script) as server:
-        target = Target(server.url, MODEL, "chat" if planned[0].messages else "completions")
-        load = Load(target, planned, **more)  # type: ignore[arg-type]
-        return run_load(load, on_progress=watch, stop=stop), list(server.calls)
+        load = Load(Target(server.url, MODEL), planned, **more)  # type: ignore[arg-type]
+        return run_load(load, on_progress=watch, stop=stop)
 
 
 def outcomes(result: LoadResult) -> Counter[Outcome]:
@@ -57,31 +63,19 @@ async def hang(call: Call) -> None:
     await asyncio.sleep(60.0)
 
 
-async def slow(call: Call) -> None:
-    await asyncio.sleep(0.1)
-    await answer(call)
-
-
 async def first_or_hang(call: Call) -> None:
-    await (answer(call) if call.prompt == [1] else hang(call))
+    await (answer_all(call) if call.prompt == [1] else hang(call))
 
 
-def refuses(is_refused: Callable[[int, Call], bool], **fields: str) -> Play:
-    """Answers the others; calls are numbered."""
-    num_calls = iter(range(1000))
-
-    async def script(call: Call) -> None:
-        refused = is_refused(next(num_calls), call)
-        await (call.reply(503, error("full"), **fields) if refused else answer(call))
-
-    return script
+async def refuse_one(call: Call) -> None:
+    await (call.reply(503, error("full")) if call.prompt == [9] else answer_all(call))
 
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
     seen: list[Progress] = []
     planned = requests(20, num_warm_up=4)
-    with ScriptedServer(refuses(lambda _, call: call.prompt == [9])) as server:
+    with ScriptedServer(refuse_one) as server:
         load = Load(Target(server.url, MODEL), planned, processes=processes)
         result = run_load(load, on_progress=seen.append)
     assert outcomes(result) == {Outcome.ANSWERED: 23, Outcome.REFUSED: 1}
@@ -91,6 +85,9 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
         assert record.intended_s == pytest.approx(request.at_s)
         assert record.intended_s <= record.sent_s <= record.end_s
         assert record.warm_up == request.warm_up
+        if record.outcome is Outcome.ANSWERED:  # every token is counted as it was written
+            assert record.token_ids == answer_ids(request.prompt_ids[0], 2)
+            assert record.num_tokens == record.output_tokens == 2
     assert len({client.pid for client in result.clients}) == processes
     assert sum(client.num_requests for client in result.clients) == 24
     assert sum(client.num_tokens for client in result.clients) == 46
@@ -104,11 +101,11 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
 
     async def script(call: Call) -> None:
         running.append(running[-1] + 1)
-        await answer(call)
+        await answer_all(call)
         running.append(running[-1] - 1)
 
     planned = requests(30, rate=None, num_warm_up=3)
-    result, _ = run(script, planned, concurrency=3, processes=2)
+    result = run(script, planned, concurrency=3, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 33}
     assert max(running) <= 3
     warm_up, measured = result.records[:3], result.records[3:]
@@ -134,7 +131,7 @@ def test_a_stop_brings_back_what_there_is() -> None:
             stop.set()
 
     planned = [*requests(3), Planned(index=9, at_s=60.0, output_tokens=2, prompt_ids=(9,))]
-    result, _ = run(first_or_hang, planned, watch=watch, stop=stop, processes=2)
+    result = run(first_or_hang, planned, watch=watch, stop=stop, processes=2)
     assert outcomes(result) == {Outcome.ANSWERED: 1, Outcome.STOPPED: 2}
     assert [record.num_tokens for record in result.records[1:]] == [1, 1]
 

@@ -10,11 +10,11 @@ from baton.bench.figures.validity import invalid
 from baton.bench.report.document import Report, Run
 from baton.bench.settings import Target
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, report_of, scene_run
+from tests.support.bench_records import report_of, scene_run
 
 
 def arm_run(arm: str, number: int, *problems: str) -> Run:
-    run = scene_run(Scene(duration_s=5.0, seed=number), f"{arm} {number}")
+    run = scene_run(f"{arm} {number}")
     run.arm, run.round = arm, number
     run.problems = [invalid(text) for text in problems]
     return run
@@ -24,17 +24,10 @@ def rounds(number: int) -> list[Run]:
     return [arm_run(arm, place) for place in range(1, number + 1) for arm in ("a", "b")]
 
 
-def change(run: Run, **changes: object) -> None:
-    run.summary = msgspec.structs.replace(run.summary, **changes)
-
-
 def compared(runs: list[Run]) -> Report:
     report = report_of(runs)
     contrast(report, ["a", "b"])
     return report
-
-
-# --- rounds --------------------------------------------------------------------------------------
 
 
 def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
@@ -48,15 +41,13 @@ def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
 def test_ratios_are_to_the_first_arm() -> None:
     runs = rounds(7)
     for run in runs[1::2]:
-        change(run, tokens_per_s=run.summary.tokens_per_s * 2)
+        faster = 2 * run.summary.tokens_per_s
+        run.summary = msgspec.structs.replace(run.summary, tokens_per_s=faster)
     rows = {row.name: row for row in compared(runs).comparison}
     assert rows["tokens/s"].ratios["b"].median == pytest.approx(2.0)
     assert rows["tokens/s"].ratios["b"].is_conclusive
     assert rows["TTFT p50"].ratios["b"].median == 1.0
     assert not rows["TTFT p50"].ratios["b"].is_conclusive
-
-
-# --- arms ----------------------------------------------------------------------------------------
 
 
 def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:

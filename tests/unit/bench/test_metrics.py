@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from baton.bench.figures.metrics import (
     MIN_ROUNDS,
     Bounds,
-    Distribution,
     Window,
     measure,
     meets,
@@ -24,10 +23,6 @@ from baton.protocol.errors import BatonError
 from tests.support.bench_records import load, loads, request, steady
 
 BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
-
-
-def p50(found: Distribution | None) -> float:
-    return found.p50
 
 
 def test_latencies_count_from_the_intended_arrival() -> None:
@@ -45,7 +40,7 @@ def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
     assert summary.chunk_gap.count == 2
     assert summary.chunk_gap.max == pytest.approx(300)
     # The first chunk brought two of the six tokens: four followed it, in 0.4 s.
-    assert p50(summary.tpot) == pytest.approx(100)
+    assert summary.tpot.p50 == pytest.approx(100)
     assert summary.tokens_per_chunk == pytest.approx(2)
 
 
@@ -59,13 +54,12 @@ def test_a_limit_itself_is_within_the_bounds() -> None:
     assert meets(request(0.0, ()), Bounds(e2e_ms=1000))
 
 
-@pytest.mark.parametrize("outcome", sorted(set(Outcome) - {Outcome.ANSWERED, Outcome.STOPPED}))
-def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies(outcome: Outcome) -> None:
+def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies() -> None:
     good = request(0.0, (0.1, 0.15))
-    bad = request(0.5, (0.001, 0.002), index=1, outcome=outcome)
+    bad = request(0.5, (0.001, 0.002), index=1, outcome=Outcome.REFUSED)
     summary = summarise(load([good, bad]), bounds=BOUNDS)
     assert summary.num_requests == 2
-    assert summary.outcomes == {"answered": 1, outcome.value: 1}
+    assert summary.outcomes == {"answered": 1, "refused": 1}
     assert summary.attainment == 0.5
     assert summary.ttft.count == 1
     assert summary.ttft.min == pytest.approx(100)
@@ -162,14 +156,6 @@ def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
     # In whole numbers, where no rounding can hide a mistake.
     assert 100 * sum(one <= found for one in samples) >= percent * len(samples)
     assert 100 * sum(one < found for one in samples) < percent * len(samples)
-
-
-def test_a_ratio_is_taken_round_by_round() -> None:
-    # The machine gets slower from round to round; B is always twice as slow as A.
-    slow = [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
-    found = paired(slow, [2 * one for one in slow])
-    assert (found.median, found.low, found.high, found.rounds) == (0.5, 0.5, 0.5, 6)
-    assert found.is_conclusive
 
 
 def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -> None:

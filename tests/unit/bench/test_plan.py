@@ -49,10 +49,6 @@ FILE = """{"prompt": "one two three", "output_tokens": 5, "at_s": 0.5}
 """
 
 
-def said(plan: Plan) -> str:
-    return "\n".join(plan.notes)
-
-
 def prompts(requests: Sequence[Planned]) -> list[object]:
     return [(one.prompt_ids, one.prompt, one.messages) for one in requests]
 
@@ -108,7 +104,7 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert first[512:] != second[512:]
     faster = make_plan(workload, Recorded(rate=5.0))
     assert moments(faster) == pytest.approx([0, 0.1, 0.4])
-    assert "stretched by 0.1 for 5 requests/s" in said(faster)
+    assert "stretched by 0.1 for 5 requests/s" in "\n".join(faster.notes)
     assert prompts(faster.requests) == prompts(plan.requests)
     assert make_plan(workload, Recorded(), duration_s=2.0).requests == plan.requests[:2]
     assert moments(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
@@ -116,8 +112,8 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
     plan = make_plan(scaled, Recorded(), warm_up=2)
     assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
-    assert "blocks of 8 tokens" in said(plan)
-    assert "3 of 3 inputs were clamped" in said(plan)
+    assert "blocks of 8 tokens" in "\n".join(plan.notes)
+    assert "3 of 3 inputs were clamped" in "\n".join(plan.notes)
 
 
 def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
@@ -138,12 +134,8 @@ def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("workload", "arrivals", "bounds", "why"),
     [
-        (SMALL, None, {}, "a closed loop needs --requests N"),
-        (SMALL, POISSON, {}, "say how long: --requests N, --duration-s S, or both"),
         (SMALL, Recorded(), {"count": 5}, "need a trace, or a file whose rows say at_s"),
         (SMALL, Gaps(0.01, 1), {"duration_s": 0.5}, "no request of poisson:0.01 arrives within"),
-        (Workload(vocabulary="9-3"), None, {"count": 5}, "--vocabulary '9-3': write it as"),
-        (Workload(prompt="x"), None, {"count": 5}, "lengths 'x'"),
         (Workload(workload="trace"), None, {"count": 5}, "--workload trace needs --path FILE"),
         (Workload(path="x"), None, {"count": 5}, "--path is for --workload trace or file, not tok"),
         (Workload(workload="trace", path="azure-code"), Recorded(), {"count": 9000}, "of 8819"),
@@ -160,41 +152,26 @@ def test_a_plan_that_cannot_be_is_refused_in_a_line(
     assert "\n" not in caught.value.message
 
 
-# --- lengths ------------------------------------------------------------------------------------
-
-
-def drawn(text: str, num: int = 20_000, seed: int = 0) -> list[int]:
-    rng = np.random.default_rng(seed)
-    lengths = parse_lengths(text)
-    return [lengths.draw(rng) for _ in range(num)]
-
-
 @pytest.mark.parametrize(
     ("text", "mean", "sd"),
     [
-        (" 512 ", 512, 0),
         ("uniform:100-900", 500, 800 / math.sqrt(12)),
         ("normal:512,sd=100", 512, 100),
-        ("normal:mean=512,sd=100", 512, 100),
         ("lognormal:mean=1155,sd=1100", 1155, 1100),
         ("choice:100,200,400", 700 / 3, 124.7),
-        ("choice:100,100,400", 200, 141.4),  # named twice, so twice as likely
     ],
 )
 def test_mean_and_spread_are_those_of_the_text(text: str, mean: float, sd: float) -> None:
-    lengths = drawn(text)
+    rng, form = np.random.default_rng(0), parse_lengths(text)
+    lengths = [form.draw(rng) for _ in range(20_000)]
     assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.02)
     assert statistics.pstdev(lengths) == pytest.approx(sd, rel=0.05)
 
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "", "0", "-3", "1.5", "x", "uniform:9-3", "uniform:0-3", "uniform:5", "normal:512",
-        "normal:nan,sd=1", "normal:5,sd=-1", "normal:5,sd=inf", "lognormal:mean=0,sd=1", "choice:",
-        "choice:1,x", "choice:0,5", "zipf:3", "99999999999", "lognormal:mean=5,sd=1e300",
-    ],
-)  # fmt: skip
+    ["", "0", "1.5", "uniform:9-3", "normal:512", "normal:5,sd=inf", "choice:1,x", "zipf:3"],
+)
 def test_a_text_that_is_wrong_is_refused_in_a_line(text: str) -> None:
     with pytest.raises(ConfigError, match="not of the form") as caught:
         parse_lengths(text)
@@ -217,12 +194,8 @@ def test_a_seed_means_the_same_in_every_version() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "", "poisson", "poisson:", "poisson:x", "poisson:0", "poisson:-1", "poisson:nan",
-        "poisson:inf", "poisson:1e300", "uniform:5", "gamma:5", "gamma:5,cv=0", "gamma:5,cv=nan",
-        "gamma:5,cv=x", "constant:5,cv=1", "trace:0", "trace:5,cv=1", "ramp:1-10",
-    ],
-)  # fmt: skip
+    ["", "poisson", "poisson:0", "poisson:nan", "gamma:5", "constant:5,cv=1", "trace:0", "ramp:1"],
+)
 def test_arrivals_that_are_written_wrong_are_refused_in_a_line(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_arrivals(text)

@@ -65,7 +65,6 @@ def test_many_cuts_change_no_event(cuts: list[int]) -> None:
         ([token(""), token("a"), token("b"), token("c", end="length")], 3,
          [(2, 1), (3, 1), (4, 1)]),
         ([token("a"), token("b"), token("", end="length"), usage(2)], 2, [(1, 1), (2, 1)]),
-        # What comes with one read is one arrival.
         ([token("a") + token("b"), token("c")], 3, [(1, 2), (2, 1)]),
         # An event counts when its last byte is there.
         ([token("a")[:9], token("a")[9:-1], token("a")[-1:]], 1, [(3, 1)]),
@@ -77,7 +76,6 @@ def test_many_cuts_change_no_event(cuts: list[int]) -> None:
         # Token ids that come after the text do not move its tokens.
         ([token("a"), token("b"), token("c", [1, 2, 3], end="length"), usage(3)], 3,
          [(1, 1), (2, 1), (3, 1)]),
-        ([token("a", error=None)], 1, [(1, 1)]),
     ],
 )  # fmt: skip
 def test_tokens_are_counted_by_what_the_server_says(
@@ -86,14 +84,6 @@ def test_tokens_are_counted_by_what_the_server_says(
     record = read(*pieces, DONE, forced=num_tokens)
     assert (record.outcome, record.detail) == (Outcome.ANSWERED, "")
     assert counts(record) == found
-
-
-def test_what_the_server_returned_is_kept() -> None:
-    pieces = (token("", []), token("a", [1]), token("", [2, 3]), usage(3, 8, 4))
-    record = read(*pieces, DONE, forced=3)
-    assert record.token_ids == [1, 2, 3]
-    assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (3, 8, 4)
-    assert read(token("a"), DONE, asked=1).output_tokens is None
 
 
 def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
@@ -127,9 +117,7 @@ THREE = [token("a"), token("b"), token("c")]
     ("pieces", "outcome", "words"),
     [
         ([token("a", [1]), token("b", [2]), usage(3)], "wrong_usage", "says 3 tokens, 2 token ids"),
-        ([token("a", [1]), token("b", [2]), token("c", [3]), usage(2)], "wrong_usage", "says 2"),
         ([*THREE, usage(2)], "wrong_usage", "usage says 2 tokens, 3 chunks"),
-        ([*THREE, usage(4)], "wrong_usage", "usage says 4 tokens, 3 chunks"),
         ([usage(3)], "wrong_usage", "usage says 3 tokens, 0 chunks"),
         # A forced length is verified, and one that cannot be is wrong.
         ([token("a", [1, 2]), token("", [], end="stop"), usage(2)], "wrong_length",
@@ -148,16 +136,12 @@ def test_a_contradiction_is_named(pieces: list[bytes], outcome: str, words: str)
     ("data", "outcome", "words"),
     [
         (event({"error": {"message": "node lost", "code": 502}}), "error_in_stream", "node lost"),
-        (event({"error": "node lost"}), "error_in_stream", "node lost"),
         (event({"object": "error", "message": "too long"}), "error_in_stream", "too long"),
         (b"data: {'a': 1}\n\n", "malformed", "not JSON: {'a': 1}"),
-        (b'data: {"choices": [{"index"\n\n', "malformed", "not JSON"),
         (b'data: {"choices": [{"text": "\xff"}]}\n\n', "malformed", "not JSON"),
-        (event([1]), "malformed", "not of this API"),
         (event({"status": "busy"}), "malformed", "neither choices nor usage"),
         (event({"choices": [{"index": 1, "text": "a"}]}), "malformed", "not requested"),
         (event({"choices": [{"index": 0}]}), "malformed", "no text"),
-        (event({"choices": [{"text": 7}]}), "malformed", "not of this API"),
     ],
 )
 def test_an_event_that_should_not_be_ends_the_answer(data: bytes, outcome: str, words: str) -> None:
@@ -181,10 +165,8 @@ def test_an_answer_without_its_end_is_truncated(pieces: list[bytes], words: str)
     ("body", "message"),
     [
         (b'{"error": {"message": "no  room\\n", "code": 1}}', "no room"),
-        (b'{"error": "no room"}', "no room"),
         (b'{"detail": [{"msg": "x"}]}', '[{"msg":"x"}]'),
         (b"<html>\x00bad \xff</html>", "<html> bad \N{REPLACEMENT CHARACTER}</html>"),
-        (b"", ""),
         (b"[" * 100_000, "[" * 199 + "…"),
     ],
 )

@@ -39,10 +39,6 @@ def written(folder: Path, text: str) -> str:
     return str(path)
 
 
-def stamps(rows: list[TraceRow]) -> list[float]:
-    return [row.at_s for row in rows]
-
-
 @pytest.mark.parametrize(
     ("name", "num", "span_s", "inputs", "outputs"),
     [
@@ -53,11 +49,7 @@ def stamps(rows: list[TraceRow]) -> list[float]:
     ],
 )
 def test_a_shipped_trace_is_the_published_one(
-    name: str,
-    num: int,
-    span_s: float,
-    inputs: tuple[int, int],
-    outputs: tuple[int, int],
+    name: str, num: int, span_s: float, inputs: tuple[int, int], outputs: tuple[int, int]
 ) -> None:
     """The figures are those of the traces' descriptions."""
     rows = read_trace(name)
@@ -97,13 +89,9 @@ def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
     [
         (AZURE.replace("396", "many"), 3, "expected `int`.*ContextTokens"),
         (AZURE.replace("18:15:50", "18:15:40"), 3, "before the row above"),
-        (AZURE.replace("374", "0"), 2, "expected `int` >= 1.*ContextTokens"),
         (AZURE.replace("ContextTokens", "Tokens"), 2, "missing required field `ContextTokens`"),
         ("\n\n", 1, "neither of the known traces"),
         (mooncake((0, 600, 9, [4])), 1, "1 hash_ids for 600 tokens.*make it 2"),
-        (mooncake((0, 5, 9, [4]), (5, 5, 9, [-4])), 2, "expected `int` >= 0.*hash_ids"),
-        (mooncake((5, 5, 9, [4]), (4, 5, 9, [4])), 2, "before the row above"),
-        (mooncake((0, 5, 9, [4])) + '\n{"timestamp": 1', 2, "truncated"),
     ],
 )
 def test_a_malformed_row_of_a_trace_is_named_by_its_line(
@@ -120,12 +108,8 @@ def test_a_malformed_row_of_a_trace_is_named_by_its_line(
     ("row", "why"),
     [
         ('{"prompt": ""}', "either a prompt or messages"),
-        ('{"prompt": "a", "messages": [{"role": "user", "content": "b"}]}', "either a prompt or"),
         ('{"prompt": [1, -2]}', "expected `int` >= 0.*prompt"),
-        ('{"prompt": "a", "output_tokens": 0}', "expected `int` >= 1.*output_tokens"),
         ('{"prompt": "a"}', "some rows say at_s"),
-        ('{"prompt": "a", "at_s": 0.1}', "before the row above"),
-        ('{"prompt": "a"', "truncated"),
     ],
 )
 def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path, row: str, why: str) -> None:
@@ -193,7 +177,6 @@ def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(
 @pytest.mark.parametrize(
     ("spread_s", "moved"),
     [
-        (0.0, [0, 0, 0, 3, 3, 3.5, 3.5]),
         (3.0, [0, 1, 2, 3, 3.25, 3.5, 5]),
         (0.3, [0, 0.1, 0.2, 3, 3.15, 3.5, 3.65]),
     ],
@@ -204,4 +187,4 @@ def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
     rows = [TraceRow(at_s, 5, 5) for at_s in (0, 0, 0, 3, 3, 3.5, 3.5)]
     options = Workload(spread_s=spread_s)
     played = replay(rows, options)
-    assert stamps(played.rows) == pytest.approx(moved)
+    assert [row.at_s for row in played.rows] == pytest.approx(moved)

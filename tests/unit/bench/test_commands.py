@@ -1,20 +1,20 @@
-"""Experiments as a whole: loads that cannot succeed are refused before anything runs or exists."""
+"""The commands of `baton bench`: flags, mistakes in a line, and what they do before a load runs."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from baton.bench import cli
 from baton.bench.client.probe import Probed
 from baton.bench.experiment import Experiment, Server
-from baton.bench.figures.metrics import PRESETS
 from baton.bench.figures.validity import Case
 from baton.bench.report.document import Report, Run, read_json
-from baton.bench.settings import RunSettings, Target
+from baton.bench.settings import CompareSettings, RunSettings, Target
 from baton.protocol.errors import ConfigError
-from tests.support.bench_records import Scene, answered, load, run_of, scene_run
+from tests.support.bench_records import answered, load, run_of, scene_run
 
+LOAD = ("--concurrency", "2", "--requests", "1")
 # Nothing listens there: an experiment that asks fails in another way.
 URL = ("--url", "http://127.0.0.1:9")
 ARMS = ("a=http://127.0.0.1:9", "b=http://127.0.0.1:10")
@@ -47,7 +47,7 @@ def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(tmp_path
     ],
 )
 def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(
-    words: Sequence[str], tmp_path: Path
+    words: tuple[str, ...], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"):
         cli.main([*words, *ASKED, *prompts(tmp_path, 22), "--warm-up", "0"])
@@ -89,7 +89,7 @@ def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
 def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
     experiment = Experiment("run", cli.parse(RunSettings, (*ASKED, *CLOSED))[0], [None])
     with experiment:
-        run = scene_run(Scene(duration_s=5.0), "1/s", bounds=PRESETS["chat"])
+        run = scene_run("1/s")
         experiment.report.runs.append(run)
     experiment.finish(num_wanted)
     capsys.readouterr()
@@ -105,4 +105,53 @@ def test_loads_that_were_never_run_make_a_report_unusable(
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
-# --- prompts that a server may know -----------------------------------------------------------
+def settings_of(name: str) -> type[msgspec.Struct]:
+    return cli.COMMANDS[name].settings
+
+
+def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> None:
+    words = ("a=http://a", "--rounds", "7", "b=http://b#name", "--flags", "a=--x 1,2")
+    settings, arms = cli.parse(CompareSettings, words)
+    assert arms == ["a=http://a", "b=http://b#name"]
+    assert (settings.rounds, settings.flags) == (7, ("a=--x 1,2",))
+
+
+@pytest.mark.parametrize("name", cli.COMMANDS)
+def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
+    text = " ".join(cli.parser(settings_of(name)).format_help().split())
+    fields = cli.flags_of(settings_of(name))
+    assert all(f" {field.flag} " in text and field.meta.description for field in fields)
+    example = cli.COMMANDS[name].example
+    assert example in text
+    words = example.split()
+    assert words[:3] == ["baton", "bench", name]
+    cli.parse(settings_of(name), words[3:])
+
+
+@pytest.mark.parametrize(
+    ("words", "hint"),
+    [
+        (["run", "--concurency", "3"], "unknown flag --concurency; did you mean --concurrency?"),
+        (["run", "--requests", "5"], "--arrivals poisson:5"),
+        (["run", "--arrivals", "poisson:5"], "--requests N"),
+        (["run", "--concurrency", "2"], "--requests N"),
+        (["run", "--concurrency", "2", "--arrivals", "poisson:1"], "choose one"),
+        (["run", "--workload", "trace", "--path", "/not/there.csv"], "/not/there.csv"),
+        (["run", *LOAD, "--vocabulary", "9"], "LOW-HIGH"),
+        (["run", *LOAD, "--window", "9"], "FROM-TO"),
+        (["run", *LOAD, "--url", "a:1"], "http://host:port"),
+        (["sweep", "--duration-s", "5"], "--rates"),
+        (["sweep", "--rates", "1", "--duration-s", "5", "--shape", "odd"], "--shape 'odd'"),
+        (["search", "--duration-s", "5"], "--preset chat|tight|long-32k"),
+        (["search", "--preset", "chat", "--min-rate", "2"], "must not be below --min-rate 2"),
+        (["compare", "http://a", *LOAD], "write it as NAME=URL"),
+        (["compare", "a=http://a", *LOAD], "two arms"),
+        (["compare", "a=http://a", "a=http://b", *LOAD], "twice"),
+        (["report", "/not/there.json"], "/not/there.json"),
+    ],
+)
+def test_a_mistake_is_one_clear_line(words: list[str], hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        cli.main(words)
+    assert hint in caught.value.message
+    assert "\n" not in caught.value.message
