@@ -33,6 +33,7 @@ from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable,
 from baton.kv_transfer.receives import KVReceives
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     BlockRange,
     Declined,
@@ -70,6 +71,11 @@ class NodeConnector:
             wake_at_s = self._wake_at_s()
         self._peers.forget_unlisted(self._used_peers, out)
         return ConnectorStep(out.commands, out.reports, wake_at_s)
+
+    @property
+    def unreachable(self) -> tuple[NodeId, ...]:
+        """Return the decode nodes that this prefill node cannot reach, and dials again."""
+        return tuple(sorted(peer.name[0] for peer in self._cut_off()))
 
     def _on(self, event: ConnectorEvent, out: Effects) -> None:
         match event:
@@ -184,9 +190,14 @@ class NodeConnector:
         return min(limits, default=None)
 
     def _peers_to_redial(self) -> list[Peer]:
-        waiting = self._offers.unanswering_peers()
-        peers = [peer for peer in self._peers.all() if peer.name in waiting]
-        return [peer for peer in peers if peer.channel is Channel.NONE and peer.is_listed]
+        return [peer for peer in self._cut_off() if peer.channel is Channel.NONE]
+
+    def _cut_off(self) -> list[Peer]:
+        """Return the listed peers to which a channel broke, until they answer on a new one."""
+        if not (waiting := self._offers.unanswering_peers()):
+            return []
+        peers = [peer for peer in self._peers.all() if peer.name in waiting and peer.is_listed]
+        return [peer for peer in peers if peer.channel in (Channel.NONE, Channel.DIALLED)]
 
     def _used_peers(self) -> set[PeerName]:
         return self._offers.used_peers() | self._receives.used_peers()

@@ -115,7 +115,8 @@ class Offers:
 
     def unanswering_peers(self) -> set[PeerName]:
         """Return the peers that should be reached again to learn what has ended."""
-        return {*self._unanswered.values()}
+        leaving = (one.peer for one in self._sources.values() if one.state is SourceState.LEAVING)
+        return {*self._unanswered.values(), *leaving}
 
     def end_leases(self, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""

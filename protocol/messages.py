@@ -262,6 +262,7 @@ class Heartbeat(Message, frozen=True):
     loop_age_s: float = 0.0
     is_draining: bool = False  # the node takes no new legs and ends when it has none
     totals: Totals = Totals()
+    unreachable: tuple[NodeId, ...] = ()  # decode nodes to which its channel broke
 
 
 PackedKeys = Annotated[bytes, Meta(max_length=MAX_KEYS * KEY_BYTES)]

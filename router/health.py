@@ -145,6 +145,8 @@ def _lack_of(now_s: float, registry: Registry, node: Node) -> str:
         reason = prefill.obstacles.get(decode.node_id) or registry.pairs.reason(
             now_s, prefill.process, decode.process
         )
+        if decode.node_id in prefill.unreachable:
+            reason = f"{prefill.node_id} cannot reach {decode.node_id}"
         if not reason:
             return ""
     return f"no {others[0].role} node can work with it: {reason}"

@@ -107,6 +107,7 @@ class Node:
     num_suspects: int = 0
     num_blocks: int = 0
     num_foreign: int = 0  # sequences from other routers, as of its last heartbeat
+    unreachable: tuple[NodeId, ...] = ()  # decode nodes that this prefill node cannot reach now
     # The nodes of the other role with which it certainly cannot work, each with the reason.
     obstacles: dict[NodeId, str] = field(default_factory=dict)
 
@@ -220,6 +221,9 @@ class Registry:
             return []
         node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
         node.totals = message.totals
+        if node.unreachable != message.unreachable:
+            node.unreachable = message.unreachable
+            self._changed()
         in_hand = message.load.num_running + message.load.num_waiting
         node.num_foreign = max(0, in_hand - node.num_sequences)
         if node.info is None:
@@ -332,8 +336,9 @@ class Registry:
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
-        """Return whether two nodes could exchange KV blocks, by what both have published."""
-        return decode.node_id not in prefill.obstacles
+        """Return whether two nodes could exchange KV blocks, by what both have said."""
+        other = decode.node_id
+        return other not in prefill.obstacles and other not in prefill.unreachable
 
     def forget(self, request_id: RequestId) -> None:
         """Remove the load of a request from all nodes."""

@@ -36,6 +36,7 @@ class VitalSigns(msgspec.Struct, frozen=True):
     step_started_s: float | None = None  # the oldest step that has not ended
     predicted_s: float = 0.0  # for that step
     is_draining: bool = False
+    unreachable: tuple[NodeId, ...] = ()
 
     def step_age_s(self, now_s: float) -> float:
         return 0.0 if self.step_started_s is None else max(0.0, now_s - self.step_started_s)
@@ -113,6 +114,7 @@ class HeartbeatThread:
             signs.loop_age_s(now_s),
             signs.is_draining,
             self._vitals.totals(),
+            signs.unreachable,
         )
 
     def _run(self) -> None:

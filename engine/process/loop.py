@@ -131,7 +131,7 @@ class EngineLoop:
         self._connect(now_s)
         self._launch(now_s)
         self._speak(now_s)
-        self.observer.set_load(self.scheduler.load())
+        self.observer.turned(self.scheduler.load(), self.connector.unreachable)
         wake_at_s = (self._wake_at_s, self.scheduler.pool.cache.journal.wake_at_s)
         wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
         self.links.wait(min(max(wake_s - self._clock(), 0.0), MAX_WAIT_S))

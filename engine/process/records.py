@@ -165,9 +165,10 @@ class NodeObserver:
         if failure is not None and failure.code == LEASE_EXPIRED:
             self._records.counters.leases_expired += 1
 
-    def set_load(self, load: Load) -> None:
+    def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
+        """Take the state at the end of each turn of the loop."""
         now_s = boottime()
-        self._vitals.note(turned_s=now_s, load=load)
+        self._vitals.note(turned_s=now_s, load=load, unreachable=unreachable)
         if self._stats_s and now_s >= self._next_stats_s:
             self._next_stats_s = now_s + self._stats_s
             self._log_stats(load)

@@ -245,3 +245,19 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
     assert isinstance(unpaired, Notice)
     assert (unpaired.node, unpaired.other) == ("p3", "d2")
     assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
+
+
+def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_can() -> None:
+    registry = Registry()
+    infos = node_info("p0", "prefill"), node_info("d0", "decode")
+    for info in infos:
+        join(registry, info)
+    prefill, decode = (registry.node(info.node_id) for info in infos)
+    assert prefill is not None
+    assert decode is not None
+    cut = msgspec.structs.replace(heartbeat(infos[0]), unreachable=(infos[1].node_id,))
+    for message, can_pair in ((cut, False), (heartbeat(infos[0]), True)):
+        version = registry.version
+        registry.heartbeat(1.0, message)
+        assert registry.can_pair(prefill, decode) == can_pair
+        assert registry.version > version, "requests that wait are looked at again"

@@ -159,11 +159,13 @@ def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_o
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), BLOCK_RANGE])
     (broken,) = connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports
     assert isinstance(broken, OfferBroken), "the router need not wait for the lease"
-    connector.step(2.0, [offer("other")])
-    step = connector.step(3.0, [*heard(DECODE, hello(DECODE))])
+    assert connector.unreachable == (D,)
+    step = connector.step(1.0 + REDIAL_S, [])
+    assert step.commands[0] == DialPeer(DECODE), "it does not need a request for that"
+    step = connector.step(7.0, [*heard(DECODE, hello(DECODE))])
     [withdrawn] = said(step)
     assert isinstance(withdrawn, Withdrawn)
-    step = connector.step(4.0, [*heard(DECODE, Declined(key(), FAILURE))])
+    step = connector.step(8.0, [*heard(DECODE, Declined(key(), FAILURE))])
     assert step.reports == [Released(key(), withdrawn.failure)]
 
 
@@ -173,11 +175,13 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
     connector.step(0.0, [offer()])
     step = connector.step(HELLO_S, [])
     assert (codes(step), step.wake_at_s) == (["node_lost"], HELLO_S + REDIAL_S)
+    assert connector.unreachable == (D,)
     step = connector.step(15.0, [])
     assert step.commands[0] == DialPeer(DECODE)
     step = connector.step(16.0, heard(DECODE, hello(DECODE)))
     [withdrawn] = said(step)
     assert isinstance(withdrawn, Withdrawn)
+    assert connector.unreachable == ()
     target = decode(Expect(key(), P))
     step = target.step(16.0, heard(PREFILL, hello(PREFILL), withdrawn))
     assert step.reports == [ReceiveEnded(key(), withdrawn.failure)]
