@@ -65,12 +65,6 @@ def test_chunk_sizes_leave_no_trace(runner: Runner) -> None:
         assert_same_bits(chunked_logits(runner, one, sizes), expected)
 
 
-def test_a_prompt_computed_token_by_token_is_the_same_prompt(runner: Runner) -> None:
-    one = text("one", 40)
-    expected = chunked_logits(runner, one, [40])
-    assert_same_bits(chunked_logits(runner, one, [1]), expected)
-
-
 def test_decoding_neighbours_leave_no_trace(runner: Runner) -> None:
     """Contexts of one to three tiles side by side, so padding and grouping are at work."""
     lengths = [LENGTH, 1, 17, 128, 129, 250, 16, 256, 90]
@@ -110,13 +104,6 @@ def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner: Runner) -> N
         assert_same_bits(found, expected[rows])
 
 
-def test_a_prefix_computed_by_another_sequence_is_as_good(runner: Runner) -> None:
-    one, other = text("one", 200), text("one", 200, 40)
-    shared = Text("one", other.tokens, one.blocks[:8] + other.blocks[8:])
-    expected = chunked_logits(runner, one, [200])
-    assert_same_bits(logits(runner, shared.chunk(128, 200))[0], expected[128:])
-
-
 @pytest.mark.parametrize("threads", [2, 3, 4])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None:
@@ -129,15 +116,6 @@ def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None
         # The threads share many rows, or the work of each operation.
         sizes = [4 * MIN_ROWS + 3, 1, 9, 87]
         assert_same_bits(chunked_logits(runner, one, sizes), expected)
-
-
-def test_no_size_of_a_batch_leaves_a_trace(runner: Runner) -> None:
-    texts = [text(str(number), 1 + 11 * number % 48, 3 * number) for number in range(64)]
-    alone = [chunked_logits(runner, each, [len(each.tokens)])[-1:] for each in texts]
-    for batch in (2, 5, 31, 64):
-        steps = [each.chunk(len(each.tokens) - 1, len(each.tokens)) for each in texts[:batch]]
-        for ours, expected in zip(logits(runner, *steps), alone, strict=False):
-            assert_same_bits(ours, expected)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -158,13 +136,3 @@ def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: 
         assert_same_bits(
             torch.cat(both), torch.cat((expected[-1:], expected[529:530], expected[700:720]))
         )
-
-
-@pytest.mark.parametrize("length", [5, 16, 21, 128, 200])
-def test_garbage_after_the_end_of_a_sequence_is_never_seen(runner: Runner, length: int) -> None:
-    one = text("one", length)
-    expected = chunked_logits(runner, one, [length])
-    runner.cache.pool.fill_(float("nan"))
-    assert_same_bits(chunked_logits(runner, one, [length]), expected)
-    runner.cache.pool.fill_(float("nan"))
-    assert_same_bits(chunked_logits(runner, one, [3, length - 4, 1]), expected)

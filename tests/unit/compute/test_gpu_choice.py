@@ -1,6 +1,5 @@
 """Where a rank computes, and what it says when that is not the GPU."""
 
-import os
 import re
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 import yaml
 
 from baton.engine.compute import cuda_start, rank
-from baton.engine.compute.cuda_start import GpuMemory, line_without_pool
+from baton.engine.compute.cuda_start import GpuMemory
 from baton.engine.compute.rank import plan_rank
 from baton.engine.compute.worker_executor import environment_of
 from baton.protocol.config import CacheConfig, ClusterConfig
@@ -46,14 +45,6 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_one_rank_takes_the_gpu_that_torch_finds_where_dev_shows_none(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rank, "gpus_of", lambda _number: ())
-    assert plan_rank(config_for("cuda"), 1).device == torch.device("cuda", 0)
-
-
-@pytest.mark.usefixtures("with_gpu")
 @pytest.mark.parametrize(
     ("num_ranks", "model", "reason"),
     [
@@ -84,25 +75,6 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees
     seen = [dict(environment_of(one, config.engine, is_on_gpus=True)) for one in range(2)]
     assert [one["CUDA_VISIBLE_DEVICES"] for one in seen] == ["4,6", "6,4"]
     assert len(environment_of(1, config.engine, is_on_gpus=False)) == 1
-
-
-def test_a_gpu_that_cannot_be_used_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def old_driver() -> None:
-        raise RuntimeError(
-            "The NVIDIA driver on your system is too old (found version 11040).\nMore"
-        )
-
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "init", old_driver)
-    monkeypatch.setattr(rank, "num_gpus", lambda: 1)
-    monkeypatch.setattr(cuda_start, "num_gpus", lambda: 1)
-    assert plan_rank(config_for("auto"), 1).device.type == "cpu"
-    assert len(caplog.records) == 1
-    with pytest.raises(ConfigError, match=r"update the driver, .* too old") as raised:
-        plan_rank(config_for("cuda"), 1)
-    assert "\n" not in raised.value.message
 
 
 @pytest.mark.parametrize(
@@ -201,13 +173,6 @@ def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
     assert "\n" not in raised.value.message
 
 
-def test_a_gpu_without_room_for_a_pool_says_who_has_its_memory() -> None:
-    crowded = line_without_pool(MEMORY, 2 << 20)
-    assert "others have 70.0; end what else uses the GPU" in crowded
-    alone = line_without_pool(GpuMemory(1 << 30, 80 << 30, 79 << 30), 2 << 20)
-    assert "others have 0.0; lower engine.max_num_batched_tokens" in alone
-
-
 def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -241,18 +206,6 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
         blocks(2 * block_bytes)
 
 
-def test_the_library_of_a_deterministic_rank_gets_no_workspace_but_what_the_user_gives_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    chosen: list[str] = []
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", chosen.append)
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "64")
-    cuda_start.keep_sums_whole()
-    found = (os.environ.pop("CUBLAS_WORKSPACE_CONFIG"), os.environ["CUBLASLT_WORKSPACE_SIZE"])
-    assert (found, chosen) == ((":16:8", "64"), ["cublaslt"])
-
-
 def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None:
     total, weights = 80 << 30, 8 << 30
     two, alone = CacheConfig(gpu_shared_by=2), CacheConfig()
@@ -261,12 +214,3 @@ def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None
     assert (first, second) == (total // 2 - weights - cuda_start.CONTEXT_BYTES,) * 2
     assert cuda_start.left_to_take(first // 4, total, weights, two) == first // 4  # others use more
     assert cuda_start.left_to_take(total - weights, total, weights, alone) == total - weights
-
-
-@pytest.mark.parametrize("shared_by", [1, 2])
-def test_nodes_take_no_more_of_a_gpu_than_its_memory_utilization(shared_by: int) -> None:
-    total, weights = 80 << 30, 8 << 30
-    cache = CacheConfig(gpu_memory_utilization=0.5, gpu_shared_by=shared_by)
-    left = cuda_start.left_to_take(total - weights, total, weights, cache)
-    assert shared_by * (left + weights + cuda_start.CONTEXT_BYTES) == total // 2
-    assert cuda_start.left_to_take(1 << 30, total, weights, cache) == 1 << 30  # others use the rest

@@ -39,14 +39,6 @@ SAMPLINGS = [
 ]
 
 
-def test_buckets_are_fine_where_steps_are_small() -> None:
-    assert buckets_up_to(1) == (1,)
-    assert buckets_up_to(50) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56)
-    assert buckets_up_to(256)[-8:] == (80, 96, 112, 128, 160, 192, 224, 256)
-    assert buckets_up_to(1000) == buckets_up_to(256)
-    assert len(buckets_up_to(256)) == 19
-
-
 def captured(queue: RecordingQueue) -> Runner:
     runner = stand_in(NUM_BLOCKS, queue, EOS)
     runner.capture(buckets_up_to(LIMITS.max_num_seqs), no_progress)

@@ -10,14 +10,12 @@ from torch import Tensor
 from baton.engine.compute.host_linears import (
     NUM_ROWS,
     HostLinears,
-    WeightKind,
-    find,
     trial_bias,
     trial_rows,
     trial_weight,
 )
-from baton.engine.compute.linear import Linear, packed
-from baton.engine.compute.row_rule import TILES, find_rule, num_threads
+from baton.engine.compute.linear import Linear
+from baton.engine.compute.row_rule import num_threads
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.kernels.cpu_library import has_bf16_products, load_library
 from tests.support.compute import no_progress
@@ -104,36 +102,3 @@ def test_a_layer_computes_the_product_that_it_is(form: Form) -> None:
             linear(x[:count]).double(), exact[:count], rtol=tolerance, atol=tolerance
         )
     assert linear(x[:0]).shape == (0, 100)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_weight_is_packed_where_the_machine_can(dtype: torch.dtype) -> None:
-    weight = trial_weight(256, 128, dtype)
-    linear = HostLinears(1, no_progress).make(weight)
-    assert linear.weight.shape == (256, 128)
-    form = packed(weight)
-    if form is None:
-        assert linear.weight is weight
-    elif find_rule(Linear(form).product, trial_rows(128, dtype), TILES) is not None:
-        assert linear.weight.is_mkldnn
-
-
-def test_layers_of_one_kind_are_searched_for_once() -> None:
-    told: list[tuple[str, int, int]] = []
-    maker = HostLinears(3, lambda *report: told.append(report))
-    first = maker.make(trial_weight(64, 32, torch.float32))
-    again = maker.make(torch.ones(64, 32))
-    other = maker.make(trial_weight(32, 64, torch.float32))
-    head = maker.make(trial_weight(64, 32, torch.float32), max_rows=64)
-    assert told == [("row rules", 0, 3), ("row rules", 1, 3), ("row rules", 2, 3)]
-    assert again.rule is first.rule
-    assert other.rule is not first.rule
-    assert head.rule is None or max(head.rule.tiles) <= 64
-
-
-def test_what_is_found_is_the_same_every_time() -> None:
-    """Two nodes on equal machines compute the same bits, however busy each is."""
-    kind = WeightKind(192, 640, torch.bfloat16, has_bias=False, max_rows=512)
-    (one_packed, one), (other_packed, other) = find(kind), find(kind)
-    assert one_packed == other_packed
-    assert (one and (one.tiles, one.digest)) == (other and (other.tiles, other.digest))

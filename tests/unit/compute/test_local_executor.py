@@ -1,7 +1,6 @@
 """The executor of one rank: what it says at its start, and which settings it refuses."""
 
 import dataclasses
-from collections.abc import Iterator
 
 import msgspec
 import pytest
@@ -21,31 +20,6 @@ from tests.support.compute import compute_config, loaded, no_progress
 @pytest.fixture
 def config() -> ClusterConfig:
     return compute_config(model_folder("qwen3", num_layers=2), num_blocks=32)
-
-
-@pytest.fixture
-def executor(config: ClusterConfig) -> Iterator[InProcessExecutor]:
-    executor = InProcessExecutor(config, Epoch("epoch"))
-    yield executor
-    executor.close()
-
-
-def test_start_reports_every_phase_and_what_was_found(
-    executor: InProcessExecutor, config: ClusterConfig
-) -> None:
-    heard: list[tuple[str, int, int]] = []
-    info = executor.start(lambda *report: heard.append(report))
-    assert [report for report in heard if report[0] == "weights"] == [
-        ("weights", 0, 3), ("weights", 1, 3), ("weights", 2, 3), ("weights", 3, 3),
-    ]  # fmt: skip
-    assert info.num_blocks == 32
-    assert info.layout == plan_rank(config, 1).layout
-    assert info.layout.block_bytes == 2 * 2 * 2 * 16 * 32 * 4
-    assert (info.vocab_size, info.max_model_len) == (1024, 8192)
-    assert [set(address.metadata) for address in info.ranks] == [{"shm"}]
-    assert len(executor.ports) == 1
-    phases = [phase for phase, _, _ in heard]
-    assert phases.index("row rules") < len(phases) - 1 - phases[::-1].index("weights")
 
 
 def test_a_node_says_how_it_computes(
@@ -95,9 +69,3 @@ def test_settings_that_cannot_work_are_refused(
     with pytest.raises(ConfigError, match=message):
         executor.start(no_progress)
     executor.close()
-
-
-def test_a_sequence_longer_than_the_model_is_refused(config: ClusterConfig) -> None:
-    model = ModelConfig(path=config.model.path, max_model_len=8193)
-    with pytest.raises(ConfigError, match="the model has 8192 positions"):
-        plan_rank(msgspec.structs.replace(config, model=model), 1)

@@ -128,8 +128,6 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
 def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
     assert read(tmp_path, eos_token_id=7).eos_token_ids == (4, 7, 9)
-    (tmp_path / "generation_config.json").write_text("{}")
-    assert read(tmp_path, eos_token_id=[7, 7]).eos_token_ids == (7,)
     (tmp_path / "generation_config.json").unlink()
     assert read(tmp_path, eos_token_id=None).eos_token_ids == ()
 
@@ -164,10 +162,6 @@ def test_a_refusal_names_the_file_and_the_field(
     fields: dict[str, object], named: str, tmp_path: Path
 ) -> None:
     assert named in refusal(tmp_path, **fields)
-
-
-def test_model_type_stands_in_for_absent_architectures(tmp_path: Path) -> None:
-    assert read(tmp_path, architectures=ABSENT, model_type="qwen2").family == "qwen2"
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

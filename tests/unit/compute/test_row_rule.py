@@ -11,16 +11,13 @@ from torch import Tensor
 from baton.engine.compute.host_linears import NUM_ROWS, trial_bias, trial_rows, trial_weight
 from baton.engine.compute.row_rule import (
     FEW_TILES,
-    PASSES,
     SLOW_TILES,
     SMALL_TILE,
     TILES,
     RowRule,
     Trial,
-    arrangement,
     find_rule,
     num_threads,
-    tiles_for,
 )
 from tests.support.scripted_library import OrderOf, Place, ScriptedLibrary, differing
 
@@ -54,15 +51,6 @@ def test_the_set_of_tiles_that_serves_few_and_many_rows_is_preferred(others: ran
     assert tiles(differing(others)) == tuple(tile for tile in TILES if tile not in others)
 
 
-def test_a_set_without_a_small_tile_loses_against_one_that_serves_decoding() -> None:
-    assert tiles(differing(range(1, 129))) == tuple(tile for tile in TILES if tile < 129)
-
-
-def test_one_number_of_rows_is_enough() -> None:
-    """All others give a row other bits at every place."""
-    assert tiles(lambda at: 0 if at.num_rows == 16 else 1 + at.place) == (16,)
-
-
 def test_a_library_that_never_repeats_itself_has_no_rule() -> None:
     counter = itertools.count()
     assert found(lambda _: next(counter)) is None
@@ -74,13 +62,6 @@ def test_a_tile_with_one_place_that_adds_otherwise_is_left_out(odd_place: int) -
         return int(at.num_rows in (4, 32, 128) and at.place == odd_place % at.num_rows)
 
     assert tiles(order_of) == tuple(tile for tile in TILES if tile not in (4, 32, 128))
-
-
-def test_a_tile_that_adds_otherwise_in_half_of_its_places_is_left_out() -> None:
-    def order_of(at: Place) -> int:
-        return int(at.num_rows >= 8 and at.place >= at.num_rows // 2)
-
-    assert tiles(order_of) == (1, 2, 4)
 
 
 def test_neighbours_that_change_bits_are_noticed() -> None:
@@ -151,19 +132,6 @@ def rule_of(*tiles: int) -> RowRule:
     return RowRule([Trial(tile, b"") for tile in tiles])
 
 
-def test_pieces_are_those_that_cost_least_together() -> None:
-    """Each costs its rows and `START_ROWS` more."""
-    rule = rule_of(1, 16, 32, 64, 256)
-    assert rule.pieces(1) == (1,)
-    assert rule.pieces(17) == (32,)
-    assert rule.pieces(33) == (64,)
-    assert rule.pieces(65) == (64, 1)
-    assert rule.pieces(80) == (64, 16)
-    assert rule.pieces(97) == (64, 64)
-    assert rule.pieces(200) == (256,)
-    assert rule.pieces(600) == (256, 256, 64, 32)
-
-
 @pytest.mark.parametrize("some", [TILES, FEW_TILES, SLOW_TILES, (16,), (1, 512), (24, 96)])
 def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]) -> None:
     rule = rule_of(*some)
@@ -171,32 +139,6 @@ def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]
         pieces = rule.pieces(num_rows)
         assert list(pieces) == sorted(pieces, reverse=True)
         assert sum(pieces) - pieces[-1] < num_rows <= sum(pieces)
-
-
-@pytest.mark.parametrize("passes", [1, PASSES])
-@pytest.mark.parametrize("tile", TILES)
-def test_every_row_of_the_pool_stands_in_every_tile(tile: int, passes: int) -> None:
-    assert set(arrangement(NUM_ROWS, tile, passes).flatten().tolist()) == set(range(NUM_ROWS))
-
-
-@pytest.mark.parametrize("tile", [tile for tile in TILES if tile <= SMALL_TILE])
-def test_places_of_a_small_tile_are_all_compared_with_one_another(tile: int) -> None:
-    """Two places that hold the same row in two products are compared; chains join all places."""
-    rows_at = [set(places) for places in arrangement(NUM_ROWS, tile, PASSES).T.tolist()]
-    joined, waiting = rows_at[0], rows_at[1:]
-    while waiting:
-        near = [rows for rows in waiting if rows & joined]
-        assert near, f"{len(waiting)} places are compared with none of the others"
-        waiting = [rows for rows in waiting if rows not in near]
-        joined = joined.union(*near)
-
-
-def test_large_weights_are_tried_with_few_tiles_and_heads_with_small_ones() -> None:
-    assert tiles_for(3072, 512, 512, NUM_ROWS) == TILES
-    assert tiles_for(3072, 512, 512, NUM_ROWS, is_slow=True) == SLOW_TILES
-    assert tiles_for(28672, 4096, 512, NUM_ROWS) == FEW_TILES
-    assert tiles_for(8192, 1024, 64, NUM_ROWS) == tuple(tile for tile in TILES if tile <= 64)
-    assert tiles_for(128256, 4096, 64, NUM_ROWS) == (1, 16, 64)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

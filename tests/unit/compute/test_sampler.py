@@ -2,13 +2,11 @@
 
 import itertools
 import math
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -160,14 +158,6 @@ def test_greedy_takes_the_lowest_id_among_equals(sampler: Sampler) -> None:
     assert sampler.sample(logits, [row(temperature=0.0)] * 2) == [1, 0]
 
 
-def test_greedy_and_drawn_rows_may_share_a_batch(sampler: Sampler) -> None:
-    logits = logits_of(4, 100)
-    rows = [row(1), row(2, temperature=0.0), row(3), row(4, temperature=0.0)]
-    tokens = sampler.sample(logits.clone(), rows)
-    assert [tokens[1], tokens[3]] == [int(logits[1].argmax()), int(logits[3].argmax())]
-    assert [tokens[0], tokens[2]] == sampler.sample(logits[[0, 2]], [rows[0], rows[2]])
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_end_is_sampled_before_min_tokens(sampler: Sampler, temperature: float) -> None:
     logits = torch.zeros(1, 8)
@@ -245,27 +235,6 @@ def test_threads_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
         assert sampler.sample(logits, rows) == expected
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.lists(ROWS, min_size=1, max_size=4), st.integers(1, 9))
-def test_a_drawn_token_is_one_that_the_filters_leave(sampler, rows, seed) -> None:  # type: ignore[no-untyped-def]
-    logits = logits_of(len(rows), 301, seed)
-    tokens = sampler.sample(logits.clone(), rows)
-    for index, token in enumerate(tokens):
-        if rows[index].sampling.temperature > 0:
-            assert kept_by_reference(logits[index], rows[index].sampling)[token] > 0
-
-
-def test_the_filters_do_not_change_the_noise(sampler: Sampler) -> None:
-    """A token that survives and wins without a filter wins with it too."""
-    logits = logits_of(200, 500)
-    free = sampler.sample(logits.clone(), [row(p) for p in range(200)])
-    kept = sampler.sample(logits.clone(), [row(p, top_k=30) for p in range(200)])
-    top = logits.topk(30, dim=-1).indices.tolist()
-    survivors = [index for index in range(200) if free[index] in top[index]]
-    assert len(survivors) > 50
-    assert [free[index] for index in survivors] == [kept[index] for index in survivors]
-
-
 PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
 
 
@@ -273,29 +242,3 @@ def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
     """Nodes of two versions may continue one another's sequences."""
     rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
     assert sampler.sample(torch.zeros(8, 64), rows) == PINNED
-
-
-def test_another_process_with_other_threads_draws_the_same() -> None:
-    script = (
-        "import torch; torch.set_num_threads(2)\n"
-        "from baton.engine.compute.sampler import SampleRow, Sampler\n"
-        "from baton.protocol.sampling import Sampling\n"
-        "g = torch.Generator().manual_seed(1)\n"
-        "x = torch.randn(5, 20000, generator=g)\n"
-        "rows = [SampleRow(Sampling(p, 9, top_p=0.95), 1, p, 0) for p in range(5)]\n"
-        "print(Sampler().sample(x, rows))\n"
-    )
-    output = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout
-    logits = torch.randn(5, 20000, generator=torch.Generator().manual_seed(1))
-    rows = [SampleRow(Sampling(p, 9, top_p=0.95), 1, p, 0) for p in range(5)]
-    assert output.strip() == str(Sampler().sample(logits, rows))
-
-
-def test_a_row_of_a_large_vocabulary_does_not_depend_on_its_place(sampler: Sampler) -> None:
-    """The vector instructions of `exp` and `log1p` must not care where a row starts."""
-    vocab = 50_257
-    logits = logits_of(1, vocab).expand(8, -1).clone()
-    rows = [row(77, top_p=0.99)] * 8
-    assert len(set(sampler.sample(logits, rows))) == 1

@@ -74,20 +74,6 @@ def test_many_exchanges_in_a_row_never_mix(size: int) -> None:
     assert torch.equal(seen, (torch.arange(300) * factor).expand(size, -1))
 
 
-def test_gather_keeps_the_order_of_the_ranks() -> None:
-    with thread_ranks(3) as members:
-        gathered = on_all(members, lambda m: m.all_gather(torch.full((2, 2), float(m.rank))))
-    assert gathered[0].tolist() == [[0, 0, 1, 1, 2, 2]] * 2
-    assert torch.equal(gathered[0], gathered[2])
-
-
-def test_no_rows_are_gathered_to_no_rows() -> None:
-    """A step that draws nothing asks for no logits."""
-    with thread_ranks(2) as members:
-        gathered = on_all(members, lambda m: m.all_gather(torch.zeros(0, 5)))
-    assert gathered.shape == (2, 0, 10)
-
-
 def test_a_rank_that_is_gone_is_a_node_error() -> None:
     with thread_ranks(2) as members:
         members[1]._peers[0].close()
