@@ -15,40 +15,24 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 
-# Settings with a flag besides `--section-field`: a short one, or vLLM's name. `LLM` takes them too.
+# Settings that also have a flag without their section; many names are vLLM's.
+_OWN_NAMED = (
+    "router.host", "router.port", "router.control", "router.local_prefill", "router.routing",
+    "router.api_key_file", "router.allowed_origins", "router.ssl_certfile", "router.ssl_keyfile",
+    "router.otlp_traces_endpoint", "model.generation_config", "model.served_model_name",
+    "model.chat_template", "model.dtype", "model.max_model_len", "cache.memory_mib",
+    "cache.gpu_memory_utilization", "cache.enable_prefix_caching", "cache.block_size",
+    "engine.device", "engine.tensor_parallel_size", "engine.threads",
+    "engine.max_num_batched_tokens", "engine.max_num_seqs", "node.id", "node.routers", "node.bind",
+    "transfer.transport",
+)  # fmt: skip
+# The flags besides `--section-field`. `LLM` takes them as keywords.
 SHORT_FLAGS = {
-    "host": "router.host",
-    "port": "router.port",
-    "control": "router.control",
-    "local-prefill": "router.local_prefill",
-    "routing": "router.routing",
     "api-key": "router.api_keys",
-    "api-key-file": "router.api_key_file",
-    "allowed-origins": "router.allowed_origins",
-    "generation-config": "model.generation_config",
-    "ssl-certfile": "router.ssl_certfile",
-    "ssl-keyfile": "router.ssl_keyfile",
-    "otlp-traces-endpoint": "router.otlp_traces_endpoint",
     "model": "model.path",
-    "served-model-name": "model.served_model_name",
-    "chat-template": "model.chat_template",
-    "dtype": "model.dtype",
-    "max-model-len": "model.max_model_len",
-    "memory-mib": "cache.memory_mib",
-    "gpu-memory-utilization": "cache.gpu_memory_utilization",
     "num-gpu-blocks-override": "cache.num_blocks",
-    "enable-prefix-caching": "cache.enable_prefix_caching",
-    "block-size": "cache.block_size",
-    "device": "engine.device",
-    "tensor-parallel-size": "engine.tensor_parallel_size",
-    "threads": "engine.threads",
-    "max-num-batched-tokens": "engine.max_num_batched_tokens",
-    "max-num-seqs": "engine.max_num_seqs",
-    "id": "node.id",
-    "routers": "node.routers",
-    "bind": "node.bind",
-    "transport": "transfer.transport",
     "keys": "keys.file",
+    **{name.partition(".")[2].replace("_", "-"): name for name in _OWN_NAMED},
 }
 VARIABLE_PREFIX = "BATON_"
 # The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
