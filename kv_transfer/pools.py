@@ -141,39 +141,6 @@ def _populate(descriptor: int, file: mmap.mmap) -> None:
     os.posix_fallocate(descriptor, 0, len(file))
 
 
-def check_read(
-    command: Read, num_remote: int, num_local: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the remote and local ids of one read as arrays.
-
-    Raises `TransferError` unless the ids pair up and are in range: callers compute addresses from
-    them.
-    """
-    source, target = np.asarray(command.remote, np.int64), np.asarray(command.local, np.int64)
-    if len(source) != len(target):
-        raise TransferError("a read needs one local block for each remote block")
-    for ids, num_blocks in ((source, num_remote), (target, num_local)):
-        # Negative ids are huge as unsigned numbers.
-        if len(ids) and int(ids.view(np.uint64).max()) >= num_blocks:
-            raise TransferError(f"a block id is not in the range 0..{num_blocks - 1}")
-    return source, target
-
-
-def check_slice(part: BlockSlice, remote_bytes: int, local_bytes: int) -> None:
-    """Raise `TransferError` unless blocks of both sizes can be cut into slices like `part`."""
-    size = part.num_bytes
-    for offset, block_bytes in (
-        (part.remote_offset, remote_bytes),
-        (part.local_offset, local_bytes),
-    ):
-        fits = size > 0 and 0 <= offset <= block_bytes - size
-        if not fits or offset % size or block_bytes % size:
-            raise TransferError(
-                f"its blocks have {remote_bytes} bytes, ours {local_bytes}: {size} bytes at "
-                f"{offset} are not one of several equal slices"
-            )
-
-
 def available_bytes() -> int:
     """Return the memory that can be taken without swapping, as the kernel estimates it.
 
@@ -272,9 +239,10 @@ class DevicePool:
 
 
 class SliceRead(NamedTuple):
-    """One checked read: the peer's blocks and generations, and the slices to copy."""
+    """One checked read: blocks of both pools, the peer's generations, and the slices to copy."""
 
     blocks: NDArray[np.int64]
+    into: NDArray[np.int64]
     generations: NDArray[np.int64]
     remote: NDArray[np.int64]
     local: NDArray[np.int64]
@@ -289,19 +257,32 @@ class SliceMap:
     part: BlockSlice
 
     def __post_init__(self) -> None:
-        check_slice(self.part, self.theirs.block_bytes, self.ours.block_bytes)
+        size, ends = self.part.num_bytes, (self.theirs.block_bytes, self.ours.block_bytes)
+        offsets = (self.part.remote_offset, self.part.local_offset)
+        for offset, block_bytes in zip(offsets, ends, strict=True):
+            fits = size > 0 and 0 <= offset <= block_bytes - size
+            if not fits or offset % size or block_bytes % size:
+                raise TransferError(
+                    f"its blocks have {ends[0]} bytes, ours {ends[1]}: {size} bytes at {offset} "
+                    "are not one of several equal slices"
+                )
 
     def read(self, command: Read) -> SliceRead:
         """Raise `TransferError` unless the ids pair and lie in their pools, and each remote block
-        has a generation."""
-        blocks, into = check_read(command, self.theirs.num_blocks, self.ours.num_blocks)
-        expected = np.asarray(command.generations, np.int64)
-        if len(expected) != len(blocks):
-            raise TransferError("a read needs a generation for each remote block")
+        has a generation. Callers compute addresses from the ids."""
+        blocks, into = np.asarray(command.remote, np.int64), np.asarray(command.local, np.int64)
+        generations = np.asarray(command.generations, np.int64)
+        if not len(blocks) == len(into) == len(generations):
+            raise TransferError("a read needs a local block and a generation for each remote block")
+        for ids, shape in ((blocks, self.theirs), (into, self.ours)):
+            # Negative ids are huge as unsigned numbers.
+            if len(ids) and int(ids.view(np.uint64).max()) >= shape.num_blocks:
+                raise TransferError(f"a block id is not in the range 0..{shape.num_blocks - 1}")
         part = self.part
         return SliceRead(
             blocks,
-            expected,
+            into,
+            generations,
             slice_ids(blocks, self.theirs, part.remote_offset, part),
             slice_ids(into, self.ours, part.local_offset, part),
         )

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from baton.kv_transfer.interfaces import AddPeer, BlockSlice, PeerRank, PoolMemory, Read
-from baton.kv_transfer.pools import check_read, check_slice
+from baton.kv_transfer.pools import PoolShape, SliceMap
 from baton.kv_transfer.transports.addresses import NIXL, NixlAddress
 from baton.kv_transfer.transports.nixl_binding import (
     WARM_UP_BYTES,
@@ -126,21 +126,23 @@ class NixlTransport:
         announced = (peer.epoch, command.num_blocks, command.block_bytes)
         if (where.epoch, where.num_blocks, where.block_bytes) != announced:
             raise TransferError("the address is not that peer's")
-        check_slice(part, where.block_bytes, self._memory.block_bytes)
+        ours = PoolShape(self._memory.num_blocks, self._memory.block_bytes)
+        shapes = SliceMap(PoolShape(where.num_blocks, where.block_bytes), ours, part)
         self.remove_peer(peer)
-        same = (where, part)
-        busy = next((one for one in self._leaving if (one.where, one.part) == same), None)
+        same = (where, shapes)
+        busy = next((one for one in self._leaving if (one.where, one.shapes) == same), None)
         if busy is not None:
             self._leaving.remove(busy)
             self._peers[peer] = busy
             return
         try:
-            self._peers[peer] = self._prepare(where, part)
+            self._peers[peer] = self._prepare(where, shapes)
         except self._errors.all as error:
             raise TransferError(f"nixl refuses the peer: {error}") from error
 
-    def _prepare(self, where: "NixlAddress", part: BlockSlice) -> "_PreparedPeer":
+    def _prepare(self, where: NixlAddress, shapes: SliceMap) -> "_PreparedPeer":
         """Load the metadata, prepare the slices of the pool, and post the read that connects."""
+        part = shapes.part
         parked = self._parked.pop(where.agent, None)
         added = where.agent
         if parked != where.metadata:
@@ -161,7 +163,7 @@ class NixlTransport:
             source = self._agent.prep_xfer_dlist(added, first, kind)
             zero = np.zeros(1, np.int32)
             handle = self._agent.make_prepped_xfer("READ", self._sink, zero, source, zero)
-            peer = _PreparedPeer(where, part, slices, self._target(part), source)
+            peer = _PreparedPeer(where, shapes, slices, self._target(part), source)
             peer.warm_up = _Flight(handle, peer, self._agent.transfer(handle))
             undo.pop_all()
         return peer
@@ -190,9 +192,9 @@ class NixlTransport:
 
     def read(self, command: Read) -> int:
         found = self._peer(command.peer)
-        source, target = check_read(command, found.where.num_blocks, self._memory.num_blocks)
-        order = np.argsort(target, kind="stable")  # NIXL merges neighbours into one request
-        into, out_of = target[order].astype(np.int32), source[order].astype(np.int32)
+        read = found.shapes.read(command)
+        order = np.argsort(read.into, kind="stable")  # NIXL merges neighbours into one request
+        into, out_of = read.into[order].astype(np.int32), read.blocks[order].astype(np.int32)
         try:
             handle = self._agent.make_prepped_xfer("READ", found.target, into, found.slices, out_of)
         except self._errors.all as error:
@@ -326,7 +328,7 @@ class NixlTransport:
 @dataclass(slots=True, eq=False)
 class _PreparedPeer:
     where: NixlAddress
-    part: BlockSlice
+    shapes: SliceMap
     slices: Releasable  # of all of its blocks
     target: Releasable  # the same slices of ours; the transport's own
     source: Releasable  # of the warm-up
