@@ -20,7 +20,7 @@ from baton.engine.compute.worker_executor import WorkerExecutor
 from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
 from baton.engine.process.records import NodeObserver, Records, folder_for_dumps
-from baton.engine.process.registration import Registrations
+from baton.engine.process.registration import RouterStanding
 from baton.engine.process.sockets import EngineSockets
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
@@ -121,7 +121,7 @@ class EngineNode:
         sockets = EngineSockets(self.config.node.routers, hello, Channels(keys))
         http: NodeHttp | None = None
         try:
-            http = self._start_http(sockets.registrations)
+            http = self._start_http(sockets.standings)
             heartbeats.start()
             self._serve(executor, sockets, records)
         finally:
@@ -132,7 +132,7 @@ class EngineNode:
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
             records.close()
 
-    def _start_http(self, registrations: Registrations) -> "NodeHttp | None":
+    def _start_http(self, standings: Callable[[], tuple[RouterStanding, ...]]) -> "NodeHttp | None":
         if not self.config.node.http:
             return None
         # A node without HTTP saves the memory and time that importing aiohttp takes.
@@ -140,7 +140,7 @@ class EngineNode:
 
         name = self.config.model.shown_name
         node = (self.node_id, self.role)
-        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, registrations.read)
+        http = NodeHttp(self._vitals, boottime, node, name, lambda: self._info, standings)
         http.start(self.config.node.http)
         log.info(f"serving /live, /ready and /metrics on {http.url}")
         return http

@@ -1,18 +1,23 @@
-"""Whether each router gives this node work, and a log of routers that cannot be found."""
+"""A node's channel to each of its routers, and a log of routers that cannot be found."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
 
-from baton.engine.scheduling.outputs import Origin
 from baton.protocol.codec import Unreadable
-from baton.protocol.messages import Peers, Refused, ToNode, ToRouter
-from baton.runtime.channels.dialer import Dialer
+from baton.protocol.messages import Hello, Peers, Ready, Refused, ToNode, ToRouter
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.clock import Clock
 from baton.runtime.log import logger
+from baton.runtime.process import Backoff
 
 FIRST_S = 5.0
 LONGEST_S = 600.0
+# How long a node that was refused waits before it asks again.
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 10.0
 
 log = logger("node")
 
@@ -57,32 +62,85 @@ class RouterStanding(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Registrations:
-    """The latest standing at each router since its channel began."""
+class RouterChannel:
+    """A node's channel to one router. The node introduces itself in every new session.
 
-    def __init__(self, dialers: Sequence[RouterDialer]) -> None:
-        self._dialers = dialers
-        # Each value is frozen: replacing it is atomic, and only one thread writes.
-        self._words: list[RouterStanding | None] = [None] * len(dialers)
+    If the router refuses the node, which may be over when nodes or routers change, the node asks
+    again after growing pauses.
+    """
 
-    def heard(self, origin: Origin, message: object) -> None:
-        router = self._dialers[origin].endpoint
-        if isinstance(message, Refused):
-            self._words[origin] = RouterStanding(router, "refused", message.failure.message)
+    def __init__(
+        self, dialer: Dialer[ToRouter, ToNode | Unreadable], hello: Hello, clock: Clock
+    ) -> None:
+        self.dialer = dialer
+        self._hello = hello
+        self._clock = clock
+        self._ready: Ready | None = None
+        # The answer in this session. It is frozen: replacing it is atomic, and one thread writes.
+        self._answer: RouterStanding | None = None
+        self._backoff: Backoff | None = None  # while the router refuses the node
+        self._ask_at_s = math.inf
+        self._has_told = False  # that the router refuses the node's key
+        dialer.send(hello)
+
+    def ready(self, ready: Ready) -> None:
+        self._ready = ready
+        self.dialer.send(ready)
+
+    def receive(self) -> Iterator[ToNode | Unreadable | Disconnected]:
+        while (message := self.dialer.receive()) is not None:
+            self._note(message)
+            yield message
+        if self.dialer.connected:
+            self._has_told = False
+        elif self._is_key_refused and not self._has_told:
+            self._has_told = True
+            log.error(
+                "the router refused this node's key, or that the node has none",
+                router=self.dialer.endpoint,
+                hint="keys.file must name a copy of the router's key, or neither side may have one",
+            )
+        if self._clock() >= self._ask_at_s:
+            self._introduce()
+
+    def standing(self) -> RouterStanding:
+        """Return what the router makes of this node. Any thread may call this."""
+        router = self.dialer.endpoint
+        if self.dialer.connected:
+            return self._answer or RouterStanding(router, "joining")
+        is_refused = self._is_key_refused
+        reason = "it refuses this node's key" if is_refused else "it cannot be reached"
+        return RouterStanding(router, "absent", reason)
+
+    @property
+    def _is_key_refused(self) -> bool:
+        return self.dialer.refusals >= REFUSALS_TO_TELL
+
+    def _introduce(self) -> None:
+        self._ask_at_s = math.inf  # until the answer
+        self.dialer.send(self._hello)
+        if self._ready is not None:
+            self.dialer.send(self._ready)
+
+    def _note(self, message: ToNode | Unreadable | Disconnected) -> None:
+        router = self.dialer.endpoint
+        if isinstance(message, Disconnected):
+            self._answer = None
+            self._introduce()
+        elif isinstance(message, Refused) and self._ready is not None:
+            reason = message.failure.message
+            self._answer = RouterStanding(router, "refused", reason)
+            if self._backoff is None:
+                self._backoff = Backoff(FIRST_WAIT_S, LONGEST_WAIT_S)
+                log.warning(
+                    "the router refused this node, which asks again from time to time",
+                    router=router,
+                    reason=reason,
+                )
+            self._ask_at_s = self._clock() + self._backoff.after(0.0)
         elif isinstance(message, Peers):
             state: RegistrationState = "out of service" if message.out_of_service else "in service"
-            self._words[origin] = RouterStanding(router, state, message.out_of_service)
-
-    def lost(self, origin: Origin) -> None:
-        self._words[origin] = None
-
-    def read(self) -> tuple[RouterStanding, ...]:
-        """Return the standing at every router. Any thread may call this."""
-        return tuple(map(self._read, self._dialers, self._words))
-
-    def _read(self, dialer: RouterDialer, word: RouterStanding | None) -> RouterStanding:
-        if dialer.connected:
-            return word or RouterStanding(dialer.endpoint, "joining")
-        is_refused = dialer.refusals >= REFUSALS_TO_TELL
-        reason = "it refuses this node's key" if is_refused else "it cannot be reached"
-        return RouterStanding(dialer.endpoint, "absent", reason)
+            self._answer = RouterStanding(router, state, message.out_of_service)
+            if self._backoff is not None:
+                self._backoff, self._ask_at_s = None, math.inf
+                log.info("the router took this node in", router=router)

@@ -4,13 +4,12 @@ Hello and Ready are sent again in every new session of a channel, so a router th
 memory. Only `wait` blocks.
 """
 
-import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import assert_never
 
 import msgspec
 
-from baton.engine.process.registration import REFUSALS_TO_TELL, Registrations
+from baton.engine.process.registration import RouterChannel, RouterStanding
 from baton.engine.scheduling.outputs import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
@@ -27,7 +26,6 @@ from baton.protocol.messages import (
     Hello,
     NodeInfo,
     PeerHello,
-    Peers,
     Ready,
     Refused,
     ToDecode,
@@ -40,7 +38,6 @@ from baton.runtime.channels.dialer import Dialer, Disconnected
 from baton.runtime.channels.listener import Listener
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
-from baton.runtime.process import Backoff
 
 
 class FromRouter(msgspec.Struct, frozen=True):
@@ -61,10 +58,6 @@ LinkEvent = FromRouter | RouterLost | FromPeer | PeerLost
 LAST_WORDS_S = 1.0
 LAST_WORDS_POLL_S = 0.05
 
-# How long a node that was refused waits before it asks again.
-FIRST_WAIT_S = 0.5
-LONGEST_WAIT_S = 10.0
-
 log = logger("sockets")
 
 
@@ -79,17 +72,6 @@ class Introduced:
     @property
     def peer(self) -> PeerName:
         return self.hello.node_id, self.hello.epoch
-
-
-@dataclass(slots=True)
-class _Wait:
-    """A router has refused this ready node, which asks again after growing pauses."""
-
-    ask_at_s: float = 0.0
-    _backoff: Backoff = field(default_factory=lambda: Backoff(FIRST_WAIT_S, LONGEST_WAIT_S))
-
-    def refused(self, now_s: float) -> None:
-        self.ask_at_s = now_s + self._backoff.after(0.0)
 
 
 class EngineSockets:
@@ -108,21 +90,16 @@ class EngineSockets:
         self._clock = clock
         # Wait for any channel, or for another descriptor that is watched.
         self.watch, self.wait = channels.watch, channels.wait
-        self._refusing: set[Origin] = set()
-        self._waits: dict[Origin, _Wait] = {}
-        self._ready: Ready | None = None
         name = str(hello.node_id).encode()
-        self._routers: list[Dialer[ToRouter, ToNode | Unreadable]] = [
-            channels.dial(endpoint, name, to_router_codec(), NodeInbox()) for endpoint in routers
-        ]
-        self.registrations = Registrations(self._routers)
+        self._routers: list[RouterChannel] = []
+        for endpoint in routers:
+            dialer = channels.dial(endpoint, name, to_router_codec(), NodeInbox())
+            self.watch(dialer.fileno())
+            self._routers.append(RouterChannel(dialer, hello, clock))
         self._listener: Listener[ToPrefill, ToDecode] | None = None
         self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
         self._introduced: dict[bytes, Introduced] = {}
         self._lost: list[PeerLost] = []  # peers that could not be dialled
-        for dialer in self._routers:
-            self.watch(dialer.fileno())
-            dialer.send(hello)
 
     def listen(self, endpoint: str) -> str:
         """Bind for prefill nodes, and return the endpoint that they can dial."""
@@ -131,25 +108,22 @@ class EngineSockets:
         return self._listener.endpoint
 
     def ready(self, info: NodeInfo) -> None:
-        self._ready = Ready(info)
-        for dialer in self._routers:
-            dialer.send(self._ready)
+        for router in self._routers:
+            router.ready(Ready(info))
+
+    def standings(self) -> tuple[RouterStanding, ...]:
+        """Return what each router makes of this node. Any thread may call this."""
+        return tuple(router.standing() for router in self._routers)
 
     def receive(self) -> list[LinkEvent]:
         events: list[LinkEvent] = [*self._lost]
         self._lost.clear()
-        for origin, dialer in enumerate(self._routers):
-            while (message := dialer.receive()) is not None:
+        for origin, router in enumerate(self._routers):
+            for message in router.receive():
                 if isinstance(message, Disconnected):
                     events.append(RouterLost(origin))
-                    self.registrations.lost(origin)
-                    self._introduce(dialer)
                 else:
-                    self.registrations.heard(origin, message)
-                    self._note_answer(origin, dialer, message)
                     events.append(FromRouter(origin, message))
-            self._tell_refusals(origin, dialer)
-            self._ask_again(origin, dialer)
         for peer in list(self._dialled):
             self._receive_dialled(peer, events)
         if self._listener is not None:
@@ -158,26 +132,25 @@ class EngineSockets:
 
     def starting(self) -> None:
         """Read routers' messages during the start. Raises `NodeError` if one refuses the node."""
-        for dialer in self._routers:
-            while (message := dialer.receive()) is not None:
-                if isinstance(message, Disconnected):
-                    self._introduce(dialer)
-                elif isinstance(message, Refused):
+        for router in self._routers:
+            for message in router.receive():
+                if isinstance(message, Refused):
                     text = f"the router refused this node: {message.failure.message}"
                     raise NodeError(text, code=message.failure.code)
 
     def to_router(self, origin: Origin, message: ToRouter) -> None:
         # A full queue ends the session, which `receive` reports as a lost router.
-        self._routers[origin].send(message)
+        self._routers[origin].dialer.send(message)
 
     def tell_routers(self, message: ToRouter) -> None:
-        for dialer in self._routers:
-            if dialer.connected:
-                dialer.send(message)
+        for router in self._routers:
+            if router.dialer.connected:
+                router.dialer.send(message)
 
     def last_words(self, message: Crashed) -> None:
         """Tell the routers why this process ends, and wait up to a second for their answers."""
-        waiting = [one for one in self._routers if one.connected and one.send(message)]
+        dialers = [router.dialer for router in self._routers]
+        waiting = [one for one in dialers if one.connected and one.send(message)]
         deadline_s = self._clock() + LAST_WORDS_S
         while waiting and self._clock() < deadline_s:
             waiting = [one for one in waiting if not _has_answered(one, message)]
@@ -196,8 +169,8 @@ class EngineSockets:
 
     def close(self, linger_ms: int = 0) -> None:
         """Close every channel. Queued messages to routers may still be sent within `linger_ms`."""
-        for dialer in self._routers:
-            dialer.close(linger_ms if dialer.connected else 0)
+        for router in self._routers:
+            router.dialer.close(linger_ms if router.dialer.connected else 0)
         for peer in list(self._dialled):
             self._drop(peer)
         if self._listener is not None:
@@ -205,48 +178,6 @@ class EngineSockets:
         self._channels.close()
 
     # --- inside --------------------------------------------------------------------------------
-
-    def _introduce(self, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
-        dialer.send(self._hello)
-        if self._ready is not None:
-            dialer.send(self._ready)
-
-    def _note_answer(
-        self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable], message: object
-    ) -> None:
-        """Wait for another answer after a refusal, because nodes or routers may change."""
-        if isinstance(message, Refused):
-            wait = self._waits.get(origin)
-            if wait is None:
-                wait = self._waits[origin] = _Wait()
-                log.warning(
-                    "the router refused this node, which asks again from time to time",
-                    router=dialer.endpoint,
-                    reason=message.failure.message,
-                )
-            wait.refused(self._clock())
-        elif isinstance(message, Peers) and self._waits.pop(origin, None) is not None:
-            log.info("the router took this node in", router=dialer.endpoint)
-
-    def _ask_again(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
-        wait = self._waits.get(origin)
-        if wait is not None and self._clock() >= wait.ask_at_s:
-            wait.ask_at_s = math.inf  # until the answer, or a new session
-            self._introduce(dialer)
-
-    def _tell_refusals(self, origin: Origin, dialer: Dialer[ToRouter, ToNode | Unreadable]) -> None:
-        """Log a refusal once, and not once per attempt."""
-        if dialer.connected:
-            self._refusing.discard(origin)
-        elif dialer.refusals >= REFUSALS_TO_TELL and origin not in self._refusing:
-            self._refusing.add(origin)
-            log.error(
-                "the router refused this node's key"
-                if self._channels.has_keys
-                else "the router refused this node, which has no key",
-                router=dialer.endpoint,
-                hint="keys.file must name a copy of the router's key, or neither side may have one",
-            )
 
     def _dial(self, info: NodeInfo) -> None:
         peer = (info.node_id, info.epoch)

@@ -14,7 +14,6 @@ class Channels:
     """One ZMQ context with its I/O thread. Only `wait` blocks."""
 
     def __init__(self, keys: Keys = NO_KEYS) -> None:
-        self.has_keys = bool(keys.pairs)
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._epoll = select.epoll()

@@ -147,10 +147,10 @@ def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in
             assert router.hear(sockets) == Ready(node("d0", "decode"))
             router.say(answer)
         assert hear(sockets, 1) == [FromRouter(0, Peers(()))]
-        assert [one.state for one in sockets.registrations.read()] == ["in service"]
+        assert [one.state for one in sockets.standings()] == ["in service"]
         router.say(Peers((), "d0 is stuck"))
         hear(sockets, 1)
-        (standing,) = sockets.registrations.read()
+        (standing,) = sockets.standings()
         assert (standing.state, standing.reason) == ("out of service", "d0 is stuck")
         said = [record.message for record in caplog.records]
         assert [text for text in said if "refused" in text] == [
