@@ -48,7 +48,7 @@ from baton.router.health import Health, can_serve, health_of, limits_of
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.node_link import Heard, NodeLink, NodeNotifier
 from baton.router.policy import CheapestPair
-from baton.router.queue import Admission, Limits, Placing, fit, sampling_of
+from baton.router.queue import Admission, Limits, fit, sampling_of
 from baton.router.reattach import (
     Accept,
     Claim,
@@ -132,8 +132,7 @@ class RouterCore:
         is_cache_aware = config.router.routing == "cache-aware"
         self._notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
-        self._queue = Admission(config.router)
-        self._placing = Placing(self.registry, self._policy, self._queue)
+        self._queue = Admission(config.router, self.registry, self._policy)
         self._reattaching = Reattaching(clock(), self._send, self._adopt)
         # A request is here from its first event until no node has to confirm anything.
         self._requests: dict[RequestId, ActiveRequest] = {}
@@ -177,7 +176,7 @@ class RouterCore:
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_place = can_serve(self.registry, self._config.local_prefill)
-        self._queue.check_room(len(prompt), could_place=could_place)
+        self._queue.check_room(self._clock(), len(prompt), could_place=could_place)
         name = self._next_name()
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         request = Request(
@@ -407,7 +406,7 @@ class RouterCore:
             assert self._link is not None
             load = self._policy.load_of(node, place_of(request, choice))
             self.registry.reserve(node.node_id, choice.key, load)
-            self._queue.placed(self._now_s, choice.key)
+            self._queue.placed(choice.key)
             self._link.drop_kept_cancel(node.node_id, choice.key)
         self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
         for name, message in early:
@@ -519,12 +518,9 @@ class RouterCore:
     def _place_waiting(self) -> None:
         if self._is_feeding:
             return  # a request that is about to end may be queued; attempts are placed afterwards
-        for place, found in self._placing.take(self._now_s):
+        for place, found in self._queue.take(self._now_s):
             active = self._requests[place.key.request_id]
-            if isinstance(found, Failure):
-                self._feed(active, NotPlaced(place.key, found))
-                continue
-            self._queue.placed(self._now_s, place.key)
+            self._queue.placed(place.key)
             for node, load in found.loads:
                 self.registry.reserve(node, place.key, load)
             self.registry.note_pair(found.placed)

@@ -1,16 +1,13 @@
-"""Decide which requests are accepted, and in which order they wait for nodes.
+"""Decide which requests are accepted, in which order they wait for nodes, and when they get them.
 
-A request that can never fit is refused at once, and so is one that would wait too long. The queue
-is bounded in number, bytes and time, and every operation on it takes constant time. An attempt of a
-request that had nodes before (a retry, a resume) goes first, because its caller has waited already
-and its blocks may be cached somewhere.
+A request that can never fit is refused at once. The queue is bounded in number, bytes and time.
+An attempt of a request that had nodes before (a retry, a resume) goes first, because its caller has
+waited already and its blocks may be cached somewhere.
 """
 
-import math
-from collections import deque
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
 
 import msgspec
 
@@ -24,17 +21,18 @@ from baton.router.registry import Registry
 from baton.router.request import Place
 
 MAX_RETRY_AFTER_S = 60.0
-# The service time is the mean time between the last placements while others wait. After few of
-# them, a single pause, such as that of a node that was away, could look like slow service, so no
-# request is refused because of it.
-SERVICE_MOVES, LEAST_MOVES = 32, 8
-FIRST_SERVICE_S = 1.0  # until it was measured
 # The memory per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
 MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
 # How long a stream that lost its node waits for another one. This is longer than a new request may
 # wait, because its client has a part of the response.
 MAX_RESUME_WAIT_S = 300.0
+# For how long smaller attempts may pass one that waits for a full node, and how many attempts
+# may be passed at once.
+MAX_PASSED_S = 1.0
+MAX_PASSED = 8
+# How often a stopped queue is tried although no node has got room and nothing has arrived.
+LOOK_S = 0.2
 
 
 class Limits(msgspec.Struct, frozen=True, dict=True):
@@ -54,71 +52,32 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
         return min([self.model_len, *held])
 
 
-class QueuedAttempt(msgspec.Struct, frozen=True):
+@dataclass(slots=True, eq=False)
+class QueuedAttempt:
     place: Place
     since_s: float
-
-
-class AttemptQueue:
-    """Attempts in order of arrival. Those that no node in service can take stand aside."""
-
-    def __init__(self, max_wait_s: float) -> None:
-        self.max_wait_s = max_wait_s
-        self.next: dict[Key, QueuedAttempt] = {}
-        self.aside: dict[Key, QueuedAttempt] = {}
-        self.num_tokens = 0
-
-    def __len__(self) -> int:
-        return len(self.next) + len(self.aside)
-
-    def add(self, now_s: float, place: Place) -> None:
-        self.next[place.key] = QueuedAttempt(place, now_s)
-        self.num_tokens += place.num_tokens
-
-    def take(self, key: Key) -> bool:
-        """Remove an attempt. Return whether it was in this queue."""
-        waiting = self.next.pop(key, None) or self.aside.pop(key, None)
-        if waiting is not None:
-            self.num_tokens -= waiting.place.num_tokens
-        return waiting is not None
-
-    def set_aside(self, key: Key) -> None:
-        self.aside[key] = self.next.pop(key)
-
-    def bring_back(self) -> None:
-        """Put the attempts that stand aside back at the front, because they came first."""
-        if self.aside:
-            self.next = {**self.aside, **self.next}
-            self.aside = {}
-
-    def overdue(self, now_s: float) -> Iterator[QueuedAttempt]:
-        """Yield the attempts that have waited too long, in order of arrival in both parts."""
-        for part in (self.aside, self.next):
-            for waiting in part.values():
-                if now_s - waiting.since_s < self.max_wait_s:
-                    break
-                yield waiting
+    unplaceable_at: int = -1  # the version of the registry at which no node could take it
 
 
 class Admission:
     """The queues of attempts that wait for nodes, and the set of requests that have nodes.
 
-    Resumes go first, then other retries, then new requests. Others pass an attempt that no node in
-    service can take until `registry_version` changes.
+    Resumes go first, then other retries, then new requests. An attempt that no node in service can
+    take, or that waits for a full node, does not keep later ones from other nodes. For a while,
+    smaller ones may even pass it on the full node; after that the node is kept for it.
     """
 
-    def __init__(self, config: RouterConfig) -> None:
-        self._config = config
+    def __init__(self, config: RouterConfig, registry: Registry, policy: CheapestPair) -> None:
+        self._config, self._registry, self._policy = config, registry, policy
         self._inflight: set[RequestId] = set()
-        self._resumes = AttemptQueue(MAX_RESUME_WAIT_S)
-        self._again = AttemptQueue(config.max_queued_s)
-        self._new = AttemptQueue(config.max_queued_s)
+        self._resumes: dict[Key, QueuedAttempt] = {}
+        self._again: dict[Key, QueuedAttempt] = {}
+        self._new: dict[Key, QueuedAttempt] = {}
         self._queues = (self._resumes, self._again, self._new)
-        self._registry_version = 0
-        self.num_changes = 0  # grows whenever another attempt may be the next one
-        self._moved_s: float | None = None  # when the last attempt left; None if none waits
-        self._gaps_s: deque[float] = deque(maxlen=SERVICE_MOVES)  # between placements
-        self._service_s: float | None = None
+        self._num_tokens = 0  # of the prompts of all waiting attempts
+        self._num_changes = 0  # grows whenever another attempt may be the next one
+        self._looked_s = 0.0
+        self._looked_at = (0, 0, 0)
 
     @property
     def num_inflight(self) -> int:
@@ -128,118 +87,118 @@ class Admission:
     def num_queued(self) -> int:
         return sum(map(len, self._queues))
 
-    def check_room(self, num_tokens: int, *, could_place: bool) -> None:
+    def check_room(self, now_s: float, num_tokens: int, *, could_place: bool) -> None:
         """Raise `Overloaded` if a new request would have to wait in a full queue."""
-        num_new, num_waiting_tokens = len(self._new), self._new.num_tokens
-        wait_s = (self._service_s or 0.0) * (self.num_queued + 1)
-        is_known = self._moved_s is not None and len(self._gaps_s) >= LEAST_MOVES
-        must_wait = (
-            not could_place
-            or bool(self._new.next)
-            or len(self._inflight) >= self._config.max_inflight
-        )
-        if must_wait and num_new >= self._config.max_queued:
+        num_new = len(self._new)
+        is_busy = num_new > 0 or len(self._inflight) >= self._config.max_inflight
+        if could_place and not is_busy:
+            return
+        if num_new >= self._config.max_queued:
             text = f"{num_new} requests are waiting already"
-        elif must_wait and num_new and num_waiting_tokens + num_tokens > MAX_QUEUED_TOKENS:
-            text = f"requests with {num_waiting_tokens} prompt tokens are waiting already"
-        elif could_place and is_known and wait_s > self._config.max_queued_s:
-            # It would only wait to be refused later.
-            text = f"{self.num_queued} requests are waiting already, for {wait_s:.1f} s"
+        elif num_new and self._num_tokens + num_tokens > MAX_QUEUED_TOKENS:
+            text = f"requests with {self._num_tokens} prompt tokens are waiting already"
         else:
             return
-        retry_s = self.retry_after_s()
+        retry_s = self._retry_after_s(now_s)
         raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
 
-    def retry_after_s(self) -> float:
-        """Return how long the queue will take at its service rate, in whole seconds."""
-        seconds = math.ceil((self._service_s or FIRST_SERVICE_S) * (self.num_queued + 1))
-        return float(min(max(seconds, 1), MAX_RETRY_AFTER_S))
+    def _retry_after_s(self, now_s: float) -> float:
+        """Return how long the first new request has waited, in whole seconds."""
+        waited_s = now_s - next(iter(self._new.values())).since_s if self._new else 0.0
+        return float(min(max(round(waited_s), 1), MAX_RETRY_AFTER_S))
 
     def wait(self, now_s: float, place: Place) -> None:
         """Put an attempt at the end of its queue."""
         is_new = place.key.request_id not in self._inflight
         queue = self._resumes if place.is_resume else self._new if is_new else self._again
-        queue.add(now_s, place)
-        self.num_changes += 1
+        queue[place.key] = QueuedAttempt(place, now_s)
+        self._num_tokens += place.num_tokens
+        self._num_changes += 1
 
     def leave(self, key: Key) -> None:
         """Take an attempt out of its queue. Its request may stay in flight."""
-        self.num_changes += 1
-        any(queue.take(key) for queue in self._queues)
-
-    def head(self, registry_version: int, passed: Collection[Key] = ()) -> QueuedAttempt | None:
-        """Return the next attempt that may get nodes, except those in `passed`."""
-        if registry_version != self._registry_version:
-            self._registry_version = registry_version
-            for queue in self._queues:
-                queue.bring_back()
+        self._num_changes += 1
         for queue in self._queues:
-            if not queue.next:
-                continue
-            if queue is self._new and len(self._inflight) >= self._config.max_inflight:
-                return None
-            for key, waiting in islice(queue.next.items(), len(passed) + 1):
-                if key not in passed:
-                    return waiting
-        return None
+            if (waiting := queue.pop(key, None)) is not None:
+                self._num_tokens -= waiting.place.num_tokens
 
-    def rests(self, now_s: float) -> None:
-        """Note that no attempt can be placed now."""
-        if not any(queue.next for queue in self._queues):
-            self._moved_s = None
-        elif self._moved_s is None:
-            self._moved_s = now_s
+    def take(self, now_s: float) -> Iterator[tuple[Place, Decision]]:
+        """Yield attempts with their nodes.
 
-    def set_aside(self, key: Key) -> Failure | None:
-        """Let others pass an attempt that no node can take. Return why it may not even wait."""
+        The caller calls `placed` and reserves the load of an attempt before it takes the next.
+        """
+        if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
+            return
+        num_passed, kept = 0, set[NodeId]()
+        for waiting in self._in_order():
+            place = waiting.place
+            decision = self._policy.choose(now_s, self._registry, place, kept)
+            if decision is None:
+                waiting.unplaceable_at = self._registry.version
+            elif not decision.full:
+                yield place, decision
+            else:
+                num_passed += 1
+                if now_s - waiting.since_s >= MAX_PASSED_S:
+                    kept.update(decision.full)
+                if num_passed > MAX_PASSED:
+                    break
+        self._looked_at, self._looked_s = self._news(), now_s
+
+    def _in_order(self) -> Iterator[QueuedAttempt]:
+        """Yield the attempts that may get nodes. They may leave meanwhile."""
         for queue in self._queues:
-            if key in queue.next:
-                num_aside = len(queue.aside)
-                is_long = num_aside > 0 and queue.num_tokens > MAX_QUEUED_TOKENS
-                if queue is self._new and (is_long or num_aside >= self._config.max_queued):
-                    self.leave(key)
-                    return self._late(is_aside=True)
-                queue.set_aside(key)
-        return None
+            for key in tuple(queue):
+                if queue is self._new and len(self._inflight) >= self._config.max_inflight:
+                    return
+                waiting = queue.get(key)
+                if waiting and waiting.unplaceable_at != self._registry.version:
+                    yield waiting
 
-    def placed(self, now_s: float, key: Key) -> None:
+    def _news(self) -> tuple[int, int, int]:
+        """Return a value that changes whenever an attempt that found no nodes may find some."""
+        return self._registry.version, self._registry.num_releases, self._num_changes
+
+    def placed(self, key: Key) -> None:
         """Note that an attempt has nodes now."""
         self._inflight.add(key.request_id)
         self.leave(key)
-        if self._moved_s is not None:
-            self._gaps_s.append(now_s - self._moved_s)
-            self._moved_s = now_s
-            self._service_s = sum(self._gaps_s) / len(self._gaps_s)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
         """Remove the attempts that have waited too long, and return each with the reason."""
-        keys = [one.place.key for queue in self._queues for one in queue.overdue(now_s)]
-        failures: list[tuple[Key, Failure]] = []
-        for key in keys:
-            is_aside = any(key in queue.aside for queue in self._queues)
-            failures.append((key, self._late(is_aside=is_aside)))
+        late: list[QueuedAttempt] = []
+        for queue in self._queues:
+            max_wait_s = self._config.max_queued_s
+            if queue is self._resumes:
+                max_wait_s = MAX_RESUME_WAIT_S
+            for waiting in queue.values():
+                if now_s - waiting.since_s < max_wait_s:
+                    break
+                late.append(waiting)
+        failures = [(one.place.key, self._late(now_s, one)) for one in late]
+        for key, _ in failures:
             self.leave(key)
         return failures
 
-    def _late(self, *, is_aside: bool) -> Failure:
+    def _late(self, now_s: float, waiting: QueuedAttempt) -> Failure:
         """Return why an attempt waits no longer."""
         code, text = "no_nodes", "no node that is in service can take this request"
-        if not is_aside:
+        if waiting.unplaceable_at != self._registry.version:
             code = "queue_timeout"
             text = f"no node was free for this request within {self._config.max_queued_s:g} s"
-        return Overloaded(text, code=code, retry_after_s=self.retry_after_s()).to_failure()
+        retry_s = self._retry_after_s(now_s)
+        return Overloaded(text, code=code, retry_after_s=retry_s).to_failure()
 
     def forget(self, request_id: RequestId) -> None:
         """Forget a request in any state."""
-        self.num_changes += 1
-        self._inflight.discard(request_id)
         for queue in self._queues:
-            for key in [key for key in (*queue.next, *queue.aside) if key.request_id == request_id]:
-                queue.take(key)
+            for key in [key for key in queue if key.request_id == request_id]:
+                self.leave(key)
+        self.ended(request_id)
 
     def ended(self, request_id: RequestId) -> None:
         """Note that the nodes of a request have confirmed its end."""
-        self.num_changes += 1
+        self._num_changes += 1
         self._inflight.discard(request_id)
 
 
@@ -308,54 +267,3 @@ def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=params.ignore_eos,
     )
-
-
-MAX_PASSED_S = 1.0
-# The number of waiting attempts behind which later ones are considered.
-MAX_PASSED = 8
-# How often a stopped queue is tried although no node has got room and nothing has arrived.
-LOOK_S = 0.2
-
-
-class Placing:
-    """Chooses nodes for queued attempts while some nodes are full.
-
-    An attempt that waits for one node does not keep later ones from other nodes. For a while,
-    smaller ones may even pass it on that node; after that the node is kept for it.
-    """
-
-    def __init__(self, registry: Registry, policy: CheapestPair, queue: Admission) -> None:
-        self._registry, self._policy, self._queue = registry, policy, queue
-        self._looked_s = 0.0
-        self._looked_at = (0, 0, 0)
-
-    def take(self, now_s: float) -> Iterator[tuple[Place, Decision | Failure]]:
-        """Yield attempts with their nodes, or with the reason why they may not wait.
-
-        The caller reserves the load of an attempt, or refuses it, before it takes the next.
-        """
-        if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
-            return
-        passed: set[Key] = set()
-        kept: set[NodeId] = set()
-        while len(passed) <= MAX_PASSED:
-            waiting = self._queue.head(self._registry.version, passed)
-            if waiting is None:
-                break
-            place = waiting.place
-            decision = self._policy.choose(now_s, self._registry, place, kept)
-            if decision is None:
-                if (failure := self._queue.set_aside(place.key)) is not None:
-                    yield place, failure
-            elif decision.full:
-                passed.add(place.key)
-                if now_s - waiting.since_s >= MAX_PASSED_S:
-                    kept.update(decision.full)
-            else:
-                yield place, decision
-        self._queue.rests(now_s)
-        self._looked_at, self._looked_s = self._news(), now_s
-
-    def _news(self) -> tuple[int, int, int]:
-        """Return a value that changes whenever an attempt that found no nodes may find some."""
-        return self._registry.version, self._registry.num_releases, self._queue.num_changes

@@ -6,20 +6,15 @@ import pytest
 from baton.protocol.config import LocalPrefill, RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import NodeInfo
+from baton.protocol.messages import NodeFacts, NodeInfo, StepLimits
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import limits_of, nodes_health
 from baton.router.pairs import FIRST_AVOID_S
-from baton.router.queue import (
-    MAX_QUEUED_TOKENS,
-    Admission,
-    Limits,
-    check_prompt,
-    fit,
-)
-from baton.router.registry import ReservedLoad
+from baton.router.policy import CheapestPair
+from baton.router.queue import MAX_PASSED_S, MAX_QUEUED_TOKENS, Admission, Limits, check_prompt, fit
+from baton.router.registry import Registry, ReservedLoad
 from baton.router.request import NodeProcess, Place
-from tests.support.choosing import PAIRS, choose, cluster, place
+from tests.support.choosing import PAIRS, charge, choose, cluster, place
 from tests.support.scripted_nodes import node_info
 
 UNREADABLE = TransferError("no route").to_failure()
@@ -155,106 +150,64 @@ def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can() -> None:
         fit(90, SamplingParams(max_tokens=None), LIMITS)
 
 
-@pytest.mark.parametrize(
-    ("token_ids", "code"),
-    [
-        ([], "invalid_request"),
-        ([50], "invalid_request"),
-        ([-1], "invalid_request"),
-        ([1] * 100, "context_length_exceeded"),
-        ([1] * 80, "context_length_exceeded"),
-    ],
-)
-def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int], code: str) -> None:
+@pytest.mark.parametrize("token_ids", [[], [50], [-1], [1] * 100, [1] * 80])
+def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int]) -> None:
     with pytest.raises(RequestError) as error:
         check_prompt(token_ids, LIMITS)
-    assert error.value.code == code
+    is_long = len(token_ids) > 1
+    assert error.value.code == ("context_length_exceeded" if is_long else "invalid_request")
     assert error.value.param == "prompt"
 
 
 def queue(**fields: float) -> Admission:
-    return Admission(RouterConfig(**fields))  # type: ignore[arg-type]
+    config = RouterConfig(**fields)  # type: ignore[arg-type]
+    return Admission(config, cluster(*PAIRS), CheapestPair("never", 0))
 
 
-def head(admission: Admission, version: int = 0) -> str | None:
-    attempt = admission.head(version)
-    return None if attempt is None else str(attempt.place.key.request_id)
-
-
-def begin(admission: Admission, name: str) -> None:
-    """Put a request in the queue and give it nodes."""
-    admission.wait(0.0, place(name))
-    admission.placed(0.0, Key(RequestId(name)))
+def taken(admission: Admission) -> list[str]:
+    """Give nodes to all attempts that may have them, and return their requests in order."""
+    names: list[str] = []
+    for attempt, _ in admission.take(0.0):
+        admission.placed(attempt.key)
+        names.append(attempt.key.request_id)
+    return names
 
 
 def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room() -> None:
     admission = queue(max_inflight=2)
-    begin(admission, "a")
-    begin(admission, "b")
-    admission.wait(0.0, place("c"))
-    assert head(admission) is None
-    again = Place(Key(RequestId("a"), 0, 1), 40, 1, True, 50)
-    resume = Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True)
-    for attempt in (again, resume):
-        admission.wait(0.0, attempt)
-    assert head(admission) == "b"
-    admission.placed(0.0, resume.key)
-    assert head(admission) == "a"
-    admission.placed(0.0, again.key)
-    admission.ended(RequestId("a"))
-    assert head(admission) == "c"
-
-
-def test_the_queue_is_bounded_in_bytes_too() -> None:
-    admission = queue()
-    admission.check_room(2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any prompt may wait
-    admission.wait(0.0, place("a", MAX_QUEUED_TOKENS))
-    with pytest.raises(Overloaded, match="prompt tokens are waiting") as error:
-        admission.check_room(1, could_place=False)
-    assert error.value.code == "queue_full"
-    admission.leave(place("a").key)
-    admission.check_room(1, could_place=False)
-
-
-def test_the_service_rate_tells_when_to_try_again_and_who_would_wait_in_vain() -> None:
-    admission = queue(max_queued_s=30)
-    for number in range(12):
-        admission.wait(0.0, place(str(number)))
-    admission.rests(0.0)
-    for number in range(10):
-        admission.placed(8.0 * (number + 1), place(str(number)).key)
-    assert admission.retry_after_s() == 24.0
-    admission.check_room(40, could_place=True)  # would be the third, and wait for 24 s
-    admission.wait(80.0, place("c"))
-    with pytest.raises(Overloaded, match=r"for 32\.0 s") as error:
-        admission.check_room(40, could_place=True)
-    assert (error.value.http_status, error.value.retry_after_s) == (429, 32.0)
-    # A queue that is empty again says nothing about the next one.
-    for name in ("10", "11", "c"):
-        admission.leave(place(name).key)
-    admission.rests(1000.0)
-    admission.check_room(40, could_place=True)
-
-
-def test_a_head_that_no_node_can_take_lets_the_others_pass_and_is_first_when_nodes_come() -> None:
-    admission = queue()
     for name in "abc":
         admission.wait(0.0, place(name))
-    assert admission.set_aside(place("a").key) is None
-    assert head(admission) == "b"
-    admission.placed(0.0, place("b").key)
-    assert head(admission) == "c"
-    assert head(admission, version=1) == "a"
-    assert admission.num_queued == 2
+    assert taken(admission) == ["a", "b"]
+    admission.wait(0.0, Place(Key(RequestId("a"), 0, 1), 40, 1, True, 50))
+    admission.wait(0.0, Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True))
+    assert taken(admission) == ["b", "a"]
+    admission.ended(RequestId("a"))
+    assert taken(admission) == ["c"]
+
+
+def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again() -> None:
+    admission = queue(max_queued=2)
+    admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any may wait
+    admission.wait(0.0, place("a", MAX_QUEUED_TOKENS))
+    with pytest.raises(Overloaded, match="prompt tokens are waiting"):
+        admission.check_room(0.0, 1, could_place=False)
+    admission.leave(place("a", MAX_QUEUED_TOKENS).key)
+    for name in "bc":
+        admission.check_room(0.0, 1, could_place=False)
+        admission.wait(0.0, place(name))
+    with pytest.raises(Overloaded) as error:
+        admission.check_room(24.0, 1, could_place=True)
+    assert (error.value.code, error.value.http_status) == ("queue_full", 429)
+    assert error.value.retry_after_s == 24.0
 
 
 def test_each_attempt_waits_so_long_and_a_stream_that_began_longer() -> None:
     admission = queue(max_queued_s=30, max_inflight=1)
-    begin(admission, "s")
-    resume = Place(Key(RequestId("s"), 0, 1), 40, 1, True, 50, is_resume=True)
+    admission.placed(Key(RequestId("s")))
+    resume = Place(Key(RequestId("s"), 0, 1), 4000, 1, True, 5000, is_resume=True)
     for now_s, attempt in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
         admission.wait(now_s, attempt)
-    admission.set_aside(resume.key)
+    assert taken(admission) == [], "no pool is large enough for the resume"
     assert admission.take_overdue(29.9) == []
     ((key, failure),) = admission.take_overdue(30.0)
     assert (key, failure.code, failure.http_status) == (place("a").key, "queue_timeout", 503)
@@ -263,3 +216,78 @@ def test_each_attempt_waits_so_long_and_a_stream_that_began_longer() -> None:
     ((key, failure),) = admission.take_overdue(301.0)
     assert (key, failure.code) == (resume.key, "no_nodes")
     assert admission.num_queued == 0
+
+
+def small_cluster(*names: str) -> Registry:
+    """Return nodes of 64 blocks of 4 tokens, which take 4 sequences and 32 tokens in a step."""
+    infos = [node_info(name, "prefill" if name[0] == "p" else "decode") for name in names]
+    facts = NodeFacts(step=StepLimits(4, 32))
+    return cluster(*(msgspec.structs.replace(info, facts=facts) for info in infos))
+
+
+def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:
+    """Place an attempt if its nodes have room for it; return those that have none."""
+    decision = policy.choose(0.0, registry, place(name, num_tokens))
+    assert decision is not None
+    if not decision.full:
+        charge(registry, decision)
+    return set(decision.full)
+
+
+def test_a_node_without_room_is_waited_for() -> None:
+    """Prefill takes two steps of work at once, decode the requests of its slots and some."""
+    registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
+    assert [full(registry, policy, name) for name in "abc"] == [set(), set(), {"p0"}]
+    for name in "ab":
+        registry.release(NodeId("p0"), place(name).key)
+    assert full(registry, policy, "c", 8) == set()
+    registry.release(NodeId("p0"), place("c").key)
+    registry.release(NodeId("d1"), place("c").key)
+    # Two attempts of 50 tokens take 13 of 64 blocks each, and any attempt takes 32 at the most.
+    assert full(registry, policy, "d", 180) == set()
+    registry.release(NodeId("p0"), place("d").key)
+    assert full(registry, policy, "e", 180) == {"d1"}
+    assert full(registry, policy, "e", 52) == set()
+    registry.release(NodeId("p0"), place("e").key)
+    assert full(registry, policy, "f", 8) == set()
+    assert full(registry, policy, "g", 1) == {"d1"}, "five attempts for four slots"
+    registry.release(NodeId("d1"), place("a").key)
+    assert full(registry, policy, "g", 1) == set()
+
+
+def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had() -> None:
+    registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
+    attempt = Place(Key(RequestId("a")), 40, 1, True, 200)
+    before = policy.choose(0.0, registry, attempt)
+    for _ in range(100):
+        policy.learn(8.0)
+    after = policy.choose(0.0, registry, attempt)
+    assert before is not None
+    assert after is not None
+    assert [decision.loads[1][1].num_blocks for decision in (before, after)] == [32, 13]
+
+
+def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another() -> None:
+    """After a second, no request passes it on its own node either, however small."""
+    registry = small_cluster("d0", "d1")
+    waiting = Admission(RouterConfig(), registry, CheapestPair("always", 0))
+
+    def placed(now_s: float) -> list[tuple[str, str]]:
+        found: list[tuple[str, str]] = []
+        for attempt, decision in waiting.take(now_s):
+            charge(registry, decision)
+            waiting.placed(attempt.key)
+            found.append((attempt.key.request_id, str(decision.placed.decode_node)))
+        return found
+
+    for name in "abcde":
+        waiting.wait(0.0, place(name, 110))
+    assert placed(0.0) == [("a", "d0"), ("b", "d1"), ("c", "d0"), ("d", "d1")]
+    waiting.wait(0.5, place("f", 10))
+    assert placed(0.5) == [("f", "d0")], "smaller"
+    waiting.wait(MAX_PASSED_S, place("g", 10))
+    assert placed(MAX_PASSED_S) == [("g", "d0")]
+    waiting.wait(2.0, place("h", 10))
+    assert placed(2.0) == [("h", "d0")]
+    waiting.wait(2.0, place("i", 10))
+    assert placed(2.0) == [], "d0 has no slot left, and d1 is kept"
