@@ -9,7 +9,7 @@ that `render` writes.
 import contextlib
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from baton.deploy.cluster.arguments import RAY, ClusterArguments, arguments_of
@@ -29,7 +29,7 @@ from baton.deploy.cluster.state import (
     state_folder,
     write_deployment,
 )
-from baton.deploy.cluster.status import lines_of, routers_of, show
+from baton.deploy.cluster.status import routers_of, show
 from baton.protocol.errors import ConfigError
 from baton.runtime.process import Interrupts
 
@@ -86,16 +86,24 @@ def up(given: ClusterArguments) -> int:
         )
     make_private(folder)
     write_deployment(folder, deployment)
-    with Interrupts() as interrupts, _ended(platform, folder, given, interrupts):
-        check_ids(plan, platform.own(plan), platform.urls(plan, folder))
-        platform.start(plan, folder)
-        timeout_s = given.timeout_s or plan.start_timeout_s + EXTRA_START_S
-        if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
-            raise KeyboardInterrupt
-        print(_report(plan, platform, folder, stays=given.stays), flush=True)
-        # `baton down` may end it from elsewhere.
-        while given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder) is not None:
-            pass
+    with Interrupts() as interrupts:
+        try:
+            check_ids(plan, platform.own(plan), platform.urls(plan, folder))
+            platform.start(plan, folder)
+            timeout_s = given.timeout_s or plan.start_timeout_s + EXTRA_START_S
+            if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
+                raise KeyboardInterrupt
+            print(_report(plan, platform, folder, stays=given.stays), flush=True)
+            # `baton down` may end it from elsewhere.
+            while given.stays and not interrupts.wait(WATCH_S) and read_deployment(folder):
+                pass
+        except BaseException:
+            platform.stop(folder, is_hurried=True)
+            forget_deployment(folder)
+            raise
+        if given.stays:
+            platform.stop(folder, is_hurried=interrupts.is_hurried)
+            forget_deployment(folder)
     return 0
 
 
@@ -125,25 +133,6 @@ def status(given: ClusterArguments) -> int:
         plan = _planned(deployment.file, _places_on(deployment.platform))
         routers = routers_of(given, plan, platform.urls(plan, folder))
     return show(given, routers, deployment.name, statuses)
-
-
-@contextlib.contextmanager
-def _ended(
-    platform: Platform, folder: Path, given: ClusterArguments, interrupts: Interrupts
-) -> Iterator[None]:
-    """End the cluster if the block fails, or when `up` in the foreground is done."""
-    try:
-        yield
-    except BaseException:
-        _end(platform, folder, is_hurried=True)
-        raise
-    if given.stays:
-        _end(platform, folder, is_hurried=interrupts.is_hurried)
-
-
-def _end(platform: Platform, folder: Path, *, is_hurried: bool) -> None:
-    platform.stop(folder, is_hurried=is_hurried)
-    forget_deployment(folder)
 
 
 def _planned(file: str, places_of: Callable[[Description], ProcessPlaces]) -> ClusterPlan:
@@ -182,10 +171,8 @@ def _check_ray() -> None:
 
 
 def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool) -> str:
-    """Return a text that says what runs, where clients connect, and how to end it."""
+    """Return a text that says where clients connect, and how to end the cluster."""
     urls = platform.urls(plan, folder)
-    rows = [(one.name, one.role, one.host, one.state, one.note) for one in platform.status(folder)]
-    lines = [lines_of([("process", "role", "host", "state", ""), *rows]), ""]
-    lines += [f"{plan.description.name} serves at {url}/v1" for url in urls]
+    lines = [f"{plan.description.name} serves at {url}/v1" for url in urls]
     how = "Ctrl-C ends it" if stays else f"end it with: baton down --state {folder}"
     return "\n".join([*lines, how])

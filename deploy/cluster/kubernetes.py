@@ -129,13 +129,9 @@ def _control(spec: ProcessSpec) -> Manifest:
 
 
 def _clients() -> Manifest:
-    return {
-        **_head("v1", "Service", CLIENTS, ROUTERS),
-        "spec": {
-            "selector": _labels(ROUTERS),
-            "ports": [{"name": "http", "port": 80, "targetPort": "http"}],
-        },
-    }
+    ports = [{"name": "http", "port": 80, "targetPort": "http"}]
+    spec = {"selector": _labels(ROUTERS), "ports": ports}
+    return {**_head("v1", "Service", CLIENTS, ROUTERS), "spec": spec}
 
 
 def _pool(plan: ClusterPlan, specs: tuple[ProcessSpec, ...]) -> list[Manifest]:

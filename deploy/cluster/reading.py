@@ -51,6 +51,10 @@ def read_description(path: Path) -> Description:
     )
     for problem in _problems(description):
         raise ConfigError(f"{path}: {problem}")
+    try:
+        load_keys(KeysConfig(file=description.key))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: key: {error.message}") from error
     return description
 
 
@@ -86,7 +90,6 @@ def _problems(description: Description) -> Iterator[str]:
     yield from _host_problems(description)
     yield from _port_problems(description)
     yield from _gpu_problems(description)
-    yield from _key_problems(description)
 
 
 def _missing(description: Description) -> Iterator[str]:
@@ -144,13 +147,6 @@ def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[st
         )
     if "CUDA_VISIBLE_DEVICES" in pool.env and pool.gpus:
         yield f"{at}.env.CUDA_VISIBLE_DEVICES: the platform sets it; take the line out"
-    heads = _num_heads(description.model)
-    degree = tensor_parallel(description, pool)
-    if heads % degree:
-        yield (
-            f"{at}: {degree} ranks (gpus) cannot share the {heads} attention heads of "
-            f"{description.model}; choose a number that divides {heads}"
-        )
 
 
 def _split_problems(description: Description) -> Iterator[str]:
@@ -181,23 +177,21 @@ def _split_problems(description: Description) -> Iterator[str]:
 
 
 def _host_problems(description: Description) -> Iterator[str]:
-    named = {f"routers[{i}].host": one.host for i, one in enumerate(description.routers)}
-    named |= {
-        f"pools.{name}.hosts": ",".join(pool.hosts) for name, pool in description.pools.items()
+    named: dict[str, tuple[str, ...]] = {
+        f"routers[{i}].host": (one.host,) for i, one in enumerate(description.routers)
     }
-    empty = [at for at, hosts in named.items() if not hosts]
+    named |= {f"pools.{name}.hosts": pool.hosts for name, pool in description.pools.items()}
+    empty = [at for at, hosts in named.items() if not any(hosts)]
     if empty and len(empty) < len(named):
         yield (
             f"{empty[0]}: no host is named, but other processes have one; name the hosts of all "
             "routers and pools, or of none"
         )
-    hosts = [host for one in named.values() for host in one.split(",") if host]
-    near = [is_loopback(host) for host in hosts]
-    if any(near) and not all(near):
-        at = next(at for at, one in named.items() if any(map(is_loopback, one.split(","))))
-        yield f"{at}: other hosts cannot reach a loopback address; name one that they can"
-    for at, one in named.items():
-        for host in one.split(","):
+    is_far = any(host and not is_loopback(host) for hosts in named.values() for host in hosts)
+    for at, hosts in named.items():
+        for host in hosts:
+            if is_far and is_loopback(host):
+                yield f"{at}: other hosts cannot reach a loopback address; name one that they can"
             if host in ("0.0.0.0", "::", "*"):
                 yield f"{at}: nodes cannot dial {host}; name the address of one host"
 
@@ -242,26 +236,6 @@ def _gpu_problems(description: Description) -> Iterator[str]:
                     f"pools.{name}.hosts: no GPU is left on host {host} for node {name}-{i}, which "
                     f"needs {pool.gpus} of {most} (gpus_per_host); name another host"
                 )
-
-
-def _key_problems(description: Description) -> Iterator[str]:
-    if description.key:
-        try:
-            load_keys(KeysConfig(file=description.key))
-        except ConfigError as error:
-            yield f"key: {error.message}"
-
-
-def _num_heads(model: str) -> int:
-    """Return the number of attention heads of a model in a folder here; 0 if it is not known."""
-    try:
-        return msgspec.json.decode((Path(model) / "config.json").read_bytes(), type=_Heads).heads
-    except (OSError, msgspec.MsgspecError):
-        return 0
-
-
-class _Heads(msgspec.Struct):
-    heads: int = msgspec.field(name="num_attention_heads", default=0)
 
 
 def _beside(path: Path, name: str) -> str:

@@ -15,17 +15,12 @@ import pytest
 from baton.bench.records import Outcome
 from baton.bench.report.document import read_json
 from baton.bench.report.sections import shown
-from baton.bench.settings import LoadSettings, Workload
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
-NUM_REQUESTS, NUM_TOKENS = 6, 12
-WORKLOAD = Workload(prompt="uniform:20-90", output=str(NUM_TOKENS), vocabulary="300-1000")
-LOAD = LoadSettings(requests=NUM_REQUESTS, warm_up=2)
-# The same as flags.
-ASKED = ("--prompt", WORKLOAD.prompt, "--output", WORKLOAD.output, "--warm-up", "2",
-         "--vocabulary", WORKLOAD.vocabulary, "--requests", str(NUM_REQUESTS))  # fmt: skip
+ASKED = ("--prompt", "uniform:20-90", "--output", "12", "--warm-up", "2",
+         "--vocabulary", "300-1000", "--requests", "6")  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +60,11 @@ def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> Non
         assert SECRET.encode() not in path.read_bytes()
     report = read_json(tmp_path / "report" / "report.json")
     run = report.runs[0]
-    assert run.summary.num_requests == NUM_REQUESTS
-    assert run.summary.outcomes == {"answered": NUM_REQUESTS}
+    assert run.summary.outcomes == {"answered": 6}
     assert run.summary.attainment == 1.0
     assert sum(record.warm_up for record in run.records) == 2
     again = bench("report", "report/report.json", "--out", "again", folder=tmp_path)
-    assert again.returncode == 0
-    assert again.stdout == done.stdout
-    for name in ("report.json", "report.html"):
-        assert (tmp_path / "again" / name).read_text() == (tmp_path / "report" / name).read_text()
+    assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
 def test_a_storm_of_refusals_ends_early_with_the_servers_words(

@@ -88,7 +88,6 @@ def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> N
     [
         (("--connect", "10.0.0.9:5"), "reaches beyond this host: make a key"),
         (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen and --connect"),
-        (("--port", "8000"), "8000: write it as HOST:PORT"),
     ],
 )
 def test_a_mistake_is_one_line(

@@ -57,13 +57,6 @@ def test_a_section_that_fails_is_reported_and_the_next_one_runs(
     assert capsys.readouterr().out.count("**failed**") == 2
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the section would run")
-def test_a_section_that_takes_too_long_is_cut(tmp_path: Path) -> None:
-    report = gpu.run(gpu.Options(tmp_path, 0.2, ("environment",)), [])
-    assert report.sections[0].state == "cut short"
-    assert "were over" in report.sections[0].reason
-
-
 def test_after_a_process_that_will_not_end_nothing_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

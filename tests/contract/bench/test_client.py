@@ -1,9 +1,7 @@
 """The client judges every kind of answer of a server, over real connections."""
 
 import asyncio
-import contextlib
-import os
-import resource
+import errno
 import socket
 import ssl
 import struct
@@ -11,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.client.http import Session
-from baton.bench.client.request import Stopped, send
+from baton.bench.client.http import Session, reason_of
+from baton.bench.client.request import send
 from baton.bench.records import Outcome, Planned, Record
 from baton.bench.settings import Target
 from baton.runtime.clock import monotonic
@@ -79,11 +77,6 @@ async def resets(call: Call) -> None:
     link = call.transport.get_extra_info("socket")
     link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     call.transport.abort()
-
-
-async def hang(call: Call) -> None:
-    await call.write(token())
-    await asyncio.sleep(60.0)
 
 
 def test_an_answer_is_read_and_stamped() -> None:
@@ -166,49 +159,6 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
     assert record.detail
 
 
-def test_a_client_without_files_left_does_not_blame_the_server() -> None:
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    async def run(url: str) -> Record:
-        target = Target(url, MODEL)
-        async with Session(target) as session:
-            files = [os.open(os.devnull, os.O_RDONLY)]
-            resource.setrlimit(resource.RLIMIT_NOFILE, (files[0] + 1, limits[1]))
-            try:
-                with contextlib.suppress(OSError):
-                    while True:  # until all numbers below the limit are taken
-                        files.append(os.dup(files[0]))
-                return await send(session, target, planned())
-            finally:
-                resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-                for file in files:
-                    os.close(file)
-
-    with ScriptedServer() as server:
-        record = asyncio.run(run(server.url))
-    assert (record.outcome, record.detail) == (Outcome.NO_SOCKET, "too many open files")
-
-
-def test_a_stop_gives_up_what_is_under_way_and_what_waits() -> None:
-    async def run(url: str) -> list[Record | BaseException]:
-        target = Target(url, MODEL)
-        async with Session(target) as session:
-            asked = [
-                asyncio.ensure_future(send(session, target, planned(), due_s))
-                for due_s in (None, monotonic() + 60.0)
-            ]
-            await server.asked()
-            session.stop()
-            return await asyncio.gather(*asked, return_exceptions=True)
-
-    with ScriptedServer(hang) as server:
-        under_way, waiting = asyncio.run(run(server.url))
-    assert isinstance(under_way, Record)
-    assert under_way.outcome is Outcome.STOPPED
-    assert under_way.detail == "the load was stopped before the response ended"
-    assert isinstance(waiting, Stopped)
-
-
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A self-signed one for 127.0.0.1, with its key, in one file."""
@@ -235,3 +185,7 @@ def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certifica
         assert words in refused.detail
     assert trusted.outcome is unchecked.outcome is Outcome.ANSWERED
     assert plain.outcome is not Outcome.ANSWERED
+
+
+def test_a_machine_without_files_left_does_not_blame_the_server() -> None:
+    assert reason_of(OSError(errno.EMFILE, "")) == (Outcome.NO_SOCKET, "too many open files")

@@ -29,18 +29,9 @@ def prompts(folder: Path, count: int) -> tuple[str, ...]:
     return "--workload", "file", "--path", str(path)
 
 
-def test_a_load_that_cannot_succeed_is_refused_before_there_is_a_folder(tmp_path: Path) -> None:
-    out = tmp_path / "report"
-    words = ("run", *URL, *OPEN, "--window", "30-60", *ASKED, "--out", str(out))
-    with pytest.raises(ConfigError, match="no request arrives in --window 30-60: the first one"):
-        cli.main(words)
-    assert not out.exists()
-
-
 @pytest.mark.parametrize(
     "words",
     [
-        ("sweep", *URL, "--rates", "1,10", "--duration-s", "5"),
         # 20 requests on average: of so many drawn loads one has more than 22.
         ("run", *URL, "--arrivals", "poisson:4", "--duration-s", "5", "--runs", "20"),
         ("compare", *ARMS, "--arrivals", "poisson:4", "--duration-s", "5", "--rounds", "20"),

@@ -94,12 +94,6 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
                 "stream_options": {"include_usage": True},
             },
         ),
-        # A prompt of text is a chat of one message.
-        (
-            Target(model="m", api="chat", token_ids=False, usage=False),
-            Planned(index=0, at_s=None, output_tokens=5, prompt="hi"),
-            {"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True},
-        ),
     ],
 )  # fmt: skip
 def test_the_body_of_a_request(target: Target, planned: Planned, body: dict[str, object]) -> None:

@@ -172,19 +172,3 @@ def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(
         assert shared <= common(prompts[one], prompts[other]) < shared + 5
     assert all(300 <= token <= 8000 for prompt in prompts for token in prompt)
     assert [len(prompt) for prompt in prompts] == [row.input_tokens for row in played.rows]
-
-
-@pytest.mark.parametrize(
-    ("spread_s", "moved"),
-    [
-        (3.0, [0, 1, 2, 3, 3.25, 3.5, 5]),
-        (0.3, [0, 0.1, 0.2, 3, 3.15, 3.5, 3.65]),
-    ],
-)
-def test_rows_of_one_stamp_are_spread_up_to_the_next_stamp(
-    spread_s: float, moved: list[float]
-) -> None:
-    rows = [TraceRow(at_s, 5, 5) for at_s in (0, 0, 0, 3, 3, 3.5, 3.5)]
-    options = Workload(spread_s=spread_s)
-    played = replay(rows, options)
-    assert [row.at_s for row in played.rows] == pytest.approx(moved)

@@ -199,14 +199,6 @@ def test_two_pools_of_one_name_are_refused(tmp_path: Path) -> None:
         read_description(path)
 
 
-def test_a_degree_that_does_not_divide_the_heads_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text('{"num_attention_heads": 6}')
-    path = written(tmp_path, model="model", pools=pools(gpus=4))
-    with pytest.raises(ConfigError, match="6 attention heads"):
-        read_description(path)
-
-
 def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="baton keygen"):
         planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))
