@@ -1,13 +1,11 @@
 """Reads through NIXL over UCX: between hosts, and between GPUs.
 
-A warm-up read connects each pair. Between GPUs it lands in a spare
-block of the pool, because UCX would read GPU memory into host memory by TCP, which would prove
-nothing.
-For each peer, this transport prepares one descriptor list with the slice of every block that is
-read there, and reads name blocks in it by index. Giving up a read in flight does not stop it: in a
-measurement, all of its bytes landed after its handle was released and its peer removed. So only a
-read that has ended, or that failed because its connection broke, counts as quiesced. A read of a
-frozen peer never ends; the agent keeps the deadlines.
+A warm-up read connects each pair. Between GPUs it lands in a spare block of the pool, because UCX
+would read GPU memory into host memory by TCP, which would prove nothing. Each peer has a descriptor
+list with the slice of every block that is read there, and reads name blocks in it by index. Giving
+up a read in flight does not stop it: in a measurement, all of its bytes landed after its handle was
+released and its peer removed. So only a read that has ended, or that failed because its connection
+broke, counts as quiesced. A read of a frozen peer never ends; the agent keeps the deadlines.
 """
 
 import contextlib
