@@ -248,14 +248,14 @@ class KVReceive:
             return "a block range has more blocks than were offered"
         return None
 
-    def _begin(self, land: BeginReceive, out: Effects) -> None:
+    def _begin(self, event: BeginReceive, out: Effects) -> None:
         assert self.peer is not None
         assert self.lease is not None
-        if land.first_block + len(land.block_ids) != self._num_blocks:
+        if event.first_block + len(event.block_ids) != self._num_blocks:
             text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
             self._fail(_wrong(text), out)
             return
-        self._reads = BlockRangeReads(land.first_block, land.block_ids)
+        self._reads = BlockRangeReads(event.first_block, event.block_ids)
         self.state = ReceiveState.RECEIVING
         self._since_s = self._progress_s = out.now_s
         self.lease.renewed(out.now_s)
@@ -419,7 +419,7 @@ class BlockRangeReads:
     def exposed_s(self, end_arrived_s: float) -> float:
         """Return the time from the last announcement to the last end of a read.
 
-        The time of waiting for blocks to land in does not count.
+        The time of waiting for blocks to read into does not count.
         """
         if not self.posted_s:
             return 0.0

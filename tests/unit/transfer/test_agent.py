@@ -46,7 +46,6 @@ class ScriptedTransport:
         self.cancels = True
         self.added: list[PeerRank] = []
         self.removed: list[PeerRank] = []
-        self.closed = False
 
     def address(self) -> bytes:
         return b"here"
@@ -79,8 +78,7 @@ class ScriptedTransport:
         gone, self.gone = self.gone, []
         return gone
 
-    def close(self) -> None:
-        self.closed = True
+    def close(self) -> None: ...
 
 
 class Driven:
@@ -105,8 +103,8 @@ class Driven:
         return self.settle()
 
 
-def add(peer: PeerRank, address: bytes = b"there") -> AddPeer:
-    return AddPeer(peer, "scripted", RankAddress({"scripted": address}), 100, 100, WHOLE)
+def add(peer: PeerRank) -> AddPeer:
+    return AddPeer(peer, "scripted", RankAddress({"scripted": b"there"}), 100, 100, WHOLE)
 
 
 def read(ticket: int, num_blocks: int, peer: PeerRank = A) -> Read:
