@@ -62,12 +62,6 @@ def choices_of(answer: list[object]) -> dict[int, HeldChoice]:
     return {held.key.choice: held for held in attached.choices}
 
 
-def first_attempt(answer: list[object]) -> int:
-    (attached,) = answer
-    assert isinstance(attached, Attached)
-    return attached.first_attempt
-
-
 def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
     """Where the tokens begin that the new router gets, and what they are."""
     entries = [
@@ -147,18 +141,6 @@ def test_the_owner_takes_a_stream_from_a_router_that_still_has_it() -> None:
     assert isinstance(told[1][1], Attached)
     drive.scheduler.cancel(OLD, (key("r"),))
     assert drive.scheduler.load().num_running == 1, "it is no longer the old router's"
-
-
-def test_a_prompt_without_tokens_is_begun_again_by_the_router() -> None:
-    """Prefill has lost the router, too, and will not finish it."""
-    drive = detached(1, stream(handed("r", PROMPT, 20)))
-    said = attach(drive)
-    assert choices_of(said)[0] == HeldChoice(key("r"), [])
-    again = local("r", PROMPT, 20)
-    again = msgspec.structs.replace(again, key=key("r", attempt=first_attempt(said)))
-    drive.scheduler.add(drive.now_s, NEW, again)
-    drive.run()
-    assert drive.output("r", PROMPT) == continuation(PROMPT, 20)
 
 
 def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:

@@ -134,25 +134,6 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
     assert Send(D, Cancel((KEY,))) in commands, "the node does not know of the gap"
 
 
-def test_choices_that_end_at_the_first_token_need_no_decode() -> None:
-    drive = Driver(num_choices=2)
-    drive.place()
-    firsts = FirstTokens(KEY, 3, (FirstToken(9, "stop"), FirstToken(8, "stop")), TIMES)
-    commands = drive.says(P, firsts)
-    assert of_type(commands, Deliver) == [Deliver(0, [9], "stop"), Deliver(1, [8], "stop")]
-    assert commands[-2:] == [Outcome(), Closed()]
-
-
-def test_the_last_attempt_ends_with_the_failure() -> None:
-    drive = Driver(max_attempts=2)
-    drive.place()
-    drive.says(D, Failed(KEY, REFUSED))
-    drive.step(Placed(Key(R, 0, 1), P, D))
-    commands = drive.says(D, Failed(Key(R, 0, 1), REFUSED))
-    assert of_type(commands, Outcome) == [Outcome(REFUSED)]
-    assert of_type(commands, Place) == []
-
-
 def test_only_losses_without_progress_use_up_attempts() -> None:
     drive = Driver(max_tokens=50, max_attempts=2)
     drive.place()
@@ -269,14 +250,6 @@ def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
     assert of_type(drive.says(P, CancelDone((KEY,))), Place) == [], "prefill is no longer needed"
     (place,) = of_type(drive.says(D, CancelDone((KEY,))), Place)
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
-
-
-@pytest.mark.parametrize("position", [2, 4])
-def test_first_tokens_that_do_not_fit_lose_the_attempt(position: int) -> None:
-    drive = Driver()
-    drive.place()
-    commands = drive.says(P, FirstTokens(KEY, position, (FirstToken(9),), TIMES))
-    assert len(of_type(commands, Place)) == 1
 
 
 @pytest.mark.parametrize("num_received", [2, 0])
