@@ -1,7 +1,7 @@
 """An index of the blocks that each node's prefix cache holds, by the nodes' announcements.
 
-It holds only announced blocks. Its answer may be out of date by the time a prompt arrives at the
-node, so it is a guess, and the node's own cache decides.
+It may be out of date by the time a prompt arrives at the node, so it is a guess, and the node's
+own cache decides.
 """
 
 from collections.abc import Sequence
@@ -41,7 +41,9 @@ class CacheIndex:
         """Take in an announcement. Return False if one was missed; the node must then send all."""
         if changes.number == 0:
             self.forget(node)
-            self._add_node(node)
+            place = next(place for place in count() if place not in self._names)
+            self._names[place] = node
+            self._nodes[node] = _KnownCache(place)
         known = self._nodes.get(node)
         if known is None or known.next_number != changes.number:
             self.num_gaps += 1
@@ -52,7 +54,10 @@ class CacheIndex:
         known.keys -= removed
         self._clear(known.place, removed)
         room = self._max_blocks - len(known.keys)
-        self._take_in(known, unpack_keys(changes.added)[:room])
+        added, bit = unpack_keys(changes.added)[:room], 1 << known.place
+        known.keys.update(added)
+        for key in added:
+            self._holders[key] = self._holders.get(key, 0) | bit
         return True
 
     def forget(self, node: NodeId) -> None:
@@ -84,17 +89,6 @@ class CacheIndex:
                 found[num_blocks] = self._nodes_in(having ^ further)
             having = further
         return found
-
-    def _add_node(self, node: NodeId) -> None:
-        place = next(place for place in count() if place not in self._names)
-        self._names[place] = node
-        self._nodes[node] = _KnownCache(place)
-
-    def _take_in(self, known: _KnownCache, keys: Sequence[BlockKey]) -> None:
-        bit, holders = 1 << known.place, self._holders
-        known.keys.update(keys)
-        for key in keys:
-            holders[key] = holders.get(key, 0) | bit
 
     def _clear(self, place: int, keys: set[BlockKey]) -> None:
         bit, holders = 1 << place, self._holders

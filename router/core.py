@@ -91,8 +91,7 @@ from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
 TICK_S = 0.25
-# Deadlines are minutes, except those of cancels, so each request is looked at once in this time.
-ROUND_S = 10.0
+ROUND_S = 2.0  # each request is looked at once in this time
 LEAST_LOOKS = 64  # requests in a tick
 
 log = logger("router")
@@ -138,10 +137,8 @@ class RouterCore:
         self._requests: dict[RequestId, ActiveRequest] = {}
         self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()
         self._is_feeding = False
-        # Requests whose turns are yet to come in this round, and those with cancels to confirm.
-        self._round: deque[RequestId] = deque()
+        self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
         self._next_round_s = 0.0
-        self._unconfirmed: dict[RequestId, ActiveRequest] = {}
         self._num_requests = 0
         self._now_s = clock()
         self._failure: Failure | None = None
@@ -483,8 +480,6 @@ class RouterCore:
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 self._send(node, message)
-                if isinstance(message, Cancel):
-                    self._unconfirmed[active.request_id] = active
             case Place():
                 self._queue.wait(self._now_s, command)
                 at_s = self._now_s - active.began_s
@@ -547,20 +542,13 @@ class RouterCore:
         self._place_waiting()
 
     def _to_look_at(self, now_s: float) -> list[ActiveRequest]:
-        """Return the requests whose time may have run out.
+        """Return the requests whose turn it is to look whether their time has run out.
 
-        Those whose nodes have cancels to confirm are looked at in every tick. All others take turns
-        over a round, because looking at all at once would delay the event loop.
+        All take turns over a round, because looking at all at once would delay the event loop.
         """
-        self._unconfirmed = {
-            request_id: active
-            for request_id, active in self._unconfirmed.items()
-            if request_id in self._requests and active.lifecycle.awaits_confirmation
-        }
         if not self._round and now_s >= self._next_round_s:
             self._next_round_s = now_s + ROUND_S
             self._round = deque(self._requests)
         num = max(LEAST_LOOKS, math.ceil(len(self._requests) * TICK_S / ROUND_S))
         ids = [self._round.popleft() for _ in range(min(num, len(self._round)))]
-        found = [self._requests[request_id] for request_id in ids if request_id in self._requests]
-        return [*self._unconfirmed.values(), *found]
+        return [self._requests[request_id] for request_id in ids if request_id in self._requests]

@@ -8,6 +8,7 @@ tokens per token.
 """
 
 import codecs
+import json
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -150,14 +151,14 @@ def _num_begun(text: str, stop: str) -> int:
     return len(text) - start if start >= 0 else 0
 
 
-class PieceTable(msgspec.Struct, frozen=True):
+class TokenTable(msgspec.Struct, frozen=True):
     """The text of each token id, or its bytes where these are not whole characters.
 
     `strip_first` is the number of spaces to drop from the first visible text of a sequence.
     """
 
-    pieces: list[str | bytes]
-    pieces_without_special: list[str | bytes]
+    texts: list[str | bytes]
+    visible_texts: list[str | bytes]
     strip_first: int = 0
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TableStream":
@@ -167,34 +168,34 @@ class PieceTable(msgspec.Struct, frozen=True):
 class TableStream:
     """The fast way, which looks up each token in a list."""
 
-    __slots__ = ("_borrowed", "_pending", "_pieces", "_plain", "_strip")
+    __slots__ = ("_borrowed", "_pending", "_plain", "_strip", "_texts")
 
     def __init__(
-        self, table: PieceTable, prompt_token_ids: Sequence[int], skip_special: bool
+        self, table: TokenTable, prompt_token_ids: Sequence[int], skip_special: bool
     ) -> None:
-        self._pieces = table.pieces_without_special if skip_special else table.pieces
+        self._texts = table.visible_texts if skip_special else table.texts
         self._strip = table.strip_first
         self._pending = self._open_character(prompt_token_ids)
         # A character that the prompt began is part of the output only if the output completes it.
         self._borrowed = bool(self._pending)
-        if self._strip and any(self._piece(token_id) for token_id in prompt_token_ids):
+        if self._strip and any(self._text_of(token_id) for token_id in prompt_token_ids):
             self._strip = 0
         self._plain = not (self._pending or self._strip)
 
     def feed(self, token_id: int) -> str:
         try:
-            piece = self._pieces[token_id]
+            text = self._texts[token_id]
         except IndexError:  # a padding row of the model's vocabulary
             return ""
-        if self._plain and type(piece) is str:
-            return piece
-        return self._join(piece if isinstance(piece, bytes) else piece.encode(), final=False)
+        if self._plain and type(text) is str:
+            return text
+        return self._join(text if isinstance(text, bytes) else text.encode(), final=False)
 
     def flush(self) -> str:
         return self._join(b"", final=True)
 
-    def _piece(self, token_id: int) -> str | bytes:
-        return self._pieces[token_id] if token_id < len(self._pieces) else b""
+    def _text_of(self, token_id: int) -> str | bytes:
+        return self._texts[token_id] if token_id < len(self._texts) else b""
 
     def _join(self, data: bytes, *, final: bool) -> str:
         data = self._pending + data
@@ -211,13 +212,13 @@ class TableStream:
 
     def _open_character(self, prompt_token_ids: Sequence[int]) -> bytes:
         """Return the first bytes of a character that the prompt begins and does not complete."""
-        last = self._piece(prompt_token_ids[-1]) if prompt_token_ids else ""
+        last = self._text_of(prompt_token_ids[-1]) if prompt_token_ids else ""
         if last and isinstance(last, str):
             return b""
         data = b""
         for token_id in prompt_token_ids[-_TOKENS_OF_CONTEXT:]:
-            piece = self._piece(token_id)
-            data += piece if isinstance(piece, bytes) else piece.encode()
+            text = self._text_of(token_id)
+            data += text if isinstance(text, bytes) else text.encode()
         return data[codecs.utf_8_decode(data, "replace", False)[1] :]
 
 
@@ -273,59 +274,41 @@ class WindowStream:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special)
 
 
-Decoding = PieceTable | WindowDecoding
+Decoding = TokenTable | WindowDecoding
 TextStream = TableStream | WindowStream
 
 
-class _Step(msgspec.Struct):
-    """One entry of `decoder` in tokenizer.json, with the fields that distinguish the families."""
-
-    type: str
-    decoders: list["_Step"] = []
-    pattern: dict[str, str] = {}
-    content: str = ""
-    start: int = 0
-    stop: int = 0
-
-
-class _File(msgspec.Struct):
-    decoder: _Step | None = None
-
-
-def decoding_of(tokenizer: Tokenizer, tokenizer_json: bytes) -> Decoding:
+def decoding_of(tokenizer: Tokenizer) -> Decoding:
     """Return a table if the decoder is known to be one, else a window."""
-    try:
-        decoder = msgspec.json.decode(tokenizer_json, type=_File).decoder
-    except msgspec.ValidationError:
-        return WindowDecoding(tokenizer)
-    steps = (decoder.decoders or [decoder]) if decoder is not None else []
-    match steps:
-        case [_Step(type="ByteLevel")]:
+    decoder = tokenizer.decoder
+    state = {} if decoder is None else json.loads(decoder.__getstate__())
+    match state.get("decoders") or [state]:
+        case [{"type": "ByteLevel"}]:
             return _table(tokenizer, _byte_level_bytes, strip_first=0)
         case [
-            _Step(type="Replace", pattern={"String": "\u2581"}, content=" "),
-            _Step(type="ByteFallback"),
-            _Step(type="Fuse"),
+            {"type": "Replace", "pattern": {"String": "\u2581"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
             *rest,
         ]:
             match rest:
                 case []:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=0)
-                case [_Step(type="Strip", content=" ", start=start, stop=0)]:
+                case [{"type": "Strip", "content": " ", "start": int(start), "stop": 0}]:
                     return _table(tokenizer, _sentencepiece_bytes, strip_first=start)
     return WindowDecoding(tokenizer)
 
 
-def _table(tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_first: int) -> PieceTable:
+def _table(tokenizer: Tokenizer, to_bytes: Callable[[str], bytes], strip_first: int) -> TokenTable:
     vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-    pieces: list[str | bytes] = [""] * (max(vocabulary.values(), default=-1) + 1)
+    texts: list[str | bytes] = [""] * (max(vocabulary.values(), default=-1) + 1)
     for token, token_id in vocabulary.items():
-        pieces[token_id] = _whole(to_bytes(token))
-    visible = pieces.copy()
+        texts[token_id] = _whole(to_bytes(token))
+    visible = texts.copy()
     for token_id, added in tokenizer.get_added_tokens_decoder().items():
         if added.special:
             visible[token_id] = ""
-    return PieceTable(pieces, visible, strip_first)
+    return TokenTable(texts, visible, strip_first)
 
 
 def _whole(data: bytes) -> str | bytes:

@@ -144,11 +144,6 @@ class Lifecycle:
         return self._out
 
     @property
-    def awaits_confirmation(self) -> bool:
-        """Return whether a node has yet to confirm a cancel."""
-        return any(attempt.unconfirmed for attempt in self._attempts)
-
-    @property
     def heard_s(self) -> float | None:
         """Return when nodes last made progress with the attempt that has waited the longest."""
         live = (one.heard_s for one in self._attempts if one.state is AttemptState.LIVE)

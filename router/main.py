@@ -1,7 +1,6 @@
 """The router's process: the router with its HTTP side, from the start to a signal.
 
-The command line calls `run`. Nodes dial in on their own: this process starts none, and it must
-never load torch.
+Nodes dial in on their own: this process starts none, and it must never load torch.
 """
 
 import asyncio
@@ -55,20 +54,19 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     tracer = _tracer(config)
     app = App(router, config, _chat_template(config.model), tracer=tracer)
     server = Server(app, config.router, server_context(config.router))
-    stats = _Stats(app, router, config.log.stats_s)
+    stats = asyncio.create_task(_log_stats(StatsLine(app.metrics), router, config.log.stats_s))
     try:
         router.start(config.control)
         url = await server.start()
         spare_collector()
         log.info(f"listening on {url}")
         _warn_if_open(config.router)
-        stats.start()
         await asked_to_end.wait()
         grace_s = HURRIED_S if interrupts.is_hurried else config.router.shutdown_timeout_s
         log.info("draining: running requests finish, and new ones get status 503", within_s=grace_s)
         await server.drain(grace_s)
     finally:
-        stats.stop()
+        stats.cancel()
         # This fails the running responses while their clients can still be told.
         router.close()
         await server.stop()
@@ -114,26 +112,10 @@ def _warn_if_open(router: RouterConfig) -> None:
         )
 
 
-class _Stats:
-    """Logs a line every `interval_s` seconds in which something happened."""
-
-    def __init__(self, app: App, router: TextRouter, interval_s: float) -> None:
-        self._line = StatsLine(app.metrics)
-        self._router = router
-        self._interval_s = interval_s
-        self._timer: asyncio.TimerHandle | None = None
-
-    def start(self) -> None:
-        if self._interval_s > 0:
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._interval_s, self._log)
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-
-    def _log(self) -> None:
-        fields = self._line.take(self._interval_s, self._router.health())
+async def _log_stats(line: StatsLine, router: TextRouter, interval_s: float) -> None:
+    """Log a line after every interval in which something happened."""
+    while interval_s > 0:
+        await asyncio.sleep(interval_s)
+        fields = line.take(interval_s, router.health())
         if fields is not None:
             log.info("stats", **fields)
-        self.start()

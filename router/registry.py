@@ -203,9 +203,6 @@ class Registry:
         if node is None or info.node_id != peer or info.role != node.role:
             text = "Ready arrived without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
-        if (failure := _impossible(info)) is not None:
-            self.gone(peer)
-            return [self._refuse(peer, failure)]
         if (failure := self._misfit(info)) is not None:
             self.gone(peer)
             return [self._refuse(peer, failure)]
@@ -389,6 +386,10 @@ class Registry:
 
     def _misfit(self, info: NodeInfo) -> Failure | None:
         """Return why a node does not fit the model, or take over its limits if no other is here."""
+        sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
+        if min(sizes) < 1:
+            text = f"{info.node_id} offers no blocks, no tokens or no vocabulary"
+            return _mismatch("impossible_node", text)
         is_alone = all(node.info is None for node in self._nodes.values())
         if self.model is None or (is_alone and info.model == self.model.model):
             self.model = info
@@ -415,14 +416,6 @@ class Registry:
         return []
 
 
-def _impossible(info: NodeInfo) -> Failure | None:
-    sizes = (info.num_blocks, info.layout.block_size, info.max_model_len, info.vocab_size)
-    if min(sizes) >= 1:
-        return None
-    text = f"{info.node_id} offers no blocks, no tokens or no vocabulary"
-    return _mismatch("impossible_node", text)
-
-
 def _is_stuck(heartbeat: Heartbeat) -> bool:
     if heartbeat.loop_age_s > STUCK_S:
         return True
@@ -442,7 +435,12 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     """Return the fields in which two nodes differ but must not, each with a code and a phrase."""
     found: dict[str, str] = {}
     if info.model != model.model:
-        found["model_mismatch"] = _other_model(info, model)
+        ours, theirs = (
+            f"{i.facts.model_name or 'a model'} in {i.facts.dtype}" for i in (info, model)
+        )
+        found["model_mismatch"] = (
+            f"it serves another model (config.json, weights or dtype): {ours}, not {theirs}"
+        )
     if info.layout.fingerprint != model.layout.fingerprint:
         found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
     limits = [
@@ -453,15 +451,3 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
     if limits:
         found["limits_mismatch"] = ", ".join(limits)
     return found
-
-
-def _other_model(info: NodeInfo, model: NodeInfo) -> str:
-    ours, theirs = _named(info), _named(model)
-    if ours and theirs and ours != theirs:
-        return f"it serves {ours}, and they serve {theirs}"
-    called = f" that is called {ours} too" if ours else ""
-    return f"it serves another model{called} (config.json, weights or dtype)"
-
-
-def _named(info: NodeInfo) -> str:
-    return " in ".join(word for word in (info.facts.model_name, info.facts.dtype) if word)

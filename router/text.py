@@ -57,7 +57,7 @@ class Text:
         # prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, decoding_of(tokenizer, data))
+        return cls(tokenizer, decoding_of(tokenizer))
 
     async def encode(
         self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

@@ -25,7 +25,7 @@ from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 
 
 @routed()
-async def test_both_nodes_are_told_at_once_and_the_answer_comes_back(bench: RouterBench) -> None:
+async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench: RouterBench) -> None:
     prefill, decode = await bench.toy_pair()
     output = await whole(bench.router)
     assert output.outputs[0].token_ids == toy_answer(PROMPT, 8)
@@ -103,25 +103,6 @@ async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
 
 
 @routed()
-async def test_a_preempted_sequence_resumes_from_its_tokens(bench: RouterBench) -> None:
-    prefill, decode = await bench.pair()
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    key = (await prefill.hear(Prefill)).key
-    decode.say(Accepted(key))
-    decode.say(Tokens([TokenEntry(key, 6, [1, 2])]))
-    decode.say(Failed(key, Failure("preempted", "no room", retryable=True)))
-    resumed = await prefill.hear(Prefill)
-    assert resumed.token_ids == [*PROMPT, 1, 2]
-    assert resumed.num_prompt_tokens == 6
-    decode.say(Accepted(resumed.key))
-    decode.say(Tokens([TokenEntry(resumed.key, 8, [3], "stop")]))
-    output = await collected(stream)
-    assert output.outputs[0].token_ids == [1, 2, 3]
-    assert output.metrics.resumed
-    await bench.settled()
-
-
-@routed()
 async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench: RouterBench) -> None:
     prefill, decode = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
@@ -135,17 +116,6 @@ async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench: RouterBench
         node.say(CancelDone((order.key,)))
     await bench.settled()
     stream.close()
-
-
-@routed()
-async def test_leaving_the_outputs_early_aborts_the_request(bench: RouterBench) -> None:
-    _, decode = await bench.toy_pair()
-    decode.max_steps = 2
-    outputs = (await bench.router.submit(PROMPT, GREEDY)).outputs()
-    await anext(outputs)
-    await outputs.aclose()
-    await bench.settled()
-    assert decode.cancelled == [decode.orders[0].key]
 
 
 @routed()

@@ -236,15 +236,3 @@ async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench: Route
         bench.core._send(decode.info.node_id, broken)
     bench.core._send(decode.info.node_id, last)
     assert [await decode.hear(Cancel) for _ in range(2)] == [first, last]
-
-
-@routed()
-async def test_shutdown_ends_every_reader(bench: RouterBench) -> None:
-    _, decode = await bench.toy_pair()
-    decode.max_steps = 2
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    bench.router.close()
-    with pytest.raises(Overloaded) as error:
-        await stream.ended()
-    assert error.value.code == "shutting_down"
-    assert not bench.router.errored

@@ -44,7 +44,7 @@ def small_tokenizer(family: Family) -> Tokenizer:
 
 def small_text(family: Family = "byte_level") -> Text:
     tokenizer = small_tokenizer(family)
-    return Text(tokenizer, decoding_of(tokenizer, tokenizer.to_str().encode()))
+    return Text(tokenizer, decoding_of(tokenizer))
 
 
 def write_tokenizer(folder: Path, family: Family = "byte_level") -> str:

@@ -77,15 +77,6 @@ def on_host(name: str, host: str) -> NodeInfo:
     return msgspec.structs.replace(info, reaches=("nixl", f"shm@{host}"))
 
 
-def test_blocks_that_need_not_leave_a_host_are_worth_a_little_queue() -> None:
-    registry = cluster(on_host("p0", "a"), on_host("p1", "b"), on_host("d0", "b"))
-    registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(70, 1))
-    assert choose(registry, place("a", 800), "never") == ("p1", "d0")
-    registry.forget(RequestId("a"))
-    registry.reserve(NodeId("p1"), Key(RequestId("more")), ReservedLoad(10, 1))
-    assert choose(registry, place("b", 800), "never") == ("p0", "d0")
-
-
 @given(st.lists(st.tuples(st.sampled_from("pd"), st.sampled_from("abc"), st.integers(0, 3)),
                 min_size=2, max_size=12))  # fmt: skip
 def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from baton.protocol.config import LocalPrefill, RouterConfig
+from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import NodeFacts, NodeInfo, StepLimits
+from baton.protocol.messages import NodeFacts, StepLimits
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import limits_of, nodes_health
 from baton.router.pairs import FIRST_AVOID_S
@@ -110,17 +110,12 @@ def test_nodes_whose_pool_is_too_small_are_passed_over() -> None:
     assert choose(cluster(*small), place(num_tokens=40), "never") is None
 
 
-def limit(*infos: NodeInfo, mode: LocalPrefill = "auto") -> int:
-    return limits_of(cluster(*infos), mode).max_model_len
-
-
 def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take() -> None:
-    prefill, decode = node_info("p0", "prefill", num_blocks=20), node_info("d0", "decode")
-    tiny = node_info("d1", "decode", num_blocks=8)
-    assert limit(decode) == 200  # that of the model: this pool has 256 slots
-    assert limit(tiny) == 32
-    assert limit(tiny, decode, prefill) == 80
-    assert limit(tiny, decode, prefill, mode="always") == 200
+    nodes = [node_info("d1", "decode", num_blocks=8), node_info("d0", "decode")]
+    assert limits_of(cluster(nodes[0]), "auto").max_model_len == 32
+    nodes.append(node_info("p0", "prefill", num_blocks=20))
+    assert limits_of(cluster(*nodes), "auto").max_model_len == 80
+    assert limits_of(cluster(*nodes), "always").max_model_len == 200, "that of the model"
 
 
 @pytest.mark.parametrize(

