@@ -1,8 +1,7 @@
 """Attention and the fused operations on CPUs: baton's compiled kernels behind `Backend`.
 
 A token's bits depend on its own sequence alone, because every kernel adds its terms in an order
-that does not depend on the batch, the chunk or the number of threads. `make_cpu_backend` makes the
-backend, with plain torch where `cpu_library` has no kernels.
+that does not depend on the batch, the chunk or the number of threads.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.compute.attention import Backend, Batch, PlainBackend
+from baton.engine.compute.attention import Batch
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.protocol.config import KernelChoice
@@ -40,19 +39,6 @@ def cpu_library(
             raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
         log.warning("computing with plain torch, which is slower", reason=str(error))
         return None
-
-
-def make_cpu_backend(
-    library: CpuLibrary | None,
-    pool: Tensor,
-    num_heads: int,
-    cos_sin: Tensor,
-    eps: float,
-    window: int | None,
-) -> Backend:
-    if library is None:
-        return PlainBackend(pool, num_heads, cos_sin, eps, window)
-    return CpuBackend(library, pool, num_heads, cos_sin, eps, window)
 
 
 class CpuBackend:

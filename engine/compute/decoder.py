@@ -1,8 +1,7 @@
 """The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
 
 All positions of a packed batch run through the layers at once; what follows the last layer's keys
-and values is computed only where a token is sampled. The backend holds what differs between
-devices, and the KV cache holds the pool; this file knows neither blocks nor requests.
+and values is computed only where a token is sampled. It knows neither blocks nor requests.
 """
 
 import math
@@ -48,7 +47,6 @@ class Decoder:
     by_rows: ByRows = at_once
 
     def linears(self) -> Iterator[Linear]:
-        """Yield all linear layers."""
         for layer in self.layers:
             yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
         yield self.head

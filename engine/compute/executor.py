@@ -1,8 +1,6 @@
 """The contract between a node's loop and the executor that computes its steps.
 
-It has two implementations under one contract suite: `InProcessExecutor` (one rank, threads of this
-process) and `WorkerExecutor` (one process per rank, typed messages over sockets). The loop does not
-know which one it drives.
+`InProcessExecutor` runs one rank in threads of this process, `WorkerExecutor` one process per rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,10 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """The facts of an executor that has loaded its weights and allocated its pool.
-
-    `NodeInfo` publishes most of these fields under the same names.
-    """
+    """The facts of an executor that has loaded its weights and allocated its pool."""
 
     num_blocks: int
     layout: KVLayout

@@ -27,7 +27,7 @@ log = logger("linear")
 
 TRIAL_SHAPE = 64, 512
 
-# Logits are computed only for tokens that are drawn, of which a step seldom has more.
+# Logits are computed for sampled positions only; a step rarely has more.
 MAX_HEAD_ROWS = 64
 
 
@@ -42,10 +42,8 @@ class WeightKind(NamedTuple):
 
 
 class Found(NamedTuple):
-    """How layers of one kind are computed. Without a rule, a row's bits depend on other rows."""
-
     is_packed: bool
-    rule: RowRule | None
+    rule: RowRule | None  # None: a row's bits depend on other rows
 
 
 class HostLinears:
@@ -61,9 +59,8 @@ class HostLinears:
         """Take all numbers of threads that a step may use; bits must be equal with each of them."""
         self._num_kinds, self._progress = num_kinds, progress
         self._thread_counts = thread_counts
-        self._compiled, self._trial = compiled, b""
-        if compiled is not None:
-            self._trial = trial_of(compiled)
+        self._compiled = compiled
+        self._trial = b"" if compiled is None else trial_of(compiled)
         self._found: dict[WeightKind, Found] = {}
 
     def make(
@@ -86,18 +83,6 @@ class HostLinears:
         form = packed(weight) if is_packed else weight
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
-
-    def say_rules(self) -> None:
-        """Log which numbers of rows are computed at once, for the kinds that share a rule."""
-        shapes: dict[tuple[int, ...], list[str]] = {}
-        for kind, (_, rule) in self._found.items():
-            if rule is not None:
-                shapes.setdefault(rule.tiles, []).append(f"{kind.outputs}x{kind.inputs}")
-        for tiles, some in shapes.items():
-            log.info(
-                "linear layers keep their bits in these numbers of rows",
-                rows=",".join(map(str, tiles)), shapes=",".join(some),
-            )  # fmt: skip
 
 
 def trial_of(compiled: CpuLinears) -> bytes:
@@ -142,20 +127,17 @@ BIAS_EXPONENTS = (-17, -14)
 
 
 def trial_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return a weight, `[outputs, inputs]`."""
     numbers = _numbers((min(outputs, DISTINCT_OUTPUTS), inputs // 2), dtype, EXPONENTS, seed=1)
     some = _in_pairs(numbers, numbers, inputs).to(dtype)
     return some.repeat(-(-outputs // len(some)), 1)[:outputs].contiguous()
 
 
-def trial_rows(inputs: int, dtype: torch.dtype) -> Tensor:
-    """Return rows, `[NUM_ROWS, inputs]`."""
+def trial_rows(inputs: int, dtype: torch.dtype) -> Tensor:  # [NUM_ROWS, inputs]
     numbers = _numbers((NUM_ROWS, inputs // 2), dtype, EXPONENTS, seed=2)
     return _in_pairs(numbers, -numbers, inputs).to(dtype)
 
 
 def trial_bias(outputs: int, dtype: torch.dtype) -> Tensor:
-    """Return a bias, `[outputs]`."""
     return torch.from_numpy(_numbers((1, outputs), dtype, BIAS_EXPONENTS, seed=3)[0]).to(dtype)
 
 

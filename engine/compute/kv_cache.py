@@ -1,8 +1,6 @@
 """One rank's KV pool for compute: a tensor over the pool's memory.
 
-The rank's loader makes it. The runner copies blocks and writes generations through it, and
-attention reads and writes the tensor. `BlockPool` decides which sequence owns a block, and nothing
-here checks that.
+`BlockPool` decides which sequence owns a block; nothing here checks that.
 """
 
 import hashlib

@@ -1,7 +1,6 @@
 """Load one rank's `Decoder` from a Hugging Face folder: names, slices, dtype and device.
 
-The rank's loader calls it once. It reads only the part of each tensor that the rank keeps. If the
-ranks cannot share a dimension evenly, it raises `ConfigError` before it reads any weight.
+Only the part of each tensor that the rank keeps is read.
 """
 
 from typing import NamedTuple, Protocol
@@ -47,19 +46,13 @@ def load_decoder(
     place: Placement,
     progress: Progress,
 ) -> Decoder:
-    """Return one rank's decoder. Raises `ConfigError` if the ranks cannot share the model.
-
-    It also raises `ConfigError` if a tensor is missing.
-    """
+    """Raises `ConfigError` if the ranks cannot share the model or a tensor is missing."""
     linears: LinearMaker | None = None
     if place.device.type == "cpu":
         linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
     elif place.ordered is not None:
         linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
-    decoder = _Loader(config, checkpoint, ranks, place, linears).load(progress)
-    if isinstance(linears, HostLinears):
-        linears.say_rules()
-    return decoder
+    return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
 
 def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:

@@ -1,9 +1,7 @@
 """Read, check and complete the description of a decoder in a Hugging Face folder.
 
-`engine/models`, the KV cache and the executors read `DecoderConfig`; no other module opens
-`config.json`. This module refuses what baton cannot compute exactly, before any weight is loaded: a
-model with an unknown activation or rotary scaling would run and give wrong text. It never imports
-torch.
+It refuses what baton cannot compute exactly, before any weight is loaded: a model with an unknown
+activation or rotary scaling would run and give wrong text. It never imports torch.
 """
 
 from pathlib import Path

@@ -104,7 +104,7 @@ class StepInputs:
     tokens: ArrayPlace  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
     rows: ArrayPlace  # [num_rows]: those whose logits are needed
     repeats: ArrayPlace | None  # [num_samples]: the row of logits of each, if not its own
-    places: ArrayPlace  # [num_samples]: the place of each drawn token in the ring
+    places: ArrayPlace  # [num_samples]: the place of each sampled token in the ring
     samples: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
     tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = (
         None  # rows of the device's tables, lengths, starts
@@ -341,7 +341,7 @@ class _SampledPlaces:
         raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
 
     def add(self, slices: Sequence[Slice]) -> list[int]:
-        """Assign a place to each draw of a step, and return the places in order."""
+        """Assign a place to each sample of a step, and return the places in order."""
         num_samples = sum(len(part.samples) for part in slices)
         if num_samples > IDLE_PLACE // REMEMBERED_STEPS:
             raise InvariantBroken(f"a step samples {num_samples} tokens")

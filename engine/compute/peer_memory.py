@@ -1,6 +1,6 @@
 """Share a GPU's pool with other processes of this host, and map their pools.
 
-The rank's loader makes it for the `cuda_ipc` transport, whose thread calls it. Memory is shared by
+The thread of the `cuda_ipc` transport calls it. Memory is shared by
 the driver's IPC handles, plain bytes: nothing that a peer sends is unpickled. Copies run on a
 stream of their own beside the steps, one launch each, and an event says when one has ended. The
 driver is called through ctypes because torch offers handles only as pickles.

@@ -1,8 +1,7 @@
 """Make everything that computes one rank: weights, pool, runner and transfer port.
 
-`InProcessExecutor` and each rank's worker process call it. It decides what a configuration means
-for a rank (device, dtype, block count) and refuses settings that cannot work before anything large
-is allocated. It starts no thread except the port's.
+`plan_rank` decides what a configuration means for a rank (device, dtype, block count) and refuses
+settings that cannot work before anything large is allocated.
 """
 
 import ctypes
@@ -14,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine.compute.cpu_backend import cpu_library, make_cpu_backend
+from baton.engine.compute.attention import PlainBackend
+from baton.engine.compute.cpu_backend import CpuBackend, cpu_library
 from baton.engine.compute.cuda_start import (
     free_for_pool,
     keep_sums_whole,
@@ -96,10 +96,7 @@ class LoadedRank:
 
 
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
-    """Load and allocate one rank. Raises `ConfigError`.
-
-    It also sets torch's number of threads in this process, and how freed memory is kept.
-    """
+    """Load and allocate one rank; sets torch's threads in this process. Raises `ConfigError`."""
     plan = plan_rank(config, ranks.size)
     keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
@@ -109,8 +106,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
         with one_line_errors(plan.device, "while it captures its steps"):
-            with_graphs = config.engine.graphs
-            prepare(runner, plan.max_num_seqs, progress, with_graphs=with_graphs)
+            prepare(runner, plan.max_num_seqs, progress, with_graphs=config.engine.graphs)
     else:
         runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)
@@ -196,10 +192,10 @@ def load_runner(
     cache = host_cache(pool, shape, plan.dtype)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    backend = make_cpu_backend(
-        library, cache.pool, num_heads, _rope_table(plan), plan.decoder.rms_norm_eps,
-        plan.decoder.sliding_window,
-    )  # fmt: skip
+    sizes = num_heads, _rope_table(plan), plan.decoder.rms_norm_eps, plan.decoder.sliding_window
+    backend = (
+        CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
+    )
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel)
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
@@ -315,11 +311,8 @@ def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> to
 def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
     # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
-        return (
-            f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each, but this node "
-            "sees "
-            f"{num_seen}"
-        )
+        need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
+        return f"{need}, but this node sees {num_seen}"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.compute.cuda_backend import missing_for
 

@@ -11,7 +11,6 @@ wait for one another once a layer. Where a row has the same bits in every batch,
 """
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -219,7 +218,6 @@ MIN_ROWS = 128
 
 
 def at_once(work: RowWork, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute all rows in one call."""
     return work(x, residual)
 
 
@@ -233,34 +231,13 @@ class RowThreads:
         num_rows, count = len(x), torch.get_num_threads()
         if count == 1 or num_rows < count * MIN_ROWS:
             return work(x, residual)
-        whole = _Whole(num_rows)
+        parts: dict[int, tuple[Tensor, Tensor]] = {}
 
         def compute(first: int, end: int) -> None:
             with torch.inference_mode(), num_threads(1):
-                whole.put(first, work(x[first:end], residual[first:end]))
+                parts[first] = work(x[first:end], residual[first:end])
 
         cuts = [num_rows * i // count for i in range(count + 1)]
         self._threads.run(compute, list(pairwise(cuts)))
-        return whole.tensors
-
-
-class _Whole:
-    """The results of all rows; the first thread that has some makes room for them."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._num_rows = num_rows
-        self._lock = threading.Lock()
-        self._tensors: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        assert self._tensors is not None
-        return self._tensors
-
-    def put(self, first: int, parts: tuple[Tensor, Tensor]) -> None:
-        with self._lock:
-            if self._tensors is None:
-                x, residual = (part.new_empty(self._num_rows, part.shape[1]) for part in parts)
-                self._tensors = x, residual
-        for target, part in zip(self._tensors, parts, strict=True):
-            target[first : first + len(part)].copy_(part)
+        outputs, residuals = zip(*(parts[first] for first in cuts[:-1]), strict=True)
+        return torch.cat(outputs), torch.cat(residuals)

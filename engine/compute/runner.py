@@ -1,10 +1,8 @@
 """Run the steps of one rank, from a plan to tokens.
 
-The executor of a rank calls it, launching plans and collecting their results in order. A step is
-packed, copied to the device once, and run there through the decoder and the sampler; on a GPU the
-host waits for nothing before it collects. Of a sequence, the runner keeps only the block table and
-the tokens to which a plan in flight may refer. It trusts its plans, because the scheduler has set
-block tables and positions.
+A step is packed, copied to the device once, and run there through the decoder and the sampler; on a
+GPU the host waits for nothing before it collects. Of a sequence, the runner keeps only the block
+table and the tokens to which a plan in flight may refer. It trusts its plans.
 """
 
 from collections import deque
@@ -134,7 +132,7 @@ class Runner:
         places = inputs.places.of(inputs.words)
         if not len(places):
             return places
-        ids = self.sampler.draw(logits, inputs.sampled())
+        ids = self.sampler.sample(logits, inputs.sampled())
         self._ring[places] = ids
         return ids
 

@@ -1,8 +1,8 @@
-"""Draw tokens from logits: filters, then the Gumbel-max trick with noise that can be replayed.
+"""Sample tokens from logits: filters, then the Gumbel-max trick with noise that can be replayed.
 
-The runner calls it once per step. A row's token is a pure function of its own logits and of (seed,
-choice, position). It is the same in any batch, order, process or node, so a resumed sequence gets
-the same tokens as an uninterrupted one. There is no generator, and no draw depends on another.
+A row's token is a pure function of its own logits and of (seed, choice, position). It is the same
+in any batch, order, process or node, so a resumed sequence gets the same tokens as an uninterrupted
+one.
 
 Sums are integers, because an integer sum is the same in every order of addition. The kernels of
 `kernels.cpu_sampling` and `kernels.device_sampling` replace the torch code here, which defines what
@@ -38,7 +38,7 @@ TEMPERATURE, LOG_MIN_P, TOP_P = range(3)  # the columns of `SamplingTensors.real
 
 
 class SampleRow(msgspec.Struct, frozen=True):
-    """One draw. `position` is the place of the sampled token, counted from the prompt's start."""
+    """One sample. `position` is the place of the sampled token, counted from the prompt's start."""
 
     sampling: Sampling
     choice: int
@@ -55,7 +55,7 @@ class SampleRow(msgspec.Struct, frozen=True):
         return sampling.temperature, _log(sampling.min_p), sampling.top_p
 
     def held_back(self, eos_token_ids: Sequence[int]) -> tuple[int, ...]:
-        """Return the ids that may not be drawn yet, which are all that would end the sequence."""
+        """Return the ids that may not be sampled yet, which are all that would end the sequence."""
         if self.num_output_tokens >= self.sampling.min_tokens:
             return ()
         return (*eos_token_ids, *self.sampling.stop_token_ids)
@@ -67,7 +67,7 @@ class SamplingTensors:
 
     ints: Tensor  # [num_samples, 4] int64: seed, choice, position, top_k
     reals: Tensor  # [num_samples, 3] float64: temperature, log of min_p, top_p
-    held_back: Tensor  # [num_samples, width] int32: ids that may not be drawn; -1 names none
+    held_back: Tensor  # [num_samples, width] int32: ids that may not be sampled; -1 names none
 
     @classmethod
     def of(
@@ -95,7 +95,7 @@ class SampleKernel(Protocol):
 
 
 class Sampler:
-    """Samples for one model. `eos_token_ids` and stop ids are not drawn before `min_tokens`.
+    """Samples for one model. `eos_token_ids` and stop ids are not sampled before `min_tokens`.
 
     With a `kernel`, the kernel samples instead of torch.
     """
@@ -107,17 +107,16 @@ class Sampler:
         self._kernel = kernel
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
-    def sample(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
-        """Draw for rows on the host, and return the result of `draw` as a list."""
-        assert logits.shape[0] == len(rows), "one row per draw"
+    def sample_rows(self, logits: Tensor, rows: Sequence[SampleRow]) -> list[int]:
+        """Sample for rows that are still on the host."""
+        assert logits.shape[0] == len(rows), "one row per sample"
         if not rows:
             return []
-        ids: list[int] = self.draw(
-            logits, SamplingTensors.of(rows, self.eos_token_ids, logits.device)
-        ).tolist()
+        samples = SamplingTensors.of(rows, self.eos_token_ids, logits.device)
+        ids: list[int] = self.sample(logits, samples).tolist()
         return ids
 
-    def draw(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
+    def sample(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
         """Return one id per row. `logits`, [num_samples, vocab] in float32, may be overwritten.
 
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
@@ -127,15 +126,15 @@ class Sampler:
             return self._kernel(logits, samples.ints, samples.reals, samples.held_back)
         _hold_back(logits, samples.held_back)
         warm = samples.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
-        drawn: list[int] = warm.nonzero().flatten().tolist()
-        if len(drawn) == len(logits):
-            return self._draw(logits, samples)
+        random: list[int] = warm.nonzero().flatten().tolist()
+        if len(random) == len(logits):
+            return self._sample(logits, samples)
         tokens = logits.argmax(dim=-1)
-        if drawn:
-            tokens[drawn] = self._draw(logits[drawn], samples.picked(drawn))
+        if random:
+            tokens[random] = self._sample(logits[random], samples.picked(random))
         return tokens
 
-    def _draw(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
+    def _sample(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
         vocab = logits.shape[1]
         at_once = len(logits) if logits.is_cuda else max(1, CHUNK_ELEMENTS // vocab)
         tokens: list[Tensor] = []
@@ -173,15 +172,15 @@ class Sampler:
 def compiled(kernel: CpuSampler) -> SampleKernel:
     """Return the kernel for logits on a CPU."""
 
-    def draw(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+    def sample(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
         _hold_back(logits, held_back)
         return torch.tensor(kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy()))
 
-    return draw
+    return sample
 
 
 def _hold_back(logits: Tensor, held_back: Tensor) -> None:
-    """Make it impossible to draw these ids; ids outside the vocabulary are ignored."""
+    """Make it impossible to sample these ids; ids outside the vocabulary are ignored."""
     if not held_back.shape[1]:
         return
     for index, ids in enumerate(held_back.tolist()):

@@ -1,9 +1,7 @@
 """The interface of a model's layers to its other ranks, over shared memory or NCCL.
 
-A decoder gets one `Ranks` and calls it where partial results are combined: after a row-parallel
-product and for the logits. Every rank calls the same collectives in the same order with equal
-shapes. On GPUs, collectives run in the order of their caller's stream, so a captured step contains
-them.
+Every rank calls the same collectives in the same order with equal shapes. On GPUs, collectives run
+in the order of their caller's stream, so a captured step contains them.
 """
 
 import mmap
@@ -47,7 +45,7 @@ class Ranks(Protocol):
 
 
 class SingleRank:
-    """One rank that is the whole model: every collective is the identity."""
+    """One rank that is the whole model."""
 
     rank = 0
     size = 1
@@ -162,7 +160,7 @@ class GroupRanks:
     def _gathered(self, tensor: Tensor) -> Tensor:
         """Return the ranks' tensors, in rank order: `[size, *tensor.shape]`."""
         parts = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
-        if tensor.numel():  # a step that draws nothing asks for no logits
+        if tensor.numel():  # a step that samples nothing asks for no logits
             self.group._allgather_base(parts, tensor.contiguous()).wait()
         return parts.view(self.size, *tensor.shape)
 

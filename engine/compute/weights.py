@@ -1,8 +1,7 @@
 """Read the tensors of a Hugging Face folder by name, a slice at a time, and fingerprint them.
 
-Model loaders read from a `Checkpoint` the slices that their rank needs; no other part of a tensor
-is read from disk. `fingerprint` lets two nodes refuse to exchange blocks of different weights. This
-module does not know names, shapes or layout of a model, and never writes a file.
+`fingerprint` lets two nodes refuse to exchange blocks of different weights. This module does not
+know names, shapes or layout of a model, and never writes a file.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """An `Executor` with one process per rank: it spawns workers, sends plans and gathers results.
 
-The node's loop calls it like `InProcessExecutor`. Every plan goes to every rank; `poll` returns a
-result when all ranks have finished the step and agree on its tokens. A rank that dies or fails ends
-the node, because nothing is restarted here. Only `start` and `close` block.
+Every plan goes to every rank; `poll` returns a result when all ranks have finished the step and
+agree on its tokens. A rank that dies or fails ends the node. Only `start` and `close` block.
 """
 
 import os
@@ -249,10 +248,7 @@ def environment_of(
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
-    """Return one info with the addresses and compute paths of all ranks.
-
-    The ranks must agree on all other fields.
-    """
+    """Return one info with the addresses and compute paths of all ranks; the rest must agree."""
     shared = {
         "ranks": tuple(address for info in infos for address in info.ranks),
         "batch_invariant": all(info.batch_invariant for info in infos),
@@ -281,7 +277,7 @@ def _agreed(results: Sequence[StepResult]) -> StepResult:
     for rank, result in enumerate(results):
         if (result.step_id, result.tokens) != (first.step_id, first.tokens):
             raise InvariantBroken(
-                f"step {first.step_id}: rank {rank} drew other tokens than rank 0"
+                f"step {first.step_id}: rank {rank} sampled other tokens than rank 0"
             )
     return msgspec.structs.replace(
         first,

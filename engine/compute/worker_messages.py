@@ -2,7 +2,7 @@
 
 Two socket pairs join them, one for steps and one for the rank's transfer agent, so that a long step
 delays no lease. A message is four bytes of length and msgpack; the end of a stream means that the
-other process is gone. Nothing here knows what a plan means.
+other process is gone.
 """
 
 import contextlib
@@ -44,9 +44,7 @@ class LoadRank(WorkerMessage, frozen=True):
 
 
 class RunStep(WorkerMessage, frozen=True):
-    """Runs a step. One `StepDone` answers each, in order."""
-
-    plan: StepPlan
+    plan: StepPlan  # one `StepDone` answers each, in order
 
 
 ToWorker = LoadRank | RunStep
@@ -59,9 +57,7 @@ class Loading(WorkerMessage, frozen=True):
 
 
 class Loaded(WorkerMessage, frozen=True):
-    """The answer to `LoadRank`. `info.ranks` holds this rank's address alone."""
-
-    info: ExecutorInfo
+    info: ExecutorInfo  # `info.ranks` holds this rank's address alone
 
 
 class StepDone(WorkerMessage, frozen=True):
@@ -71,9 +67,7 @@ class StepDone(WorkerMessage, frozen=True):
 
 
 class WorkerFailed(WorkerMessage, frozen=True):
-    """The last message of a worker that ends because of an error."""
-
-    failure: Failure
+    failure: Failure  # the worker's last message
 
 
 FromWorker = Loading | Loaded | StepDone | WorkerFailed

@@ -149,25 +149,6 @@ def test_two_steps_may_be_unsettled_and_settle_in_order(
     assert executor.poll() is None
 
 
-def test_sequences_in_one_step_do_not_mix(executor: Executor, expected: Expected) -> None:
-    steps, one, two = Steps(executor), new_key(), new_key()
-    first, second = (20, 21, 22), (23, 24, 25)
-    drawn = steps.tokens(prompt_slice(one, first), prompt_slice(two, second, 0, 30))
-    assert drawn == expected.token_ids[:1]
-    drawn = steps.tokens(decode_slice(one, first, len(PROMPT)), prompt_slice(two, second, 30))
-    assert drawn == [expected.token_ids[1], expected.token_ids[0]]
-
-
-def test_blocks_are_copied_before_a_step_computes(executor: Executor, expected: Expected) -> None:
-    steps, key, blocks = Steps(executor), new_key(), (30, 31, 32)
-    steps.tokens(prompt_slice(key, blocks))
-    fork, own = new_key(), (30, 31, 33)
-    drawn = steps.tokens(
-        decode_slice(fork, own, len(PROMPT), expected.token_ids[0]), copies=((32, 33),)
-    )
-    assert drawn == [expected.token_ids[1]]
-
-
 def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) -> None:
     steps, key, blocks = Steps(executor), new_key(), (40, 41, 42)
     hot = Sampling(seed=3, max_tokens=9, temperature=3.0)
@@ -179,13 +160,6 @@ def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) ->
         new_key().of_choice(2), len(PROMPT), 1, (drawn[2],), blocks, (2,), hot, len(PROMPT)
     )
     assert steps.tokens(second) == steps.tokens(named)
-
-
-def test_an_idle_descriptor_is_not_readable(executor: Executor) -> None:
-    steps = Steps(executor)
-    steps.tokens(prompt_slice(new_key(), (50, 51, 52)))
-    assert executor.poll() is None
-    assert not readable(executor.fileno(), 0.0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -200,15 +174,6 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
         assert (info.vocab_size, info.max_model_len) == (1024, 8192)
         assert info.layout.block_bytes * ranks == block_bytes(model_folder("qwen3"), BLOCK)
         assert len(info.ranks) == len(executor.ports) == ranks
-
-
-def test_a_worker_process_computes_as_this_process_does() -> None:
-    told = set()
-    for kind in ("in process", "one worker"):
-        with closing(executor_of(kind)) as executor:
-            info = executor.start(no_progress)
-            told.add((info.batch_invariant, info.compute))
-    assert len(told) == 1
 
 
 def test_ranks_with_other_products_are_one_node_that_names_both_ways_to_compute() -> None:

@@ -66,10 +66,10 @@ class Text:
         self.tokens = list(tokens)
         self.blocks = tuple(blocks)
 
-    def chunk(self, start: int, end: int, *, draw: bool = False) -> Slice:
+    def chunk(self, start: int, end: int, *, sample: bool = False) -> Slice:
         return Slice(
             self.key, start, end - start, tuple(self.tokens[start:end]), self.blocks,
-            (0,) if draw else (), GREEDY if draw else None, len(self.tokens),
+            (0,) if sample else (), GREEDY if sample else None, len(self.tokens),
         )  # fmt: skip
 
 

@@ -169,7 +169,7 @@ class TableBackend:
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
     def _prefilled(self, q: Tensor, layer: int) -> Tensor:
-        if q.is_meta:  # the twin of the kernel reads lengths on the host
+        if q.is_meta:  # the reference reads lengths on the host
             return torch.zeros_like(q)
         tables, decoding = self._tables, self._tables.num_decoding
         return reference.paged_prefill_attention(
@@ -207,7 +207,7 @@ class TableBackend:
         return torch.nn.functional.silu(gate) * up
 
 
-def draw_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+def sample_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
     """Draw from noise that the seed and the position give; not what a `Sampler` samples."""
     vocab = logits.shape[1]
     spare = torch.nn.functional.pad(logits, (0, 1))
@@ -245,5 +245,5 @@ def stand_in(
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
     backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
-    sampler = Sampler(eos_token_ids, draw_on_device)
+    sampler = Sampler(eos_token_ids, sample_on_device)
     return Runner(decoder, backend, cache, sampler, queue, monotonic)

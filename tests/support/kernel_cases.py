@@ -210,8 +210,8 @@ def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual
     stream = torch.randn(5, hidden, generator=generator).to(device, dtype) if residual else None
     weight = torch.randn(hidden, generator=generator).to(device, dtype)
     got = row_kernels.add_rms_norm(x, stream, weight, 1e-5)
-    for ours, twin in zip(got, reference.add_rms_norm(x, stream, weight, 1e-5), strict=True):
-        assert_close(ours, twin)
+    for ours, expected in zip(got, reference.add_rms_norm(x, stream, weight, 1e-5), strict=True):
+        assert_close(ours, expected)
     # What is normed is the rounded sum: the stream alone gives the same bits.
     assert_equal_bits(got[0], row_kernels.add_rms_norm(got[1], None, weight, 1e-5)[0])
 
@@ -252,20 +252,20 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     pool = bits.to(device).view(dtype)
     ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
     staging = torch.zeros(4, pool.shape[1], dtype=dtype, device=device)
-    twin = staging.clone()
+    expected = staging.clone()
     pool_writes.gather_blocks(pool, ids, staging)
-    reference.gather_blocks(pool, ids, twin)
-    assert_equal_bits(staging, twin)
-    target, target_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
+    reference.gather_blocks(pool, ids, expected)
+    assert_equal_bits(staging, expected)
+    target, expected_target = pool.flip(0).contiguous(), pool.flip(0).contiguous()
     pool_writes.scatter_blocks(staging, ids, target)
-    reference.scatter_blocks(twin, ids, target_twin)
-    assert_equal_bits(target, target_twin)
+    reference.scatter_blocks(expected, ids, expected_target)
+    assert_equal_bits(target, expected_target)
     assert_equal_bits(target[ids.long()], pool[ids.long()])
     places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
-    moved, moved_twin = pool.flip(0).contiguous(), pool.flip(0).contiguous()
+    moved, expected_moved = pool.flip(0).contiguous(), pool.flip(0).contiguous()
     pool_writes.move_blocks(pool, ids, moved, places)
-    moved_twin[places.long()] = pool[ids.long()]
-    assert_equal_bits(moved, moved_twin)
+    expected_moved[places.long()] = pool[ids.long()]
+    assert_equal_bits(moved, expected_moved)
 
 
 def rotation_table(max_position: int, head_dim: int) -> Tensor:
@@ -275,10 +275,10 @@ def rotation_table(max_position: int, head_dim: int) -> Tensor:
     return torch.cat([angle.cos(), angle.sin()], dim=1)
 
 
-def assert_close(ours: Tensor, twin: Tensor) -> None:
-    """Within the rounding of the dtype; NaN where, and only where, the twin has it."""
-    rtol, atol = TOLERANCE[twin.dtype]
-    torch.testing.assert_close(ours, twin, rtol=rtol, atol=atol, equal_nan=True)
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    """Within the rounding of the dtype; NaN where, and only where, the expected has it."""
+    rtol, atol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def assert_equal_bits(left: Tensor, right: Tensor) -> None:

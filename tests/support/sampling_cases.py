@@ -1,4 +1,4 @@
-"""The device sampler held to torch and to the compiled CPU kernel, on any device.
+"""The device sampler held to torch, on any device.
 
 Like `kernel_cases`, nothing here imports a Triton kernel until a check runs.
 """
@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.sampler import Sampler, SampleRow, SamplingTensors
-from baton.kernels.cpu_kernels import CpuSampler
-from baton.kernels.cpu_library import load_library
 from baton.protocol.sampling import Sampling
 
 FILTERS = tuple(
@@ -20,7 +18,7 @@ FILTERS = tuple(
 
 
 def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, every: int) -> None:
-    """Every n-th combination of filters draws what torch and the compiled CPU kernel draw.
+    """Every n-th combination of filters draws what torch draws.
 
     bf16 gives equal logits, some tokens cannot be drawn, a row of NaN and a row of minus infinity
     stand among the others, and held-back ids lie anywhere in a row.
@@ -40,8 +38,7 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
     seen = logits.float()
     for row, ids in zip(seen, held_back, strict=True):
         row[ids[ids >= 0].long()] = -math.inf
-    expected = drawn_on_a_cpu(seen, rows)
-    assert Sampler().sample(seen.clone(), rows) == expected
+    expected = Sampler().sample_rows(seen, rows)
     got = drawn(logits.to(device), rows, held_back)
     assert got == expected, f"{got} instead of {expected}"
     # Alone, with other numbers of held-back ids.
@@ -58,10 +55,3 @@ def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]
     on_device = held_back.to(logits.device)
     tokens: list[int] = sample_tokens(logits, samples.ints, samples.reals, on_device).tolist()
     return tokens
-
-
-def drawn_on_a_cpu(logits: Tensor, rows: list[SampleRow]) -> list[int]:
-    library = load_library(is_bf16=False, progress=lambda _done, _total: None)
-    samples = SamplingTensors.of(rows, (), logits.device)
-    ints, reals = samples.ints.numpy(), samples.reals.numpy()
-    return CpuSampler(library).sample(logits.contiguous(), ints, reals)

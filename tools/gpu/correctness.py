@@ -259,8 +259,8 @@ def _sampling(model: Model, layout: Layout) -> Check:
     """Compare greedy and drawn rows alone with the same rows in a batch."""
     sampler, rows = Sampler((), sample_tokens), _sample_rows()
     logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
-    together = sampler.sample(logits.clone(), rows)
-    alone = [sampler.sample(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
+    together = sampler.sample_rows(logits.clone(), rows)
+    alone = [sampler.sample_rows(logits[i : i + 1].clone(), [row])[0] for i, row in enumerate(rows)]
     key = f"sampling: tokens in any batch, {model.name}"
     same = together == alone and together[0] == int(logits[0].argmax())
     return Check(key, same, f"{together} together, {alone} alone")
@@ -270,8 +270,8 @@ def _sampling_on_host(model: Model, layout: Layout) -> Check:
     """Compare what the device's kernels draw with what torch samples on a CPU."""
     rows = _sample_rows()
     logits = 3 * torch.randn(len(rows), model.vocab_size, device=layout.device)
-    ours = Sampler((), sample_tokens).sample(logits.clone(), rows)
-    theirs = Sampler().sample(logits.cpu(), rows)
+    ours = Sampler((), sample_tokens).sample_rows(logits.clone(), rows)
+    theirs = Sampler().sample_rows(logits.cpu(), rows)
     return Check(f"sampling: device = CPU, {model.name}", ours == theirs, f"{ours} and {theirs}")
 
 

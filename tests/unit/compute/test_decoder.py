@@ -63,14 +63,12 @@ def test_bf16_logits_are_near_those_of_transformers_in_fp32(family: str) -> None
 VARIANTS: dict[str, tuple[str, Shape]] = {
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
     "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR})}),
-    "llama with biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}),
     "tied embeddings": ("qwen2", {"tie": True}),
     "a sliding window": ("mistral", {"sliding_window": 50}),
     "a head size of its own": ("qwen3", {"head_dim": 64}),
     "no grouped queries": ("llama", {"num_kv_heads": 4}),
     "one KV head": ("llama", {"num_kv_heads": 1}),
-    "shards": ("qwen3", {"shards": 3}),
 }
 
 

@@ -130,26 +130,6 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says() -> None
     assert num_cut > NUM_SCHEDULES / 4
 
 
-@pytest.mark.parametrize("num_rows", [1, 3, 8])
-def test_a_replay_has_the_bits_of_the_eager_step_of_its_bucket(num_rows: int) -> None:
-    """A queue that captures by calling again is one whose captured steps are eager."""
-    queues = RecordingQueue(), RecordingQueue()
-    queues[1].capture = lambda work: work  # type: ignore[method-assign]
-    plans = [StepPlan(1, tuple(prompt_of(number) for number in range(num_rows)))]
-    plans += [
-        StepPlan(2 + step, tuple(next_of(number, step) for number in range(num_rows)))
-        for step in range(6)
-    ]
-    pools, tokens = [], []
-    for queue in queues:
-        runner = captured(queue)
-        tokens.append([runner.execute(plan).tokens for plan in plans])
-        pools.append(runner.cache.pool[:NUM_BLOCKS])
-    assert queues[0].num_replays == 6
-    assert tokens[0] == tokens[1]
-    assert torch.equal(pools[0], pools[1])
-
-
 def prompt_of(number: int) -> Slice:
     tokens = tuple(PROMPTS[1 + number % 5])
     return Slice(

@@ -22,7 +22,7 @@ SETS: dict[str, tuple[set[str], tuple[str, ...]]] = {
     "tiles": ({*AVX512, "avx512_bf16"}, ()),
 }
 LIBRARIES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-FILES = ("test_linear_bits.py", "test_batch_invariance.py", "test_split_bits.py")
+FILES = ("test_linear_bits.py", "test_batch_invariance.py")
 # Left out there: what adds time and no other kinds of products.
 CHOSEN = "not wide and not mistral and not block_size and not 8192"
 # What the tiles of a CPU decide.

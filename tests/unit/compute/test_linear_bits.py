@@ -85,20 +85,3 @@ def test_threads_change_no_bits(shape: tuple[int, int], form: Form) -> None:
                 assert torch.equal(several(x), expected)
                 for count in (9, 20):
                     assert torch.equal(several(x[:count]), expected[:count])
-
-
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_a_layer_computes_the_product_that_it_is(form: Form) -> None:
-    generator = torch.Generator().manual_seed(1)
-    dtype, _ = form
-    weight = torch.randn(100, 64, generator=generator).to(dtype)
-    bias = torch.randn(100, generator=generator).to(dtype)
-    x = torch.randn(37, 64, generator=generator).to(dtype)
-    exact = x.double() @ weight.double().T + bias.double()
-    linear = linears(form).make(weight, bias)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for count in (1, 16, 37):
-        torch.testing.assert_close(
-            linear(x[:count]).double(), exact[:count], rtol=tolerance, atol=tolerance
-        )
-    assert linear(x[:0]).shape == (0, 100)

@@ -53,7 +53,9 @@ def test_plain_torch_computes_what_the_kernels_compute(
             parts += logits(runner, a.chunk(200, 299), b.chunk(0, 90))
             parts += logits(runner, b.chunk(89, 90), a.chunk(299, 300))
             results.append(torch.cat(parts))
-            chunk = replace(a.chunk(299, 300, draw=True), sampling=NOISY, samples=tuple(range(40)))
+            chunk = replace(
+                a.chunk(299, 300, sample=True), sampling=NOISY, samples=tuple(range(40))
+            )
             drawn.append(runner.execute(StepPlan(1, (chunk,))).tokens)
     said = [record for record in caplog.records if "plain torch" in record.getMessage()]
     assert len(said) == (wanted == "auto")

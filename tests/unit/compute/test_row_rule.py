@@ -11,10 +11,12 @@ from torch import Tensor
 from baton.engine.compute.host_linears import NUM_ROWS, trial_bias, trial_rows, trial_weight
 from baton.engine.compute.row_rule import (
     FEW_TILES,
+    MIN_ROWS,
     SLOW_TILES,
     SMALL_TILE,
     TILES,
     RowRule,
+    RowThreads,
     Trial,
     find_rule,
     num_threads,
@@ -165,3 +167,27 @@ def test_trial_data_holds_the_same_numbers_on_every_machine(dtype: torch.dtype) 
     numbers = torch.cat((trial_weight(70, 33, dtype).flatten(), trial_rows(33, dtype).flatten()))
     digest = hashlib.sha256(numbers.float().numpy().tobytes()).hexdigest()[:16]
     assert digest == {torch.float32: "b8a621c56dd720a9", torch.bfloat16: "58a15bed8931345e"}[dtype]
+
+
+@pytest.mark.parametrize(
+    ("threads", "num_rows", "parts"),
+    [(1, 500, 1), (3, 3 * MIN_ROWS - 1, 1), (3, 3 * MIN_ROWS, 3), (3, 1000, 3)],
+)
+def test_rows_are_cut_where_each_thread_gets_enough(
+    threads: int, num_rows: int, parts: int
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def work(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append((len(x), torch.get_num_threads()))
+        return torch.cat((x, residual), dim=1), residual + 1
+
+    x, residual = torch.randn(num_rows, 4), torch.randn(num_rows, 3)
+    with num_threads(threads):
+        wide, more = RowThreads()(work, x, residual)
+        assert torch.get_num_threads() == threads
+    assert torch.equal(wide, torch.cat((x, residual), dim=1))
+    assert torch.equal(more, residual + 1)
+    assert len(seen) == parts
+    assert sum(length for length, _ in seen) == num_rows
+    assert parts == 1 or {count for _, count in seen} == {1}

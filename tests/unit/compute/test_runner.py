@@ -26,7 +26,7 @@ def text() -> Text:
 
 
 def test_a_step_without_draws_does_not_hide_the_last_token(runner: Runner, text: Text) -> None:
-    runner.execute(StepPlan(1, (text.chunk(0, 37, draw=True),)))
+    runner.execute(StepPlan(1, (text.chunk(0, 37, sample=True),)))
     other = Text("other", random_tokens(20, seed=1), (11, 12))
     assert runner.execute(StepPlan(2, (other.chunk(0, 20),))).tokens == ((),)
     mixed = StepPlan(3, (other.chunk(0, 20), next_step(text, 37)))
@@ -34,7 +34,7 @@ def test_a_step_without_draws_does_not_hide_the_last_token(runner: Runner, text:
 
 
 def test_tokens_are_not_remembered_for_ever(runner: Runner, text: Text) -> None:
-    runner.execute(StepPlan(1, (text.chunk(0, 37, draw=True),)))
+    runner.execute(StepPlan(1, (text.chunk(0, 37, sample=True),)))
     for step_id in range(2, 2 + REMEMBERED_STEPS):
         runner.execute(StepPlan(step_id, (text.chunk(0, 5),)))
     with pytest.raises(InvariantBroken, match="no token was sampled"):

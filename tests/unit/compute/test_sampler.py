@@ -43,7 +43,7 @@ def logits_of(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
 def draws(sampler: Sampler, logits: Tensor, num: int, **fields: float) -> Counter[int]:
     """`num` draws from one distribution, a position each."""
     rows = [row(position, **fields) for position in range(num)]
-    return Counter(sampler.sample(logits.expand(num, -1).clone(), rows))
+    return Counter(sampler.sample_rows(logits.expand(num, -1).clone(), rows))
 
 
 def chi_square(seen: Counter[int], probabilities: Tensor, num: int) -> tuple[float, int]:
@@ -85,14 +85,14 @@ def test_draws_follow_the_softmax_at_that_temperature(
 def test_draws_of_other_seeds_and_choices_are_independent(sampler: Sampler, vary: str) -> None:
     logits, num = logits_of(1, 30, seed=3), 20_000
     rows = [row(4, **{vary: value}) for value in range(num)]
-    seen = Counter(sampler.sample(logits.expand(num, -1).clone(), rows))
+    seen = Counter(sampler.sample_rows(logits.expand(num, -1).clone(), rows))
     assert_fits(seen, torch.softmax(logits[0], -1), num)
 
 
 def test_neighbouring_positions_are_not_correlated(sampler: Sampler) -> None:
     num, logits = 20_000, torch.zeros(1, 6)
     rows = [row(position) for position in range(num)]
-    tokens = sampler.sample(logits.expand(num, -1).clone(), rows)
+    tokens = sampler.sample_rows(logits.expand(num, -1).clone(), rows)
     pairs = Counter(6 * one + other for one, other in itertools.pairwise(tokens))
     assert_fits(pairs, torch.full((36,), 1 / 36), num - 1)
 
@@ -155,7 +155,7 @@ def test_equals_at_the_edge_of_a_filter_stay_together(sampler: Sampler) -> None:
 
 def test_greedy_takes_the_lowest_id_among_equals(sampler: Sampler) -> None:
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [7.0, 7.0, 7.0, 7.0]])
-    assert sampler.sample(logits, [row(temperature=0.0)] * 2) == [1, 0]
+    assert sampler.sample_rows(logits, [row(temperature=0.0)] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -164,13 +164,13 @@ def test_no_end_is_sampled_before_min_tokens(sampler: Sampler, temperature: floa
     logits[0, EOS], logits[0, 5] = 30.0, 29.0
     early = SampleRow(Sampling(1, 9, 4, temperature, stop_token_ids=(5, 999)), 0, 12, 3)
     late = SampleRow(early.sampling, 0, 13, 4)
-    tokens = sampler.sample(logits.expand(2, -1).clone(), [early, late])
+    tokens = sampler.sample_rows(logits.expand(2, -1).clone(), [early, late])
     assert tokens[0] not in (EOS, 5)
     assert tokens[1] in (EOS, 5)
 
 
 def test_an_empty_batch_gives_nothing(sampler: Sampler) -> None:
-    assert sampler.sample(torch.zeros(0, 10), []) == []
+    assert sampler.sample_rows(torch.zeros(0, 10), []) == []
 
 
 SAMPLINGS = st.builds(
@@ -190,12 +190,12 @@ ROWS = st.builds(
 @given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
 def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed) -> None:  # type: ignore[no-untyped-def]
     logits = logits_of(len(rows), 1237, seed)
-    together = sampler.sample(logits.clone(), rows)
-    alone = [sampler.sample(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
+    together = sampler.sample_rows(logits.clone(), rows)
+    alone = [sampler.sample_rows(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
     assert together == alone
     order = list(range(len(rows)))
     random.shuffle(order)
-    mixed = sampler.sample(logits[order].clone(), [rows[i] for i in order])
+    mixed = sampler.sample_rows(logits[order].clone(), [rows[i] for i in order])
     assert mixed == [together[i] for i in order]
 
 
@@ -215,7 +215,7 @@ def test_the_kernel_draws_the_tokens_that_torch_draws(
     ]
     logits = (logits_of(len(rows), vocab) * spread).to(dtype).float()
     logits[:, ::5] = -math.inf
-    assert compiled().sample(logits.clone(), rows) == Sampler().sample(logits, rows)
+    assert compiled().sample_rows(logits.clone(), rows) == Sampler().sample_rows(logits, rows)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -223,16 +223,16 @@ def test_the_kernel_draws_the_tokens_that_torch_draws(
 def test_logits_that_say_nothing_still_give_a_token(
     sampler: Sampler, temperature: float, value: float
 ) -> None:
-    assert sampler.sample(torch.full((1, 20), value), [row(temperature=temperature)]) == [0]
+    assert sampler.sample_rows(torch.full((1, 20), value), [row(temperature=temperature)]) == [0]
 
 
 def test_threads_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
     logits, rows = logits_of(37, 9001), [row(place, top_p=0.9) for place in range(37)]
     sampler = compiled()
-    expected = sampler.sample(logits, rows)
+    expected = sampler.sample_rows(logits, rows)
     for num_threads in (2, 3, 4):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
-        assert sampler.sample(logits, rows) == expected
+        assert sampler.sample_rows(logits, rows) == expected
 
 
 PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
@@ -241,4 +241,4 @@ PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
 def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
     """Nodes of two versions may continue one another's sequences."""
     rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
-    assert sampler.sample(torch.zeros(8, 64), rows) == PINNED
+    assert sampler.sample_rows(torch.zeros(8, 64), rows) == PINNED

@@ -63,17 +63,6 @@ def test_a_file_that_lost_its_end_is_a_config_error(tmp_path: Path) -> None:
         fingerprint(folder, "float32")
 
 
-def test_an_index_that_names_the_wrong_file_is_a_config_error(tmp_path: Path) -> None:
-    folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1, shards=2)
-    index = folder / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    files = sorted(set(content["weight_map"].values()))
-    content["weight_map"][EMBEDDING] = files[files[0] == content["weight_map"][EMBEDDING]]
-    index.write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="embed_tokens"):
-        Checkpoint(folder).read(EMBEDDING)
-
-
 def test_equal_models_have_one_fingerprint_however_they_are_stored(tmp_path: Path) -> None:
     one = fingerprint(model_folder("qwen3"), "float32")
     assert fingerprint(model_folder("qwen3", shards=3), "float32") == one

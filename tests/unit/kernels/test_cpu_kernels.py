@@ -57,9 +57,9 @@ def library(kind: Kind) -> CpuLibrary:
     return load_library(is_bf16=is_bf16, in_pairs=in_pairs, progress=no_progress)
 
 
-def assert_close(ours: Tensor, twin: Tensor) -> None:
-    rtol, atol = TOLERANCE[twin.dtype]
-    torch.testing.assert_close(ours, twin, rtol=rtol, atol=atol, equal_nan=True)
+def assert_close(ours: Tensor, expected: Tensor) -> None:
+    rtol, atol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(ours, expected, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def kernels(batch: Batch, kind: Kind) -> CpuKernels:
@@ -95,15 +95,15 @@ def attended(
 
 def check_attention(shape: AttentionShape, kind: Kind, window: int | None = None) -> None:
     batch = attention_batch(dataclasses.replace(shape, dtype=kind.dtype), "cpu")
-    twin = reference.paged_prefill_attention(
+    expected = reference.paged_prefill_attention(
         batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
         batch.scale, window,
     )  # fmt: skip
     ours = attended(batch, spans_of(batch), window, kind)
     if kind is Kind.PAIRS:
-        torch.testing.assert_close(ours, twin, rtol=1.6e-2, atol=8e-3)
+        torch.testing.assert_close(ours, expected, rtol=1.6e-2, atol=8e-3)
     else:
-        assert_close(ours, twin)
+        assert_close(ours, expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -252,9 +252,9 @@ def test_residual_and_norm(dtype: torch.dtype, hidden: int, has_residual: bool) 
     weight = torch.randn(hidden, generator=generator).to(dtype)
     ours = row_kernels(dtype)
     normed, stream = ours.add_rms_norm(x, residual, weight, 1e-5)
-    twin, twin_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
-    assert_equal_bits(stream, twin_stream)
-    assert_close(normed, twin)
+    expected, expected_stream = reference.add_rms_norm(x, residual, weight, 1e-5)
+    assert_equal_bits(stream, expected_stream)
+    assert_close(normed, expected)
     assert_equal_bits(ours.add_rms_norm(stream[3:4], None, weight, 1e-5)[0], normed[3:4])
 
 
