@@ -3,8 +3,7 @@
 Queries walk their keys in tiles of `TILE`, cut at absolute positions, with a running maximum and
 sum (online softmax). A query adds the same terms in the same order in every batch, and adds nothing
 for keys that it does not see. So its bits depend on its own sequence alone, and slots past the end
-may hold anything. `cpu_kernels` calls it, and `reference.paged_prefill_attention` defines the
-meaning. The products here are in fp32; those of `cpu_pair_attention` are in bf16.
+may hold anything. The products here are in fp32; those of `cpu_pair_attention` are in bf16.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)

@@ -1,8 +1,7 @@
 """Compile the CPU kernels to object code for this machine, with numba.
 
-`cpu_library` calls it when its cache holds no object code; compiling takes seconds. A process that
-finds object code imports neither this file nor numba. The object code calls nothing of Python or
-numba when it runs.
+Compiling takes seconds. A process that finds object code in the cache imports neither this file nor
+numba, and the object code calls nothing of either.
 """
 
 from __future__ import annotations

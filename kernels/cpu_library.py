@@ -4,8 +4,7 @@ The cache is a folder of the user's, so an installation may be read-only. It hol
 it is used only if no other user can write to it. A file's name says what it was compiled from and
 for (source, compiler, CPU). Its first line is a digest of the rest; a damaged file is compiled
 again. Files are replaced as a whole. If several processes find no file, one of them compiles while
-the others wait. The engine calls `load_library` when it loads a rank, and gets `KernelsUnavailable`
-where kernels cannot work.
+the others wait.
 """
 
 from __future__ import annotations
@@ -91,9 +90,8 @@ def load_library(
             raise
 
     with _compiling_alone():
-        if (
-            found := _cached(name, in_pairs=in_pairs)
-        ) is not None:  # another process compiled them while this one waited
+        # Another process may have compiled them while this one waited.
+        if (found := _cached(name, in_pairs=in_pairs)) is not None:
             progress(1, 1)
             return found
         try:

@@ -284,9 +284,6 @@ def _transposed(builder: ir.IRBuilder, rows: list[ir.Value]) -> list[ir.Value]:
     return columns
 
 
-# ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and sizes)
-
-
 @kernel
 def multiply(
     first_row: int,

@@ -1,8 +1,7 @@
 """The kernels that compute row by row on CPUs: norms, rotations, storing KV, and the MLP's gate.
 
 Each row is read and written once, and its sums take their terms in an order that depends on the
-row's length alone. `cpu_kernels` calls them, and the functions of the same names in `reference`
-define their meaning.
+row's length alone.
 """
 
 # ruff: noqa: PLR0913, PLR0917  (the arguments are pointers and strides)
@@ -35,11 +34,7 @@ MINUS_LOG2_E = np.float32(-LOG2_E)
 
 @kernel
 def _inverse_norm(row: Numbers, count: int, eps: float) -> object:
-    """Return 1 / sqrt(mean of squares + eps), in all lanes.
-
-    It keeps four sums of 16 lanes, because each addition to a single sum would wait for the last
-    one.
-    """
+    """Return 1 / sqrt(mean of squares + eps), in all lanes, from four sums that do not wait."""
     a, b, c, d = every(ZERO), every(ZERO), every(ZERO), every(ZERO)
     whole = count // (4 * WIDTH) * (4 * WIDTH)
     for i in range(0, whole, 4 * WIDTH):

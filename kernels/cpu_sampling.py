@@ -1,9 +1,9 @@
-"""Draw tokens from logits on CPUs: filter by selection, and add noise hashed from (row, token id).
+"""Sample tokens on CPUs: filter by selection, and add noise hashed from (row, token id).
 
 A row's token is a pure function of its own logits and parameters: every sum that decides a token is
 a sum of integers, and everything else is computed for each token alone. Nothing is sorted: for rows
-with a filter, three histograms of the bits of floats find the filter's edge. `cpu_sampler` calls
-it, and the torch code of the engine's `Sampler` defines the meaning.
+with a filter, three histograms of the bits of floats find the filter's edge. The torch code of the
+engine's `Sampler` defines the meaning.
 """
 
 # ruff: noqa: ARG001, PLR0913, PLR0917  (numba's parameters; pointers and sizes)
@@ -83,7 +83,7 @@ def sample(
     reals: Doubles,  # [num_rows, ROW_REALS]: temperature, log of min_p, top_p
     tokens: Int64s,  # [num_rows]
 ) -> None:
-    """Draw one token for each of the rows `first:end`."""
+    """Sample one token for each of the rows `first:end`."""
     for row in range(first, end):
         own, numbers = shift(logits, row * vocab), row * ROW_INTS
         temperature, log_min_p = reals[row * ROW_REALS], reals[row * ROW_REALS + 1]

@@ -4,9 +4,8 @@ Each split of each KV head is one work item, for all query heads of that KV head
 kernel combines the splits of contexts that have more than one. If there are few sequences, a split
 is just long enough that one round of the device's programs covers all splits, so a row's last bits
 depend on the batch. `ordered` cuts at fixed absolute positions instead and merges the splits in
-order: a sequence then gets the same bits alone, in any batch, and from prefill attention. The
-runner's attention layer calls it, also under CUDA graph capture. `reference.paged_decode_attention`
-defines the meaning.
+order: a sequence then gets the same bits alone, in any batch, and from prefill attention. It works
+under CUDA graph capture.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917, SIM108
@@ -37,8 +36,8 @@ from baton.kernels.paged import (
 )
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
-# For some rows, Triton 3.6 takes more registers than let all programs run at once. With a limit,
-# later versions spill registers that they would not spill without it.
+# Triton 3.6 over-allocates registers for some row counts, which lowers occupancy. With a limit,
+# later versions spill.
 NEEDS_LIMIT = triton.__version__.startswith("3.6.")
 MAX_SPLITS = 64  # per sequence: a longer context has longer splits, which bounds the workspace
 

@@ -1,12 +1,11 @@
-"""Draw tokens from logits on a GPU with three kernels, without the host.
+"""Sample tokens from logits on a GPU with three kernels, without the host.
 
 The first kernel takes the largest logit of every 64. The second reads the logits again for rows
 that need the sum of all weights or that draw without a filter. The third, with one program per row,
 picks a token among the chunks' winners or by `device_filters`. No shape depends on what was drawn.
 
-The engine calls `sample_tokens`, also under CUDA graph capture. A row's token is a pure function of
-its own logits and parameters. The compiled CPU kernel does the same operations in fp32 and draws
-the same token from the same logits. The meaning is the torch code of the engine's `Sampler`.
+It works under CUDA graph capture. The compiled CPU kernel does the same operations in fp32 and
+gives the same token for the same logits; the torch code of the engine's `Sampler` defines it.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917

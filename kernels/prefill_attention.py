@@ -5,8 +5,7 @@ first those that all its queries see, without a mask, then those on the diagonal
 enough registers, the scores of the next tile are computed while those of this tile become weights
 (`ahead`). A query's bits depend neither on how its prompt was cut into chunks nor on the rest of
 the batch. With `ordered`, keys are cut into splits as in decode, and the bits equal those of
-decode. The runner's attention layer calls it. `reference.paged_prefill_attention` defines the
-meaning.
+decode.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917

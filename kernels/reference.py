@@ -117,16 +117,6 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype)
 
 
-def gather_blocks(pool: Tensor, block_ids: Tensor, out: Tensor) -> None:
-    """Copy the blocks `block_ids` of `[num_blocks, block_numel]` to the first rows of `out`."""
-    out[: len(block_ids)] = pool[block_ids.long()]
-
-
-def scatter_blocks(blocks: Tensor, block_ids: Tensor, pool: Tensor) -> None:
-    """Copy the first rows of `blocks` to the blocks `block_ids`, all different, of `pool`."""
-    pool[block_ids.long()] = blocks[: len(block_ids)]
-
-
 def _visible_kv(
     pool: Tensor, layer: int, block_table: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:

@@ -70,9 +70,6 @@ def _add_rms_norm_kernel(
     tl.store(normed_ptr + token * HIDDEN + d, normed, mask=live)
 
 
-# ruff: noqa: N803  (compile-time values are in capitals, as in Triton's own code)
-
-
 BLOCK = 2048  # two 16-byte accesses per thread and operand in bf16
 
 

@@ -88,18 +88,8 @@ def _rope(dtype: torch.dtype, *, norm: bool) -> object:
     weight = torch.ones(128, dtype=dtype) if norm else None
     positions, slots = torch.arange(9), torch.arange(9)
     table = rotation_table(16, 128)
-    return rope_and_store(
-        q,
-        k,
-        v,
-        positions,
-        table,
-        torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype),
-        1,
-        slots,
-        weight,
-        weight,
-    )
+    pool = torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype)
+    return rope_and_store(q, k, v, positions, table, pool, 1, slots, weight, weight)
 
 
 def _norm() -> object:
@@ -122,12 +112,10 @@ def _silu() -> object:
 
 
 def _blocks() -> None:
-    from baton.kernels.pool_writes import gather_blocks, move_blocks, scatter_blocks
+    from baton.kernels.pool_writes import move_blocks
 
     pool = torch.empty(3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(2, dtype=torch.int32)
-    gather_blocks(pool, ids, pool)
-    scatter_blocks(pool, ids, pool)
     move_blocks(pool, ids, pool, ids)
 
 

@@ -245,25 +245,15 @@ def check_fixed_product(
 
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
-    from baton.kernels import pool_writes, reference
+    from baton.kernels.pool_writes import move_blocks
 
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(-(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32)
     pool = bits.to(device).view(dtype)
     ids = torch.tensor([5, 0, 3], dtype=torch.int32, device=device)
-    staging = torch.zeros(4, pool.shape[1], dtype=dtype, device=device)
-    expected = staging.clone()
-    pool_writes.gather_blocks(pool, ids, staging)
-    reference.gather_blocks(pool, ids, expected)
-    assert_equal_bits(staging, expected)
-    target, expected_target = pool.flip(0).contiguous(), pool.flip(0).contiguous()
-    pool_writes.scatter_blocks(staging, ids, target)
-    reference.scatter_blocks(expected, ids, expected_target)
-    assert_equal_bits(target, expected_target)
-    assert_equal_bits(target[ids.long()], pool[ids.long()])
     places = torch.tensor([2, 6, 1], dtype=torch.int32, device=device)
     moved, expected_moved = pool.flip(0).contiguous(), pool.flip(0).contiguous()
-    pool_writes.move_blocks(pool, ids, moved, places)
+    move_blocks(pool, ids, moved, places)
     expected_moved[places.long()] = pool[ids.long()]
     assert_equal_bits(moved, expected_moved)
 
@@ -304,7 +294,6 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "decode fp32": lambda: check_decode(decode, "cpu"),
         "decode fp32 splits": lambda: check_decode(split, "cpu"),
         "decode bf16": lambda: check_decode(_with(decode, dtype=bf16, block_size=32), "cpu"),
-        "decode fp32 big blocks": lambda: check_decode(_with(decode, block_size=64), "cpu"),
         "decode heads of 80": lambda: check_decode(_with(decode, head_dim=80), "cpu"),
         "decode group of 20": lambda: check_decode(_with(decode, num_heads=20, kv_heads=1), "cpu"),
         "decode window": lambda: check_decode(_with(split, window=70), "cpu"),
@@ -312,27 +301,15 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "decode alone": lambda: check_decode_alone(_with(decode, contexts=(600, 3, 0, 17)), "cpu"),
         "prefill fp32": lambda: check_prefill(prefill, "cpu"),
         "prefill bf16 tiles": lambda: check_prefill(wide, "cpu"),
-        "prefill bf16 tiles ahead": lambda: check_prefill(_with(wide, head_dim=128), "cpu"),
         "prefill bf16 short ahead": lambda: check_prefill(
             _with(prefill, dtype=bf16, head_dim=112), "cpu"
         ),
-        "prefill bf16 big blocks": lambda: check_prefill(
-            _with(prefill, dtype=bf16, block_size=128), "cpu"
-        ),
         "prefill empty chunk": lambda: check_prefill(_with(prefill, queries=(40, 0, 1)), "cpu"),
-        "prefill heads of 112": lambda: check_prefill(
-            _with(prefill, head_dim=112, num_heads=2), "cpu"
-        ),
         "prefill window": lambda: check_prefill(_with(cut, window=37), "cpu"),
-        "prefill window bf16": lambda: check_prefill(_with(wide, window=5), "cpu"),
-        "prefill chunks": lambda: check_prefill_chunks(cut, "cpu"),
         "prefill chunks bf16": lambda: check_prefill_chunks(
             _with(cut, dtype=bf16, head_dim=80), "cpu"
         ),
         "prefill chunks far window bf16": lambda: check_prefill_chunks(
-            _with(wide, contexts=(330,), window=200, head_dim=128), "cpu"
-        ),
-        "prefill far window bf16": lambda: check_prefill(
             _with(wide, contexts=(330,), window=200, head_dim=128), "cpu"
         ),
         "prefill chunks window": lambda: check_prefill_chunks(_with(cut, window=20), "cpu"),
@@ -344,26 +321,21 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "ordered bf16": lambda: check_decode_as_prefill(
             _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
         ),
-        "rope fp32": lambda: check_rope_store(rope, "cpu", qk_norm=False),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
         "rope heads of 80": lambda: check_rope_store(
             _with(rope, head_dim=80, kv_heads=3), "cpu", qk_norm=True
         ),
         "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
-        "norm bf16": lambda: check_add_rms_norm(64, bf16, "cpu", residual=True),
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
-        "silu fp32": lambda: check_silu_mul(2050, fp32, "cpu"),
         "silu bf16": lambda: check_silu_mul(96, bf16, "cpu"),
         "sampling every filter": lambda: check_sampling(301, 2.0, fp32, "cpu", 2),
-        "sampling one token": lambda: check_sampling(1, 1.0, fp32, "cpu", 8),
         "sampling equals": lambda: check_sampling(16, 0.0, bf16, "cpu", 8),
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
-        "blocks fp32": lambda: check_block_copy(4100, fp32, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }
 

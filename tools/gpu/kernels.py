@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
-from baton.kernels.pool_writes import gather_blocks, rope_and_store, scatter_blocks
+from baton.kernels.pool_writes import move_blocks, rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rows import add_rms_norm, silu_mul
 from baton.protocol.sampling import Sampling
@@ -143,13 +143,14 @@ class Kernels:
             for _ in range(num_buffers)
         ]
         order = torch.randperm(num_blocks).to(device, torch.int32).view(num_calls, -1)
+        first = torch.arange(case.num_blocks, device=device, dtype=torch.int32)
         calls: list[Call] = []
         for number, ids in enumerate(order):
             staged = staging[number % len(staging)]
             if way == GATHER:
-                calls.append(partial(gather_blocks, pool, ids, staged))
+                calls.append(partial(move_blocks, pool, ids, staged, first))
             else:
-                calls.append(partial(scatter_blocks, staged, ids, pool))
+                calls.append(partial(move_blocks, staged, first, pool, ids))
         timing = self.desk.watch.kernels(calls)
         work = Work(2 * payload)
         return Measured(f"{way} {case.key}", case.unit, work, timing, payload_bytes=payload)
