@@ -1,4 +1,4 @@
-"""Every kernel against its torch twin on a real GPU, at the shapes of real models."""
+"""Every kernel against its torch reference on a real GPU, at the shapes of real models."""
 
 from dataclasses import replace
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from tests.support import kernel_cases as cases
-from tests.support.kernel_cases import AttentionShape
-from tests.support.sampling_cases import check_sampling
+from tests.support.kernel_cases import AttentionShape, check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():
@@ -36,11 +35,11 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_decode_agrees_with_its_twin(model: str) -> None:
+def test_decode_agrees_with_its_reference(model: str) -> None:
     cases.check_decode(_decode(LENGTHS, model), "cuda")
 
 
-def test_a_context_of_more_than_64_splits_agrees_with_its_twin() -> None:
+def test_a_context_of_more_than_64_splits_agrees_with_its_reference() -> None:
     cases.check_decode(_decode((40_000, 3), "8B"), "cuda")
 
 
@@ -49,12 +48,12 @@ def test_a_decode_row_has_the_same_bits_in_any_batch(model: str) -> None:
     cases.check_decode_alone(_decode(LENGTHS, model), "cuda")
 
 
-def test_a_large_decode_batch_agrees_with_its_twin() -> None:
+def test_a_large_decode_batch_agrees_with_its_reference() -> None:
     cases.check_decode(_decode(tuple(range(1, 513)), "8B"), "cuda")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_prefill_agrees_with_its_twin(model: str) -> None:
+def test_prefill_agrees_with_its_reference(model: str) -> None:
     cases.check_prefill(MODELS[model], "cuda")
 
 
@@ -74,7 +73,7 @@ def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model: str
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 333])
-def test_rope_and_store_agrees_with_its_twin(
+def test_rope_and_store_agrees_with_its_reference(
     dtype: torch.dtype, qk_norm: bool, num_tokens: int
 ) -> None:
     shape = replace(PROMPTS, queries=(num_tokens,), dtype=dtype)
@@ -84,19 +83,21 @@ def test_rope_and_store_agrees_with_its_twin(
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("hidden", [48, 4096, 5120, 8192])
 @pytest.mark.parametrize("residual", [False, True])
-def test_add_rms_norm_agrees_with_its_twin(dtype: torch.dtype, hidden: int, residual: bool) -> None:
+def test_add_rms_norm_agrees_with_its_reference(
+    dtype: torch.dtype, hidden: int, residual: bool
+) -> None:
     cases.check_add_rms_norm(hidden, dtype, "cuda", residual=residual)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("features", [96, 2048, 14336])
-def test_silu_mul_agrees_with_its_twin(dtype: torch.dtype, features: int) -> None:
+def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, features: int) -> None:
     cases.check_silu_mul(features, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("rows", [9, 300, 2048])
-def test_fixed_products_agree_with_their_twin_and_keep_their_bits(
+def test_fixed_products_agree_with_their_reference_and_keep_their_bits(
     dtype: torch.dtype, rows: int
 ) -> None:
     cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
@@ -111,7 +112,7 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("spread", [0.3, 3.0, 9.0])
 @pytest.mark.parametrize("vocab", [1, 301, 50_257, 151_936])
-def test_sampling_draws_the_tokens_that_a_cpu_draws(
+def test_sampling_gives_the_tokens_that_a_cpu_gives(
     vocab: int, spread: float, dtype: torch.dtype
 ) -> None:
     check_sampling(vocab, spread, dtype, "cuda", 1)

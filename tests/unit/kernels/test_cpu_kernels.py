@@ -4,6 +4,7 @@ Slots that no sequence owns hold NaN, as does all of block 0, which unused table
 """
 
 import dataclasses
+import threading
 from enum import Enum
 from functools import cache
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from baton.kernels import reference
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, has_bf16_products, load_library
+from baton.kernels.cpu_threads import CpuThreads
 from tests.support.kernel_cases import (
     LAYER,
     AttentionShape,
@@ -278,3 +280,21 @@ def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays() -> None:
     expected = x + residual
     assert torch.equal(stream.isnan(), expected.isnan())
     assert_equal_bits(stream[~stream.isnan()], expected[~expected.isnan()])
+
+
+@pytest.mark.parametrize("failing", [0.0, 1.0, 2.0])
+def test_an_error_is_raised_after_every_slice_has_ended(failing: float) -> None:
+    threads, ended = CpuThreads(), []
+
+    def work(number: float) -> None:
+        if number == failing:
+            raise ValueError(f"slice {number}")
+        threading.Event().wait(0.05)
+        ended.append(number)
+
+    slices = [(0.0,), (1.0,), (2.0,)]
+    for _ in range(2):  # the threads live on
+        ended.clear()
+        with pytest.raises(ValueError, match=f"slice {failing}"):
+            threads.run(work, slices)
+        assert sorted(ended) == [number for (number,) in slices if number != failing]
