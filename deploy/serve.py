@@ -13,8 +13,15 @@ from pathlib import Path
 
 import msgspec
 
-from baton.deploy.ports import check_reach, reserve_port
-from baton.deploy.startup import HealthReply, StartProgress, ask_health, relay, url_of
+from baton.deploy.startup import (
+    HealthReply,
+    StartProgress,
+    ask_health,
+    check_reach,
+    relay,
+    reserve_port,
+    url_of,
+)
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import parse_endpoint

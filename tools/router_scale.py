@@ -17,8 +17,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from baton.deploy.ports import reserve_port
-from baton.deploy.startup import ask_health
+from baton.deploy.startup import ask_health, reserve_port
 from baton.protocol.config import ClusterConfig, LogConfig, ModelConfig, RouterConfig
 from baton.runtime.settings import to_yaml
 from tools.router_load import STARTED, Crowd, CrowdFigures

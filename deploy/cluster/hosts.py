@@ -11,7 +11,7 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec
 from baton.deploy.cluster.reading import is_loopback
 from baton.deploy.model_folder import with_model
-from baton.deploy.ports import check_port
+from baton.deploy.startup import check_port
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.host import gpus_of, threads_per_rank

@@ -16,7 +16,7 @@ from typing import Literal
 import msgspec
 
 from baton.deploy.model_folder import with_model
-from baton.deploy.ports import check_port
+from baton.deploy.startup import check_port
 from baton.engine.compute.compute_facts import ComputeFacts
 from baton.kv_transfer.pools import available_bytes
 from baton.kv_transfer.transports.nixl_binding import is_installed

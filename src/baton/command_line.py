@@ -120,7 +120,7 @@ def _run(words: list[str]) -> int:
 
 def _start(name: str, config: ClusterConfig) -> int:
     from baton.deploy.model_folder import check_tokenizer, with_model
-    from baton.deploy.ports import check_reach, check_router_ports
+    from baton.deploy.startup import check_reach, check_router_ports
     from baton.runtime.tls import server_context
 
     setup_process_log(config.log, config.node.id or name)

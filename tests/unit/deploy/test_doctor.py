@@ -17,8 +17,7 @@ from baton.deploy.doctor.machine import (
     torch_finding,
 )
 from baton.deploy.doctor.nixl_check import complaint_in, lane_in
-from baton.deploy.doctor.path import path_finding
-from baton.deploy.doctor.probe_pool import PathMeasured
+from baton.deploy.doctor.path import PathMeasured, path_finding
 from baton.engine.compute.compute_facts import ComputeFacts
 from baton.protocol.errors import Failure
 
