@@ -15,7 +15,6 @@ from functools import partial
 
 import msgspec
 
-from baton.deploy.cluster.arguments import ClusterArguments
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
 from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.startup import NodeReply
@@ -78,38 +77,40 @@ class StatusRow(msgspec.Struct, frozen=True):
 
 
 def routers_of(
-    given: ClusterArguments, plan: ClusterPlan | None = None, urls: Sequence[str] = ()
+    named: Sequence[str], api_key: str, plan: ClusterPlan | None = None, urls: Sequence[str] = ()
 ) -> list[RouterAnswer]:
-    """Return the routers to ask: those of `--url`, or those of a plan, which are at `urls`."""
+    """Return the routers to ask: the `named` URLs, or those of a plan, which are at `urls`."""
     own = [
         RouterAnswer(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
         for spec, url in zip(plan.pool(ROUTERS) if plan else (), urls, strict=False)
     ]
-    key = given.api_key or os.environ.get(KEY_VARIABLE, "")
-    named = [url.rstrip("/").removesuffix("/v1") for url in given.urls]
+    key = api_key or os.environ.get(KEY_VARIABLE, "")
     if not named:
         return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
     key = key or next((one.api_key for one in own if one.api_key), "")
-    return [RouterAnswer(url.partition("://")[2], url, key) for url in named]
+    bare = [url.rstrip("/").removesuffix("/v1") for url in named]
+    return [RouterAnswer(url.partition("://")[2], url, key) for url in bare]
 
 
 def show(
-    given: ClusterArguments,
     routers: Sequence[RouterAnswer],
     name: str = "",
     statuses: Sequence[ProcessStatus] | None = None,
+    *,
+    ca_file: str = "",
+    is_json: bool = False,
 ) -> int:
     """Ask the routers, print the cluster, and return the exit code.
 
     That is 0 if every process of the deployment `name` runs, or, without a deployment (None), if
     every router answers. Raises `ConfigError` for certificates that cannot be read.
     """
-    trust = client_context(given.ca_file)
+    trust = client_context(ca_file)
     with ThreadPoolExecutor(max(1, len(routers))) as threads:
         answers = list(threads.map(partial(ask, trust), routers))
     problems = [f"{one.name} at {one.url} {one.problem}" for one in answers if one.problem]
     rows = rows_of(statuses or (), answers)
-    if given.json:
+    if is_json:
         print(msgspec.json.encode(rows).decode())
     else:
         table = cells(rows)

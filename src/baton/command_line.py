@@ -307,7 +307,7 @@ def parsers() -> dict[str, FlagParser]:
     from baton.bench.cli import COMMANDS as LOADS
     from baton.bench.cli import parser as bench_parser
     from baton.chat import parser as chat_parser
-    from baton.deploy.cluster.arguments import parser_of
+    from baton.deploy.cluster.commands import parser_of
     from baton.deploy.doctor.commands import parser_of as doctor_parser_of
     from baton.runtime.settings import parser
 
