@@ -316,7 +316,10 @@ class RouterCore:
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     self.registry.drains(node)  # the node's next heartbeat will report it too
                 self._on_request_message(node, message.key.request_id, message)
-            case CancelDone(keys=keys) | Crashed(keys=keys) | InProgress(keys=keys):
+            case InProgress(keys=keys):
+                for key in keys:
+                    self._on_request_message(node, key.request_id, InProgress((key,)))
+            case CancelDone(keys=keys) | Crashed(keys=keys):
                 for request_id in dict.fromkeys(key.request_id for key in keys):
                     self._on_request_message(node, request_id, message)
                 if isinstance(message, Crashed):

@@ -213,7 +213,10 @@ class EventIds:
         self._prefix = answer_id.encode() + b":"
         self._num_events = 0
         self._counts = [one.num_tokens for one in received] if received is not None else None
-        self._parts = [_part(one) for one in received or ()]
+        self._parts = [
+            _part(one.num_tokens, one.attempt, has_ended=one.has_ended) if one.has_begun else b""
+            for one in received or ()
+        ]
 
     def begin(self, choice: int) -> None:
         """Note the event that opens a choice."""
@@ -225,8 +228,7 @@ class EventIds:
         if self._counts is not None:
             self._counts[choice] += num_tokens
             attempt = self._attempts[choice] if self._attempts else 0
-            received = ReceivedPart(self._counts[choice], True, has_ended, attempt)
-            self._parts[choice] = _part(received)
+            self._parts[choice] = _part(self._counts[choice], attempt, has_ended=has_ended)
 
     def current(self, tail: bytes = b"") -> bytes:
         """Return the id of the event that has just been noted."""
@@ -265,11 +267,9 @@ def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
     return ReaderPlace(answer_id, None)
 
 
-def _part(received: ReceivedPart) -> bytes:
-    if not received.has_begun:
-        return b""
-    part = (b"%de" if received.has_ended else b"%d") % received.num_tokens
-    return part + b"@%d" % received.attempt if received.attempt else part
+def _part(num_tokens: int, attempt: int, *, has_ended: bool) -> bytes:
+    part = (b"%de" if has_ended else b"%d") % num_tokens
+    return part + b"@%d" % attempt if attempt else part
 
 
 def _received(num_tokens: str | None, end: str | None, attempt: str | None) -> ReceivedPart:

@@ -13,6 +13,7 @@ from baton.protocol.messages import (
     Failed,
     FirstToken,
     FirstTokens,
+    InProgress,
     Prefill,
     StageTimes,
     TokenEntry,
@@ -38,6 +39,20 @@ async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench: Ro
     assert [type(order) for order in (*prefill.orders, *decode.orders)] == [Prefill, Decode]
     assert prefill.orders[0].key == decode.orders[0].key
     await bench.settled()
+
+
+@routed()
+async def test_the_oldest_wait_shows_until_a_node_has_the_request_in_progress(
+    bench: RouterBench,
+) -> None:
+    prefill, _ = await bench.pair()
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    order = await prefill.hear(Prefill)
+    bench.clock.advance(2.0)
+    assert bench.core.health().oldest_wait_s == 2.0
+    prefill.say(InProgress((order.key,)))
+    await bench.until(lambda: bench.core.health().oldest_wait_s == 0.0)
+    stream.close()
 
 
 @routed()

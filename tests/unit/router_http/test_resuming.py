@@ -23,15 +23,18 @@ NOTHING = ReceivedPart()
 
 
 def test_an_id_tells_what_its_events_brought() -> None:
-    ids = EventIds(NAME, [NOTHING] * 3)
+    attempts = [0, 0, 0]  # of the stream, which moves to another node between two events
+    ids = EventIds(NAME, [NOTHING] * 3, attempts)
     ids.begin(1)
     ids.advance(2, 1, has_ended=False)
+    attempts[2] = 7
+    assert ids.current().decode() == f"{NAME}:.0.1"
     ids.advance(2, 4, has_ended=True)
-    assert ids.current().decode() == f"{NAME}:.0.5e"
-    received = (NOTHING, ReceivedPart(0, True), ReceivedPart(5, True, True))
-    assert place_of(f"{NAME}:.0.5e") == ReaderPlace(NAME, received)
+    assert ids.current().decode() == f"{NAME}:.0.5e@7"
+    received = (NOTHING, ReceivedPart(0, True), ReceivedPart(5, True, True, 7))
+    assert place_of(f"{NAME}:.0.5e@7") == ReaderPlace(NAME, received)
     again = EventIds(NAME, received)
-    assert again.current().decode() == f"{NAME}:.0.5e"
+    assert again.current().decode() == f"{NAME}:.0.5e@7"
     again.advance(1, 2, has_ended=False)
     assert place_of(again.current(b"/u").decode()).tail == "/u"
 
@@ -43,6 +46,7 @@ def test_an_id_tells_what_its_events_brought() -> None:
         NAME,
         f"{NAME}:-1",
         f"{NAME}:1e2",
+        f"{NAME}:@1",
         f"{NAME}:1/x",
         f"{NAME}:{'1' * 10}",
         f"{NAME}:" + MAX_CHOICES * "1.",
