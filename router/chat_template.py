@@ -1,7 +1,7 @@
 """A model's chat template, which turns a conversation into the text of a prompt.
 
-`handlers` renders with it, off the event loop. A template comes with the model's folder and is a
-program, so it runs in jinja2's immutable sandbox. Clients' messages are only data to it.
+A template comes with the model's folder and is a program, so it runs in jinja2's immutable sandbox,
+off the event loop. Clients' messages are only data to it.
 """
 
 import json

@@ -1,8 +1,8 @@
 """The router without text, which takes token ids and returns the tokens of every choice.
 
-The core connects the pure parts (a `Lifecycle` per request, the registry, the policy, the queue)
-with the nodes' link and the callers' streams, on one event loop. It leaves all decisions to those
-parts, never blocks, and lets no error of one request end another.
+The core connects the pure parts (a `Lifecycle` per request, the registry, the queue) with the link
+to the nodes and the callers' streams, on one event loop. It never blocks, and lets no error of one
+request end another.
 """
 
 import asyncio

@@ -145,25 +145,20 @@ class _PairSearch:
 
         Only those that hold at least `least_held` tokens of the prompt count.
         """
-        held = self._held
-        if least_held > 0 and not held:
+        if least_held > 0 and not self._held:
             return []
-        nodes = self._decodes()
-        if least_held > 0:
-            nodes = [node for node in nodes if held.get(node.node_id, 0) >= least_held]
-        return self._candidates(nodes, self._waits(nodes), self._cached)
+        return self._decode_candidates(self._cached, least_held=least_held)
 
-    def _reading_candidates(self, read: float) -> list[Candidate]:
-        """Return the decode nodes if reading a token's KV costs `read`."""
-        nodes = self._decodes()
-        return self._candidates(nodes, self._waits(nodes), self._held, read)
-
-    def _waits(self, nodes: list[Node]) -> list[int]:
-        return [node.num_sequences * self._slot_tokens for node in nodes]
-
-    def _decodes(self) -> list[Node]:
+    def _decode_candidates(
+        self, has: Mapping[NodeId, int], read: float = 1, least_held: int = 0
+    ) -> list[Candidate]:
+        """Return the decode nodes if each token that they lack costs `read`."""
         num_blocks = self._blocks(self._place.num_final_tokens, self._place.num_choices)
-        return self._large_enough("decode", num_blocks)
+        nodes = self._large_enough("decode", num_blocks)
+        if least_held > 0:
+            nodes = [node for node in nodes if self._held.get(node.node_id, 0) >= least_held]
+        waits = [node.num_sequences * self._slot_tokens for node in nodes]
+        return self._candidates(nodes, waits, has, read)
 
     def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
         """Return the nodes in service whose pools have at least that many blocks."""
@@ -202,7 +197,7 @@ class _PairSearch:
         independent, except for the path between them.
         """
         hosts = self._registry.hosts()
-        decodes = self._reading_candidates(NEAR_READ if hosts.is_one else FAR_READ)
+        decodes = self._decode_candidates(self._held, NEAR_READ if hosts.is_one else FAR_READ)
         if not decodes or not prefills:
             return None
         first = min(prefills)
@@ -221,7 +216,11 @@ class _PairSearch:
 
     def _near_candidates(self, hosts: Hosts) -> list[tuple[Candidate, Host]]:
         """Return the best decode node of each host for a prompt from the same host, in order."""
-        near = {one[5]: one for one in self._reading_candidates(NEAR_READ)} if hosts.shared else {}
+        near = (
+            {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
+            if hosts.shared
+            else {}
+        )
         found = [
             (min(own), host)
             for host in hosts.shared
@@ -236,7 +235,7 @@ class _PairSearch:
 
     def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
         """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
-        decodes, prefills = sorted(self._reading_candidates(FAR_READ)), sorted(prefills)
+        decodes, prefills = sorted(self._decode_candidates(self._held, FAR_READ)), sorted(prefills)
         for second in decodes:
             for first in prefills:
                 if self._registry.can_pair(first[-1], second[-1]):

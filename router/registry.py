@@ -176,7 +176,6 @@ class Registry:
         self.num_releases = 0  # grows whenever this router gives a node less to do
         # Every request needs these, so they are cached until the state of a node changes.
         self._in_service: dict[Role, list[Node]] = {}
-        self._largest_pool: dict[Role, int | None] = {}
         self._hosts: Hosts | None = None
 
     def hello(self, now_s: float, peer: NodeId, message: Hello) -> list[Change]:
@@ -319,11 +318,8 @@ class Registry:
 
     def largest_pool(self, role: Role) -> int | None:
         """Return the blocks of the largest pool of a role; None until a node has been ready."""
-        if role not in self._largest_pool:
-            infos = (node.info for node in self._nodes.values() if node.role == role)
-            blocks = (info.num_blocks for info in infos if info is not None)
-            self._largest_pool[role] = max(blocks, default=None)
-        return self._largest_pool[role]
+        infos = [node.info for node in self._nodes.values() if node.role == role]
+        return max((info.num_blocks for info in infos if info is not None), default=None)
 
     def lost_nodes(self, now_s: float) -> tuple[LostNode, ...]:
         """Return the nodes that left without notice in the last hour and have not come back."""
@@ -366,7 +362,6 @@ class Registry:
 
     def _changed(self) -> None:
         self._in_service.clear()
-        self._largest_pool.clear()
         self._hosts = None
         self.version += 1
 

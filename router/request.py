@@ -1,8 +1,7 @@
 """One request: its events, the commands that follow from them, and its attempts on nodes.
 
-Events and commands are Structs, so a run can be recorded and replayed. An attempt that is no longer
-wanted is kept until every node has confirmed that nothing more will come, because its blocks count
-as used until then.
+An attempt that is no longer wanted is kept until every node has confirmed that nothing more will
+come, because its blocks count as used until then.
 """
 
 from collections.abc import Iterable, Set
@@ -37,11 +36,7 @@ from baton.protocol.sampling import Sampling
 NodeProcess = tuple[NodeId, Epoch]
 
 
-class RequestMessage(msgspec.Struct, frozen=True, tag=True):
-    """The root of all events and commands of one request."""
-
-
-class Begun(RequestMessage, frozen=True):
+class Begun(msgspec.Struct, frozen=True):
     """The request has been accepted. This is its first event."""
 
 
@@ -59,15 +54,15 @@ class AdoptedChoice(msgspec.Struct, frozen=True):
     process: NodeProcess | None = None
 
 
-class Adopted(RequestMessage, frozen=True):
+class Adopted(msgspec.Struct, frozen=True):
     """Another router began this request. This is its first event here instead of `Begun`."""
 
     choices: tuple[AdoptedChoice, ...]
     first_attempt: int = 0  # the first attempt that this router may make
 
 
-class Placed(RequestMessage, frozen=True):
-    """The answer to `Place`: these nodes have the load. At least one of them is set."""
+class Placed(msgspec.Struct, frozen=True):
+    """These nodes have the load of an attempt. At least one of them is set."""
 
     key: Key
     prefill_node: NodeId | None
@@ -76,31 +71,31 @@ class Placed(RequestMessage, frozen=True):
     max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
 
 
-class NotPlaced(RequestMessage, frozen=True):
-    """The other answer to `Place`: no node was able to take the attempt in time."""
+class NotPlaced(msgspec.Struct, frozen=True):
+    """No node was able to take the attempt in time."""
 
     key: Key
     failure: Failure
 
 
-class NodeLost(RequestMessage, frozen=True):
+class NodeLost(msgspec.Struct, frozen=True):
     """This node is gone or counts as gone. Its later messages are ignored."""
 
     node: NodeId
     failure: Failure
 
 
-class ChoiceStopped(RequestMessage, frozen=True):
+class ChoiceStopped(msgspec.Struct, frozen=True):
     """The text of this choice has reached a stop string, which only the router can see."""
 
     choice: int
 
 
-class CallerGone(RequestMessage, frozen=True):
+class CallerGone(msgspec.Struct, frozen=True):
     reason: str = "client"
 
 
-class Tick(RequestMessage, frozen=True):
+class Tick(msgspec.Struct, frozen=True):
     """Time has passed."""
 
 
@@ -112,10 +107,10 @@ RequestEvent = (
 )  # fmt: skip
 
 
-class Place(RequestMessage, frozen=True):
-    """Finds nodes for this attempt and reserves its load. `Placed` or `NotPlaced` answers.
+class Place(msgspec.Struct, frozen=True):
+    """Finds nodes for this attempt and reserves its load. `Placed` or `NotPlaced` follows.
 
-    `Unplace` withdraws it, and then there may be no answer.
+    After `Unplace`, neither may come.
     """
 
     key: Key
@@ -130,23 +125,23 @@ class Place(RequestMessage, frozen=True):
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
 
 
-class Unplace(RequestMessage, frozen=True):
+class Unplace(msgspec.Struct, frozen=True):
     key: Key
 
 
-class Send(RequestMessage, frozen=True):
+class Send(msgspec.Struct, frozen=True):
     node: NodeId
     message: Prefill | Decode | Cancel
 
 
-class Release(RequestMessage, frozen=True):
+class Release(msgspec.Struct, frozen=True):
     """Releases the load of an attempt at a node. Comes exactly once per attempt and placed node."""
 
     node: NodeId
     key: Key
 
 
-class HandoffEnded(RequestMessage, frozen=True):
+class HandoffEnded(msgspec.Struct, frozen=True):
     """Records whether the decode process could take over from the prefill process."""
 
     prefill: NodeProcess
@@ -154,7 +149,7 @@ class HandoffEnded(RequestMessage, frozen=True):
     failure: Failure | None = None
 
 
-class Deliver(RequestMessage, frozen=True):
+class Deliver(msgspec.Struct, frozen=True):
     """Passes on the next tokens of a choice: in order, none missing, none twice.
 
     A finish reason ends the choice.
@@ -166,7 +161,7 @@ class Deliver(RequestMessage, frozen=True):
     attempt: int = 0  # the attempt that generated the last of them
 
 
-class Timed(RequestMessage, frozen=True):
+class Timed(msgspec.Struct, frozen=True):
     """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
     key: Key  # of the attempt
@@ -174,7 +169,7 @@ class Timed(RequestMessage, frozen=True):
     of_prompt: bool
 
 
-class TriedAgain(RequestMessage, frozen=True):
+class TriedAgain(msgspec.Struct, frozen=True):
     """Records another attempt at choices. `is_resume` says that the caller has tokens of them."""
 
     key: Key  # of the attempt that was lost
@@ -182,13 +177,13 @@ class TriedAgain(RequestMessage, frozen=True):
     is_resume: bool
 
 
-class Outcome(RequestMessage, frozen=True):
+class Outcome(msgspec.Struct, frozen=True):
     """Ends the request for its caller, exactly once. Without a failure, all choices finished."""
 
     failure: Failure | None = None
 
 
-class Closed(RequestMessage, frozen=True):
+class Closed(msgspec.Struct, frozen=True):
     """Forgets the request. This is the last command, after all nodes have confirmed."""
 
 

@@ -1,7 +1,7 @@
 """Turn text into tokens and back. No other part of the router knows the tokenizer.
 
-`TextRouter` encodes a prompt once and makes a `Detokenizer` per choice. It only needs the package
-`tokenizers` and a tokenizer.json: torch and transformers must never load here.
+It only needs the package `tokenizers` and a tokenizer.json: torch and transformers must never load
+here.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ _SHORT_CHARS = 16 * 1024
 # Encoding a prompt up to this length takes less time than handing it to a thread.
 _MAX_CHARS_ON_LOOP = 200
 # An encoding takes about 150 bytes per token. Prompts that could exceed the model's length are
-# counted in pieces, each of which takes a few milliseconds and a few MB.
-_PIECE_CHARS = 16 * 1024
+# counted in parts, each of which takes a few milliseconds and a few MB.
+_PART_CHARS = 16 * 1024
 _USUAL_BYTES_PER_TOKEN = 4
 # The most tokens by which a cut through the text of a prompt can raise the count.
 _TOKENS_PER_CUT = 32
@@ -90,11 +90,11 @@ class Text:
         return self._encoding(prompt, add_special_tokens).ids
 
     def _refuse_too_long(self, prompt: str, max_tokens: int) -> None:
-        """Raise `RequestError` as soon as the pieces of a prompt have more than `max_tokens`."""
+        """Raise `RequestError` as soon as the parts of a prompt have more than `max_tokens`."""
         num_tokens = 0
-        for start in range(0, len(prompt), _PIECE_CHARS):
-            piece = self._encoding(prompt[start : start + _PIECE_CHARS], False)
-            num_tokens += max(len(piece) - _TOKENS_PER_CUT, 0)
+        for start in range(0, len(prompt), _PART_CHARS):
+            part = self._encoding(prompt[start : start + _PART_CHARS], False)
+            num_tokens += max(len(part) - _TOKENS_PER_CUT, 0)
             if num_tokens > max_tokens:
                 raise too_long(max_tokens)
 

@@ -1,8 +1,7 @@
 """`TextRouter`, the router with text, which turns prompts into streams of text and tokens.
 
-The HTTP handlers and `baton.AsyncLLM` call it on one event loop. It tokenizes a prompt once and
-passes the ids to `core`, which sees no text. It starts no nodes: nodes dial in on their own. It
-never computes a model and never loads torch.
+It tokenizes a prompt once and passes the ids to `core`, which sees no text. It starts no nodes:
+nodes dial in on their own. It never loads torch.
 """
 
 import asyncio
