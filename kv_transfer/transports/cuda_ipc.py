@@ -1,10 +1,10 @@
 """Reads between GPUs of one host: the reader maps the peer's GPU memory and one kernel copies.
 
-The owner lends a table of generations as `shm` lends a pool. The table proves that
-both are on one host, and shows when the owner has died. The address holds the bytes of the handle
-of the GPU memory. A read is one launch. When it has ended, the generations are read again, and the
-read fails if a block got a new owner meanwhile. A launched copy cannot be stopped, so a read is
-quiesced only once the GPU has ended it. Everything that touches a GPU is in `PeerMemory`.
+The owner lends a table of generations as `shm` lends a pool. The table proves that both are on one
+host, and shows when the owner has died. The address holds the handle of the GPU memory. A read is
+one launch. When it has ended, the generations are read again, and the read fails if a block got a
+new owner meanwhile. A launched copy cannot be stopped, so a read is quiesced only once the GPU has
+ended it. Everything that touches a GPU is in `PeerMemory`.
 """
 
 import time
