@@ -75,15 +75,15 @@ def ports_of(cluster: Cluster) -> list[Dial]:
         process = psutil.Process(child.pid)
         for one in process.net_connections("tcp"):
             if one.status == psutil.CONN_LISTEN:
-                found.append(lambda port=one.laddr.port: to_tcp(port))  # type: ignore[misc]
+                found.append(lambda where=tuple(one.laddr): to_tcp(where))  # type: ignore[misc]
         pools = {one.laddr for one in process.net_connections("unix")}
         for pool in sorted(name for name in pools if str(name).startswith("@baton-")):
             found.append(lambda name=pool: to_pool(name))  # type: ignore[misc]
     return found
 
 
-def to_tcp(port: int) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", port), DEADLINE_S)
+def to_tcp(where: tuple[str, int]) -> socket.socket:
+    return socket.create_connection(where, DEADLINE_S)
 
 
 def to_pool(name: str) -> socket.socket:

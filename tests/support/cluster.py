@@ -31,7 +31,7 @@ START_TIMEOUT_S = 90.0
 
 
 class Cluster:
-    """`config.prefill` + `config.decode` nodes, `router`, `router-1` and so on; a context manager.
+    """`config.prefill` + `config.decode` nodes and `router`; a context manager.
 
     `env` is for the nodes, `ranks` the degree of single ones. They meet over ipc, or over the ports
     of this host. `lines` holds everything that any of them printed.
@@ -42,37 +42,34 @@ class Cluster:
         folder: Path,
         config: ClusterConfig,
         env: tuple[tuple[str, str], ...] = (),
-        num_routers: int = 1,
         over: Literal["ipc", "tcp"] = "ipc",
         ranks: Mapping[str, int] | None = None,
     ) -> None:
         self.folder = folder
         self.lines: list[str] = []
         self.children: dict[str, Child] = {}
-        self.ports: dict[str, int] = {}
+        self.port = 0  # of HTTP
         self._env = env
         self._over = over
         self._ranks = ranks or {}
-        control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://127.0.0.1:{free_port()}"
-        self._controls = {"router": control}
-        for index in range(1, num_routers):
-            self._controls[f"router-{index}"] = f"ipc://{folder}/control-{index}"
+        # An address of this process alone on this host, so that its ports are free.
+        address = "127." + ".".join(str(byte) for byte in os.getpid().to_bytes(3, "big"))
+        control = f"ipc://{folder}/control" if over == "ipc" else f"tcp://{address}:5570"
         self.config = msgspec.structs.replace(
             config,
             router=msgspec.structs.replace(config.router, control=control, port=0),
-            node=msgspec.structs.replace(config.node, routers=tuple(self._controls.values())),
+            node=msgspec.structs.replace(config.node, routers=(control,)),
             log=LogConfig(records=str(folder / "records"), stats_s=1.0),
         )
 
     def __enter__(self) -> "Cluster":
         try:
-            for name in self._controls:
-                self.start_router(name)
+            self.start_router()
             for index in range(self.config.prefill):
                 self.start_node("prefill", index)
             for index in range(self.config.decode):
                 self.start_node("decode", index)
-            self._wait_for_ports()
+            self.port = until(self._find_port, self._last_lines)
             self.wait_until_healthy()
         except BaseException:
             self.stop()
@@ -106,12 +103,10 @@ class Cluster:
     def wait_for_line(self, text: str) -> None:
         until(lambda: any(text in line for line in self.lines), self._last_lines)
 
-    def start_router(self, name: str = "router") -> None:
-        """Start a router, again on the port that it had."""
-        router = msgspec.structs.replace(
-            self.config.router, control=self._controls[name], port=self.ports.get(name, 0)
-        )
-        self.start(name, msgspec.structs.replace(self.config, router=router), "router")
+    def start_router(self) -> None:
+        """Start the router, again on the port that it had."""
+        router = msgspec.structs.replace(self.config.router, port=self.port)
+        self.start("router", msgspec.structs.replace(self.config, router=router))
 
     def stop(self) -> None:
         for child in self.children.values():
@@ -157,12 +152,8 @@ class Cluster:
         """Until a family of the router's metrics adds up to `value`."""
         until(lambda: metric(self.get("/metrics")[1], name) == value, lambda: f"{name} differs")
 
-    @property
-    def port(self) -> int:
-        return self.ports["router"]
-
-    def url(self, path: str, router: str = "router") -> str:
-        return f"http://127.0.0.1:{self.ports[router]}{path}"
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.port}{path}"
 
     def wait_until_healthy(self) -> None:
         """Until every node is in service."""
@@ -197,15 +188,10 @@ class Cluster:
     def reads(self, name: str) -> list[ReadRecord]:
         return [record for record in self.records(name) if isinstance(record, ReadRecord)]
 
-    def _wait_for_ports(self) -> None:
-        def are_known() -> bool:
-            self._check_alive()
-            for line in list(self.lines):
-                if found := re.match(r"(\S+) \| .*listening on http://[^:]*:(\d+)", line):
-                    self.ports[found[1]] = int(found[2])
-            return self.ports.keys() == self._controls.keys()
-
-        until(are_known, self._last_lines)
+    def _find_port(self) -> int:
+        self._check_alive()
+        found = [re.search(r"listening on http://[^:]*:(\d+)", line) for line in list(self.lines)]
+        return next((int(one[1]) for one in found if one), 0)
 
     def _check_alive(self) -> None:
         for name, child in self.children.items():
