@@ -101,8 +101,7 @@ def line_without_pool(memory: GpuMemory, block_bytes: int) -> str:
     return (
         f"no KV block of {block_bytes / GIB:.3f} GiB fits beside the weights and the largest step: "
         f"{memory}; {_what_to_free(memory)}lower engine.max_num_batched_tokens or "
-        "engine.max_num_seqs, or "
-        "take a smaller model"
+        "engine.max_num_seqs, or take a smaller model"
     )
 
 

@@ -24,8 +24,6 @@ CLOSE_S = 4.0  # out of the five seconds that a close may take; the rest is for 
 
 
 class InProcessExecutor:
-    """The `Executor` of one rank."""
-
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
         self._epoch = epoch

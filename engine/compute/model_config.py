@@ -80,13 +80,10 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
     family = _family(file, _decode(file, _Kind))
     raw = _decode(file, _RawConfig)
-    _refuse_unknown_compute(file, raw)
-    head_dim = _head_dim(family, raw)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
-    if raw.num_attention_heads % num_kv_heads:
-        raise ConfigError(f"{file}: num_key_value_heads must divide num_attention_heads")
-    if head_dim % 2:
-        raise ConfigError(f"{file}: head_dim must be even for rotary embedding, not {head_dim}")
+    default = QWEN3_HEAD_DIM if family == "qwen3" else raw.hidden_size // raw.num_attention_heads
+    head_dim = raw.head_dim or default
+    _check(file, raw, num_kv_heads, head_dim)
     has_bias = raw.attention_bias and family in ("llama", "qwen3")
     return DecoderConfig(
         family=family,
@@ -190,23 +187,25 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
     raise ConfigError(f"{file}: architectures names {found}; baton runs {', '.join(ARCHITECTURES)}")
 
 
-def _refuse_unknown_compute(file: Path, raw: _RawConfig) -> None:
-    if raw.hidden_act != "silu":
-        raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
-    if raw.quantization_config is not None:
-        method = raw.quantization_config.quant_method or "an unnamed method"
-        raise ConfigError(
-            f"{file}: quantization_config: the weights are quantized ({method}), and baton "
-            "computes with bfloat16 and float32 weights only"
-        )
-
-
-def _head_dim(family: ModelFamily, raw: _RawConfig) -> int:
-    if raw.head_dim is not None:
-        return raw.head_dim
-    if family == "qwen3":
-        return QWEN3_HEAD_DIM
-    return raw.hidden_size // raw.num_attention_heads
+def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
+    quantization = raw.quantization_config
+    method = quantization and (quantization.quant_method or "an unnamed method")
+    refusals = (
+        (raw.hidden_act != "silu", f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'"),
+        (
+            quantization is not None,
+            f"quantization_config: the weights are quantized ({method}), and baton computes with "
+            "bfloat16 and float32 weights only",
+        ),
+        (
+            raw.num_attention_heads % num_kv_heads != 0,
+            "num_key_value_heads must divide num_attention_heads",
+        ),
+        (head_dim % 2 != 0, f"head_dim must be even for rotary embedding, not {head_dim}"),
+    )
+    for is_refused, text in refusals:
+        if is_refused:
+            raise ConfigError(f"{file}: {text}")
 
 
 def _rope(file: Path, raw: _RawConfig) -> Rope:

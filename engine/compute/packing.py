@@ -1,9 +1,8 @@
 """Pack the slices of a plan into the inputs of a step, in one piece of host memory.
 
-A plan is packed when its step is launched, while the step before may still compute. One copy takes
-the piece to the device. A token that is not known yet is named by its place in the ring of sampled
-tokens on the device. A decode step can be padded to a bucket, so that all steps of that bucket have
-their inputs at the same places: padding adds rows, never sequences.
+One copy takes the piece to the device. A token that is not known yet is named by its place in the
+ring of sampled tokens on the device. A decode step can be padded to a bucket, so that all steps of
+that bucket have their inputs at the same places: padding adds rows, never sequences.
 
 `DeviceTables` are the block tables in the device's memory. A sequence keeps its row from step to
 step, and a step sends only new blocks. A new sequence takes the row of the sequence that was used
@@ -44,9 +43,7 @@ class DeviceTables:
     def check_fits(self, num_sequences: int) -> None:
         """Refuse a step that has more sequences than the tables have rows."""
         if num_sequences >= len(self.blocks):
-            raise InvariantBroken(
-                f"a step of {num_sequences} sequences has too many for the tables"
-            )
+            raise InvariantBroken(f"{num_sequences} sequences are too many for the tables")
 
     def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
         """Return the row of a sequence with this table; add the changes as (place, block)."""
@@ -106,12 +103,9 @@ class StepInputs:
     repeats: ArrayPlace | None  # [num_samples]: the row of logits of each, if not its own
     places: ArrayPlace  # [num_samples]: the place of each sampled token in the ring
     samples: tuple[ArrayPlace, ArrayPlace, ArrayPlace]
-    tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = (
-        None  # rows of the device's tables, lengths, starts
-    )
-    changes: tuple[ArrayPlace, ArrayPlace] | None = (
-        None  # of the device's tables: places and blocks
-    )
+    # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
+    tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = None
+    changes: tuple[ArrayPlace, ArrayPlace] | None = None
 
     def sampled(self) -> SamplingTensors:
         return SamplingTensors(*(place.of(self.words) for place in self.samples))

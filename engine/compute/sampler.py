@@ -194,7 +194,7 @@ def _weights(logits: Tensor, samples: SamplingTensors) -> Tensor:
     scaled -= scaled.amax(dim=-1, keepdim=True)
     floors = samples.reals[:, LOG_MIN_P, None].float()
     if bool((floors > -math.inf).any()):
-        _drop_below(scaled, floors)
+        scaled.masked_fill_(scaled < floors, -math.inf)
     _keep_top_k(scaled, samples.ints[:, TOP_K].tolist())
     weights = scaled.exp_()
     _keep_top_p(weights, samples.reals[:, TOP_P].tolist())
@@ -210,8 +210,7 @@ def _keep_top_k(scaled: Tensor, limits: Sequence[int]) -> None:
     largest = scaled[picked].topk(max(limits[index] for index in limited), dim=-1).values
     last = torch.tensor([[limits[index] - 1] for index in limited], device=scaled.device)
     part = scaled[picked]
-    _drop_below(part, largest.gather(1, last))
-    scaled[picked] = part
+    scaled[picked] = part.masked_fill_(part < largest.gather(1, last), -math.inf)
 
 
 def _keep_top_p(weights: Tensor, shares: Sequence[float]) -> None:
@@ -242,10 +241,6 @@ def _descending(weights: Tensor, count: int) -> tuple[Tensor, Tensor]:
     largest = weights.topk(count, dim=-1).values
     scaled = (largest * WEIGHT_SCALE).to(torch.int64)
     return largest, scaled.cumsum(dim=-1) - scaled
-
-
-def _drop_below(scaled: Tensor, floors: Tensor) -> None:
-    scaled.masked_fill_(scaled < floors, -math.inf)
 
 
 def _row_key(seed: int, choice: int, position: int) -> int:

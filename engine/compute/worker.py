@@ -46,8 +46,6 @@ log = logger("worker")
 
 
 class Worker:
-    """One rank, from its first message to the end of its sockets."""
-
     def __init__(self, steps: socket.socket, port: socket.socket) -> None:
         self._steps = MessageSocket[ToWorker](steps, ToWorker)  # type: ignore[arg-type]
         self._port = port

@@ -47,8 +47,6 @@ WORKER = "baton.engine.compute.worker"
 
 
 class WorkerExecutor:
-    """The `Executor` of `engine.tensor_parallel_size` ranks on this host."""
-
     def __init__(self, config: ClusterConfig, epoch: Epoch) -> None:
         self._config = config
         self._epoch = epoch
