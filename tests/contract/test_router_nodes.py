@@ -6,7 +6,7 @@ import pytest
 
 from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import Overloaded, TransferError
+from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     CacheChanges,
@@ -158,29 +158,6 @@ async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench: Rout
     decode.heartbeat()
     await bench.until(lambda: bench.core.health().status == "ready")
     stream.close()
-
-
-@routed()
-async def test_waiters_of_a_dead_cluster_get_a_typed_error_in_time(bench: RouterBench) -> None:
-    prefill, decode = await bench.toy_pair()
-    decode.max_steps = 2
-    streams = [await bench.router.submit(PROMPT, GREEDY) for _ in range(3)]
-    for stream in streams:
-        await stream.changed()
-    prefill.die()
-    decode.die()
-    await bench.until(lambda: bench.core.health().num_queued == 3)
-    late = await bench.router.submit(PROMPT, GREEDY)
-    # A stream that began waits longer than a request that never had a node.
-    for waiters, seconds in (([late], 30.0), (streams, 270.0)):
-        bench.clock.advance(seconds)
-        for stream in waiters:
-            with pytest.raises(Overloaded) as error:
-                await stream.ended()
-            assert (error.value.code, error.value.http_status) == ("no_nodes", 503)
-            assert error.value.retry_after_s is not None
-        assert all(stream.finished == (seconds > 30.0) for stream in streams)
-    await bench.settled()
 
 
 @routed()

@@ -69,7 +69,6 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
 def test_three_missed_heartbeats_and_no_less_put_a_node_out() -> None:
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
-    assert SILENCE_S >= 3, "a pause of two seconds is no reason to leave"
     assert registry.tick(SILENCE_S) == []
     assert [type(change) for change in registry.tick(SILENCE_S + 0.01)] == [Left]
     assert registry.tick(SILENCE_S + 1) == []
@@ -169,7 +168,6 @@ def test_the_first_node_decides_which_model_is_served() -> None:
 @pytest.mark.parametrize(
     ("changes", "code"),
     [
-        ({"model": "another"}, "model_mismatch"),
         ({"layout": toy_layout("another")}, "layout_mismatch"),
         ({"vocab_size": 7}, "limits_mismatch"),
         ({"num_blocks": 0}, "impossible_node"),
