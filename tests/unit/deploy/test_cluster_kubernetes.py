@@ -40,7 +40,6 @@ CONTENT: dict[str, Any] = {
         "model_claim": "models",
     },
 }
-PLACED = {"decode": {"role": "decode", "gpus": 1, "hosts": ["10.0.0.2"], "peer_port": 5580}}
 Object = dict[str, Any]
 
 
@@ -132,18 +131,9 @@ def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"kubernetes": {}}, "kubernetes.model_claim"),
-        ({"routers": [{"host": "10.0.0.1"}], "pools": PLACED}, r"routers\[0\]\.host"),
-    ],
-)
-def test_what_kubernetes_cannot_run_is_named(
-    changes: dict[str, Any], named: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        rendered(tmp_path, **changes)
+def test_a_model_folder_needs_a_claim(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"kubernetes\.model_claim"):
+        rendered(tmp_path, kubernetes={})
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:

@@ -39,11 +39,6 @@ def test_a_model_is_called_like_its_folder(folder: Path) -> None:
     assert model_of(f"{folder}/") == ModelConfig(path=str(folder), served_model_name="tiny-model")
 
 
-def test_no_model_means_the_one_that_comes_with_baton() -> None:
-    assert model_of("") == ModelConfig(path=str(CHECKPOINT), served_model_name="demo")
-    assert (CHECKPOINT / "config.json").is_file()
-
-
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist"):
         model_of(str(tmp_path / "gone"))
