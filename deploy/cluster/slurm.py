@@ -41,12 +41,6 @@ addresses() {
   done
 }
 """
-# A step that was told to end exits with 0.
-LAST = """
-for _ in $(jobs -p); do
-  wait -n || { echo "a step has failed, so the job ends" >&2; scancel "$SLURM_JOB_ID"; exit 1; }
-done
-"""
 
 
 class SlurmPlan(msgspec.Struct, frozen=True):
@@ -131,10 +125,12 @@ def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
         lines += [
             "",
             f'HOST_ADDRESSES=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_{i}")',
-            f"srun --het-group={i} --job-name={pool} --kill-on-bad-exit=1{cpus} \\",
-            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool} &',
+            # A step that was told to end exits with 0.
+            f"{{ srun --het-group={i} --job-name={pool} --kill-on-bad-exit=1{cpus} \\",
+            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool} ||',
+            '  scancel "$SLURM_JOB_ID"; } &',
         ]
-    return "\n".join(lines) + "\n" + LAST
+    return "\n".join([*lines, "", "wait", ""])
 
 
 def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str]:
