@@ -5,6 +5,7 @@
 #   make test-release                      the same in depth, and the tests that take long
 #   make check                             format, lint, types, hygiene, unit tests
 #   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
+#   make sim [SEEDS=1000]                  schedules of faults on a simulated cluster, minutes
 #   make soak [REQUESTS=10000 FAULTS=1000] kill and freeze processes under streams, some hours
 #   make demo-model                        train the demo model anew, an hour on two cores
 #   make bench                             benchmarks of the transports, also as JSON
@@ -22,6 +23,7 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 EXTRAS ?=
 SCHEDULES ?= 100000
+SEEDS ?= 1000
 REQUESTS ?= 10000
 FAULTS ?= 1000
 WORKERS ?= 2
@@ -45,7 +47,7 @@ TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(
 INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-release check fuzz soak demo-model bench fmt docs install install-test clean
+.PHONY: help serve test test-release check fuzz sim soak demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -67,6 +69,9 @@ check: $(TEST_STAMP)
 
 fuzz: $(TEST_STAMP)
 	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m "" tests/unit/transfer $(ARGS)
+
+sim: $(TEST_STAMP)
+	$(BIN)/python -m tests.sim 1 $(SEEDS) $(ARGS)
 
 soak: $(TEST_STAMP)
 	@mkdir -p .baton

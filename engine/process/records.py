@@ -26,7 +26,7 @@ from baton.kv_transfer.interfaces import (
 )
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import Load, Totals
-from baton.runtime.clock import boottime
+from baton.runtime.clock import Clock, boottime
 from baton.runtime.log import logger
 
 log = logger("node")
@@ -140,11 +140,14 @@ class NodeObserver:
     It logs no stats line for an interval in which the node was idle.
     """
 
-    def __init__(self, vitals: Vitals, records: Records, stats_s: float) -> None:
+    def __init__(
+        self, vitals: Vitals, records: Records, stats_s: float, clock: Clock = boottime
+    ) -> None:
         self._vitals = vitals
+        self._clock = clock
         self._records = records
         self._stats_s = stats_s
-        self._next_stats_s = boottime() + stats_s
+        self._next_stats_s = clock() + stats_s
         self._last = (0, 0, 0)
 
     def step_started(self, at_s: float, predicted_s: float) -> None:
@@ -167,7 +170,7 @@ class NodeObserver:
 
     def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
         """Take the state at the end of each turn of the loop."""
-        now_s = boottime()
+        now_s = self._clock()
         self._vitals.note(turned_s=now_s, load=load, unreachable=unreachable)
         if self._stats_s and now_s >= self._next_stats_s:
             self._next_stats_s = now_s + self._stats_s

@@ -1,0 +1,57 @@
+"""Run the schedules of these seeds: `python -m tests.sim FIRST [LAST] [-v]`."""
+
+import argparse
+import logging
+import os
+import sys
+import time
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+
+from tests.sim.world import Result, simulate
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.sim", description=__doc__)
+    parser.add_argument("first", type=int)
+    parser.add_argument("last", type=int, nargs="?")
+    parser.add_argument("-v", "--verbose", action="store_true", help="print every fault")
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    seeds = range(given.first, (given.first if given.last is None else given.last) + 1)
+    num_bad, gap_s, began_s = 0, 0.0, time.monotonic()
+    fates: Counter[str] = Counter()
+    met: Counter[tuple[str, str]] = Counter()
+    with ProcessPoolExecutor(given.workers, initializer=_quiet) as pool:
+        for result in pool.map(simulate, seeds, chunksize=1 + len(seeds) // 1000):
+            fates += result.fates
+            met += result.met
+            gap_s = max(gap_s, result.longest_gap_s)
+            num_bad += bool(result.problems)
+            _report(result, is_verbose=given.verbose)
+    took_s = time.monotonic() - began_s
+    print(f"{len(seeds)} schedules, {num_bad} with problems, {len(seeds) / took_s:.1f} a second")
+    print(f"longest gap of an attached stream {gap_s:.1f} s; {dict(fates.most_common())}")
+    print("messages met, by the state of their session:")
+    for (kind, state), number in sorted(met.items()):
+        print(f"    {kind} {state}: {number}")
+    return 1 if num_bad else 0
+
+
+def _quiet() -> None:
+    logging.disable(logging.CRITICAL)
+
+
+def _report(result: Result, *, is_verbose: bool) -> None:
+    if is_verbose:
+        print("\n".join(result.log))
+    if result.problems:
+        print(f"seed {result.seed}: {len(result.problems)} problems", flush=True)
+        print("\n".join(f"    {problem}" for problem in result.problems[:6]), flush=True)
+
+
+if __name__ == "__main__":
+    if os.environ.get("PYTHONHASHSEED") != "0":  # the order of sets must not change
+        fixed = {**os.environ, "PYTHONHASHSEED": "0"}
+        os.execve(sys.executable, [sys.executable, "-m", "tests.sim", *sys.argv[1:]], fixed)
+    sys.exit(main())

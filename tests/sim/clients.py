@@ -1,0 +1,212 @@
+"""Clients that resume, leave, move, vanish and lie, and check every token that they get."""
+
+import asyncio
+from collections import Counter
+from typing import Protocol
+
+from baton.protocol.errors import BatonError
+from baton.protocol.ids import RequestId
+from baton.protocol.messages import FinishReason, ResumeState
+from baton.protocol.sampling import SamplingParams
+from baton.router.outputs import CompletionOutput
+from baton.router.reattach import Claim, ReceivedPart
+from baton.router.stream import RequestStream
+from tests.sim.executor import VOCAB, Context, next_token
+from tests.sim.members import SimNode, SimRouter, Surroundings
+
+SILENCE_S = 30.0  # the longest time without a token while there are nodes with work
+RETRIED = (
+    "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
+    "stream_gone", "stream_in_use", "node_missing",
+)  # fmt: skip
+
+
+class World(Surroundings, Protocol):
+    nodes: list[SimNode]
+    p_leave: float
+    fates: Counter[str]
+
+
+class _Silent:
+    """Has the tokens of a choice, and no text."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def push(self, token_ids: list[int], final: FinishReason | None = None) -> CompletionOutput:
+        return CompletionOutput(self._index, "", list(token_ids), None, final)
+
+
+class Client:
+    """Asks once, and comes back until it has every token."""
+
+    def __init__(self, world: World, number: int) -> None:
+        rng = world.rng
+        self.world, self.number = world, number
+        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, 90)))]
+        if rng.random() < 0.4:  # a prefix that others have, too
+            self.prompt[:16] = list(range(16))[: len(self.prompt)]
+        self.n = rng.choice((1, 1, 1, 2, 3))
+        self.seed = rng.randrange(1 << 40)
+        self.params = SamplingParams(
+            n=self.n, max_tokens=rng.choice((1, 2, 10, 60, 150, 300)), seed=self.seed,
+            ignore_eos=True,
+        )  # fmt: skip
+        self.is_done = False
+        self.router: SimRouter | None = None  # that has its connection
+        self.last_s = 0.0
+        self.longest_gap_s = 0.0
+        self._num_tries = 0
+        self._has_lied = False  # what it gets then is worth nothing
+        self._root = world.root.extended(self.prompt)
+        self._forget()
+
+    def _forget(self) -> None:
+        """Begin anew, with a request of another id."""
+        self._num_tries += 1
+        self.request_id = RequestId(f"cmpl-{self.number}-{self._num_tries}-0")
+        self.contexts: list[Context] = [self._root] * self.n
+        self.attempts = [0] * self.n
+        self.has_begun, self.has_ended = [False] * self.n, [False] * self.n
+
+    def num_tokens(self, choice: int) -> int:
+        return self.contexts[choice].length - self._root.length
+
+    async def run(self) -> None:
+        world = self.world
+        while not self.is_done:
+            up = [router for router in world.routers if router.is_up]
+            if up:
+                try:
+                    await self._connected(world.rng.choice(up))
+                except BatonError as error:
+                    self._failed(error)
+            await asyncio.sleep(world.rng.uniform(0.05, 1.0))
+
+    async def _connected(self, router: SimRouter) -> None:
+        """Ask a router, and read what it sends until one of them leaves."""
+        world, loop = self.world, self.world.loop
+        broke: asyncio.Future[None] = loop.create_future()
+        break_off = lambda: None if broke.done() else broke.set_result(None)  # noqa: E731
+        router.on_death.append(break_off)
+        try:
+            stream = await self._ask(router, broke)
+            if stream is None:
+                return
+            self.router, self.last_s = router, loop.time()
+            is_deaf = self._has_lied
+            stream.send_to(
+                lambda delta: None if broke.done() or is_deaf else self._take(stream, delta)
+            )
+            ended = router.start_task(stream.ended())
+            ended.add_done_callback(_retrieved)
+            leaves = world.rng.random() < world.p_leave
+            timeout_s = world.rng.uniform(0.05, 3.0) if leaves else None
+            await asyncio.wait(
+                [ended, broke], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if ended.done():
+                ended.result()
+                if is_deaf:
+                    self._forget()
+                else:
+                    self._check_whole(router)
+                return
+            break_off()
+            if not router.process.is_dead:  # a client that vanishes is noticed much later
+                after_s = world.rng.choice((0.0, 0.0, 20.0))
+                loop.call_later(after_s, router.process.call, stream.close)
+                world.fates["vanished" if after_s else "left"] += 1
+        finally:
+            self.router = None
+            if break_off in router.on_death:
+                router.on_death.remove(break_off)
+
+    async def _ask(self, router: SimRouter, broke: "asyncio.Future[None]") -> RequestStream | None:
+        """Return the stream, or None if the router died before it was found."""
+        if not any(self.has_begun):
+            self._has_lied = False
+            self._forget()
+            stream = self._stream()
+            kept = ResumeState(b"form", b"owner", self.n)
+            router.process.run(router.core.submit, stream, kept)
+            return stream
+        parts = tuple(
+            ReceivedPart(self.num_tokens(index), begun, ended, self.attempts[index])
+            for index, (begun, ended) in enumerate(zip(self.has_begun, self.has_ended, strict=True))
+        )
+        self._has_lied = self.world.rng.random() < 0.02
+        if self._has_lied:
+            parts = (ReceivedPart(10**9, True, True, 3),) * self.n
+            self.world.fates["lied"] += 1
+        claim = Claim(self.request_id, b"owner", parts)
+        found = router.start_task(router.core.reattach(claim, lambda _: self._stream()))
+        await asyncio.wait([found, broke], return_when=asyncio.FIRST_COMPLETED)
+        if not found.done():
+            found.cancel()
+            return None
+        self.world.fates["resumed"] += 1
+        return found.result()
+
+    def _stream(self) -> RequestStream:
+        silent = [_Silent(index) for index in range(self.n)]
+        return RequestStream(self.request_id, None, list(self.prompt), self.params, silent)  # type: ignore[arg-type]
+
+    def _take(self, stream: RequestStream, delta: CompletionOutput) -> None:
+        """Check that each token is what some node says after exactly the tokens before it."""
+        choice, world = delta.index, self.world
+        if self.has_ended[choice]:
+            world.problem(f"client {self.number}: a token after the end of choice {choice}")
+        for token in delta.token_ids:
+            context = self.contexts[choice]
+            said = {next_token(context, self.seed, choice, node.salt) for node in world.nodes}
+            if token not in said:
+                world.problem(
+                    f"client {self.number}: token {self.num_tokens(choice)} of choice {choice} is "
+                    "what no node would say"
+                )
+            self.contexts[choice] = context.then(token)
+        self.has_begun[choice] = True
+        self.attempts[choice] = stream.attempts[choice]
+        if delta.finish_reason is not None:
+            self.has_ended[choice] = True
+            if self.num_tokens(choice) != self.params.max_tokens:
+                world.problem(f"client {self.number}: choice {choice} ended early")
+        now_s = world.loop.time()
+        self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
+        self.last_s = now_s
+
+    def _check_whole(self, router: SimRouter) -> None:
+        if all(self.has_ended):
+            self.is_done = True
+        else:
+            self.world.problem(
+                f"client {self.number}: an outcome of {router.name} without the end of all choices"
+            )
+            self.is_done = True
+
+    def _failed(self, error: BatonError) -> None:
+        self.world.fates[error.code] += 1
+        if error.code == "stream_gone":
+            self._check_gone()
+            self._forget()
+        elif error.code not in RETRIED:
+            self.world.fates[f"unexpected {error.code}"] += 1
+            if error.http_status < 500 and error.http_status not in (409, 429):
+                self.world.problem(f"client {self.number}: {error.code}: {error.message}")
+
+    def _check_gone(self) -> None:
+        """A stream may be gone only if no living node holds every choice that has not ended."""
+        held: set[int] = set()
+        for node in self.world.nodes:
+            if node.role == "decode" and node.is_up:
+                held |= node.held_choices(self.request_id)
+        needed = {index for index in range(self.n) if not self.has_ended[index]}
+        if needed and needed <= held:
+            self.world.fates["gone though held"] += 1
+
+
+def _retrieved(ended: "asyncio.Task[None]") -> None:
+    """Let nobody be told of the error of a stream that its client has left."""
+    if not ended.cancelled():
+        ended.exception()

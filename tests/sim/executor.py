@@ -1,0 +1,150 @@
+"""A model whose KV can be checked, and whose nodes compute different bits.
+
+A slot holds the `Context` up to its token, so a wrong block table, a block that was reused too soon
+or a lost copy fails at once. The next token depends on the context, the seed, the choice and the
+node: a stream that mixes the attempts of two nodes has a token that no node would say.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.kv_transfer.interfaces import TransferPort
+from baton.protocol.ids import Key
+from tests.sim.clock import Process
+
+VOCAB = 1000
+BLOCK_SIZE = 4
+FULL_CHECK_EVERY = 16  # decode steps; the others check the last slots alone
+_MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
+
+
+@dataclass(slots=True, eq=False)
+class Context:
+    """A sequence of tokens. Equal sequences are one object."""
+
+    length: int
+    digest: int
+    before: "Context | None"
+    after: dict[int, "Context"] = field(default_factory=dict)
+
+    def then(self, token: int) -> "Context":
+        found = self.after.get(token)
+        if found is None:
+            digest = ((self.digest ^ (token + 1)) * _MIX + 1) & _MASK
+            found = self.after[token] = Context(self.length + 1, digest ^ digest >> 29, self)
+        return found
+
+    def extended(self, tokens: list[int]) -> "Context":
+        context = self
+        for token in tokens:
+            context = context.then(token)
+        return context
+
+
+def next_token(context: Context, seed: int, choice: int, salt: int) -> int:
+    """Return what the node with this salt says."""
+    digest = ((context.digest ^ (seed * 7 + choice * 3 + salt)) * _MIX) & _MASK
+    return (digest >> 17) % VOCAB
+
+
+class WrongKV(Exception):
+    """A step would have computed with blocks of another sequence."""
+
+
+class SimExecutor:
+    """Computes on a process's time: `step_s` returns the seconds of a step."""
+
+    def __init__(
+        self,
+        process: Process,
+        num_blocks: int,
+        salt: int,
+        root: Context,
+        step_s: Callable[[], float],
+    ) -> None:
+        self.ports: tuple[TransferPort, ...] = ()
+        self.slots: list[list[Context | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.generations = [0] * num_blocks
+        self._process, self._salt, self._root = process, salt, root
+        self._step_s = step_s
+        self.wake: Callable[[], None] = lambda: None
+        self.error: WrongKV | None = None  # the next `poll` raises it
+        self._queue: deque[StepPlan] = deque()
+        self._done: deque[StepResult] = deque()
+        self._sampled: dict[tuple[Key, int], int] = {}
+
+    def fileno(self) -> int:
+        return -1
+
+    def submit(self, plan: StepPlan) -> None:
+        self._queue.append(plan)
+        if len(self._queue) == 1:
+            self._begin()
+
+    def poll(self) -> StepResult | None:
+        if self.error is not None:
+            raise self.error
+        return self._done.popleft() if self._done else None
+
+    def _begin(self) -> None:
+        for block, generation in self._queue[0].generations:
+            self.generations[block] = generation
+        self._process.loop.call_later(self._step_s(), self._end)
+
+    def _end(self) -> None:
+        plan = self._queue.popleft()
+        try:
+            for source, target in plan.copies:
+                self.slots[target] = list(self.slots[source])
+            tokens = tuple(self._compute(part) for part in plan.slices)
+        except WrongKV as error:
+            self.error = error
+            self.wake()
+            return
+        now_s = self._process.clock()
+        self._done.append(StepResult(plan.step_id, tokens, now_s - 0.01, now_s))
+        if self._queue:
+            self._begin()
+        self.wake()
+
+    def _compute(self, part: Slice) -> tuple[int, ...]:
+        context = self._before(part)
+        for position in range(part.start, part.start + part.length):
+            if part.token_ids:
+                token = part.token_ids[position - part.start]
+            else:
+                token = self._sampled[part.key, position]
+            context = context.then(token)
+            block = part.block_table[position // BLOCK_SIZE]
+            self.slots[block][position % BLOCK_SIZE] = context
+        if not part.samples:
+            return ()
+        assert part.sampling is not None
+        sampled = tuple(
+            next_token(context, part.sampling.seed, choice, self._salt) for choice in part.samples
+        )
+        for choice, token in zip(part.samples, sampled, strict=True):
+            self._sampled[part.key.of_choice(choice), part.start + part.length] = token
+        return sampled
+
+    def _before(self, part: Slice) -> Context:
+        """Return the context before a slice, from the slots, which must all be of one sequence."""
+        if not part.start:
+            return self._root
+        found = self._slot(part, part.start - 1)
+        if found is None or found.length != part.start:
+            raise WrongKV(f"{part.key}: the slot before {part.start} is of another sequence")
+        is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
+        context, position = found, part.start - 1
+        while context.before is not None and context.length > 1:
+            if not is_whole and found.length - context.length >= BLOCK_SIZE:
+                break
+            context, position = context.before, position - 1
+            if self._slot(part, position) is not context:
+                raise WrongKV(f"{part.key}: position {position} is of another sequence")
+        return found
+
+    def _slot(self, part: Slice, position: int) -> Context | None:
+        return self.slots[part.block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE]

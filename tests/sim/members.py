@@ -1,0 +1,260 @@
+"""The nodes and routers of a simulated cluster, from production's parts."""
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from typing import Protocol, TypeVar
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
+from baton.engine.process.loop import EngineLoop
+from baton.engine.process.records import NodeObserver, Records
+from baton.engine.process.sockets import EngineSockets
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
+from baton.kv_transfer.agent import AgentLimits
+from baton.kv_transfer.connector import NodeConnector
+from baton.kv_transfer.transports.addresses import ShmAddress
+from baton.prefill_node.scheduler import PrefillScheduler
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig, TransferConfig
+from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.messages import (
+    PROTOCOL_VERSION,
+    Heartbeat,
+    Hello,
+    KVLayout,
+    NodeFacts,
+    NodeInfo,
+    RankAddress,
+    Role,
+    StepLimits,
+)
+from baton.router.core import RouterCore
+from tests.sim.clock import Process, SimLoop
+from tests.sim.executor import BLOCK_SIZE, VOCAB, Context, SimExecutor
+from tests.sim.network import Network, SimChannels, world_call_at
+from tests.sim.transports import Owner, Pools, SimNixl, SimPort, SimShm
+
+MAX_MODEL_LEN = 400
+LEASE_S = 6.0
+DETACHED_S = 30.0
+DRAIN_S = 5.0
+
+T = TypeVar("T")
+
+
+class Surroundings(Protocol):
+    """What members need of their world."""
+
+    loop: SimLoop
+    rng: random.Random
+    network: Network
+    pools: Pools
+    root: Context
+    transport: str  # shm or nixl
+    step_s: tuple[float, float]
+    local_prefill: str
+    routers: "list[SimRouter]"
+
+    def problem(self, text: str) -> None: ...
+
+
+class Member:
+    """A place in the cluster, in which one process lives after the other."""
+
+    def __init__(self, world: Surroundings, name: str) -> None:
+        self.world, self.name = world, name
+        self.life = 0
+        self.process = Process(world.loop, name)
+        self.process.is_dead = True
+
+    def begin(self) -> None:
+        self.life += 1
+        offset_s = self.world.rng.uniform(0, 5000)
+        self.process = Process(self.world.loop, self.name, offset_s)
+        self.died = asyncio.Event()
+
+    @property
+    def is_up(self) -> bool:
+        return not self.process.is_dead and not self.process.is_frozen
+
+    def kill(self) -> None:
+        if not self.process.is_dead:
+            self.process.kill()
+            self.world.network.died(self.process)
+            self.died.set()
+
+    def freeze(self) -> None:
+        if self.is_up:
+            self.process.freeze()
+            self.world.network.frozen(self.process)
+
+    def thaw(self, clock_jump_s: float = 0.0) -> None:
+        """Go on, after a suspend with a clock that jumped."""
+        if self.process.is_frozen:
+            self.process.clock_offset_s += clock_jump_s
+            self.process.thaw()
+
+
+class SimNode(Member):
+    def __init__(self, world: Surroundings, name: str, role: Role, num_blocks: int) -> None:
+        super().__init__(world, name)
+        self.role: Role = role
+        self.salt = sum(name.encode())
+        self._num_blocks = num_blocks
+        self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
+
+    def start(self) -> None:
+        self.begin()
+        self.hung_until_s = 0.0
+        self._drain_by_s: float | None = None
+        self._event = asyncio.Event()
+        self.process.run(self._build)
+        self.process.start(self._run())
+        self.process.start(self._beat())
+
+    def _build(self) -> None:
+        world, process = self.world, self.process
+        self.epoch = Epoch(f"{self.name}-{self.life}")
+        node_id = NodeId(self.name)
+        self.vitals = Vitals()
+        wake = self._event.set
+        endpoints = tuple(router.endpoint for router in world.routers)
+        self.channels = SimChannels(world.network, process, wake)
+        hello = Hello(PROTOCOL_VERSION, node_id, self.role, self.epoch)
+        self.sockets = EngineSockets(endpoints, hello, self.channels, process.clock)
+        heartbeats = SimChannels(world.network, process, lambda: None)
+        name = f"heartbeats:{self.name}".encode()
+        self._heartbeats = [
+            heartbeats.dial(endpoint, name, to_router_codec(), to_node_codec())
+            for endpoint in endpoints
+        ]
+        self._heartbeat = HeartbeatThread(self.vitals, node_id, self.epoch, (), process.clock)
+        bind = self.sockets.listen(f"ipc://peers-{self.name}") if self.role == "decode" else ""
+        self.executor = SimExecutor(
+            process, self._num_blocks, self.salt, world.root,
+            lambda: world.rng.uniform(*world.step_s),
+        )  # fmt: skip
+        self.executor.wake = wake
+        own = world.pools[self.epoch] = Owner(process, self.executor)
+        kind = SimNixl if world.transport == "nixl" else SimShm
+        transport = kind(
+            world.pools, self.epoch, own, world.rng,
+            lambda after_s, then: world_call_at(world.loop, world.loop.time() + after_s, then),
+        )  # fmt: skip
+        limits = AgentLimits(read_s=LEASE_S, quiesce_s=10.0)
+        self.executor.ports = (SimPort(process, transport, limits, world.rng, wake),)
+        address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
+        info = NodeInfo(
+            node_id, self.epoch, self.role, bind, self._num_blocks,
+            KVLayout(BLOCK_SIZE, 64, "layout"), (RankAddress({transport.name: address}),), "model",
+            MAX_MODEL_LEN, VOCAB, compute=self.name, reaches=(f"{transport.name}@host",),
+            facts=NodeFacts(step=StepLimits(8, 32)),
+        )  # fmt: skip
+        self.pool = BlockPool(self._num_blocks, BLOCK_SIZE)
+        node_limits = NodeLimits(32, 8, MAX_MODEL_LEN, (), VOCAB, DETACHED_S)
+        make = DecodeScheduler if self.role == "decode" else PrefillScheduler
+        self.scheduler: Scheduler = make(self.pool, node_limits)
+        connector = NodeConnector(info, TransferConfig(lease_s=LEASE_S))
+        observer = NodeObserver(self.vitals, Records("", node_id), 0.0, process.clock)
+        self.loop = EngineLoop(
+            self.scheduler, self.executor, connector, self.sockets, observer, process.clock
+        )
+        self.sockets.ready(info)
+        self.vitals.note(is_ready=True)
+
+    def held_choices(self, request_id: RequestId) -> set[int]:
+        """Return the choices of a request that this node runs, receives or keeps."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, DecodeScheduler):
+            return set()
+        held = {key.choice for one in scheduler._by_request.of(request_id) for key in one.keys}
+        held |= {key.choice for one in scheduler.queue.of(request_id) for key in one.keys}
+        return held | {one.key.choice for one in scheduler._detached.ended.of(request_id)}
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(max(0.0, self.hung_until_s - self.world.loop.time()))
+            self._event.clear()
+            try:
+                self.loop.turn()
+            except Exception as error:  # noqa: BLE001  any error would end the process
+                self.world.problem(f"{self.name} CRASHED: {type(error).__name__}: {error}")
+                self.kill()
+                return
+            if self._has_drained():
+                self.kill()
+                return
+            try:
+                async with asyncio.timeout(max(self.channels.timeout_s, 0.0001)):
+                    await self._event.wait()
+            except TimeoutError:
+                pass
+
+    async def _beat(self) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            message = self._heartbeat.message(self.process.clock())
+            for dialer in self._heartbeats:
+                while dialer.receive() is not None:
+                    pass
+                if dialer.connected:
+                    dialer.send(message)
+
+    def drain(self) -> None:
+        if self.is_up and self._drain_by_s is None:
+            self.process.run(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_by_s = self.process.clock() + DRAIN_S
+        self.loop.drain()
+        self.vitals.note(is_draining=True)
+        load = self.scheduler.load()
+        self.sockets.tell_routers(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
+        self._event.set()
+
+    def _has_drained(self) -> bool:
+        is_asked = self._drain_by_s is not None
+        return is_asked and (self.loop.is_idle or self.process.clock() > (self._drain_by_s or 0))
+
+
+class SimRouter(Member):
+    def __init__(self, world: Surroundings, name: str) -> None:
+        super().__init__(world, name)
+        self.endpoint = f"ipc://{name}"
+        self.on_death: list[Callable[[], None]] = []  # of the clients that are connected
+
+    def start(self) -> None:
+        self.begin()
+        self.process.run(self._build)
+
+    def _build(self) -> None:
+        config = ClusterConfig(
+            router=RouterConfig(
+                control=self.endpoint,
+                local_prefill=self.world.local_prefill,
+                max_queued_s=60.0,  # type: ignore[arg-type]
+            ),
+            node=NodeConfig(detached_s=DETACHED_S),
+        )
+        process, network = self.process, self.world.network
+        self.core = RouterCore(
+            config, process.clock, lambda _: SimChannels(network, process, lambda: None)
+        )
+        self.core.start(self.endpoint)
+
+    def kill(self) -> None:
+        super().kill()
+        told, self.on_death = self.on_death, []
+        for tell in told:
+            tell()
+
+    def end(self) -> None:
+        """End as after SIGTERM, when the time of the drain is over."""
+        if self.is_up:
+            self.process.run(self.core.close)
+            world_call_at(self.world.loop, self.world.loop.time() + 0.01, self.kill)
+
+    def start_task(self, coroutine: Coroutine[object, object, T]) -> "asyncio.Task[T]":
+        return self.process.start(coroutine)

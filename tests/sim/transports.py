@@ -1,0 +1,190 @@
+"""Transports between simulated pools, under the real `AgentTurns`.
+
+`SimShm` reads like shared memory: at once, also from a process that is frozen or dead, and it
+compares generations. `SimNixl` reads like RDMA without a progress thread at the owner: bytes land
+late, a read from a frozen owner lasts until it thaws, nothing can be cancelled, and nothing is
+compared, so only leases protect the reader.
+"""
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from baton.kv_transfer.agent import AgentLimits, AgentTurns
+from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, PeerRank, Read
+from baton.protocol.errors import TransferError
+from baton.protocol.ids import Epoch
+from tests.sim.clock import Process
+from tests.sim.executor import SimExecutor
+
+POLL_S = 0.05  # a pump that nothing wakes comes after this time at the latest
+
+
+@dataclass(slots=True)
+class Owner:
+    """A pool that others can read."""
+
+    process: Process
+    executor: SimExecutor
+
+
+Pools = dict[Epoch, Owner]
+
+
+@dataclass(slots=True)
+class _Posted:
+    owner: Owner
+    command: Read
+    error: TransferError | None = None
+    has_landed: bool = False
+
+
+class SimTransport:
+    """What both transports share. A read lands in the world, not on a process's time."""
+
+    name = ""
+    connect_s = 5.0
+    min_chunk_bytes = 0
+    progress_s: float | None = None
+
+    def __init__(self, pools: Pools, epoch: Epoch, own: Owner, rng: random.Random,
+                 at: Callable[[float, Callable[[], None]], None]) -> None:  # fmt: skip
+        self._pools, self._own, self._rng, self._at = pools, own, rng, at
+        self._handles = itertools.count(1)
+        self._posted: dict[int, _Posted] = {}
+        self._peers: dict[PeerRank, Owner] = {}
+        self.wake: Callable[[], None] = lambda: None
+
+    def address(self) -> bytes:
+        return b""
+
+    def add_peer(self, peer: AddPeer) -> None:
+        owner = self._pools.get(peer.peer.epoch)
+        if owner is None or owner.process.is_dead:
+            raise TransferError("the peer's process is gone")
+        self._peers[peer.peer] = owner
+
+    def connected(self, peer: PeerRank) -> bool:
+        return self._rng.random() < 0.5
+
+    def remove_peer(self, peer: PeerRank) -> None:
+        self._peers.pop(peer, None)
+
+    def read(self, command: Read) -> int:
+        posted = _Posted(self._peers[command.peer], command)
+        handle = next(self._handles)
+        self._posted[handle] = posted
+        self._at(self._rng.choice((0.001, 0.02, 0.2)), lambda: self._land(posted))
+        return handle
+
+    def test(self, handle: int) -> bool:
+        posted = self._posted[handle]
+        if posted.error is not None:
+            raise posted.error
+        if posted.has_landed:
+            del self._posted[handle]
+        return posted.has_landed
+
+    def cancel(self, handle: int) -> bool:
+        raise NotImplementedError
+
+    def fileno(self) -> int:
+        return -1
+
+    def service(self) -> list[PeerRank]:
+        return [peer for peer, owner in self._peers.items() if owner.process.is_dead]
+
+    def close(self) -> None: ...
+
+    def _land(self, posted: _Posted) -> None:
+        raise NotImplementedError
+
+    def _copy(self, posted: _Posted) -> None:
+        theirs, ours = posted.owner.executor.slots, self._own.executor.slots
+        for source, target in zip(posted.command.remote, posted.command.local, strict=True):
+            ours[target] = list(theirs[source])
+        posted.has_landed = True
+        self.wake()
+
+
+class SimShm(SimTransport):
+    name = "shm"
+
+    def _land(self, posted: _Posted) -> None:
+        if posted not in self._posted.values() or self._own.process.is_dead:
+            return
+        if self._own.process.is_frozen:  # the copying thread is frozen, too
+            self._at(0.1, lambda: self._land(posted))
+            return
+        self._copy(posted)
+        now = [posted.owner.executor.generations[block] for block in posted.command.remote]
+        if now != list(posted.command.generations):
+            posted.error = TransferError("a block has a new owner", code="stale_block")
+
+    def cancel(self, handle: int) -> bool:
+        self._posted.pop(handle, None)
+        return True
+
+
+class SimNixl(SimTransport):
+    name = "nixl"
+
+    def _land(self, posted: _Posted) -> None:
+        if self._own.process.is_dead:
+            return
+        if posted.owner.process.is_dead:
+            posted.error = TransferError("the connection broke")
+            self.wake()
+        elif posted.owner.process.is_frozen:
+            self._at(0.1, lambda: self._land(posted))
+        else:
+            self._copy(posted)
+
+    def cancel(self, handle: int) -> bool:
+        posted = self._posted.get(handle)
+        if posted is None or posted.has_landed or posted.error is not None:
+            self._posted.pop(handle, None)
+            return True
+        return False
+
+
+class SimPort:
+    """A `TransferPort`: the agent of one rank, in a thread that freezes with its process."""
+
+    def __init__(self, process: Process, transport: SimTransport, limits: AgentLimits,
+                 rng: random.Random, wake: Callable[[], None]) -> None:  # fmt: skip
+        self._turns = AgentTurns([transport], limits, process.clock)
+        self._process, self._rng, self._wake = process, rng, wake
+        self._events: list[AgentEvent] = []
+        self._is_due = False
+        transport.wake = lambda: process.call(self.pump)
+
+    def fileno(self) -> int:
+        return -1
+
+    def send(self, command: AgentCommand) -> None:
+        self._turns.hear(command)
+        self._pump_in(self._rng.choice((0.0, 0.001, 0.02)))
+
+    def poll(self) -> list[AgentEvent]:
+        events, self._events = self._events, []
+        return events
+
+    def pump(self) -> None:
+        while self._turns.turn():
+            pass
+        if events := self._turns.take_events():
+            self._events += events
+            self._wake()
+        wake_at_s = self._turns.wake_at_s(POLL_S)
+        if wake_at_s is not None and not self._is_due:
+            self._pump_in(max(wake_at_s - self._process.clock(), 0.001))
+
+    def _pump_in(self, seconds: float) -> None:
+        self._is_due = True
+        self._process.loop.call_later(seconds, self._due)
+
+    def _due(self) -> None:
+        self._is_due = False
+        self.pump()

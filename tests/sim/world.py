@@ -1,0 +1,239 @@
+"""One schedule: a cluster, its clients, two lanes of faults, and what must hold at the end."""
+
+import asyncio
+import random
+import traceback
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.sim.clients import Client
+from tests.sim.clock import SimLoop
+from tests.sim.executor import Context
+from tests.sim.members import Member, SimNode, SimRouter
+from tests.sim.network import Network
+from tests.sim.transports import Pools
+
+NUM_CLIENTS = 20
+NUM_FAULTS = 10  # in each lane
+LATEST_START_S = 35.0
+HEALING_S = 90.0  # after the last fault, every client has its tokens
+SETTLING_S = 120.0  # after the last client, all memory is given back
+SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A fault of a lane, which begins `after_s` after the one before it has ended."""
+
+    kind: str
+    after_s: float
+    node: int
+    router: int
+    seconds: float
+
+
+KINDS = (
+    "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
+    "kill router", "end router", "freeze router", "kill router, freeze node",
+    "cut", "cut peers", "drop", "drop peers", "drop one way",
+)  # fmt: skip
+
+
+def faults_of(rng: random.Random, number: int = NUM_FAULTS) -> list[Fault]:
+    durations = (0.5, 2.0, 3.0, 3.5, 4.0, 5.0, 7.0)
+    return [
+        Fault(rng.choice(KINDS), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
+              rng.choice(durations))
+        for _ in range(number)
+    ]  # fmt: skip
+
+
+@dataclass(slots=True)
+class Result:
+    seed: int
+    problems: list[str]
+    log: list[str]
+    fates: Counter[str]
+    met: Counter[tuple[str, str]]
+    longest_gap_s: float
+    virtual_s: float
+    num_faults: int = 0
+    lanes: list[list[Fault]] = field(default_factory=list)
+
+
+class World:
+    def __init__(self, loop: SimLoop, seed: int, lanes: list[list[Fault]] | None = None) -> None:
+        self.loop, self.rng = loop, random.Random(seed)
+        rng = self.rng
+        self.network = Network(loop, rng)
+        self.pools: Pools = {}
+        self.root = Context(0, 0, None)
+        self.problems: list[str] = []
+        self.log: list[str] = []
+        self.fates: Counter[str] = Counter()
+        self.transport = rng.choice(("shm", "nixl"))
+        self.step_s = rng.choice(((0.005, 0.02), (0.02, 0.08)))
+        self.local_prefill = rng.choice(("auto", "never"))
+        self.p_leave = rng.choice((0.0, 0.2))
+        num_routers, num_prefill, num_decode = rng.choice(SHAPES)
+        self.routers = [SimRouter(self, f"r{index}") for index in range(num_routers)]
+        num_blocks = rng.choice((320, 600))
+        self.nodes = [
+            *(SimNode(self, f"p{index}", "prefill", num_blocks) for index in range(num_prefill)),
+            *(SimNode(self, f"d{index}", "decode", num_blocks) for index in range(num_decode)),
+        ]
+        self.clients = [Client(self, number) for number in range(NUM_CLIENTS)]
+        own = [faults_of(rng), faults_of(rng)]
+        self.lanes = own if lanes is None else lanes
+        self._busy: set[Member] = set()
+
+    def problem(self, text: str) -> None:
+        self.problems.append(self._stamped(text))
+
+    def note(self, text: str) -> None:
+        self.log.append(self._stamped(text))
+
+    def _stamped(self, text: str) -> str:
+        return f"{self.loop.time() - 1000:8.3f} {text}"
+
+    async def run(self) -> None:
+        self.loop.set_exception_handler(self._broke)
+        for member in (*self.routers, *self.nodes):
+            member.start()
+        await asyncio.sleep(1.0)
+        asking = [self.loop.create_task(self._client(one)) for one in self.clients]
+        await asyncio.gather(*map(self._lane, self.lanes))
+        self.note("no more faults")
+        await asyncio.wait(asking, timeout=HEALING_S)
+        for client, task in zip(self.clients, asking, strict=True):
+            if task.done():
+                task.result()
+            else:
+                where = client.router.name if client.router is not None else "nowhere"
+                self.problem(
+                    f"client {client.number} is not done {HEALING_S:g} s after the last fault: it "
+                    f"is connected to {where}, silent for {self.loop.time() - client.last_s:.1f} s"
+                )
+                task.cancel()
+        if not self.problems:
+            await asyncio.sleep(SETTLING_S)
+            self._check_leaks()
+
+    def _broke(self, _: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
+        error = told.get("exception")
+        where = traceback.format_tb(error.__traceback__)[-2:] if error is not None else []
+        self.problem(f"{told['message']}: {error!r} {' '.join(where)}")
+
+    async def _client(self, client: Client) -> None:
+        await asyncio.sleep(self.rng.uniform(0, LATEST_START_S))
+        await client.run()
+
+    def _check_leaks(self) -> None:
+        for node in self.nodes:
+            load = node.scheduler.load()
+            if load.free_blocks + load.quarantined_blocks != load.total_blocks:
+                self.problem(f"LEAK: {node.name} holds blocks: {load}")
+            if load.quarantined_blocks or load.num_running or load.num_waiting:
+                self.problem(f"LEAK: {node.name} has work: {load}")
+        for router in self.routers:
+            if router.core.num_active:
+                self.problem(f"LEAK: {router.name} has {router.core.num_active} requests")
+            for node in router.core.health().nodes:
+                if node.num_attempts or node.num_tokens:
+                    self.problem(f"LEAK: {router.name} reserves load at {node.node_id}")
+
+    # --- faults ---------------------------------------------------------------------------------
+
+    async def _lane(self, faults: list[Fault]) -> None:
+        for fault in faults:
+            await asyncio.sleep(fault.after_s)
+            node = self.nodes[fault.node % len(self.nodes)]
+            router = self.routers[fault.router % len(self.routers)]
+            if node in self._busy or router in self._busy:
+                continue
+            self._busy |= {node, router}
+            self.note(f"{fault.kind}: {node.name} {router.name} {fault.seconds:g} s")
+            try:
+                await self._strike(fault, node, router)
+            finally:
+                self._busy -= {node, router}
+
+    async def _strike(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
+        seconds, rng = fault.seconds, self.rng
+        match fault.kind:
+            case "kill node":
+                node.kill()
+                await asyncio.sleep(seconds / 2)
+                node.start()
+            case "drain node":
+                node.drain()
+                await node.died.wait()
+                await asyncio.sleep(seconds / 4)
+                node.start()
+            case "freeze node" | "suspend node":
+                node.freeze()
+                await asyncio.sleep(seconds)
+                node.thaw(60.0 if fault.kind == "suspend node" else 0.0)
+            case "hang node":
+                node.hung_until_s = self.loop.time() + 2 * seconds
+                await asyncio.sleep(2 * seconds)
+            case "kill router":
+                router.kill()
+                await asyncio.sleep(seconds / 2)
+                router.start()
+            case "end router":
+                router.end()
+                await asyncio.sleep(seconds / 2 + 0.1)
+                router.start()
+            case "freeze router":
+                router.freeze()
+                await asyncio.sleep(seconds)
+                router.thaw()
+            case "kill router, freeze node":
+                router.kill()
+                await asyncio.sleep(rng.uniform(0, 0.3))
+                node.freeze()
+                await asyncio.sleep(0.2)
+                router.start()
+                await asyncio.sleep(seconds)
+                node.thaw()
+            case _:
+                await self._cut(fault, node, router)
+
+    async def _cut(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
+        other: Member = router
+        if fault.kind.endswith("peers"):
+            role = "decode" if node.role == "prefill" else "prefill"
+            other = self.rng.choice([one for one in self.nodes if one.role == role])
+        pair, back = (node.name, other.name), (other.name, node.name)
+        if fault.kind.startswith("cut"):
+            self.network.cut.add(pair)
+            self.network.sever(*pair)
+            await asyncio.sleep(fault.seconds)
+            self.network.cut.discard(pair)
+            return
+        directions = [self.rng.choice((pair, back))] if "one way" in fault.kind else [pair, back]
+        for direction in directions:
+            self.network.fall_silent(direction)
+        await asyncio.sleep(3 * fault.seconds)
+        for direction in directions:
+            self.network.speak_again(direction)
+
+
+def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
+    """Run the schedule of a seed, with its own faults or with these."""
+    loop = SimLoop()
+    asyncio.set_event_loop(loop)
+    world = World(loop, seed, lanes)
+    try:
+        loop.run_until_complete(world.run())
+    finally:
+        for member in (*world.routers, *world.nodes):
+            member.process.kill()
+        loop.close()
+    gap_s = max(client.longest_gap_s for client in world.clients)
+    return Result(
+        seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,
+        loop.time() - 1000.0, len(world.log) - 1, world.lanes,
+    )  # fmt: skip
