@@ -2,8 +2,7 @@
 
 A word holds a pair: two neighbouring terms of a sum. One instruction adds the products of 16 pairs
 to 16 fp32 sums. It treats numbers below 2**-126 as 0, and the CPU decides how it rounds between the
-two terms. A sum still takes its pairs one after the other. `cpu_products` and `cpu_pair_attention`
-use these functions, which are compiled only where the CPU has the instructions.
+two terms. A sum still takes its pairs one after the other.
 """
 
 # ruff: noqa: ARG001  (numba asks for the parameters of `intrinsic` functions)

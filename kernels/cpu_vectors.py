@@ -2,8 +2,7 @@
 
 A kernel says which lanes are added to which, so the kernel and not the optimizer decides the order
 of a sum. The bits are the same whether a vector fills one register or four. A bf16 number is its
-bits as uint16: loads widen it, and stores round to the nearest even. The kernels that `cpu_compile`
-compiles use this file; nothing else imports it.
+bits as uint16: loads widen it, and stores round to the nearest even.
 """
 
 # ruff: noqa: ARG001, ARG005  (numba asks for the parameters of `intrinsic` functions)

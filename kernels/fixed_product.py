@@ -3,7 +3,6 @@
 Tiles have the same shape for every batch and walk the inner dimension in steps of `BLOCK_K`, so a
 row's bits depend on the row and the weight alone. If `engine.deterministic` is on, it replaces the
 library's product for weights with which the library's bits change with the batch.
-`reference.fixed_product` defines the meaning.
 """
 
 # ruff: noqa: N803, PLR0913, PLR0917

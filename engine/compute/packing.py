@@ -40,11 +40,6 @@ class DeviceTables:
         self._free = list(range(num_sequences, IDLE_ROW, -1))
         self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
 
-    def check_fits(self, num_sequences: int) -> None:
-        """Refuse a step that has more sequences than the tables have rows."""
-        if num_sequences >= len(self.blocks):
-            raise InvariantBroken(f"{num_sequences} sequences are too many for the tables")
-
     def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
         """Return the row of a sequence with this table; add the changes as (place, block)."""
         row, known = self._rows.pop(key, (0, ()))
@@ -261,7 +256,8 @@ class Packer:
     def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
         """Return how many blocks the longest context has."""
         assert self._tables is not None
-        self._tables.check_fits(len(slices))
+        if len(slices) >= len(self._tables.blocks):
+            raise InvariantBroken(f"{len(slices)} sequences are too many for the tables")
         width, start = 0, 0
         for index, part in enumerate(slices):
             end = part.start + part.length

@@ -10,9 +10,8 @@ they compute.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 import torch
@@ -86,12 +85,8 @@ class SamplingTensors:
         return SamplingTensors(self.ints[rows], self.reals[rows], self.held_back[rows])
 
 
-class SampleKernel(Protocol):
-    """Samples as `Sampler` does, on one kind of device, from the fields of `SamplingTensors`."""
-
-    def __call__(
-        self, logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, /
-    ) -> Tensor: ...
+# Samples as `Sampler` does, from logits and the fields of `SamplingTensors`.
+SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Sampler:

@@ -1,9 +1,7 @@
 """The threads of a rank's runner, and how many CPUs each step computes on.
 
-Only these threads touch the runner: one loads it and launches plans, another collects results. On a
-GPU the first launches the next step while the second waits. On a CPU, where two threads would only
-take turns, one thread computes each step in a single call. Results and errors come in the order of
-the plans; an error ends the threads.
+One thread loads the runner and launches plans; on a GPU, another collects results meanwhile.
+Results and errors come in the order of the plans; an error ends the threads.
 
 Nodes of one host lend each other idle CPUs a step at a time: each writes the number of its
 computing threads to a file that all of them map. The number of threads cannot change a bit. A wrong

@@ -176,14 +176,6 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
         assert len(info.ranks) == len(executor.ports) == ranks
 
 
-def test_ranks_with_other_products_are_one_node_that_names_both_ways_to_compute() -> None:
-    """One rank alone adds the bias of a layer whose results are summed."""
-    folder = model_folder("llama", num_layers=1, attention_bias=True, mlp_bias=True)
-    with closing(executor_of("two ranks", config_of("two ranks", folder))) as executor:
-        info = executor.start(no_progress)
-    assert len(set(info.compute.split("+"))) == 2
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) -> None:
     executor = executor_of(kind, config_of(kind, tmp_path))

@@ -91,17 +91,6 @@ def test_code_that_other_users_may_write_is_not_run(file: Path, what: str) -> No
     assert loaded()[1], "code was run that another user may have written"
 
 
-def test_a_relative_cache_folder_is_ignored(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "here")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.chdir(tmp_path)
-    loaded()
-    assert not (tmp_path / "here").exists()
-    assert (tmp_path / ".cache" / "baton" / "kernels").is_dir()
-
-
 def test_a_cache_that_cannot_be_written_is_done_without(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
