@@ -9,8 +9,8 @@ here, in one line, before anything is loaded.
 import json
 import os
 import re
-import secrets
 import shutil
+import tempfile
 from pathlib import Path
 
 import msgspec
@@ -166,16 +166,16 @@ def write_demo_model(folder: Path) -> None:
     """
     if (folder / "config.json").is_file():
         return
-    # The draft lies beside the target, so that the rename stays inside one file system.
-    draft = folder.parent / f".{folder.name}.{os.getpid()}-{secrets.token_hex(4)}"
     try:
-        draft.mkdir(parents=True)
-        for name in DEMO_FILES:
-            shutil.copyfile(CHECKPOINT / name, draft / name)
-        draft.rename(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        # The draft lies beside the target, so that the rename stays inside one file system.
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as draft:
+            model = Path(draft, "model")
+            model.mkdir()
+            for name in DEMO_FILES:
+                shutil.copyfile(CHECKPOINT / name, model / name)
+            model.rename(folder)
     except OSError as error:
         # Two processes may start at once; the one that renames second finds the work done.
         if not (folder / "config.json").is_file():
             raise ConfigError(f"cannot write the demo model to {folder}: {error}") from error
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)

@@ -5,7 +5,6 @@ file: style and charts are inside, and it forbids itself to load anything.
 """
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -84,10 +83,7 @@ def _give(report: Report, out: Path | None, api_key: str = "") -> int:
         # This comes first, because the reader of the output may be gone, as with `head`.
         written = _write(report, out) if out is not None else []
     finally:
-        # Without a terminal no line is broken, since a program may read it.
-        is_terminal = sys.stdout.isatty()
-        width = shutil.get_terminal_size().columns if is_terminal else 0
-        print(shown(report, width, styled=is_terminal), flush=True)
+        print(shown(report), flush=True)
     for path in written:
         print(f"wrote {path}", file=sys.stderr)
     return 0 if report.verdict in ("VALID", "CONFIRMED") else 1

@@ -31,7 +31,6 @@ PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
 MAX_REASONS = 12
 NONE = "–"  # noqa: RUF001 - the dash that a table shows
 UNBROKEN = 10_000  # columns
-STYLES = {"INVALID": "bold red", "NOT CONFIRMED": "bold red", "WARNING": "yellow"}
 
 
 class Section(msgspec.Struct, frozen=True):
@@ -236,19 +235,24 @@ def utc(stamp: str) -> str:
     return stamp.replace("T", " ").replace("+00:00", " UTC")
 
 
-def shown(report: Report, width: int = 0, *, styled: bool = False) -> str:
-    """Return the text, folded to `width` columns; 0 folds nothing. Only a terminal is `styled`."""
+def shown(report: Report) -> str:
+    """Return the text for a terminal or a program, without control characters of a server."""
     text = io.StringIO()
-    console = Console(file=text, width=width or UNBROKEN, force_terminal=styled, highlight=False)
+    console = Console(file=text, width=UNBROKEN, highlight=False)
+
+    def say(*lines: str) -> None:
+        for line in lines:
+            console.print(_text(line), soft_wrap=True)
+
     for section in (one for one in sections(report) if not one.folded):
-        _say(console, section.title)
+        say(section.title)
         for table in section.tables:
-            _say(console, *filter(None, [table.title]))
+            say(*filter(None, [table.title]))
             console.print(_grid(table))
-            _say(console, *filter(None, [table.caption]), "")
+            say(*filter(None, [table.caption]), "")
         # This comes last, because people read what is printed last.
-        _say(console, *section.lines, *([""] if section.lines else []))
-    _say(console, report.verdict)
+        say(*section.lines, *([""] if section.lines else []))
+    say(report.verdict)
     return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
@@ -261,11 +265,5 @@ def _grid(table: Table) -> Grid:
     return grid
 
 
-def _say(console: Console, *lines: str) -> None:
-    for line in lines:
-        style = next((STYLES[word] for word in STYLES if line.startswith(word)), "")
-        console.print(_text(line, style), soft_wrap=True)
-
-
-def _text(text: str, style: str = "") -> Text:
-    return Text("".join(letter if letter.isprintable() else " " for letter in text), style)
+def _text(text: str) -> Text:
+    return Text("".join(letter if letter.isprintable() else " " for letter in text))
