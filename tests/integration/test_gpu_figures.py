@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from baton.runtime.clock import monotonic
-from baton.runtime.process import Child
 from tools.gpu import __main__ as gpu
 from tools.gpu import split as gpu_split
 from tools.gpu.floors import Shape
@@ -55,31 +54,3 @@ def test_a_section_that_fails_is_reported_and_the_next_one_runs(
     written = msgspec.json.decode((tmp_path / "report.json").read_bytes(), type=GpuReport)
     assert written == report
     assert capsys.readouterr().out.count("**failed**") == 2
-
-
-def test_after_a_process_that_will_not_end_nothing_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    children: list[Child] = []
-
-    class Stuck(Child):
-        """Its waits end as for a process in the driver's hands, which SIGKILL does not reach."""
-
-        def wait(self, deadline_s: float) -> bool:
-            children.append(self)
-            return False
-
-    monkeypatch.setattr(gpu, "Child", Stuck)
-    gpu.events_file(tmp_path, "engine").write_bytes(
-        msgspec.json.encode(Check("old", True, "")) + b"\n"
-    )
-    report = gpu.run(gpu.Options(tmp_path, 100.0, gpu.chosen(["kernels", "engine"])), [])
-    first, *others = report.sections
-    assert first.state == "cut short"
-    assert len(others) == 2
-    for section in others:
-        assert section.state == "failed"
-        assert section.reason.startswith("the process of environment would not end")
-        assert not section.checks, "of an earlier run"
-    assert len({child.pid for child in children}) == 1
-    assert Child.wait(children[0], monotonic() + 60.0)

@@ -8,11 +8,8 @@ import json
 import re
 import ssl
 import threading
-from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Self
-
-from baton.runtime.clock import monotonic
 
 DONE = b"data: [DONE]\n\n"
 # Answers consist of these token ids.
@@ -80,7 +77,6 @@ MODELS = {"object": "list", "data": [{"id": MODEL, "object": "model"}]}
 STREAM = ("Content-Type: text/event-stream; charset=utf-8", "Transfer-Encoding: chunked")
 START_TIMEOUT_S = 30.0
 MAX_HEADER_BYTES = 1 << 16
-MAX_CALLS = 1_000  # the number of calls that are kept
 _LENGTH = re.compile(rb"\r\ncontent-length: *(\d+)\r\n", re.IGNORECASE)
 
 
@@ -90,7 +86,6 @@ class Call:
     def __init__(
         self, head: bytes, data: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        self.received_s = monotonic()
         self.method, self.path, _ = head.decode("latin-1").split(" ", 2)
         self.body: dict[str, object] = json.loads(data) if data.startswith(b"{") else {}
         self.keep_alive = True  # keep the connection after the answer; set it before the answer
@@ -154,7 +149,7 @@ def head_of(status: int, *fields: str) -> bytes:
 
 
 class ScriptedServer:
-    """The server, for any thread. A context manager; `calls` holds the last calls, in order."""
+    """The server, in a thread. A context manager."""
 
     def __init__(
         self,
@@ -168,13 +163,12 @@ class ScriptedServer:
         `pages` are answers to GET by path, each a JSON value or a `Play`.
         """
         self.play = play or answer_all
-        self.calls: deque[Call] = deque(maxlen=MAX_CALLS)
         self.num_connections = 0  # a connection counts from its first POST
         self.url = ""
         self._pages = {"/v1/models": MODELS, **(pages or {})}
         self._tls, self._keep_alive_s = tls, keep_alive_s
         self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), name=MODEL)
-        self._is_up, self._was_asked = threading.Event(), threading.Event()
+        self._is_up = threading.Event()
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -184,10 +178,6 @@ class ScriptedServer:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._over.set)
         self._thread.join()
-
-    async def asked(self) -> None:
-        """Return once a request came; any event loop may await it."""
-        assert await asyncio.to_thread(self._was_asked.wait, START_TIMEOUT_S), "no request came"
 
     async def _serve(self) -> None:
         self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
@@ -225,8 +215,6 @@ class ScriptedServer:
 
     async def _answer(self, call: Call) -> None:
         if call.method == "POST":
-            self.calls.append(call)
-            self._was_asked.set()
             await self.play(call)
         elif call.path not in self._pages:
             await call.reply(404, error(f"no {call.path}"))

@@ -86,6 +86,12 @@ def test_tokens_are_counted_by_what_the_server_says(
     assert counts(record) == found
 
 
+def test_the_usage_of_the_server_is_kept() -> None:
+    record = read(token("a", [1]), token("", [2, 3]), usage(3, 8, 4), DONE, forced=3)
+    assert record.token_ids == [1, 2, 3]
+    assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (3, 8, 4)
+
+
 def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
     thought = event({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
     record = read(delta(""), thought, delta("b"), DONE, asked=2, chat=True)
