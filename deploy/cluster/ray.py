@@ -85,9 +85,8 @@ class RayPlatform:
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         namespace = self._join(plan.description.name)
-        problem = shortage(
-            plan.processes, [one["Resources"] for one in ray.nodes() if one["Alive"]]
-        )
+        hosts = [one["Resources"] for one in ray.nodes() if one["Alive"]]
+        problem = shortage(plan.processes, hosts)
         if problem and not self._may_wait:
             raise ConfigError(
                 f"Ray: {problem}; ask for less, add hosts, or give --timeout to wait for hosts "

@@ -36,7 +36,6 @@ def write_model(folder: Path) -> None:
 
 def test_a_model_is_called_like_its_folder(folder: Path) -> None:
     assert model_of(str(folder)) == ModelConfig(path=str(folder), served_model_name="tiny-model")
-    assert model_of(f"{folder}/") == ModelConfig(path=str(folder), served_model_name="tiny-model")
 
 
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
