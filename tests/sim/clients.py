@@ -14,7 +14,7 @@ from baton.router.stream import RequestStream
 from tests.sim.executor import VOCAB, Context, next_token
 from tests.sim.members import SimNode, SimRouter, Surroundings
 
-SILENCE_S = 30.0  # the longest time without a token while there are nodes with work
+SILENCE_S = 15.0  # the longest that a connected client waits for a token without faults
 RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_in_use", "node_missing",
@@ -25,6 +25,7 @@ class World(Surroundings, Protocol):
     nodes: list[SimNode]
     p_leave: float
     fates: Counter[str]
+    healed_s: float  # when the last fault ended
 
 
 class _Silent:
@@ -174,6 +175,9 @@ class Client:
                 world.problem(f"client {self.number}: choice {choice} ended early")
         now_s = world.loop.time()
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
+        silent_s = now_s - max(self.last_s, world.healed_s)
+        if silent_s > SILENCE_S:
+            world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.last_s = now_s
 
     def _check_whole(self, router: SimRouter) -> None:
@@ -196,14 +200,19 @@ class Client:
                 self.world.problem(f"client {self.number}: {error.code}: {error.message}")
 
     def _check_gone(self) -> None:
-        """A stream may be gone only if no living node holds every choice that has not ended."""
-        held: set[int] = set()
-        for node in self.world.nodes:
-            if node.role == "decode" and node.is_up:
-                held |= node.held_choices(self.request_id)
-        needed = {index for index in range(self.n) if not self.has_ended[index]}
-        if needed and needed <= held:
-            self.world.fates["gone though held"] += 1
+        """A stream may be gone only if the nodes that are up do not hold all that it needs."""
+        if self._has_lied:
+            return
+        held = {
+            one.key.choice
+            for node in self.world.nodes
+            if node.is_up
+            for one in node.held(self.request_id)
+            if len(one.token_ids) >= self.num_tokens(one.key.choice)
+            and one.key.attempt >= self.attempts[one.key.choice]
+        }
+        if {index for index in range(self.n) if not self.has_ended[index]} <= held:
+            self.world.problem(f"client {self.number}: its stream is gone, but nodes hold it")
 
 
 def _retrieved(ended: "asyncio.Task[None]") -> None:

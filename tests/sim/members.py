@@ -22,6 +22,7 @@ from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
+    HeldChoice,
     Hello,
     KVLayout,
     NodeFacts,
@@ -164,14 +165,17 @@ class SimNode(Member):
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
 
-    def held_choices(self, request_id: RequestId) -> set[int]:
-        """Return the choices of a request that this node runs, receives or keeps."""
+    def held(self, request_id: RequestId) -> list[HeldChoice]:
+        """Return what this node runs of a request, or keeps of its end."""
         scheduler = self.scheduler
         if not isinstance(scheduler, DecodeScheduler):
-            return set()
-        held = {key.choice for one in scheduler._by_request.of(request_id) for key in one.keys}
-        held |= {key.choice for one in scheduler.queue.of(request_id) for key in one.keys}
-        return held | {one.key.choice for one in scheduler._detached.ended.of(request_id)}
+            return []
+        running = [one.sequence for one in scheduler._by_request.of(request_id)]
+        ended = [one.held for one in scheduler._detached.ended.of(request_id)]
+        return [
+            *ended,
+            *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
+        ]
 
     async def _run(self) -> None:
         while True:

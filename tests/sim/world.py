@@ -86,6 +86,7 @@ class World:
         self.clients = [Client(self, number) for number in range(NUM_CLIENTS)]
         own = [faults_of(rng), faults_of(rng)]
         self.lanes = own if lanes is None else lanes
+        self.healed_s = float("inf")
         self._busy: set[Member] = set()
 
     def problem(self, text: str) -> None:
@@ -105,6 +106,7 @@ class World:
         asking = [self.loop.create_task(self._client(one)) for one in self.clients]
         await asyncio.gather(*map(self._lane, self.lanes))
         self.note("no more faults")
+        self.healed_s = self.loop.time()
         await asyncio.wait(asking, timeout=HEALING_S)
         for client, task in zip(self.clients, asking, strict=True):
             if task.done():
