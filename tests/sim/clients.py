@@ -12,9 +12,10 @@ from baton.router.outputs import CompletionOutput
 from baton.router.reattach import Claim, ReceivedPart
 from baton.router.stream import RequestStream
 from tests.sim.executor import VOCAB, Context, next_token
-from tests.sim.members import SimNode, SimRouter, Surroundings
+from tests.sim.members import EOS, SimNode, SimRouter, Surroundings
 
 SILENCE_S = 15.0  # the longest that a connected client waits for a token without faults
+STOP_BELOW = 4  # tokens that hold a stop string
 RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_in_use", "node_missing",
@@ -29,12 +30,15 @@ class World(Surroundings, Protocol):
 
 
 class _Silent:
-    """Has the tokens of a choice, and no text."""
+    """Has the tokens of a choice, and no text. Tokens below `stop_below` are its stop strings."""
 
-    def __init__(self, index: int) -> None:
-        self._index = index
+    def __init__(self, index: int, stop_below: int) -> None:
+        self._index, self._stop_below = index, stop_below
 
     def push(self, token_ids: list[int], final: FinishReason | None = None) -> CompletionOutput:
+        for count, token in enumerate(token_ids, 1):
+            if token < self._stop_below:
+                return CompletionOutput(self._index, "", token_ids[:count], None, "stop")
         return CompletionOutput(self._index, "", list(token_ids), None, final)
 
 
@@ -51,8 +55,10 @@ class Client:
         self.seed = rng.randrange(1 << 40)
         self.params = SamplingParams(
             n=self.n, max_tokens=rng.choice((1, 2, 10, 60, 150, 300)), seed=self.seed,
-            ignore_eos=True,
+            ignore_eos=rng.random() < 0.7,
         )  # fmt: skip
+        self.stop_below = rng.choice((0, 0, 0, STOP_BELOW))
+        self.ends = set(range(self.stop_below)) | set(() if self.params.ignore_eos else EOS)
         self.is_done = False
         self.router: SimRouter | None = None  # that has its connection
         self.last_s = 0.0
@@ -69,6 +75,7 @@ class Client:
         self.contexts: list[Context] = [self._root] * self.n
         self.attempts = [0] * self.n
         self.has_begun, self.has_ended = [False] * self.n, [False] * self.n
+        self.is_whole = [False] * self.n  # it has its last token
 
     def num_tokens(self, choice: int) -> int:
         return self.contexts[choice].length - self._root.length
@@ -150,16 +157,16 @@ class Client:
         return found.result()
 
     def _stream(self) -> RequestStream:
-        silent = [_Silent(index) for index in range(self.n)]
+        silent = [_Silent(index, self.stop_below) for index in range(self.n)]
         return RequestStream(self.request_id, None, list(self.prompt), self.params, silent)  # type: ignore[arg-type]
 
     def _take(self, stream: RequestStream, delta: CompletionOutput) -> None:
         """Check that each token is what some node says after exactly the tokens before it."""
         choice, world = delta.index, self.world
-        if self.has_ended[choice]:
-            world.problem(f"client {self.number}: a token after the end of choice {choice}")
         for token in delta.token_ids:
             context = self.contexts[choice]
+            if self.is_whole[choice]:
+                world.problem(f"client {self.number}: a token after the end of choice {choice}")
             said = {next_token(context, self.seed, choice, node.salt) for node in world.nodes}
             if token not in said:
                 world.problem(
@@ -167,12 +174,15 @@ class Client:
                     "what no node would say"
                 )
             self.contexts[choice] = context.then(token)
+            is_last = self.num_tokens(choice) == self.params.max_tokens
+            self.is_whole[choice] = is_last or token in self.ends
         self.has_begun[choice] = True
         self.attempts[choice] = stream.attempts[choice]
-        if delta.finish_reason is not None:
-            self.has_ended[choice] = True
-            if self.num_tokens(choice) != self.params.max_tokens:
-                world.problem(f"client {self.number}: choice {choice} ended early")
+        if self.has_ended[choice]:
+            world.problem(f"client {self.number}: a second end of choice {choice}")
+        self.has_ended[choice] = delta.finish_reason is not None
+        if self.has_ended[choice] != self.is_whole[choice]:
+            world.problem(f"client {self.number}: choice {choice} ended early, or too late")
         now_s = world.loop.time()
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
         silent_s = now_s - max(self.last_s, world.healed_s)

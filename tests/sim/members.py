@@ -2,7 +2,8 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 from baton.decode_node.scheduler import DecodeScheduler
@@ -38,6 +39,7 @@ from tests.sim.network import Network, SimChannels, world_call_at
 from tests.sim.transports import Owner, Pools, SimNixl, SimPort, SimShm
 
 MAX_MODEL_LEN = 400
+EOS = tuple(range(10, 14))
 LEASE_S = 6.0
 DETACHED_S = 30.0
 DRAIN_S = 5.0
@@ -154,7 +156,7 @@ class SimNode(Member):
             facts=NodeFacts(step=StepLimits(8, 32)),
         )  # fmt: skip
         self.pool = BlockPool(self._num_blocks, BLOCK_SIZE)
-        node_limits = NodeLimits(32, 8, MAX_MODEL_LEN, (), VOCAB, DETACHED_S)
+        node_limits = NodeLimits(32, 8, MAX_MODEL_LEN, EOS, VOCAB, DETACHED_S)
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         self.scheduler: Scheduler = make(self.pool, node_limits)
         connector = NodeConnector(info, TransferConfig(lease_s=LEASE_S))
@@ -176,6 +178,29 @@ class SimNode(Member):
             *ended,
             *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
         ]
+
+    def check_ownership(self) -> None:
+        """Check that every reference to a block has its owner."""
+        owned: Counter[int] = Counter()
+        for block_ids in self._owned():
+            owned.update(block_ids)
+        counted = {block: self.pool.references(block) for block in range(self._num_blocks)}
+        if {block: count for block, count in counted.items() if count} != owned:
+            self.world.problem(f"LEAK: {self.name} has blocks without an owner, or the reverse")
+
+    def _owned(self) -> Iterator[Iterable[int]]:
+        scheduler = self.scheduler
+        if isinstance(scheduler, PrefillScheduler):
+            for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
+                yield handoff.sequence.block_table
+            return
+        assert isinstance(scheduler, DecodeScheduler)
+        for prompt in scheduler.queue.pending.values():
+            yield from (prompt.sequence.block_table, prompt.tails)
+        for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
+            yield stream.sequence.block_table
+        for copies in (scheduler._copies, *(plan.copies for plan in self.loop._launched)):
+            yield from copies
 
     async def _run(self) -> None:
         while True:

@@ -19,6 +19,7 @@ NUM_FAULTS = 10  # in each lane
 LATEST_START_S = 35.0
 HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back
+AUDIT_S = 0.5  # between two looks at who owns which block
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 
 
@@ -104,6 +105,7 @@ class World:
             member.start()
         await asyncio.sleep(1.0)
         asking = [self.loop.create_task(self._client(one)) for one in self.clients]
+        audit = self.loop.create_task(self._audit())
         await asyncio.gather(*map(self._lane, self.lanes))
         self.note("no more faults")
         self.healed_s = self.loop.time()
@@ -118,6 +120,7 @@ class World:
                     f"is connected to {where}, silent for {self.loop.time() - client.last_s:.1f} s"
                 )
                 task.cancel()
+        audit.cancel()
         if not self.problems:
             await asyncio.sleep(SETTLING_S)
             self._check_leaks()
@@ -130,6 +133,13 @@ class World:
     async def _client(self, client: Client) -> None:
         await asyncio.sleep(self.rng.uniform(0, LATEST_START_S))
         await client.run()
+
+    async def _audit(self) -> None:
+        while not self.problems:
+            await asyncio.sleep(AUDIT_S)
+            for node in self.nodes:
+                if not node.process.is_dead:
+                    node.check_ownership()
 
     def _check_leaks(self) -> None:
         for node in self.nodes:
