@@ -118,9 +118,13 @@ class SimShm(SimTransport):
             self._at(0.1, lambda: self._land(posted))
             return
         self._copy(posted)
-        now = [posted.owner.executor.generations[block] for block in posted.command.remote]
-        if now != list(posted.command.generations):
+        if self.is_stale(posted):
             posted.error = TransferError("a block has a new owner", code="stale_block")
+
+    def is_stale(self, posted: _Posted) -> bool:
+        """Return whether a block that was copied has a new owner."""
+        now = [posted.owner.executor.generations[block] for block in posted.command.remote]
+        return now != list(posted.command.generations)
 
     def cancel(self, handle: int) -> bool:
         self._posted.pop(handle, None)

@@ -126,6 +126,8 @@ class World:
             self._check_leaks()
 
     def _broke(self, _: asyncio.AbstractEventLoop, told: dict[str, Any]) -> None:
+        if told["message"].startswith("Task was destroyed"):
+            return  # one of a killed process
         error = told.get("exception")
         where = traceback.format_tb(error.__traceback__)[-2:] if error is not None else []
         self.problem(f"{told['message']}: {error!r} {' '.join(where)}")

@@ -1,0 +1,122 @@
+"""Faults put into production's code, each of which the schedules must find.
+
+A mutant that survives says what the simulation does not see.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from unittest import mock
+
+from baton.engine.process.registration import RouterChannel
+from baton.engine.scheduling.block_pool import BlockPool
+from baton.engine.scheduling.outputs import Outputs
+from baton.engine.scheduling.sequence import Sequence
+from baton.kv_transfer.handoff import ReaderLease, Tombstones
+from baton.kv_transfer.receive import KVReceive
+from baton.protocol.messages import TokenEntry
+from baton.router.node_link import NodeLink
+from baton.router.reattach import Search
+from baton.router.registry import Node, Registry
+from baton.router.stream import RequestStream
+from tests.sim.transports import SimShm
+from tests.sim.world import Fault, Result, simulate
+
+Patch = tuple[type, str, object]
+
+
+def _store_all(sequence: Sequence, pool: BlockPool) -> None:
+    hashes = sequence.hash_blocks(pool.block_size, len(sequence.token_ids))
+    pool.store(hashes, sequence.block_table[: len(hashes)])
+
+
+def _finish_at_once(receive: KVReceive, failure: object, out: object) -> None:
+    receive.failure = failure  # type: ignore[assignment]
+    receive._finish(out)  # type: ignore[arg-type]
+
+
+def _release_first_attempts(node: Node, key: object) -> bool:
+    return key.attempt == 0 and _RELEASE(node, key)  # type: ignore[attr-defined, arg-type]
+
+
+def _any_epoch(registry: Registry, node_id: object, _epoch: object) -> Node | None:
+    return registry.node(node_id)  # type: ignore[arg-type]
+
+
+def _hello_alone(channel: RouterChannel) -> None:
+    channel.dialer.send(channel._hello)
+
+
+def _outdated_too(search: Search, choice: int) -> bool:
+    found = search._choices.get(choice)
+    if found is None:
+        return False
+    num_tokens = len(found.held.token_ids) + found.is_landing
+    return num_tokens >= search.received_of(choice).num_tokens
+
+
+def _twice(search: Search, _node: object, entry: TokenEntry) -> None:
+    found = search._choices.get(entry.key.choice)
+    if found is not None and found.held.key == entry.key:
+        found.held.token_ids.extend(entry.token_ids)
+
+
+_RELEASE = Node.release
+
+
+def _nothing(*_: object) -> None:
+    return None
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+MUTANTS: Mapping[str, tuple[Patch, ...]] = {
+    "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
+    "ignore the epoch of heartbeats and Ready": ((Registry, "_node", _any_epoch),),
+    "ignore generations": ((SimShm, "is_stale", lambda *_: False),),
+    "accept reads after their lease": (
+        (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
+    ),
+    "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
+    "adopt an outdated attempt": ((Search, "_has_enough", _outdated_too),),
+    "take tokens twice during a search": ((Search, "goes_on", _twice),),
+    "take tokens that the client has for new ones": ((RequestStream, "expect_again", _nothing),),
+    "have no tombstones": (
+        (Tombstones, "answer", _nothing), (Tombstones, "is_superseded", lambda *_: False),
+    ),
+    "leak the load of later attempts": ((Node, "release", _release_first_attempts),),
+    "introduce half of a node in a new session": ((RouterChannel, "_introduce", _hello_alone),),
+    "answer into the next session": ((Outputs, "drop", _nothing),),
+    "forget the cancels of a lost session": ((NodeLink, "_keep_cancel", _nothing),),
+}  # fmt: skip
+
+
+@contextmanager
+def mutated(name: str) -> Iterator[None]:
+    with ExitStack() as patches:
+        for owner, attribute, value in MUTANTS[name]:
+            patches.enter_context(mock.patch.object(owner, attribute, value))
+        yield
+
+
+def first_found(name: str, seeds: range) -> Result | None:
+    """Return the first schedule that finds a mutant."""
+    with mutated(name):
+        return next((found for seed in seeds if (found := simulate(seed)).problems), None)
+
+
+def shrunk(result: Result, run: Callable[[int, list[list[Fault]]], Result] = simulate) -> Result:
+    """Return a schedule of the same seed that fails with as few faults as dropping them leaves."""
+    best = result
+    for lane in range(len(best.lanes)):
+        index = 0
+        while index < len(best.lanes[lane]):
+            fewer = [list(faults) for faults in best.lanes]
+            del fewer[lane][index]
+            found = run(best.seed, fewer)
+            if found.problems:
+                best = found
+            else:
+                index += 1
+    return best
