@@ -33,7 +33,7 @@ class Network:
         self.listeners: dict[str, SimListener] = {}  # type: ignore[type-arg]
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
-        self.connections: set[Connection] = set()
+        self.connections: dict[Connection, None] = {}  # in the order of their begin
         self.met: dict[tuple[str, str], int] = {}
         self.numbers = itertools.count(1)
 
@@ -94,7 +94,7 @@ class Connection:
         self.is_lost = False
         self._last_s = [0.0, 0.0]
         self._stalled: list[tuple[int, Callable[[], None]]] = []
-        self.network.connections.add(self)
+        self.network.connections[self] = None
 
     def carry(self, side: int, deliver: Callable[[], None]) -> None:
         """Deliver after what was sent before. Side 0 is the dialer's."""
@@ -124,7 +124,7 @@ class Connection:
         if self.is_lost:
             return
         self.is_lost = True
-        self.network.connections.discard(self)
+        del self.network.connections[self]
         loop = self.network.loop
         world_call_at(loop, loop.time() + dialer_after_s, lambda: self.dialer.lost(self))
         world_call_at(loop, loop.time() + listener_after_s, lambda: self.listener.lost(self))

@@ -22,3 +22,9 @@ def test_schedules_of_faults_lose_nothing(first: int) -> None:
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
         assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
+
+
+def test_a_seed_decides_everything() -> None:
+    for seed in (0, 2):
+        one, again = simulate(seed), simulate(seed)
+        assert (one.met, one.virtual_s, one.log) == (again.met, again.virtual_s, again.log)
