@@ -145,7 +145,7 @@ class Handlers:
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         answer, running.request_id = forms[-1].answer, forms[-1].request_id
-        events = EventStream(answer, stream.params.n, (), self._metrics, self._silence_s)
+        events = self._events(answer, stream.params.n, (), [stream.metrics])
         events.resume_at(place, stream.attempts)
         headers = {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers)
@@ -211,6 +211,7 @@ class Handlers:
             include_usage=ask.include_usage,
             token_ids=ask.token_ids,
             timeline=ask.timeline,
+            continuous_usage=ask.continuous_usage,
         )
         # A client with the id of an answer can take over the stream, so logs and pages do not show
         # it.
@@ -272,7 +273,7 @@ class Handlers:
         if not work.ask.is_streamed:
             body = work.answer.whole(outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
-        events = EventStream(work.answer, num_choices, (), self._metrics, self._silence_s)
+        events = self._events(work.answer, num_choices, (), metrics)
         response = await events.open(request, headers)
         for output in outputs:
             events.sink(0)(output)
@@ -300,12 +301,21 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        events = EventStream(
-            work.answer, work.params.n, work.echoes, self._metrics, self._silence_s
-        )
+        metrics = [stream.metrics for stream in streams]
+        events = self._events(work.answer, work.params.n, work.echoes, metrics)
         if work.kept is not None:
             events.resume_at(ReaderPlace(work.answer.id, None), streams[0].attempts)
         return events
+
+    def _events(
+        self,
+        answer: Answer,
+        num_choices: int,
+        echoes: Sequence[str],
+        metrics: Sequence[RequestMetrics],
+    ) -> EventStream:
+        lengths = [one.num_prompt_tokens for one in metrics]
+        return EventStream(answer, num_choices, echoes, lengths, self._metrics, self._silence_s)
 
     async def _relayed(
         self, request: web.Request, running: Running, events: EventStream, headers: dict[str, str]

@@ -51,20 +51,30 @@ class Answer(msgspec.Struct, frozen=True):
     include_usage: bool  # in a stream; a whole answer always has usage
     token_ids: bool
     timeline: bool
+    continuous_usage: bool = False  # in each chunk, the usage of its choice so far
 
-    def opening(self, index: int) -> bytes:
+    def opening(self, index: int, num_prompt_tokens: int) -> bytes:
         """Return the first chunk of a choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._head(True) + b"[" + _encode(choice) + b"]" + self._tail()
+        data = self._head(True) + b"[" + _encode(choice) + b"]"
+        if self.continuous_usage:
+            return data + b',"usage":' + _encode(_counts(num_prompt_tokens, 0)) + b"}"
+        return data + self._tail()
 
-    def chunks(self, index: int) -> "ChunkTemplate":
+    def chunks(
+        self, index: int, num_prompt_tokens: int, num_output_tokens: int = 0
+    ) -> "ChunkTemplate":
+        """Return what makes the chunks of a choice that has brought some tokens already."""
         head = self._head(True) + b'[{"index":%d,' % index
         if self.is_chat:
             before, after = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":'
         else:
             before, after = b'"text":', b',"logprobs":null,"finish_reason":'
-        return ChunkTemplate(head + before, after, b"}]" + self._tail(), self.token_ids)
+        template = ChunkTemplate(head + before, after, b"}]" + self._tail(), self.token_ids)
+        if self.continuous_usage:
+            template.count_usage(num_prompt_tokens, num_output_tokens)
+        return template
 
     def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
         """Return the last chunk, without choices; None if the client asked for no part of it."""
@@ -113,7 +123,10 @@ class Answer(msgspec.Struct, frozen=True):
 class ChunkTemplate:
     """Makes the chunks of one choice."""
 
-    __slots__ = ("_after", "_before", "_end", "_running_end", "_token_ids")
+    __slots__ = (
+        "_after", "_before", "_end", "_num_output_tokens", "_num_prompt_tokens", "_running_end",
+        "_token_ids",
+    )  # fmt: skip
 
     def __init__(self, before: bytes, after: bytes, end: bytes, token_ids: bool) -> None:
         self._before = before
@@ -121,9 +134,21 @@ class ChunkTemplate:
         self._end = end
         self._running_end = after + b"null" + end
         self._token_ids = token_ids
+        self._num_prompt_tokens: int | None = None  # given if each chunk has its usage
+        self._num_output_tokens = 0
+
+    def count_usage(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Put the usage into each chunk from now on."""
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_output_tokens = num_output_tokens
 
     def fill(self, delta: CompletionOutput) -> bytes:
         text = _encode(delta.text)
+        if self._num_prompt_tokens is not None:
+            self._num_output_tokens += len(delta.token_ids)
+            usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
+            self._end = b'}],"usage":' + _encode(usage) + b"}"
+            self._running_end = self._after + b"null" + self._end
         if delta.finish_reason is None and not self._token_ids:
             return self._before + text + self._running_end
         data = self._before + text + self._after + _encode(delta.finish_reason)
@@ -134,17 +159,20 @@ class ChunkTemplate:
         return data + self._end
 
 
+def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
     """Return the usage of all prompts of a request. Some fields appear only if they apply."""
     num_prompt = sum(one.num_prompt_tokens for one in metrics)
     num_output = sum(one.num_output_tokens for one in metrics)
     cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
-    usage: dict[str, object] = {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
-        "prompt_tokens_details": cached,
-    }
+    usage = {**_counts(num_prompt, num_output), "prompt_tokens_details": cached}
     if (clamped := clamped_to(metrics)) is not None:
         usage["max_tokens_clamped"] = clamped
     if any(one.resumed for one in metrics):

@@ -194,6 +194,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     sampling: dict[str, object]  # the given fields of `params`, which can be sent
     is_streamed: bool
     include_usage: bool
+    continuous_usage: bool
     token_ids: bool
     timeline: bool
     echo: bool = False
@@ -259,13 +260,17 @@ def _ask(
     generates: bool = True,
     limit_name: str = "max_tokens",
 ) -> Ask:
+    options = body.stream_options
+    include_usage = options is not None and bool(options.include_usage)
+    continuous_usage = options is not None and bool(options.continuous_usage_stats)
     ask = Ask(
         is_chat=isinstance(body, ChatBody),
         model=body.model,
         prompts=prompts,
         sampling=_sampling_of(body, defaults),
         is_streamed=bool(body.stream),
-        include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        include_usage=include_usage,
+        continuous_usage=include_usage and continuous_usage,
         token_ids=bool(body.return_token_ids),
         timeline=bool(body.timeline),
         echo=echo,
@@ -352,8 +357,6 @@ def _check(body: GenerationBody) -> None:
         raise RequestError(
             "stream_options can be used only if stream is true", param="stream_options"
         )
-    if options is not None and options.continuous_usage_stats:
-        raise _unsupported("stream_options.continuous_usage_stats")
     if body.stop is not None:
         _check_stops([body.stop] if isinstance(body.stop, str) else body.stop)
 

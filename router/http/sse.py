@@ -14,7 +14,14 @@ from aiohttp.http import HttpVersion11
 from baton.protocol.errors import BatonError
 from baton.router.http.connections import connection_of
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.responses import Answer, ChunkTemplate, EventIds, ReaderPlace, error_of
+from baton.router.http.responses import (
+    LAST_EVENT_ID,
+    Answer,
+    ChunkTemplate,
+    EventIds,
+    ReaderPlace,
+    error_of,
+)
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import ReceivedPart
 from baton.router.stream import RequestStream, Sink
@@ -24,8 +31,6 @@ EXTRA_HEADERS = web.RequestKey("extra_headers", dict[str, str])
 SILENCE_S = 10.0
 # With this much output unwritten, deltas are merged.
 FULL_BYTES = 256 * 1024
-# No blank line follows, because after an event with an id the openai package takes one for an
-# event.
 _COMMENT = b": waiting\n"
 # Tells a client that the response is complete.
 _DONE = b"[DONE]"
@@ -35,9 +40,9 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_answer", "_connection", "_echoes", "_has_usage", "_held", "_ids", "_is_over", "_loop",
-        "_metrics", "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s",
-        "_templates", "_timer", "_unwritten", "_wake", "_written_s",
+        "_answer", "_connection", "_echoes", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
+        "_loop", "_metrics", "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens",
+        "_response", "_silence_s", "_templates", "_timer", "_unwritten", "_wake", "_written_s",
     )  # fmt: skip
 
     def __init__(
@@ -45,13 +50,16 @@ class EventStream:
         answer: Answer,
         num_choices: int,
         echoes: Sequence[str],
+        num_prompt_tokens: Sequence[int],  # per prompt
         metrics: HttpMetrics,
         silence_s: float = SILENCE_S,
     ) -> None:
         """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
         self._answer = answer
         self._ids = EventIds(answer.id)
+        self._has_ids = False
         self._has_usage = False  # the client has it
+        self._num_prompt_tokens = num_prompt_tokens
         self._num_choices = num_choices  # per prompt
         self._echoes = echoes
         self._metrics = metrics
@@ -77,7 +85,9 @@ class EventStream:
         self._has_usage = place.tail != ""
         for index, one in enumerate(received):
             if one.has_begun:
-                self._templates[index] = self._answer.chunks(index)
+                self._templates[index] = self._answer.chunks(
+                    index, self._num_prompt_tokens[0], one.num_tokens
+                )
 
     async def open(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the headers. From then on an error can only be an event."""
@@ -95,6 +105,13 @@ class EventStream:
             response.enable_chunked_encoding()
         else:
             response.force_close()
+        # Ids are for clients that can resume. Benchmarks take every line for data.
+        accepted = request.headers.get("Accept", "").lower()
+        self._has_ids = (
+            "text/event-stream" in accepted
+            or request.method == "GET"
+            or LAST_EVENT_ID in request.headers
+        )
         self._connection = connection_of(request)
         await response.prepare(request)
         self._written_s = self._loop.time()
@@ -170,10 +187,11 @@ class EventStream:
         self._add(template.fill(delta), self._ids.current())
 
     def _begin(self, index: int) -> ChunkTemplate:
-        template = self._templates[index] = self._answer.chunks(index)
+        num_prompt_tokens = self._num_prompt_tokens[index // self._num_choices]
+        template = self._templates[index] = self._answer.chunks(index, num_prompt_tokens)
         if self._answer.is_chat:
             self._ids.begin(index)
-            self._add(self._answer.opening(index), self._ids.current())
+            self._add(self._answer.opening(index, num_prompt_tokens), self._ids.current())
         elif self._echoes:
             echo = self._echoes[index // self._num_choices]
             self._add(template.fill(CompletionOutput(index, echo, [])), self._ids.current())
@@ -181,7 +199,9 @@ class EventStream:
 
     def _add(self, data: bytes, event_id: bytes) -> None:
         """Add one event, which must have no line breaks."""
-        event = b"id: %b\ndata: %b\n\n" % (event_id, data)
+        event = b"data: %b\n\n" % data
+        if self._has_ids:
+            event = b"id: %b\n%b" % (event_id, event)
         if not self._unwritten and self._connection.is_writable:
             self._write_now(event)
             return
@@ -234,6 +254,8 @@ class EventStream:
         rest_s = self._written_s + self._silence_s - self._loop.time()
         if rest_s <= 0:
             if not self._unwritten and self._connection.is_writable:
-                self._write_now(_COMMENT)
+                # A blank line keeps it apart from the next event, which some readers would drop
+                # with it. After an event with an id, the openai package takes one for an event.
+                self._write_now(_COMMENT if self._has_ids else _COMMENT + b"\n")
             rest_s = self._silence_s
         self._timer = self._loop.call_later(rest_s, self._break_silence)

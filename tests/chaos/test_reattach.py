@@ -87,7 +87,11 @@ class Client:
         self._thread.start()
 
     def _read(self, method: str, path: str) -> None:
-        headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+        headers = {
+            "Authorization": f"Bearer {KEY}",
+            "Content-Type": "application/json",
+            "Accept": "text/event-stream",
+        }
         if self.event_id:
             headers["Last-Event-ID"] = self.event_id
         data = self._body if method == "POST" else None

@@ -68,6 +68,7 @@ def posted(body: dict[str, object], version: str = "1.1") -> bytes:
     """Return the bytes of a request for a completion."""
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/{version}\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += "Accept: text/event-stream\r\n"
     return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
@@ -182,7 +183,7 @@ class HttpBench:
 
     async def __aenter__(self) -> "HttpBench":
         self.url = await self.server.start()
-        self.session = aiohttp.ClientSession(self.url)
+        self.session = aiohttp.ClientSession(self.url, headers={"Accept": "text/event-stream"})
         return self
 
     async def __aexit__(self, *_error: object) -> None:
