@@ -176,6 +176,10 @@ class Client:
             self.contexts[choice] = context.then(token)
             is_last = self.num_tokens(choice) == self.params.max_tokens
             self.is_whole[choice] = is_last or token in self.ends
+        now_s = world.loop.time()
+        silent_s = now_s - max(self.last_s, world.healed_s)
+        if silent_s > SILENCE_S and self.has_begun[choice]:  # before, it may wait in the queue
+            world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.has_begun[choice] = True
         self.attempts[choice] = stream.attempts[choice]
         if self.has_ended[choice]:
@@ -183,11 +187,7 @@ class Client:
         self.has_ended[choice] = delta.finish_reason is not None
         if self.has_ended[choice] != self.is_whole[choice]:
             world.problem(f"client {self.number}: choice {choice} ended early, or too late")
-        now_s = world.loop.time()
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
-        silent_s = now_s - max(self.last_s, world.healed_s)
-        if silent_s > SILENCE_S:
-            world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.last_s = now_s
 
     def _check_whole(self, router: SimRouter) -> None:
