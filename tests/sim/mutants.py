@@ -109,14 +109,15 @@ def first_found(name: str, seeds: range) -> Result | None:
 def shrunk(result: Result, run: Callable[[int, list[list[Fault]]], Result] = simulate) -> Result:
     """Return a schedule of the same seed that fails with as few faults as dropping them leaves."""
     best = result
-    for lane in range(len(best.lanes)):
-        index = 0
-        while index < len(best.lanes[lane]):
-            fewer = [list(faults) for faults in best.lanes]
-            del fewer[lane][index]
-            found = run(best.seed, fewer)
-            if found.problems:
-                best = found
-            else:
-                index += 1
+    for size in (8, 4, 2, 1, 1):  # faults to drop at once
+        for lane in range(len(best.lanes)):
+            index = 0
+            while index < len(best.lanes[lane]):
+                fewer = [list(faults) for faults in best.lanes]
+                del fewer[lane][index : index + size]
+                found = run(best.seed, fewer)
+                if found.problems:
+                    best = found
+                else:
+                    index += size
     return best
