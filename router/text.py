@@ -110,6 +110,10 @@ class Text:
         stream = self._decoding.stream((), skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
 
+    def spellings(self, token_ids: Sequence[int]) -> list[str]:
+        """Return the vocabulary's entry of each token."""
+        return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
     def detokenizer(
         self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
     ) -> Detokenizer:

@@ -26,13 +26,14 @@ from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.responses import error_of, retry_headers
 from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
+from baton.router.http.tokens import TokenEndpoints
 from baton.router.http.tracing import Tracer
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger
 from baton.runtime.metrics import CONTENT_TYPE
 
 # The paths that are answered on connections above the limit.
-PROBES = ("/live", "/health", "/metrics")
+PROBES = ("/live", "/health", "/ping", "/metrics")
 CLIENT_GONE = 499
 # The route of requests to paths that do not exist.
 UNKNOWN = "unknown"
@@ -61,6 +62,7 @@ class App:
             self._name if config.router.shares_port else "",
         )
         self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
+        self._tokens = TokenEndpoints(engine, config, chat_template)
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine
@@ -85,7 +87,13 @@ class App:
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
         router.add_get("/health", self._health)
+        router.add_get("/ping", self._health)
+        router.add_post("/ping", self._health)
+        router.add_get("/load", self._load)
         router.add_get("/live", self._live)
+        router.add_post("/tokenize", self._tokens.tokenize)
+        router.add_post("/detokenize", self._tokens.detokenize)
+        router.add_get("/tokenizer_info", self._tokens.info)
         router.add_get("/metrics", self._metrics)
         router.add_get("/version", self._version)
         if self._status is not None:
@@ -143,6 +151,11 @@ class App:
             text = "the router is ending: it finishes its requests and takes no new ones"
             health = msgspec.structs.replace(health, status="draining", message=text)
         return health
+
+    async def _load(self, request: web.Request) -> web.Response:
+        health = self._engine.health()
+        load = {"server_load": health.num_running + health.num_queued}
+        return _json(msgspec.json.encode(load))
 
     async def _live(self, request: web.Request) -> web.Response:
         # This is not readiness: status 503 means that only a restart can help.

@@ -22,7 +22,7 @@ from baton.runtime.log import clip
 
 # These paths need no key. Probes only tell whether requests can be served. The page at `/` holds no
 # data and asks its reader for a key.
-OPEN_PATHS = ("/", "/live", "/health")
+OPEN_PATHS = ("/", "/live", "/health", "/ping")
 _SCHEME = "bearer "
 ALL = "*"
 # No public name server answers for these, so no page of the web can have such a name.

@@ -39,6 +39,7 @@ from baton.router.http.responses import (
     owner_of,
     place_of,
     start_of,
+    system_fingerprint,
 )
 from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
 from baton.router.http.sse import SILENCE_S, EventStream
@@ -212,6 +213,7 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
             continuous_usage=ask.continuous_usage,
+            system_fingerprint=system_fingerprint(job.model.fingerprint),
         )
         # A client with the id of an answer can take over the stream, so logs and pages do not show
         # it.

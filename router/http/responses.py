@@ -13,6 +13,7 @@ from typing import Literal
 
 import msgspec
 
+from baton.protocol import VERSION
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import ResumeState
@@ -52,6 +53,7 @@ class Answer(msgspec.Struct, frozen=True):
     token_ids: bool
     timeline: bool
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
+    system_fingerprint: str = ""
 
     def opening(self, index: int, num_prompt_tokens: int) -> bytes:
         """Return the first chunk of a choice of a chat."""
@@ -108,6 +110,8 @@ class Answer(msgspec.Struct, frozen=True):
         if self.is_chat:
             kind = "chat.completion.chunk" if is_chunk else "chat.completion"
         head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        if self.system_fingerprint:
+            head["system_fingerprint"] = self.system_fingerprint
         return _encode(head)[:-1] + b',"choices":'
 
     def _tail(self) -> bytes:
@@ -165,6 +169,11 @@ def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
     }
+
+
+def system_fingerprint(model_fingerprint: str) -> str:
+    """Return a name of the model's weights and baton's version."""
+    return "fp_" + hashlib.sha256(f"{model_fingerprint} {VERSION}".encode()).hexdigest()[:10]
 
 
 def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:

@@ -90,6 +90,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
+    modalities: list[str] | None = None
+    include_reasoning: bool | None = None
     # These change nothing about an answer.
     user: str | None = None
     store: bool | None = None
@@ -97,6 +99,13 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: msgspec.Raw = _NULL
+    request_id: str | None = None
+    session_id: str | None = None
+    stream_interval: Int | None = None
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -111,6 +120,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ContentPart(msgspec.Struct):
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class Turn(msgspec.Struct, forbid_unknown_fields=True):
@@ -123,6 +133,10 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: msgspec.Raw = _NULL
     tool_call_id: str | None = None
     function_call: msgspec.Raw = _NULL
+    # These change nothing about an answer.
+    cache_control: msgspec.Raw = _NULL
+    id: msgspec.Raw = _NULL
+    prefix: msgspec.Raw = _NULL
     # These are parts of answers, which clients send back unchanged.
     refusal: str | None = None
     annotations: msgspec.Raw = _NULL
@@ -156,6 +170,8 @@ class ChatBody(GenerationBody, kw_only=True):
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: values for name, values in NEUTRAL.items() if name != "logprobs"},
     "priority": (0,),
+    "modalities": (["text"],),
+    "include_reasoning": (True,),
     "suffix": ("",),
     "add_special_tokens": (True,),
     "top_logprobs": (0,),
@@ -167,6 +183,7 @@ _ONLY_IN_ANSWERS = (
     "annotations", "reasoning", "audio", "provider_specific_fields", "reasoning_details",
     "thinking_blocks", "citations",
 )  # fmt: skip
+_TEXT_PARTS = ("text", "input_text", "refusal")
 _NONE: Mapping[str, object] = {}
 _EMPTY = (b"null", b"[]", b"{}", b"")
 
@@ -384,13 +401,14 @@ def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
     if isinstance(content, list):
         texts = []
         for place, part in enumerate(content):
-            if part.type != "text" or part.text is None:
+            text = part.refusal if part.type == "refusal" else part.text
+            if part.type not in _TEXT_PARTS or text is None:
                 raise RequestError(
                     f"content of type {clip(part.type)!r} is not supported; only text is",
                     code="unsupported",
                     param=f"messages[{index}].content[{place}]",
                 )
-            texts.append(part.text)
+            texts.append(text)
         content = "\n".join(texts)
     plain: dict[str, object] = {"role": turn.role, "content": content or ""}
     for name in ("name", "reasoning_content"):

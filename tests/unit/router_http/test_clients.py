@@ -2,7 +2,8 @@
 
 import json
 
-from tests.support.http_bench import HttpBench, ScriptedEngine, hello, served
+from baton.router.chat_template import ChatTemplate
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -46,3 +47,40 @@ async def test_every_chunk_has_the_usage_so_far(bench: HttpBench) -> None:
         {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
     ]
     assert last["choices"] == []
+
+
+@served(script=hello, chat_template=ChatTemplate("{{ messages[0].content }}", {}))
+async def test_harmless_fields_of_newer_clients_change_nothing(bench: HttpBench) -> None:
+    parts = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    turn = {"role": "user", "content": parts, "id": "1", "cache_control": {"type": "ephemeral"}}
+    fields = {
+        "reasoning_effort": "low", "modalities": ["text"], "verbosity": "low", "session_id": "s",
+        "prediction": {"type": "content", "content": "x"}, "prompt_cache_retention": "24h",
+        "request_id": "r", "stream_interval": 4, "include_reasoning": True,
+    }  # fmt: skip
+    body = {"messages": [{**turn, "prefix": True}], **fields}
+    reply = await bench.post(body, "/v1/chat/completions")
+    assert reply.status == 200
+    assert str(reply.json["system_fingerprint"]).startswith("fp_")
+    refused = await bench.post({**body, "modalities": ["audio"]}, "/v1/chat/completions")
+    assert (refused.status, refused.error["param"]) == (400, "modalities")
+
+
+@served(chat_template=ChatTemplate("{{ messages[0].content }}", {}))
+async def test_the_tokenizer_answers_in_vllms_form(bench: HttpBench) -> None:
+    ids = TEXT.encode_now("hello the end")
+    whole = await bench.post({"prompt": "hello the end", "return_token_strs": True}, "/tokenize")
+    assert (whole.json["tokens"], whole.json["count"]) == (ids, len(ids))
+    assert len(whole.json["token_strs"]) == len(ids)
+    chat = {"messages": [{"role": "user", "content": "hello the end"}]}
+    assert (await bench.post(chat, "/tokenize")).json["tokens"] == ids
+    assert (await bench.post({"tokens": ids}, "/detokenize")).json == {"prompt": "hello the end"}
+    assert (await bench.post({"tokens": [10**6]}, "/detokenize")).status == 400
+    assert (await bench.post({}, "/tokenize")).status == 400
+    assert (await bench.post({"prompt": "x" * 5_000_000}, "/tokenize")).status == 413
+
+
+@served()
+async def test_probes_of_other_servers_are_answered(bench: HttpBench) -> None:
+    assert (await bench.get("/ping")).status == 200
+    assert (await bench.get("/load")).json == {"server_load": 0}

@@ -1,0 +1,118 @@
+"""The endpoints of the tokenizer, in vLLM's form: /tokenize, /detokenize and /tokenizer_info."""
+
+import asyncio
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import NodeError, Overloaded, RequestError
+from baton.router.chat_template import ChatTemplate
+from baton.router.health import ServedModel
+from baton.router.http.bodies import MIB, Bodies, body_limit
+from baton.router.http.body_process import check_ids, rendered
+from baton.router.http.connections import connection_of
+from baton.router.http.schema import Chat
+from baton.router.text_router import TextRouter
+from baton.runtime.log import clip
+
+# These bodies are parsed on the event loop.
+MAX_BODY_BYTES = 4 * MIB
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /tokenize, with either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, object]] | None = None
+    add_special_tokens: bool | None = None  # true for a prompt, false for messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+S = TypeVar("S", TokenizeBody, DetokenizeBody)
+
+
+class TokenEndpoints:
+    def __init__(
+        self, engine: TextRouter, config: ClusterConfig, chat_template: ChatTemplate | None
+    ) -> None:
+        self._engine = engine
+        self._chat_template = chat_template
+        self._max_body_mib = config.router.max_body_mib
+        self._bodies = Bodies(config.router.max_body_mib)
+        self._config_file = Path(config.model.path) / "tokenizer_config.json"
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        model, text = self._model(), self._engine.get_tokenizer()
+        body = await self._read(request, model, TokenizeBody)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
+        if prompt is None:
+            chat = Chat(body.messages or [], body.add_generation_prompt, body.chat_template_kwargs)
+            prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
+            adds_tokens = body.add_special_tokens is True
+        token_ids = await text.encode(
+            prompt, add_special_tokens=adds_tokens, max_tokens=model.max_model_len
+        )
+        return _json(
+            {
+                "count": len(token_ids),
+                "max_model_len": model.max_model_len,
+                "tokens": token_ids,
+                "token_strs": text.spellings(token_ids) if body.return_token_strs else None,
+            }
+        )
+
+    async def detokenize(self, request: web.Request) -> web.Response:
+        model, text = self._model(), self._engine.get_tokenizer()
+        body = await self._read(request, model, DetokenizeBody)
+        if body.tokens:
+            check_ids(body.tokens, model)
+        decoded = await asyncio.to_thread(text.decode, body.tokens, skip_special_tokens=False)
+        return _json({"prompt": decoded})
+
+    async def info(self, request: web.Request) -> web.Response:
+        try:
+            data = await asyncio.to_thread(self._config_file.read_bytes)
+            return _json(msgspec.json.decode(data, type=dict[str, object]))
+        except (OSError, msgspec.DecodeError):
+            text = "the model has no tokenizer_config.json"
+            raise RequestError(text, code="unknown_url", http_status=404) from None
+
+    def _model(self) -> ServedModel:
+        try:
+            return self._engine.get_model_config()
+        except NodeError as error:
+            raise Overloaded("no node is ready yet", code="not_ready") from error
+
+    async def _read(self, request: web.Request, model: ServedModel, kind: type[S]) -> S:
+        token_bytes = self._engine.get_tokenizer().max_token_bytes
+        max_bytes = min(body_limit(self._max_body_mib, model, token_bytes), MAX_BODY_BYTES)
+        with self._bodies.room() as room:
+            data = await self._bodies.read(request, room, max_bytes)
+            connection_of(request).began()
+            try:
+                body = msgspec.json.decode(data, type=kind)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                raise RequestError(f"the body is wrong: {clip(str(error))}") from None
+        if body.model and body.model not in (model.name, model.path):
+            text = f"the model {clip(body.model)!r} does not exist"
+            raise RequestError(text, code="model_not_found", param="model", http_status=404)
+        return body
+
+
+def _json(value: dict[str, object]) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
