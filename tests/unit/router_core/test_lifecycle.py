@@ -149,6 +149,12 @@ def test_only_losses_without_progress_use_up_attempts() -> None:
     assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
 
 
+def test_a_node_that_may_only_have_paused_is_told_to_give_up_what_it_had() -> None:
+    drive = Driver()
+    drive.place()
+    assert Send(D, Cancel((KEY,), "node lost")) in drive.step(NodeLost(D, LOST))
+
+
 def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -> None:
     drive = Driver(max_tokens=50, max_attempts=9)
     drive.place()
