@@ -250,7 +250,7 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
         raise RequestError("messages must not be empty", param="messages")
     if body.response_format is not None and body.response_format.type != "text":
         raise _unsupported("response_format")
-    messages = [_plain_turn(index, turn) for index, turn in enumerate(body.messages)]
+    messages = [plain_turn(index, turn) for index, turn in enumerate(body.messages)]
     generates = body.add_generation_prompt is not False
     chat = Chat(messages, generates, body.chat_template_kwargs)
     if body.max_completion_tokens is None:
@@ -391,7 +391,7 @@ def _check_stops(stops: list[str]) -> None:
         raise RequestError(text, param="stop")
 
 
-def _plain_turn(index: int, turn: Turn) -> dict[str, object]:
+def plain_turn(index: int, turn: Turn) -> dict[str, object]:
     """Return a turn in the form that templates take, with text as its content."""
     answers = () if turn.role == "assistant" else _ONLY_IN_ANSWERS
     for name in (*_UNSUPPORTED_IN_TURN, *answers):

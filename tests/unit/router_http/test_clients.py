@@ -72,11 +72,14 @@ async def test_the_tokenizer_answers_in_vllms_form(bench: HttpBench) -> None:
     whole = await bench.post({"prompt": "hello the end", "return_token_strs": True}, "/tokenize")
     assert (whole.json["tokens"], whole.json["count"]) == (ids, len(ids))
     assert len(whole.json["token_strs"]) == len(ids)
-    chat = {"messages": [{"role": "user", "content": "hello the end"}]}
+    parts = [{"type": "text", "text": "hello the end"}]
+    chat = {"messages": [{"role": "user", "content": parts}]}
     assert (await bench.post(chat, "/tokenize")).json["tokens"] == ids
     assert (await bench.post({"tokens": ids}, "/detokenize")).json == {"prompt": "hello the end"}
     assert (await bench.post({"tokens": [10**6]}, "/detokenize")).status == 400
-    assert (await bench.post({}, "/tokenize")).status == 400
+    for bad in ({}, {"messages": []}, {"messages": [{"role": "user", "tool_calls": [1]}]}):
+        assert (await bench.post(bad, "/tokenize")).status == 400
+    assert (await bench.post({"tokens": [-1]}, "/detokenize")).status == 400
     assert (await bench.post({"prompt": "x" * 5_000_000}, "/tokenize")).status == 413
 
 
