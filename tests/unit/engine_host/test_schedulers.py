@@ -95,6 +95,28 @@ def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: i
     assert drive.pool.num_owned == 0
 
 
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("origin", [0, 1])
+def test_a_later_attempt_ends_the_one_before_and_tells_another_router(
+    origin: int, is_running: bool
+) -> None:
+    drive = decode_drive()
+    drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=40))
+    if is_running:
+        drive.run(steps=3)
+    before = [one for one in drive.entries() if one.key == key("a")]
+    later = msgspec.structs.replace(local("a", [1, 2, 3], max_tokens=5), key=key("a", attempt=1))
+    drive.scheduler.add(0.0, origin, later)
+    drive.run()
+    told = [message for message in drive.said if isinstance(message, Failed)]
+    assert [one.failure.code for one in told] == ["stream_taken_over"] * origin
+    assert all(one.key == key("a") for one in told)
+    assert [one for one in drive.entries() if one.key == key("a")] == before
+    tokens = [token for one in drive.entries() if one.key == later.key for token in one.token_ids]
+    assert tokens == continuation([1, 2, 3], 5)
+    assert drive.pool.num_owned == 0
+
+
 def test_a_head_that_waited_long_is_passed_no_more() -> None:
     drive = decode_drive(num_blocks=8, limits=LIMITS)
     hand(drive, "a", 20)  # 5 blocks
