@@ -1,7 +1,7 @@
 """Step records prove batching, chunking, joining and leaving, and reads while prefill computes."""
 
 import itertools
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from threading import Event
@@ -12,9 +12,8 @@ from baton.async_llm import AsyncLLM
 from baton.engine.compute.runner import Runner
 from baton.engine.process.records import ReadRecord, StepRecord
 from baton.engine.scheduling.plan import StepPlan, StepResult
-from baton.kv_transfer.interfaces import Transport
+from baton.kv_transfer.interfaces import Read, Transport
 from baton.protocol.config import ClusterConfig
-from baton.protocol.ids import Epoch
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import tiny_cluster
@@ -132,10 +131,8 @@ class HeldTransport(WatchedTransport):
         self._meeting = meeting
         self._steps: dict[int, int] = {}
 
-    def read(
-        self, peer: Epoch, remote: Sequence[int], local: Sequence[int], generations: Sequence[int]
-    ) -> int:
-        handle = super().read(peer, remote, local, generations)
+    def read(self, command: Read) -> int:
+        handle = super().read(command)
         step = self._steps[handle] = len(self._steps)
         self._meeting.is_posted[step].set()
         return handle
