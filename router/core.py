@@ -132,7 +132,7 @@ class RouterCore:
         self._notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
-        self._reattaching = Reattaching(clock(), self._send, self._adopt)
+        self._reattaching = Reattaching(clock(), self._send, self._adopt, config.node.detached_s)
         # A request is here from its first event until no node has to confirm anything.
         self._requests: dict[RequestId, ActiveRequest] = {}
         self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()

@@ -82,8 +82,11 @@ class Search:
         now_s: float,
         settled_s: float,
         missing: Collection[NodeId] = (),
+        unmet_s: float = 0.0,
     ) -> None:
-        """Begin at `now_s`; by `settled_s` all nodes will have dialled in.
+        """Begin at `now_s`; by `settled_s` all nodes will have dialled in that can.
+
+        Until `unmet_s`, one that cannot, and that this router has never met, may hold the stream.
 
         `received` is None for a client that has nothing yet. Nodes that are `missing` were lost so
         recently that they may come back with the stream.
@@ -91,7 +94,7 @@ class Search:
         self.request_id = request_id
         self._received = received
         self._give_up_s = max(now_s + ANSWER_S, settled_s)
-        self._settled_s = settled_s
+        self._settled_s, self._unmet_s = settled_s, unmet_s
         self._asked: set[NodeId] = set()
         self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
         self._missing = set(missing)
@@ -171,7 +174,8 @@ class Search:
             return None
         if self._first is not None and has_all:
             return self._found(self._first)
-        return _unanswered() if self._silent or self._missing else gone()
+        may_be_held = self._silent or self._missing or now_s < self._unmet_s
+        return _unanswered() if may_be_held else gone()
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:
@@ -250,8 +254,11 @@ class Searching:
 class Reattaching:
     """The running searches. `adopt` begins a request that was found and accepted."""
 
-    def __init__(self, now_s: float, ask: AskNode, adopt: Adopt) -> None:
+    def __init__(self, now_s: float, ask: AskNode, adopt: Adopt, detached_s: float) -> None:
+        """Nodes keep a stream whose router is gone for `detached_s`."""
         self._settled_s = now_s + REJOIN_S
+        # A stream of a router that this one replaces has ended by then.
+        self._unmet_s = now_s + detached_s
         self._ask = ask
         self._adopt = adopt
         self._searching: dict[RequestId, Searching] = {}
@@ -276,7 +283,9 @@ class Reattaching:
                 older.taken.set_exception(from_failure(taken_over()))
         if len(self._searching) >= MAX_SEARCHES:
             raise Overloaded("too many clients are resuming streams at once", retry_after_s=1.0)
-        search = Search(claim.request_id, claim.received, now_s, self._settled_s, missing)
+        search = Search(
+            claim.request_id, claim.received, now_s, self._settled_s, missing, self._unmet_s
+        )
         taken: asyncio.Future[RequestStream] = asyncio.get_running_loop().create_future()
         searching = Searching(claim, search, accept, taken)
         self._searching[claim.request_id] = searching

@@ -141,6 +141,15 @@ def test_a_lower_attempt_that_catches_up_does_not_pass_for_the_clients() -> None
     assert code(one.verdict(0.0)) == "stream_gone"
 
 
+def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream() -> None:
+    one = Search(ID, None, 0.0, REJOIN_S, (), unmet_s=30.0)
+    assert one.asks(A)
+    one.heard(A, NOTHING)
+    assert one.verdict(REJOIN_S - 0.1) is None
+    assert code(one.verdict(REJOIN_S)) == "stream_unknown"
+    assert code(one.verdict(30.0)) == "stream_gone"
+
+
 @pytest.mark.parametrize("is_lost_before", [True, False])
 def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
     is_lost_before: bool,
