@@ -1,8 +1,7 @@
 """The router's end of the process that turns large bodies into token ids.
 
 The event loop only copies bytes. The process starts with the first large body, and again if it has
-ended. It works on one body at a time, in order of arrival. A
-client that leaves loses its place.
+ended. It works on one body at a time, in order of arrival. A client that leaves loses its place.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
 """The metrics of the router: HTTP responses, requests, tokens, latencies and the load of the nodes.
 
 Everything that happens once per token or per request is counted in plain numbers. docs/metrics.md
-is generated from the families. If vLLM has a family of the same meaning, the name is
-vLLM's with `baton_` in place of `vllm:`.
+is generated from the families. If vLLM has a family of the same meaning, its name has `baton_` in
+place of `vllm:`.
 """
 
 from collections import Counter

@@ -10,6 +10,7 @@ from aiohttp import web
 
 from baton.protocol.config import LogConfig
 from baton.protocol.errors import BatonError, Failure
+from baton.router.http.metrics import STAGE_NAMES
 from baton.router.http.responses import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.router.stream import RequestStream
@@ -22,7 +23,6 @@ MAX_REFUSALS_PER_S = 10
 FREQUENT_PATHS = ("/live", "/health", "/metrics", "/status.json")
 GONE = "client_gone"  # the outcome of a request whose client left
 CARRIED = ("traceparent", "tracestate")  # headers that name the client's trace
-_STAGES = ("router_queue", "queue", "prefill", "transfer", "exposed", "decode_queue", "first_step")
 
 log = logger("router")
 
@@ -120,7 +120,7 @@ def _told(running: Running) -> dict[str, object]:
     if losses:
         fields["lost_by"] = ",".join(f"{code}:{count}" for code, count in losses.items())
     slowest = max(all_metrics, key=lambda metrics: metrics.e2e_s or 0.0)
-    for stage in _STAGES:
+    for stage in STAGE_NAMES:
         if seconds := getattr(slowest, f"{stage}_s"):
             fields[f"{stage}_s"] = round(seconds, 6)
     return fields

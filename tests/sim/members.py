@@ -1,10 +1,9 @@
 """The nodes and routers of a simulated cluster, from production's parts."""
 
 import asyncio
-import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
@@ -33,10 +32,13 @@ from baton.protocol.messages import (
     StepLimits,
 )
 from baton.router.core import RouterCore
-from tests.sim.clock import Process, SimLoop
-from tests.sim.executor import BLOCK_SIZE, VOCAB, Context, SimExecutor
-from tests.sim.network import Network, SimChannels, world_call_at
-from tests.sim.transports import Owner, Pools, SimNixl, SimPort, SimShm
+from tests.sim.clock import Process
+from tests.sim.executor import BLOCK_SIZE, VOCAB, SimExecutor
+from tests.sim.network import SimChannels, world_call_at
+from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
 
 MAX_MODEL_LEN = 400
 EOS = tuple(range(10, 14))
@@ -47,26 +49,10 @@ DRAIN_S = 5.0
 T = TypeVar("T")
 
 
-class Surroundings(Protocol):
-    """What members need of their world."""
-
-    loop: SimLoop
-    rng: random.Random
-    network: Network
-    pools: Pools
-    root: Context
-    transport: str  # shm or nixl
-    step_s: tuple[float, float]
-    local_prefill: str
-    routers: "list[SimRouter]"
-
-    def problem(self, text: str) -> None: ...
-
-
 class Member:
     """A place in the cluster, in which one process lives after the other."""
 
-    def __init__(self, world: Surroundings, name: str) -> None:
+    def __init__(self, world: "World", name: str) -> None:
         self.world, self.name = world, name
         self.life = 0
         self.process = Process(world.loop, name)
@@ -101,7 +87,7 @@ class Member:
 
 
 class SimNode(Member):
-    def __init__(self, world: Surroundings, name: str, role: Role, num_blocks: int) -> None:
+    def __init__(self, world: "World", name: str, role: Role, num_blocks: int) -> None:
         super().__init__(world, name)
         self.role: Role = role
         self.salt = sum(name.encode())
@@ -249,7 +235,7 @@ class SimNode(Member):
 
 
 class SimRouter(Member):
-    def __init__(self, world: Surroundings, name: str) -> None:
+    def __init__(self, world: "World", name: str) -> None:
         super().__init__(world, name)
         self.endpoint = f"ipc://{name}"
         self.on_death: list[Callable[[], None]] = []  # of the clients that are connected
