@@ -185,7 +185,7 @@ class Admission:
         code, text = "no_nodes", "no node that is in service can take this request"
         if waiting.unplaceable_at != self._registry.version:
             code = "queue_timeout"
-            text = f"no node was free for this request within {self._config.max_queued_s:g} s"
+            text = f"no node was free for this request within {now_s - waiting.since_s:.0f} s"
         retry_s = self._retry_after_s(now_s)
         return Overloaded(text, code=code, retry_after_s=retry_s).to_failure()
 
