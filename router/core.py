@@ -206,7 +206,11 @@ class RouterCore:
             raise from_failure(self._failure)
         active = self._requests.get(claim.request_id)
         if active is not None and not active.lifecycle.has_outcome:
-            return self._hand_over(active, claim, accept)
+            found = found_here(active.lifecycle, claim)
+            if found is not None:
+                return self._hand_over(active, claim, accept, found)
+            active.stream.finish(from_failure(taken_over()))
+            self._feed(active, CallerGone("went on elsewhere"))
         if active is not None:  # its nodes keep what its client has
             self._forget(active)
         now_s = self._clock()
@@ -412,9 +416,10 @@ class RouterCore:
         for name, message in early:
             self._on_request_message(name, claim.request_id, message)
 
-    def _hand_over(self, active: ActiveRequest, claim: Claim, accept: Accept) -> RequestStream:
+    def _hand_over(
+        self, active: ActiveRequest, claim: Claim, accept: Accept, found: FoundRequest
+    ) -> RequestStream:
         """Go on with a running request over another connection, and end the one before."""
-        found = found_here(active.lifecycle, claim)
         stream = accept(found)
         choices = adopted_choices(claim, found, stream, self.registry)
         active.stream.finish(from_failure(taken_over()))
@@ -423,7 +428,6 @@ class RouterCore:
         self._now_s = self._clock()
         for choice in choices:
             index, fresh = choice.key.choice, choice.token_ids[choice.num_received :]
-            stream.attempts[index] = choice.key.attempt
             has_ended = choice.has_ended
             if not has_ended and (fresh or choice.finish_reason is not None):
                 has_ended = stream.push(index, fresh, choice.finish_reason)
@@ -478,7 +482,6 @@ class RouterCore:
         stream = active.stream
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                stream.attempts[choice] = command.attempt
                 if stream.push(choice, token_ids, reason):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):

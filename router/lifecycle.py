@@ -165,7 +165,7 @@ class Lifecycle:
                 self._attempts.append(choice.attempt)
             fresh, reason = one.token_ids[one.num_received :], one.finish_reason
             if not one.has_ended and (fresh or reason is not None):
-                self._out.append(Deliver(choice.index, fresh, reason, one.key.attempt))
+                self._out.append(Deliver(choice.index, fresh, reason))
                 choice.finish_reason = reason
             if one.has_ended or reason is not None:
                 self._num_open -= 1
@@ -250,7 +250,7 @@ class Lifecycle:
             return
         choice.output.extend(fresh)
         self._has_delivered = True
-        self._out.append(Deliver(choice.index, fresh, finish_reason, attempt.key.attempt))
+        self._out.append(Deliver(choice.index, fresh, finish_reason))
         if finish_reason is not None:
             choice.finish_reason = finish_reason
             self._end_choice(choice, by_router=False)

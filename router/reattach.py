@@ -26,7 +26,7 @@ from baton.protocol.messages import (
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.registry import Registry
 from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone
-from baton.router.stream import RequestStream
+from baton.router.stream import RequestStream, digest_of
 from baton.runtime.log import logger
 
 # Nodes find a restarted router within two seconds.
@@ -53,15 +53,30 @@ class ReceivedPart(msgspec.Struct, frozen=True):
     num_tokens: int = 0
     has_begun: bool = False  # it has the event that opens the choice
     has_ended: bool = False  # it has the event with the finish reason
-    attempt: int = 0  # the attempt that generated the last of its tokens
+    digest: int = 0  # of its tokens, by `digest_of`
 
 
 class FoundChoice(msgspec.Struct, frozen=True):
-    """One choice in the state of the node with its highest attempt."""
+    """One attempt at a choice in the state of the node that holds it."""
 
     node: NodeId
     held: HeldChoice
     is_landing: bool = False  # the client may have the next token, which prefill has sampled
+
+    def continues(self, received: ReceivedPart) -> bool:
+        """Return whether this goes on from the client's tokens, as far as the node knows them.
+
+        An attempt of another router may have other tokens at the same positions.
+        """
+        num_tokens, held = received.num_tokens, self.held.token_ids
+        if self.is_landing and num_tokens == len(held) + 1:
+            return True  # `RequestStream.expect_again` checks it once the token is known
+        return num_tokens <= len(held) and digest_of(held[:num_tokens]) == received.digest
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it runs or has ended, and was not merely left by its router."""
+        return self.held.is_running or self.held.finish_reason is not None
 
 
 class FoundRequest(msgspec.Struct, frozen=True):
@@ -99,10 +114,8 @@ class Search:
         self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
         self._missing = set(missing)
         self._first: Attached | None = None
-        self._choices: dict[int, FoundChoice] = {}
+        self._found: dict[tuple[NodeId, Key], FoundChoice] = {}
         self._first_attempt = 0
-        # Sequences of earlier attempts that nodes have also given to this router, which ends them.
-        self.outdated: list[tuple[NodeId, Key]] = []
 
     def asks(self, node: NodeId) -> bool:
         """Return whether that node must be asked, and count it as asked."""
@@ -120,60 +133,52 @@ class Search:
         self._first = self._first or answer
         self._first_attempt = max(self._first_attempt, answer.first_attempt)
         for held in answer.choices:
-            known = self._choices.get(held.key.choice)
-            is_again = known is not None and (known.node, known.held.key) == (node, held.key)
-            loser: FoundChoice | None = FoundChoice(node, held)
-            if known is None or is_again or known.held.key.attempt < held.key.attempt:
-                is_landing = held.key.choice in answer.landing
-                self._choices[held.key.choice] = FoundChoice(node, held, is_landing)
-                loser = None if is_again else known
-            if loser is not None and loser.held.is_running:
-                self.outdated.append((loser.node, loser.held.key))
+            is_landing = held.key.choice in answer.landing
+            self._found[node, held.key] = FoundChoice(node, held, is_landing)
 
     def goes_on(self, node: NodeId, entry: TokenEntry) -> None:
         """Add tokens that a sequence got after its node gave it to this router.
 
         So a search never holds more than the tokens of its request, even if it takes long.
         """
-        choice = entry.key.choice
-        found = self._choices.get(choice)
-        # An attempt below the client's must not be mistaken for it when it has caught up.
-        if found is None or self._first is None or not self._has_enough(choice):
+        found = self._found.get((node, entry.key))
+        if found is None or self._first is None:
             return
         held = found.held
         num_known = len(self._first.prompt_token_ids) + len(held.token_ids) - entry.position
-        if found.node != node or held.key != entry.key or num_known < 0:
+        if num_known < 0:
             return
         held.token_ids.extend(entry.token_ids[num_known:])
         if (reason := entry.finish_reason) is not None:
             held = msgspec.structs.replace(held, finish_reason=reason, is_running=False)
-        self._choices[choice] = FoundChoice(node, held)
+        self._found[node, entry.key] = FoundChoice(node, held)
 
     def lost(self, node: NodeId) -> None:
         """Forget a node, which is asked again if it comes back."""
         self._asked.discard(node)
         self._silent.discard(node)
         self._missing.add(node)
-        self._choices = {i: found for i, found in self._choices.items() if found.node != node}
+        self._found = {key: found for key, found in self._found.items() if found.node != node}
 
     def verdict(self, now_s: float) -> FoundRequest | Failure | None:
         """Return the request, or why it cannot be found, or None while that is unknown."""
-        wanted: list[int] = []
-        if self._first is not None:
-            if self._received is not None and len(self._received) != self._first.num_choices:
+        result: FoundRequest | None = None
+        if (first := self._first) is not None:
+            if self._received is not None and len(self._received) != first.num_choices:
                 return gone()
-            numbers = range(self._first.num_choices)
-            wanted = [i for i in numbers if not self.received_of(i).has_ended]
+            best = {i: found for i in range(first.num_choices) if (found := self._best(i))}
+            wanted = [i for i in range(first.num_choices) if not self.received_of(i).has_ended]
+            if all(i in best for i in wanted):
+                result = FoundRequest(first, best, self._first_attempt)
             # Another node may have a later attempt, so the search waits for each node that was
             # asked.
-            if not self._silent and all(map(self._is_live, wanted)):
-                return self._found(self._first)
-        has_all = self._first is not None and all(map(self._has_enough, wanted))
+            if result is not None and not self._silent and all(best[i].is_live for i in wanted):
+                return result
         is_early = bool(self._silent) or now_s < self._settled_s
-        if now_s < self._give_up_s and (is_early or (self._missing and not has_all)):
+        if now_s < self._give_up_s and (is_early or (self._missing and result is None)):
             return None
-        if self._first is not None and has_all:
-            return self._found(self._first)
+        if result is not None:
+            return result
         may_be_held = self._silent or self._missing or now_s < self._unmet_s
         return _unanswered() if may_be_held else gone()
 
@@ -181,7 +186,7 @@ class Search:
     def running_keys(self) -> dict[NodeId, list[Key]]:
         """Return the sequences that nodes have given to this router, by node."""
         keys: dict[NodeId, list[Key]] = {}
-        for found in self._choices.values():
+        for found in self._found.values():
             if found.held.is_running:
                 keys.setdefault(found.node, []).append(found.held.key)
         return keys
@@ -189,27 +194,15 @@ class Search:
     def received_of(self, choice: int) -> ReceivedPart:
         return self._received[choice] if self._received is not None else ReceivedPart()
 
-    def _found(self, attached: Attached) -> FoundRequest:
-        return FoundRequest(attached, self._choices, self._first_attempt)
-
-    def _has_enough(self, choice: int) -> bool:
-        """Return whether the node has all that the client has, or soon gets it from prefill.
-
-        A lower attempt than the client's may have other tokens, even if it has as many.
-        """
-        found = self._choices.get(choice)
-        if found is None:
-            return False
-        received, held = self.received_of(choice), found.held
-        num_tokens = len(held.token_ids) + found.is_landing
-        return num_tokens >= received.num_tokens and held.key.attempt >= received.attempt
-
-    def _is_live(self, choice: int) -> bool:
-        """Return whether the choice runs or has ended where it was found."""
-        if not self._has_enough(choice):
-            return False
-        held = self._choices[choice].held
-        return held.is_running or held.finish_reason is not None
+    def _best(self, choice: int) -> FoundChoice | None:
+        """Return the last attempt at a choice that goes on from what the client has."""
+        received = self.received_of(choice)
+        fitting = [
+            found
+            for (_, key), found in self._found.items()
+            if key.choice == choice and (received.has_ended or found.continues(received))
+        ]
+        return max(fitting, key=lambda found: found.held.key.attempt, default=None)
 
 
 def _unanswered() -> Failure:
@@ -217,8 +210,11 @@ def _unanswered() -> Failure:
     return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
 
 
-def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest:
-    """Return a running request of this router. Raises `RequestError` if it is not the client's."""
+def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest | None:
+    """Return a running request of this router, or None if another has gone on with it meanwhile.
+
+    Raises `RequestError` if it is not the client's.
+    """
     request, received = lifecycle.request, claim.received
     kept, num_choices = request.kept, request.num_choices
     is_wrong = received is not None and len(received) != num_choices
@@ -231,7 +227,15 @@ def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest:
     attached = Attached(
         request.request_id, kept.form, num_choices, request.token_ids, request.sampling, held
     )
-    return FoundRequest(attached, {one.key.choice: FoundChoice(NO_NODE, one) for one in held})
+    # The client may have a token more, from the router that had this request before.
+    found = {
+        one.key.choice: FoundChoice(NO_NODE, one, is_landing=one.finish_reason is None)
+        for one in held
+    }
+    for part, one in zip(received or (), found.values(), strict=False):
+        if not part.has_ended and not one.continues(part):
+            return None
+    return FoundRequest(attached, found)
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -365,15 +369,20 @@ class Reattaching:
             log.exception("a stream could not be resumed")
             taken.set_exception(BatonError("the router failed to resume this stream"))
             return False
-        for node, key in searching.search.outdated:
-            self._ask(node, Cancel((key,), "ended"))
+        adopted = {(one.node, one.held.key) for one in verdict.choices.values()}
+        self._give_up(searching.search.running_keys, adopted)
         taken.set_result(stream)
         return True
 
-    def _give_up(self, keys: dict[NodeId, list[Key]]) -> None:
+    def _give_up(
+        self,
+        keys: dict[NodeId, list[Key]],
+        adopted: Collection[tuple[NodeId, Key]] = (),
+    ) -> None:
+        """End sequences that nodes have given to this router, but for those that it `adopted`."""
         for node, running in keys.items():
-            if running:
-                self._ask(node, Cancel(tuple(running), "ended"))
+            if unwanted := tuple(key for key in running if (node, key) not in adopted):
+                self._ask(node, Cancel(unwanted, "ended"))
 
 
 def adopted_choices(
@@ -397,11 +406,11 @@ def adopted_choices(
         # What the caller says is not trusted beyond what the nodes hold.
         num_received = min(received.num_tokens, len(held.token_ids) + one.is_landing)
         is_stopped = stream.replay(index, held.token_ids[:num_received])
-        num_again = max(0, num_received - len(held.token_ids))
+        is_ahead = num_received > len(held.token_ids)
         if received.has_ended:  # nothing more comes of it
-            stream.metrics.received(num_again)
-        else:
-            stream.expect_again(index, num_again)
+            stream.metrics.received(int(is_ahead))
+        elif is_ahead:
+            stream.expect_again(index, digest_of(held.token_ids), received.digest)
         has_ended = received.has_ended or is_stopped
         process = None if node is None else node.process
         choices.append(

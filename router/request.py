@@ -158,7 +158,6 @@ class Deliver(msgspec.Struct, frozen=True):
     choice: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
-    attempt: int = 0  # the attempt that generated the last of them
 
 
 class Timed(msgspec.Struct, frozen=True):

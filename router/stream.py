@@ -5,17 +5,25 @@ Each delta goes straight to the caller's sink, so a token costs no task switch.
 
 import asyncio
 import time
+import zlib
+from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, from_failure
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Detokenizer
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
+from baton.router.request import gone
 from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
+
+
+def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
+    """Return the digest, of 32 bits, of the tokens that have `digest` and of these after them."""
+    return zlib.crc32(array("I", token_ids), digest)
 
 
 class RequestStream:
@@ -28,8 +36,8 @@ class RequestStream:
 
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_num_again", "_on_close", "_pushed_s", "_sink", "attempts", "finished",
-        "metrics", "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
+        "_has_changed", "_on_close", "_pushed_s", "_repeated", "_sink", "finished", "metrics",
+        "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -49,11 +57,9 @@ class RequestStream:
         )
         self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
         self.finished = False  # by tokens, by an error or by a cancel
-        # By choice: the attempt that generated the last token that was pushed.
-        self.attempts = [0] * len(detokenizers)
         self._detokenizers = detokenizers
         self._pushed_s = [0.0] * len(detokenizers)
-        self._num_again = [0] * len(detokenizers)
+        self._repeated: dict[int, tuple[int, int]] = {}  # by choice, see `expect_again`
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
@@ -159,17 +165,24 @@ class RequestStream:
         self.metrics.received(len(token_ids))
         return delta is not None and delta.finish_reason is not None
 
-    def expect_again(self, choice: int, num_tokens: int) -> None:
-        """Expect that many more tokens that the caller has already, before new ones."""
-        self._num_again[choice] = num_tokens
+    def expect_again(self, choice: int, known: int, whole: int) -> None:
+        """Expect one more token that the caller has already, before new ones.
+
+        The digest of the caller's tokens is `whole`, and `known` without that token. If another one
+        comes, it is of an attempt that the caller cannot go on with, and the request fails.
+        """
+        self._repeated[choice] = known, whole
 
     def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
         """Pass on new tokens. Return True if a stop string ends the choice early."""
         if self.finished:
             return False
-        if num_again := self._num_again[choice]:
-            again, token_ids = token_ids[:num_again], token_ids[num_again:]
-            self._num_again[choice] -= len(again)
+        if token_ids and self._repeated and choice in self._repeated:
+            known, whole = self._repeated.pop(choice)
+            again, token_ids = token_ids[:1], token_ids[1:]
+            if digest_of(again, known) != whole:
+                self._fail(from_failure(gone()))
+                return False
             if self.replay(choice, again):
                 return finish_reason is None
             if not token_ids and finish_reason is None:
@@ -195,6 +208,13 @@ class RequestStream:
     @property
     def tokens_per_choice(self) -> float:
         return self.metrics.num_output_tokens / self.params.n
+
+    def _fail(self, error: BatonError) -> None:
+        """End this request with an error that is found here, and let the router give it up."""
+        on_close = self._on_close
+        self.finish(error)
+        if on_close is not None:
+            on_close()
 
     def finish(self, error: BatonError | None = None) -> None:
         """End this request. Only the first call counts."""

@@ -147,7 +147,7 @@ class Handlers:
         running.streams.append(stream)
         answer, running.request_id = forms[-1].answer, forms[-1].request_id
         events = self._events(answer, stream.params.n, (), [stream.metrics])
-        events.resume_at(place, stream.attempts)
+        events.resume_at(place)
         headers = {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers)
 
@@ -306,7 +306,7 @@ class Handlers:
         metrics = [stream.metrics for stream in streams]
         events = self._events(work.answer, work.params.n, work.echoes, metrics)
         if work.kept is not None:
-            events.resume_at(ReaderPlace(work.answer.id, None), streams[0].attempts)
+            events.resume_at(ReaderPlace(work.answer.id, None))
         return events
 
     def _events(

@@ -20,6 +20,7 @@ from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
+from baton.router.stream import digest_of
 
 _encode = msgspec.json.Encoder().encode
 
@@ -38,7 +39,7 @@ LAST_EVENT_ID = "Last-Event-ID"
 OWNER_BYTES = 16
 Tail = Literal["", "/u", "/d"]
 _ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
-_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@(\d{1,10}))?)?")
+_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
 _TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
@@ -229,29 +230,21 @@ class EventIds:
     """Makes the ids of one stream's events.
 
     An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
-    event, then the number of its tokens, an `e` after its end, and `@` with the attempt that
-    generated the last token unless that is 0. `/u` is appended with the usage, and `/d` at the end.
+    event, then the number of its tokens, an `e` after its end, and `@` with the digest of the
+    tokens if there are any. `/u` is appended with the usage, and `/d` at the end.
     A response that cannot be resumed has numbers in the place of `CHOICES`.
     """
 
-    __slots__ = ("_attempts", "_counts", "_num_events", "_parts", "_prefix")
+    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
 
-    def __init__(
-        self,
-        answer_id: str,
-        received: Sequence[ReceivedPart] | None = None,
-        attempts: Sequence[int] = (),
-    ) -> None:
-        """`received` is what the client has of each choice; None if it cannot resume.
-
-        `attempts` are those that generated the last token of each choice, and change with time.
-        """
-        self._attempts = attempts
+    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
+        """`received` is what the client has of each choice; None if it cannot resume."""
         self._prefix = answer_id.encode() + b":"
         self._num_events = 0
         self._counts = [one.num_tokens for one in received] if received is not None else None
+        self._digests = [one.digest for one in received or ()]
         self._parts = [
-            _part(one.num_tokens, one.attempt, has_ended=one.has_ended) if one.has_begun else b""
+            _part(one.num_tokens, one.digest, has_ended=one.has_ended) if one.has_begun else b""
             for one in received or ()
         ]
 
@@ -260,12 +253,12 @@ class EventIds:
         if self._counts is not None:
             self._parts[choice] = b"0"
 
-    def advance(self, choice: int, num_tokens: int, *, has_ended: bool) -> None:
+    def advance(self, choice: int, token_ids: Sequence[int], *, has_ended: bool) -> None:
         """Note an event with tokens of a choice."""
         if self._counts is not None:
-            self._counts[choice] += num_tokens
-            attempt = self._attempts[choice] if self._attempts else 0
-            self._parts[choice] = _part(self._counts[choice], attempt, has_ended=has_ended)
+            self._counts[choice] += len(token_ids)
+            digest = self._digests[choice] = digest_of(token_ids, self._digests[choice])
+            self._parts[choice] = _part(self._counts[choice], digest, has_ended=has_ended)
 
     def current(self, tail: bytes = b"") -> bytes:
         """Return the id of the event that has just been noted."""
@@ -304,14 +297,15 @@ def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
     return ReaderPlace(answer_id, None)
 
 
-def _part(num_tokens: int, attempt: int, *, has_ended: bool) -> bytes:
+def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
     part = (b"%de" if has_ended else b"%d") % num_tokens
-    return part + b"@%d" % attempt if attempt else part
+    return part + b"@%08x" % digest if num_tokens else part
 
 
-def _received(num_tokens: str | None, end: str | None, attempt: str | None) -> ReceivedPart:
+def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
     """Read the groups of a part of an event id, which are None before the choice's first event."""
-    return ReceivedPart(int(num_tokens or 0), num_tokens is not None, end == "e", int(attempt or 0))
+    has_begun, has_ended = num_tokens is not None, end == "e"
+    return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
 
 
 # --- what nodes keep of a streamed response -----------------------------------------------------

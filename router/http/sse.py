@@ -75,13 +75,10 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._written_s = 0.0
 
-    def resume_at(self, place: ReaderPlace, attempts: Sequence[int]) -> None:
-        """Begin where the client left off, and put its place into the ids of events.
-
-        `attempts` are those of the stream that is relayed.
-        """
+    def resume_at(self, place: ReaderPlace) -> None:
+        """Begin where the client left off, and put its place into the ids of events."""
         received = place.received or (ReceivedPart(),) * self._num_choices
-        self._ids = EventIds(self._answer.id, received, attempts)
+        self._ids = EventIds(self._answer.id, received)
         self._has_usage = place.tail != ""
         for index, one in enumerate(received):
             if one.has_begun:
@@ -147,14 +144,14 @@ class EventStream:
         self._release()
         closing = self._answer.closing(metrics)
         if closing is not None and not self._has_usage:
-            self._add(closing, self._ids.current(b"/u"))
-        self._add(_DONE, self._ids.current(b"/d"))
+            self._add(closing, b"/u")
+        self._add(_DONE, b"/d")
 
     def fail(self, error: BatonError) -> None:
         """Add the held deltas, then the error that ends the response."""
         self._release()
         self._metrics.failed(error)
-        self._add(error_of(error), self._ids.current())
+        self._add(error_of(error))
 
     async def close(self) -> None:
         """Send what was added, and end the response."""
@@ -182,26 +179,27 @@ class EventStream:
         template = self._templates.get(delta.index)
         if template is None:
             template = self._begin(delta.index)
-        has_ended = delta.finish_reason is not None
-        self._ids.advance(delta.index, len(delta.token_ids), has_ended=has_ended)
-        self._add(template.fill(delta), self._ids.current())
+        if self._has_ids:
+            has_ended = delta.finish_reason is not None
+            self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
+        self._add(template.fill(delta))
 
     def _begin(self, index: int) -> ChunkTemplate:
         num_prompt_tokens = self._num_prompt_tokens[index // self._num_choices]
         template = self._templates[index] = self._answer.chunks(index, num_prompt_tokens)
         if self._answer.is_chat:
             self._ids.begin(index)
-            self._add(self._answer.opening(index, num_prompt_tokens), self._ids.current())
+            self._add(self._answer.opening(index, num_prompt_tokens))
         elif self._echoes:
             echo = self._echoes[index // self._num_choices]
-            self._add(template.fill(CompletionOutput(index, echo, [])), self._ids.current())
+            self._add(template.fill(CompletionOutput(index, echo, [])))
         return template
 
-    def _add(self, data: bytes, event_id: bytes) -> None:
-        """Add one event, which must have no line breaks."""
+    def _add(self, data: bytes, tail: bytes = b"") -> None:
+        """Add one event, which must have no line breaks. Its id, if it has one, ends in `tail`."""
         event = b"data: %b\n\n" % data
         if self._has_ids:
-            event = b"id: %b\n%b" % (event_id, event)
+            event = b"id: %b\n%b" % (self._ids.current(tail), event)
         if not self._unwritten and self._connection.is_writable:
             self._write_now(event)
             return

@@ -23,7 +23,7 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import Sampling, SamplingParams
 from baton.router.outputs import CompletionOutput
 from baton.router.reattach import REJOIN_S, Claim, ReceivedPart
-from baton.router.stream import RequestStream
+from baton.router.stream import RequestStream, digest_of
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
 from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
 
@@ -31,6 +31,10 @@ ID = RequestId("cmpl-7-0")
 OWNER = b"owner"
 SAMPLING = Sampling(seed=0, max_tokens=8, temperature=0.0)
 ANSWER = toy_answer(PROMPT, 8)
+
+
+def part(token_ids: list[int], *, has_ended: bool = False) -> ReceivedPart:
+    return ReceivedPart(len(token_ids), True, has_ended, digest_of(token_ids))
 
 
 def claim(*received: ReceivedPart) -> Claim:
@@ -71,7 +75,7 @@ def token_ids(deltas: list[CompletionOutput], choice: int = 0) -> list[int]:
 async def test_a_stream_that_runs_goes_on_where_the_client_is(bench: RouterBench) -> None:
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim(ReceivedPart(3, True)))
+    task = taking(bench, claim(part(ANSWER[:3])))
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
     decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 5, ANSWER[5:], "length")]))
@@ -96,7 +100,7 @@ async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(
     with pytest.raises(RequestError) as error:
         await taking(bench, Claim(ID, b"stranger"))
     assert error.value.code == "stream_gone"
-    stream, deltas = await taking(bench, claim(ReceivedPart(3, True)))
+    stream, deltas = await taking(bench, claim(part(ANSWER[:3])))
     with pytest.raises(RequestError) as error:
         await old.ended()
     assert error.value.code == "stream_taken_over"
@@ -130,7 +134,7 @@ async def test_of_two_searches_for_a_stream_the_later_one_gets_it(bench: RouterB
 async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: RouterBench) -> None:
     await bench.toy(node_info("p0", "prefill"))
     holder = await bench.scripted(node_info("d0", "decode"))
-    task = taking(bench, claim(ReceivedPart(3, True)))
+    task = taking(bench, claim(part(ANSWER[:3])))
     await asked(holder)
     holder.say(attached(HeldChoice(Key(ID, 0, 2), ANSWER[:5]), first_attempt=9))
     bench.clock.advance(REJOIN_S)
@@ -147,7 +151,7 @@ async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: Rou
 @routed()
 async def test_a_finished_stream_needs_no_node(bench: RouterBench) -> None:
     _, decode = await bench.pair()
-    received = (ReceivedPart(8, True, True), ReceivedPart(8, True))
+    received = (part(ANSWER, has_ended=True), part(ANSWER))
     task = taking(bench, claim(*received), SamplingParams(n=2, max_tokens=8))
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID, 1), ANSWER, "length"), num_choices=2))
@@ -191,7 +195,7 @@ async def test_a_node_that_gives_a_stream_twice_is_not_told_to_end_it(bench: Rou
 async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: RouterBench) -> None:
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim(ReceivedPart(5, True)))
+    task = taking(bench, claim(part(ANSWER[:5])))
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
     stream, deltas = await task
@@ -208,7 +212,7 @@ async def test_a_stop_string_that_the_cut_went_through_is_found(bench: RouterBen
     text = bench.router.get_tokenizer()
     ids = [text.encode_now(letter)[0] for letter in "stworst"]
     params = SamplingParams(max_tokens=50, stop="wor")
-    task = taking(bench, claim(ReceivedPart(4, True)), params)  # it has "st", and "wo" is held back
+    task = taking(bench, claim(part(ids[:4])), params)  # it has "st", and "wo" is held back
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID), ids[:4], is_running=True)))
     decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 4, ids[4:])]))
@@ -238,7 +242,7 @@ async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(
 ) -> None:
     _, decode = await bench.pair()
     silent = await bench.scripted(node_info("d1", "decode"))
-    task = taking(bench, claim(ReceivedPart(1, True)))
+    task = taking(bench, claim(part([7])))
     await asked(decode)
     decode.say(attached(HeldChoice(Key(ID), [7], is_running=True)))
     num_many, start = 12_000, len(PROMPT) + 1
@@ -264,7 +268,7 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
 ) -> None:
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim(ReceivedPart(1, True)))
+    task = taking(bench, claim(part(ANSWER[:1])))
     await asked(decode)
     answer = attached(HeldChoice(Key(ID), [], is_running=True))
     decode.say(msgspec.structs.replace(answer, landing=(0,)))
@@ -280,13 +284,56 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
 
 
 @routed()
+async def test_a_prompt_that_lands_with_another_token_than_the_clients_ends_the_stream(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim(part([ANSWER[0] ^ 1])))
+    await asked(decode)
+    answer = attached(HeldChoice(Key(ID), [], is_running=True))
+    decode.say(msgspec.structs.replace(answer, landing=(0,)))
+    stream, deltas = await task
+    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT), ANSWER[:2])]))
+    with pytest.raises(RequestError) as error:
+        await stream.ended()
+    assert (error.value.code, token_ids(deltas)) == ("stream_gone", [])
+    assert (await decode.hear(Cancel)).keys == (Key(ID),)
+    decode.say(CancelDone((Key(ID),)))
+    await bench.settled()
+
+
+@routed()
+async def test_a_client_that_went_on_elsewhere_does_not_get_this_routers_tokens(
+    bench: RouterBench,
+) -> None:
+    """Both routers took the other for lost, and began attempts that differ in a token."""
+    prefill, decode = await bench.pair()
+    bench.clock.advance(REJOIN_S)
+    old = await bench.router.submit(PROMPT, GREEDY, ID, ResumeState(b"form", OWNER, 1))
+    key = (await prefill.hear(Prefill)).key
+    decode.say(Tokens([TokenEntry(key, len(PROMPT), ANSWER[:5])]))
+    await old.changed()
+    other = [*ANSWER[:3], ANSWER[3] ^ 1]
+    task = taking(bench, claim(part(other)))
+    await asked(decode)
+    with pytest.raises(RequestError):
+        await old.ended()
+    assert any(isinstance(one, Cancel) and one.keys == (key,) for one in decode.heard)
+    decode.say(attached(HeldChoice(Key(ID, 0, 7), [*other, 9], "length")))
+    stream, deltas = await task
+    await stream.ended()
+    assert token_ids(deltas) == [9]
+
+
+@routed()
 async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_has_landed(
     bench: RouterBench,
 ) -> None:
     """The client has the first token of both choices from prefill; it ended one of them."""
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
-    received = (ReceivedPart(1, True, True), ReceivedPart(1, True))
+    received = (part(ANSWER[:1], has_ended=True), part(ANSWER[:1]))
     task = taking(bench, claim(*received), SamplingParams(n=2, max_tokens=8))
     await asked(decode)
     held = [HeldChoice(Key(ID, choice), [], is_running=True) for choice in range(2)]

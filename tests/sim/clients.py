@@ -9,7 +9,7 @@ from baton.protocol.messages import FinishReason, ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput
 from baton.router.reattach import Claim, ReceivedPart
-from baton.router.stream import RequestStream
+from baton.router.stream import RequestStream, digest_of
 from tests.sim.executor import VOCAB, Context, next_token
 from tests.sim.members import EOS, SimRouter
 
@@ -68,7 +68,7 @@ class Client:
         self._num_tries += 1
         self.request_id = RequestId(f"cmpl-{self.number}-{self._num_tries}-0")
         self.contexts: list[Context] = [self._root] * self.n
-        self.attempts = [0] * self.n
+        self.digests = [0] * self.n
         self.has_begun, self.has_ended = [False] * self.n, [False] * self.n
         self.is_whole = [False] * self.n  # it has its last token
 
@@ -98,9 +98,7 @@ class Client:
                 return
             self.router, self.last_s = router, loop.time()
             is_deaf = self._has_lied
-            stream.send_to(
-                lambda delta: None if broke.done() or is_deaf else self._take(stream, delta)
-            )
+            stream.send_to(lambda delta: None if broke.done() or is_deaf else self._take(delta))
             ended = router.start_task(stream.ended())
             ended.add_done_callback(_retrieved)
             leaves = world.rng.random() < world.p_leave
@@ -135,7 +133,7 @@ class Client:
             router.process.run(router.core.submit, stream, kept)
             return stream
         parts = tuple(
-            ReceivedPart(self.num_tokens(index), begun, ended, self.attempts[index])
+            ReceivedPart(self.num_tokens(index), begun, ended, self.digests[index])
             for index, (begun, ended) in enumerate(zip(self.has_begun, self.has_ended, strict=True))
         )
         self._has_lied = self.world.rng.random() < 0.02
@@ -155,7 +153,7 @@ class Client:
         silent = [_Silent(index, self.stop_below) for index in range(self.n)]
         return RequestStream(self.request_id, None, list(self.prompt), self.params, silent)  # type: ignore[arg-type]
 
-    def _take(self, stream: RequestStream, delta: CompletionOutput) -> None:
+    def _take(self, delta: CompletionOutput) -> None:
         """Check that each token is what some node says after exactly the tokens before it."""
         choice, world = delta.index, self.world
         for token in delta.token_ids:
@@ -176,7 +174,7 @@ class Client:
         if silent_s > SILENCE_S and self.has_begun[choice]:  # before, it may wait in the queue
             world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.has_begun[choice] = True
-        self.attempts[choice] = stream.attempts[choice]
+        self.digests[choice] = digest_of(delta.token_ids, self.digests[choice])
         if self.has_ended[choice]:
             world.problem(f"client {self.number}: a second end of choice {choice}")
         self.has_ended[choice] = delta.finish_reason is not None
@@ -213,8 +211,8 @@ class Client:
             for node in self.world.nodes
             if node.is_up
             for one in node.held(self.request_id)
-            if len(one.token_ids) >= self.num_tokens(one.key.choice)
-            and one.key.attempt >= self.attempts[one.key.choice]
+            if len(one.token_ids) >= (num_tokens := self.num_tokens(one.key.choice))
+            and digest_of(one.token_ids[:num_tokens]) == self.digests[one.key.choice]
         }
         if {index for index in range(self.n) if not self.has_ended[index]} <= held:
             self.world.problem(f"client {self.number}: its stream is gone, but nodes hold it")

@@ -13,9 +13,10 @@ from baton.engine.scheduling.outputs import Outputs
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer.handoff import ReaderLease, Tombstones
 from baton.kv_transfer.receive import KVReceive
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import TokenEntry
 from baton.router.node_link import NodeLink
-from baton.router.reattach import Search
+from baton.router.reattach import FoundChoice, ReceivedPart, Search
 from baton.router.registry import Node, Registry
 from baton.router.stream import RequestStream
 from tests.sim.transports import SimShm
@@ -46,17 +47,12 @@ def _hello_alone(channel: RouterChannel) -> None:
     channel.dialer.send(channel._hello)
 
 
-def _outdated_too(search: Search, choice: int) -> bool:
-    found = search._choices.get(choice)
-    if found is None:
-        return False
-    num_tokens = len(found.held.token_ids) + found.is_landing
-    return num_tokens >= search.received_of(choice).num_tokens
+def _any_tokens(found: FoundChoice, received: ReceivedPart) -> bool:
+    return len(found.held.token_ids) + found.is_landing >= received.num_tokens
 
 
-def _twice(search: Search, _node: object, entry: TokenEntry) -> None:
-    found = search._choices.get(entry.key.choice)
-    if found is not None and found.held.key == entry.key:
+def _twice(search: Search, node: NodeId, entry: TokenEntry) -> None:
+    if (found := search._found.get((node, entry.key))) is not None:
         found.held.token_ids.extend(entry.token_ids)
 
 
@@ -79,7 +75,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
     ),
     "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
-    "adopt an outdated attempt": ((Search, "_has_enough", _outdated_too),),
+    "adopt an attempt with other tokens": ((FoundChoice, "continues", _any_tokens),),
     "take tokens twice during a search": ((Search, "goes_on", _twice),),
     "take tokens that the client has for new ones": ((RequestStream, "expect_again", _nothing),),
     "have no tombstones": (

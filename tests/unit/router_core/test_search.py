@@ -14,6 +14,7 @@ from baton.router.reattach import (
     ReceivedPart,
     Search,
 )
+from baton.router.stream import digest_of
 
 ID = RequestId("r")
 A, B = NodeId("a"), NodeId("b")
@@ -29,6 +30,10 @@ def search(
     return one
 
 
+def part(num_tokens: int, *, has_ended: bool = False) -> ReceivedPart:
+    return ReceivedPart(num_tokens, True, has_ended, digest_of(range(num_tokens)))
+
+
 def held(
     choice: int = 0,
     num_tokens: int = 5,
@@ -36,8 +41,10 @@ def held(
     attempt: int = 0,
     end: FinishReason | None = None,
     is_running: bool = False,
+    start: int = 0,
 ) -> HeldChoice:
-    return HeldChoice(Key(ID, choice, attempt), list(range(num_tokens)), end, is_running)
+    token_ids = list(range(start, start + num_tokens))
+    return HeldChoice(Key(ID, choice, attempt), token_ids, end, is_running)
 
 
 def attached(*choices: HeldChoice, num_choices: int = 1) -> Attached:
@@ -51,7 +58,7 @@ def code(verdict: object) -> str:
 
 def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
     """A node that is silent may have a later attempt."""
-    one = search(ReceivedPart(3, True))
+    one = search(part(3))
     assert one.verdict(0.0) is None
     one.heard(B, attached(held(is_running=True)))
     assert one.verdict(0.0) is None
@@ -79,19 +86,23 @@ def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
     assert code(one.verdict(ANSWER_S)) == "stream_unknown", "it may have the stream"
 
 
-def test_an_attempt_below_the_clients_is_never_adopted() -> None:
-    """It may have as many tokens as the client, but other ones."""
-    one = search(ReceivedPart(3, True, attempt=1), is_old=False)
-    one.heard(A, attached(held(num_tokens=9, is_running=True)))
+@pytest.mark.parametrize("attempt", [0, 2])
+def test_an_attempt_with_other_tokens_is_never_adopted(attempt: int) -> None:
+    """Another router may have made it, so that its number says nothing."""
+    one = search(part(3), is_old=False)
+    one.heard(A, attached(held(num_tokens=9, attempt=attempt, is_running=True, start=1)))
     one.heard(B, NOTHING)
-    assert one.verdict(REJOIN_S - 0.1) is None, "a node with the later attempt may yet dial in"
+    assert one.verdict(REJOIN_S - 0.1) is None, "a node with the client's may yet dial in"
     assert code(one.verdict(REJOIN_S)) == "stream_gone"
     one.heard(B, attached(held(num_tokens=4, attempt=1, is_running=True)))
-    assert isinstance(one.verdict(0.0), FoundRequest)
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert verdict.choices[0].node == B
+    assert one.running_keys == {A: [Key(ID, 0, attempt)], B: [Key(ID, 0, 1)]}, "A ends its own"
 
 
 def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
-    one = search(ReceivedPart(5, True))
+    one = search(part(5))
     one.heard(A, attached(held(num_tokens=5)))
     assert one.verdict(0.0) is None, "another node may have gone on with it"
     one.heard(B, attached(held(num_tokens=8, attempt=1, end="length")))
@@ -109,11 +120,11 @@ def test_a_node_that_answers_twice_gives_one_sequence() -> None:
     verdict = one.verdict(0.0)
     assert isinstance(verdict, FoundRequest)
     assert len(verdict.choices[0].held.token_ids) == 5
-    assert one.outdated == []
+    assert one.running_keys == {A: [Key(ID)]}
 
 
 def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them() -> None:
-    received = (ReceivedPart(2, True), ReceivedPart(4, True, True), ReceivedPart())
+    received = (part(2), part(4, has_ended=True), ReceivedPart())
     one = search(*received)
     one.heard(A, attached(held(0, is_running=True), num_choices=3))
     assert one.verdict(0.0) is None
@@ -124,7 +135,7 @@ def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them(
 
 
 def test_a_node_that_knows_less_than_the_client_does_not_help() -> None:
-    one = search(ReceivedPart(9, True), nodes=(A,))
+    one = search(part(9), nodes=(A,))
     one.heard(A, attached(held(num_tokens=5, is_running=True)))
     assert code(one.verdict(0.0)) == "stream_gone"
 
@@ -133,12 +144,13 @@ def entry(position: int, *token_ids: int, end: FinishReason | None = None) -> To
     return TokenEntry(Key(ID), 1 + position, list(token_ids), end)
 
 
-def test_a_lower_attempt_that_catches_up_does_not_pass_for_the_clients() -> None:
-    one = search(ReceivedPart(6, True))
+@pytest.mark.parametrize("token", [5, 6])
+def test_an_attempt_that_catches_up_counts_if_it_has_the_clients_tokens(token: int) -> None:
+    one = search(part(6))
     one.heard(A, attached(held(num_tokens=5, is_running=True)))
-    one.goes_on(A, entry(5, 5, 6))
+    one.goes_on(A, entry(5, token))
     one.heard(B, NOTHING)
-    assert code(one.verdict(0.0)) == "stream_gone"
+    assert isinstance(one.verdict(0.0), FoundRequest if token == 5 else Failure)
 
 
 def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream() -> None:

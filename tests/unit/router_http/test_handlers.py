@@ -7,7 +7,7 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import Overloaded, RequestError
-from baton.router.stream import RequestStream
+from baton.router.stream import RequestStream, digest_of
 from tests.support.http_bench import (
     TEXT,
     HttpBench,
@@ -71,7 +71,9 @@ async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_i
     assert reply.headers["Content-Type"].startswith("text/event-stream")
     name = json.loads(reply.events[0][1])["id"]
     assert reply.headers["X-Request-Id"] not in name
-    places = ["1", "2e", "2e/u", "2e/d"]
+    hello, world = map(TEXT.encode_now, (" hello", " world"))
+    whole = f"2e@{digest_of(hello + world):08x}"
+    places = [f"1@{digest_of(hello):08x}", whole, f"{whole}/u", f"{whole}/d"]
     assert [event for event, _ in reply.events] == [f"{name}:{place}" for place in places]
     assert reply.events[-1][1] == "[DONE]"
     first, second, closing = chunks(reply.text)

@@ -16,6 +16,7 @@ from baton.router.http.responses import (
     start_of,
 )
 from baton.router.reattach import ReceivedPart
+from baton.router.stream import digest_of
 from tests.support.http_bench import HttpBench, served
 
 NAME = "chatcmpl-" + "0a" * 12
@@ -23,20 +24,21 @@ NOTHING = ReceivedPart()
 
 
 def test_an_id_tells_what_its_events_brought() -> None:
-    attempts = [0, 0, 0]  # of the stream, which moves to another node between two events
-    ids = EventIds(NAME, [NOTHING] * 3, attempts)
+    ids = EventIds(NAME, [NOTHING] * 3)
     ids.begin(1)
-    ids.advance(2, 1, has_ended=False)
-    attempts[2] = 7
-    assert ids.current().decode() == f"{NAME}:.0.1"
-    ids.advance(2, 4, has_ended=True)
-    assert ids.current().decode() == f"{NAME}:.0.5e@7"
-    received = (NOTHING, ReceivedPart(0, True), ReceivedPart(5, True, True, 7))
-    assert place_of(f"{NAME}:.0.5e@7") == ReaderPlace(NAME, received)
+    ids.advance(2, [7], has_ended=False)
+    ids.advance(2, [1, 151_000], has_ended=True)
+    digest = digest_of([7, 1, 151_000])
+    event_id = f"{NAME}:.0.3e@{digest:08x}"
+    assert ids.current().decode() == event_id
+    received = (NOTHING, ReceivedPart(0, True), ReceivedPart(3, True, True, digest))
+    assert place_of(event_id) == ReaderPlace(NAME, received)
     again = EventIds(NAME, received)
-    assert again.current().decode() == f"{NAME}:.0.5e@7"
-    again.advance(1, 2, has_ended=False)
-    assert place_of(again.current(b"/u").decode()).tail == "/u"
+    assert again.current().decode() == event_id
+    again.advance(1, [4, 5], has_ended=False)
+    place = place_of(again.current(b"/u").decode())
+    assert place.received is not None
+    assert (place.received[1].digest, place.tail) == (digest_of([4, 5]), "/u")
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,8 @@ def test_an_id_tells_what_its_events_brought() -> None:
         NAME,
         f"{NAME}:-1",
         f"{NAME}:1e2",
-        f"{NAME}:@1",
+        f"{NAME}:@00000001",
+        f"{NAME}:1@7",
         f"{NAME}:1/x",
         f"{NAME}:{'1' * 10}",
         f"{NAME}:" + MAX_CHOICES * "1.",
