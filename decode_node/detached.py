@@ -26,6 +26,7 @@ from baton.protocol.messages import (
     FinishReason,
     FirstToken,
     HeldChoice,
+    Keep,
     NotAttached,
     ResumeState,
 )
@@ -232,6 +233,14 @@ class Detached:
         if prompt.message.kept is not None and not prompt.is_ended:
             for choice in sorted(choices & prompt.choices.live):
                 self._keep(Ended.before_it_ran(prompt.message, choice, None), prompt.origin)
+
+    def keep(self, message: Keep) -> None:
+        """Keep choices that waited for a node when their router ended."""
+        for held in message.choices:
+            tokens = array("i", [*message.prompt_token_ids, *held.token_ids])
+            num_prompt = len(message.prompt_token_ids)
+            ended = Ended(held.key, message.kept, tokens, num_prompt, message.sampling)
+            self._keep(ended, NO_ROUTER)
 
     def expire(self, now_s: float) -> None:
         """End the requests that have waited too long for a router."""

@@ -37,6 +37,7 @@ from baton.protocol.messages import (
     Failed,
     FinishReason,
     FirstToken,
+    Keep,
     Load,
     Offered,
     Prefill,
@@ -94,6 +95,9 @@ class DecodeScheduler:
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
         self._detached.attach(now_s, origin, message)
+
+    def keep(self, message: Keep) -> None:
+        self._detached.keep(message)
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         match report:

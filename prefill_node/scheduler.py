@@ -33,6 +33,7 @@ from baton.protocol.messages import (
     End,
     Failed,
     FirstTokens,
+    Keep,
     Load,
     NotAttached,
     Prefill,
@@ -122,6 +123,9 @@ class PrefillScheduler:
         # Requests on prefill nodes end with their router. Decode has the tokens to begin them
         # again.
         self.outputs.say(origin, NotAttached(message.request_id))
+
+    def keep(self, message: Keep) -> None:
+        pass  # decode nodes keep tokens
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
         if not isinstance(report, Released | OfferBroken):

@@ -183,6 +183,27 @@ class Attach(Message, frozen=True):
     owner: bytes
 
 
+class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
+    """One choice of a request, and all of its output so far."""
+
+    key: Key
+    token_ids: list[Count]
+    finish_reason: FinishReason | None = None
+    is_running: bool = False  # more tokens follow, to the router that attached
+
+
+class Keep(Message, frozen=True):
+    """Gives a node what no node has of a request whose router ends, for a client that comes back.
+
+    These choices waited for a node. They can be continued from their tokens.
+    """
+
+    kept: ResumeState
+    prompt_token_ids: list[Count]
+    sampling: Sampling
+    choices: tuple[HeldChoice, ...]
+
+
 class DrainState(Message, frozen=True):
     """The answer to `DrainNode`, for the operator's command."""
 
@@ -194,6 +215,7 @@ class DrainState(Message, frozen=True):
 
 ToNode = (
     Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
+    | Keep
 )  # fmt: skip
 
 
@@ -362,15 +384,6 @@ class Crashed(Message, frozen=True):
 
     keys: tuple[Key, ...]
     failure: Failure
-
-
-class HeldChoice(msgspec.Struct, frozen=True, array_like=True):
-    """One choice of a request, and all of its output so far."""
-
-    key: Key
-    token_ids: list[Count]
-    finish_reason: FinishReason | None = None
-    is_running: bool = False  # more tokens follow, to the router that attached
 
 
 class Attached(Message, frozen=True):

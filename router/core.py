@@ -33,6 +33,7 @@ from baton.protocol.messages import (
     Heartbeat,
     Hello,
     InProgress,
+    Keep,
     NotAttached,
     Ready,
     ResumeState,
@@ -288,11 +289,16 @@ class RouterCore:
     def _detach_all(self) -> None:
         """Leave the streams that another router can resume to their nodes."""
         text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
+        decodes = self.registry.in_service("decode")
         for active in list(self._requests.values()):
-            metrics = active.stream.metrics
+            request, metrics = active.lifecycle.request, active.stream.metrics
             # The client may have tokens of which this router has handed out none.
             has_begun = metrics.time_to_first_token_s is not None or metrics.num_received_tokens
-            if has_begun and active.lifecycle.request.kept is not None:
+            if has_begun and request.kept is not None:
+                waiting = active.lifecycle.waiting_choices
+                if waiting and decodes:  # they exist nowhere else
+                    keep = Keep(request.kept, request.token_ids, request.sampling, waiting)
+                    self._send(decodes[0].node_id, keep)
                 active.stream.finish(Overloaded(text, code="shutting_down"))
                 del self._requests[active.request_id]
 

@@ -22,6 +22,7 @@ from baton.protocol.messages import (
     Failed,
     FinishReason,
     FirstTokens,
+    HeldChoice,
     InProgress,
     StageTimes,
     TokenEntry,
@@ -148,6 +149,15 @@ class Lifecycle:
         """Return when nodes last made progress with the attempt that has waited the longest."""
         live = (one.heard_s for one in self._attempts if one.state is AttemptState.LIVE)
         return min(live, default=None)
+
+    @property
+    def waiting_choices(self) -> tuple[HeldChoice, ...]:
+        """Return the unfinished choices that no node has, with their tokens."""
+        return tuple(
+            HeldChoice(Key(self.request.request_id, one.index, one.number), one.output)
+            for one in self.choices
+            if one.attempt is not None and one.attempt.state is AttemptState.WAITING
+        )
 
     def _on_adopted(self, adopted: Adopted) -> None:
         """Deliver the tokens that the caller lacks, and continue where the other router stopped."""

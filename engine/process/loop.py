@@ -35,6 +35,7 @@ from baton.protocol.messages import (
     DrainState,
     Failed,
     InProgress,
+    Keep,
     Peers,
     Prefill,
     Refused,
@@ -173,6 +174,8 @@ class EngineLoop:
                 self._events.append(PeersChanged(nodes))
             case Attach():
                 self.scheduler.attach(now_s, origin, message)
+            case Keep():
+                self.scheduler.keep(message)
             case Drain():
                 self.is_told_to_drain = True
             case DrainState():  # routers alone get it

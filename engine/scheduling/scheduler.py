@@ -18,7 +18,7 @@ from baton.kv_transfer.interfaces import ConnectorReport
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Attach, Decode, Load, Prefill
+from baton.protocol.messages import Attach, Decode, Keep, Load, Prefill
 from baton.protocol.sampling import MAX_CHOICES
 
 
@@ -92,6 +92,10 @@ class Scheduler(Protocol):
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
         """Give a router a request whose router is gone, or answer `NotAttached`."""
+        ...
+
+    def keep(self, message: Keep) -> None:
+        """Keep tokens of a router that ends, for the client that comes back, if this can."""
         ...
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None: ...

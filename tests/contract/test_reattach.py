@@ -14,6 +14,7 @@ from baton.protocol.messages import (
     CancelDone,
     Decode,
     HeldChoice,
+    Keep,
     NotAttached,
     Prefill,
     ResumeState,
@@ -204,6 +205,25 @@ async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: Ro
         await stream.ended()
     assert (error.value.code, token_ids(deltas)) == ("shutting_down", [])
     assert "Last-Event-ID" in error.value.message
+
+
+@routed()
+async def test_a_router_that_ends_gives_a_stream_that_waits_for_a_node_to_one(
+    bench: RouterBench,
+) -> None:
+    decode = await bench.scripted(node_info("d0", "decode"))  # and no prefill node
+    bench.clock.advance(REJOIN_S)
+    task = taking(bench, claim(part(ANSWER[:2])))
+    await asked(decode)
+    held = HeldChoice(Key(ID), ANSWER[:5])
+    decode.say(attached(held))
+    stream, _ = await task
+    await bench.until(lambda: bench.core.health().num_queued == 1)
+    bench.core.close()
+    kept = await decode.hear(Keep)
+    assert [one.token_ids for one in kept.choices] == [ANSWER[:5]]
+    assert (kept.prompt_token_ids, kept.kept.owner) == (PROMPT, OWNER)
+    assert stream.finished
 
 
 @routed()

@@ -7,7 +7,7 @@ from baton.decode_node import detached as keeping
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.interfaces import BeginReceive, KVReceived
 from baton.protocol.errors import taken_over
-from baton.protocol.ids import RequestId
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Attach,
     Attached,
@@ -15,11 +15,13 @@ from baton.protocol.messages import (
     Failed,
     FirstToken,
     HeldChoice,
+    Keep,
     NotAttached,
     ResumeState,
     TokenEntry,
     Tokens,
 )
+from baton.protocol.sampling import Sampling
 from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
 from tests.support.toy_executor import continuation
 
@@ -69,6 +71,15 @@ def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
         for entry in message.entries if isinstance(entry, TokenEntry) and entry.key.choice == choice
     ]  # fmt: skip
     return entries[0].position, [token for entry in entries for token in entry.token_ids]
+
+
+def test_what_waited_in_a_router_that_ended_is_kept_for_its_client() -> None:
+    drive = decode_drive(limits=LIMITS)
+    held = HeldChoice(Key(RequestId("r"), 0, 2), [7, 8])
+    sampling = Sampling(seed=0, max_tokens=9)
+    drive.scheduler.keep(Keep(ResumeState(b"form", OWNER, 1), PROMPT, sampling, (held,)))
+    assert isinstance(attach(drive, b"stranger")[0], NotAttached)
+    assert choices_of(attach(drive)) == {0: held}
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
