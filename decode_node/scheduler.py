@@ -19,6 +19,7 @@ from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
+from baton.engine.scheduling.sequence import no_token
 from baton.kv_transfer.interfaces import (
     BlocksDrained,
     ConnectorReport,
@@ -131,7 +132,8 @@ class DecodeScheduler:
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
             if prompt.sequence.num_unplanned_tokens:
-                slices.append(prompt.sequence.chunk(budget, prompt.choices.every))
+                every = prompt.choices.every
+                slices.append(prompt.sequence.chunk(budget, every, self._step_id + 1))
                 budget -= slices[-1].length
         copies, self._copies = tuple(self._copies), []
         if not slices:  # all forks ended before their first step
@@ -142,11 +144,12 @@ class DecodeScheduler:
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._drop_copies(plan.copies)
-        for done, tokens in zip(plan.slices, result.tokens, strict=True):
+        failed = dict(result.failed)
+        for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             if done.key in self._running or done.key in self._leaving:
-                self._settle_stream(done, tokens[0], result)
+                self._settle_stream(done, tokens, result, failed.get(index))
             else:
-                self._settle_prompt(now_s, done, tokens)
+                self._settle_prompt(now_s, done, tokens, failed.get(index))
 
     def load(self) -> Load:
         return load_of(self.pool, len(self._running), self.queue.num_waiting)
@@ -198,7 +201,8 @@ class DecodeScheduler:
             if len(slices) == num_slots:
                 break
             if stream.wants_step and self._grow(stream):
-                slices.append(stream.sequence.slice(1, (stream.sequence.key.choice,)))
+                choice = stream.sequence.key.choice
+                slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1))
         return slices
 
     def _in_turn(self, num_slots: int) -> list[Stream]:
@@ -235,13 +239,21 @@ class DecodeScheduler:
         sequence.block_table.extend(self.pool.allocate(1))
         return True
 
-    def _settle_stream(self, done: Slice, token_id: int, result: StepResult) -> None:
+    def _settle_stream(
+        self, done: Slice, tokens: tuple[int, ...], result: StepResult, problem: str | None
+    ) -> None:
         stream = self._running.get(done.key) or self._leaving[done.key]
         sequence = stream.sequence
-        sequence.settle(done)
+        sequence.settle(done, tokens)
         if stream.is_ended:
             self._release_if_idle(stream)
             return
+        if problem is not None:
+            self.outputs.say(stream.origin, Failed(done.key, no_token(problem)))
+            self._leave(stream)
+        if not tokens:
+            return
+        (token_id,) = tokens
         reason = sequence.finish_reason(token_id, self.limits)
         sequence.token_ids.append(token_id)
         if stream.times is not None:
@@ -250,11 +262,16 @@ class DecodeScheduler:
         if reason is not None:
             self._leave(stream, reason)
 
-    def _settle_prompt(self, now_s: float, done: Slice, tokens: tuple[int, ...]) -> None:
+    def _settle_prompt(
+        self, now_s: float, done: Slice, tokens: tuple[int, ...], problem: str | None
+    ) -> None:
         prompt = self.queue.pending[done.key]
-        prompt.sequence.settle(done)
+        prompt.sequence.settle(done, tokens)
         if prompt.is_ended:
             self.queue.release_if_idle(prompt)
+            return
+        if problem is not None:
+            self.queue.fail(prompt, no_token(problem))
             return
         prompt.sequence.store_prefix(self.pool)
         if not tokens:

@@ -32,7 +32,10 @@ class Stream:
 
     @property
     def wants_step(self) -> bool:
-        return not self.is_ended and self.sequence.num_planned_tokens + 1 < self.limit
+        sequence = self.sequence
+        if self.is_ended or sequence.may_repeat:
+            return False
+        return sequence.num_planned_tokens + 1 < self.limit
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
         """Return the tokens that are not yet sent, and count them as sent."""

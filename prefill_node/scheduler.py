@@ -13,7 +13,7 @@ from baton.engine.scheduling.choices import ByRequest, Choices
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.engine.scheduling.sequence import Sequence, reserve
+from baton.engine.scheduling.sequence import Sequence, no_token, reserve
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
@@ -148,7 +148,8 @@ class PrefillScheduler:
         for handoff in self._candidates(now_s):
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
-            slices.append(handoff.sequence.chunk(budget, handoff.choices.every))
+            step_id = self._step_id + 1
+            slices.append(handoff.sequence.chunk(budget, handoff.choices.every, step_id))
             budget -= slices[-1].length
         if not slices:
             return None
@@ -156,11 +157,17 @@ class PrefillScheduler:
         return StepPlan(self._step_id, tuple(slices), generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
-        for done, tokens in zip(plan.slices, result.tokens, strict=True):
+        failed = dict(result.failed)
+        for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             handoff = self._computing.get(done.key) or self._holding[done.key]
-            handoff.sequence.settle(done)
+            handoff.sequence.settle(done, tokens)
             if handoff.is_ended:
                 self._release_if_quiet(handoff)
+                continue
+            if index in failed:
+                failure = no_token(failed[index])
+                self.outputs.say(handoff.origin, Failed(done.key, failure))
+                self._end(handoff, failure)
                 continue
             handoff.sequence.store_prefix(self.pool)
             self._announce(handoff)

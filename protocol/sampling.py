@@ -34,7 +34,7 @@ class RequestOutputKind(StrEnum):
     FINAL_ONLY = "final"
 
 
-class Sampling(msgspec.Struct, frozen=True):
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How an engine samples and ends one sequence. The seed is always set."""
 
     seed: Int64
@@ -46,6 +46,42 @@ class Sampling(msgspec.Struct, frozen=True):
     min_p: float = 0.0
     stop_token_ids: tuple[Count, ...] = ()
     ignore_eos: bool = False
+    grammar: str = ""  # of llguidance, which the output has to match
+    allowed_token_ids: tuple[Count, ...] = ()  # empty allows all
+    bad_words: tuple[tuple[Count, ...], ...] = ()  # sequences that must not come
+
+    @property
+    def depends_on_output(self) -> bool:
+        """Return whether the next token's distribution is not a function of its logits alone."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The form of a response's text: exactly one of the fields is set. The names are vLLM's.
+
+    `json` is a schema or its text, `grammar` is in Lark's or GBNF's notation, and
+    `structural_tag` limits the text after its triggers. Raises a `RequestError` otherwise.
+    """
+
+    json: str | dict[str, object] | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, object] | None = None
+
+    def __post_init__(self) -> None:
+        given = [self.json, self.regex, self.choice, self.grammar, self.structural_tag]
+        num_given = sum(value is not None for value in given) + bool(self.json_object)
+        if num_given != 1 or "" in given:
+            text = f"structured_outputs takes exactly one of {', '.join(self.__struct_fields__)}"
+            raise RequestError(text, param="structured_outputs")
+
+    @property
+    def form(self) -> tuple[str, object]:
+        """The name of the field that is set, and its value."""
+        fields = msgspec.structs.asdict(self).items()
+        return next((name, value) for name, value in fields if value not in (None, False))
 
 
 class SamplingParams(msgspec.Struct, frozen=True):
@@ -81,7 +117,7 @@ class SamplingParams(msgspec.Struct, frozen=True):
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    structured_outputs: object = None
+    structured_outputs: StructuredOutputsParams | None = None
     extra_args: dict[str, object] | None = None
     best_of: int | None = None
     use_beam_search: bool = False
@@ -118,7 +154,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "logit_bias": (None, {}),
     "allowed_token_ids": (None,),
     "bad_words": (None, []),
-    "structured_outputs": (None,),
     "extra_args": (None, {}),
     "use_beam_search": (False, None),
     "length_penalty": (1, None),
@@ -161,6 +196,10 @@ def _set_types(params: SamplingParams) -> None:
         force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids))
     if type(params.output_kind) is not RequestOutputKind:
         force_setattr(params, "output_kind", _kind(params.output_kind))
+    if (form := params.structured_outputs) is not None and type(
+        form
+    ) is not StructuredOutputsParams:
+        force_setattr(params, "structured_outputs", _form(form))
 
 
 def _integer(name: str, value: object) -> int:
@@ -198,6 +237,13 @@ def _kind(value: object) -> RequestOutputKind:
     raise _wrong("output_kind", "cumulative, delta or final", value)
 
 
+def _form(value: object) -> StructuredOutputsParams:
+    try:
+        return msgspec.convert(value, StructuredOutputsParams)
+    except msgspec.ValidationError as error:
+        raise RequestError(f"structured_outputs: {error}", param="structured_outputs") from error
+
+
 def _wrong(name: str, wanted: str, value: object) -> RequestError:
     return RequestError(f"{name} must be {wanted}, not {reprlib.repr(value)}", param=name)
 
@@ -219,6 +265,10 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError("seed must fit 64 bits", param="seed")
     if any(not text for text in params.stop_strings):
         raise RequestError("stop must not hold an empty string", param="stop")
+    if params.structured_outputs is not None and (params.min_tokens or params.ignore_eos):
+        name = "min_tokens" if params.min_tokens else "ignore_eos"
+        text = f"{name} cannot be used with structured_outputs or response_format: leave it out"
+        raise RequestError(text, param=name)
     if params.best_of not in (None, params.n):
         text = "best_of is not supported: leave it out or set it to the value of n"
         raise RequestError(text, code="unsupported", param="best_of")

@@ -164,11 +164,13 @@ class RouterCore:
         stream: RequestStream,
         kept: ResumeState | None = None,
         block_keys: tuple[BlockKey, ...] = (),
+        grammar: str = "",
     ) -> RequestId:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
         With `kept`, a client can resume the stream at any router, by the stream's own id, which
-        must be unique and impossible to guess. `block_keys` are those of the prompt.
+        must be unique and impossible to guess. `block_keys` are those of the prompt, and `grammar`
+        is that of the output, which was checked.
         """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
@@ -180,7 +182,7 @@ class RouterCore:
         request = Request(
             RequestId(name if kept is None else stream.request_id),
             list(prompt),
-            sampling_of(params, seed, max_tokens),
+            sampling_of(params, seed, max_tokens, grammar),
             params.n,
             self._config.max_attempts,
             kept,

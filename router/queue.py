@@ -254,7 +254,7 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
     return min(held, room)
 
 
-def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
+def sampling_of(params: SamplingParams, seed: int, max_tokens: int, grammar: str = "") -> Sampling:
     """Return the part of `params` that engines need, with every default filled in."""
     return Sampling(
         seed=seed,
@@ -266,4 +266,5 @@ def sampling_of(params: SamplingParams, seed: int, max_tokens: int) -> Sampling:
         min_p=params.min_p,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=params.ignore_eos,
+        grammar=grammar,
     )

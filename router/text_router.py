@@ -6,6 +6,7 @@ nodes dial in on their own. It never loads torch.
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -16,6 +17,7 @@ from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.core import RouterCore
+from baton.router.grammars import checked_grammar
 from baton.router.health import Health, ServedModel
 from baton.router.queue import check_prompt
 from baton.router.reattach import Claim, FoundRequest
@@ -48,6 +50,8 @@ class TextRouter:
         self._sampling = sampling or {}
         self._served: ServedModel | None = None
         self._served_at = 0  # the version of the registry
+        # Hostile grammars take a second each: they delay no other work than that of grammars.
+        self._checks = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
     @classmethod
     def from_config(cls, config: ClusterConfig) -> "TextRouter":
@@ -92,9 +96,13 @@ class TextRouter:
             text, token_ids = None, list(prompt)  # the caller may change its own object
         check_prompt(token_ids, self._core.limits())
         keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
+        grammar = ""
+        if (form := params.structured_outputs) is not None:
+            loop = asyncio.get_running_loop()
+            grammar = await loop.run_in_executor(self._checks, checked_grammar, form)
         detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
-        minted = self._core.submit(stream, kept, keys)
+        minted = self._core.submit(stream, kept, keys, grammar)
         stream.request_id = request_id or minted
         return stream
 
@@ -136,6 +144,7 @@ class TextRouter:
         self._is_closed = True
         self._core.close()
         self._text.close()
+        self._checks.shutdown(wait=False, cancel_futures=True)
 
     def health(self) -> Health:
         return self._core.health()

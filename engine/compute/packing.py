@@ -13,7 +13,7 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from baton.engine.compute.attention import Batch, Chunk, Tables
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
+from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
@@ -101,9 +102,14 @@ class StepInputs:
     # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
     tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = None
     changes: tuple[ArrayPlace, ArrayPlace] | None = None
+    masks: tuple[ArrayPlace, ArrayPlace] | None = None  # samples that have one, and the masks
 
     def sampled(self) -> SamplingTensors:
-        return SamplingTensors(*(place.of(self.words) for place in self.samples))
+        tensors = SamplingTensors(*(place.of(self.words) for place in self.samples))
+        if self.masks is None:
+            return tensors
+        masked, masks = (place.of(self.words) for place in self.masks)
+        return replace(tensors, masked=masked, masks=masks)
 
 
 @dataclass(slots=True)
@@ -117,6 +123,8 @@ class PackedStep:
     table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
     has_unknown_tokens: bool
     bucket: int  # rows after padding, 0 if there is none
+    # The slices whose samples do not count, and why, if they never will.
+    unsampled: dict[int, str] = field(default_factory=dict)
 
     def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
         """Return the batch of `inputs`, which may be a copy of this step's inputs."""
@@ -145,6 +153,8 @@ class _Lists:
     starts: list[int] = field(default_factory=list)
     changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     has_unknown_tokens: bool = False
+    masks: dict[int, Words] = field(default_factory=dict)  # by sample
+    unsampled: dict[int, str] = field(default_factory=dict)
 
     def pad(self, bucket: int) -> None:
         missing = bucket - len(self.ids)
@@ -172,19 +182,28 @@ class Packer:
         eos_token_ids: tuple[int, ...],
         tables: DeviceTables | None,
         allocate: Callable[[int], Tensor],
+        masks: TokenMasks | None = None,
+        sampled_at: Callable[[int], int] | None = None,
     ) -> None:
+        """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
         self.buckets: Sequence[int] = ()
         self._block_size = block_size
         self._eos_token_ids = eos_token_ids
         self._tables = tables
         self._allocate = allocate
         self._sampled = _SampledPlaces()
+        self._masks = masks
+        self._sampled_at = sampled_at
 
     def pack(self, plan: StepPlan) -> PackedStep:
         lists, chunks = _Lists(), []
-        for part in plan.slices:
+        if self._masks is not None:
+            self._masks.begin_step()
+        for index, part in enumerate(plan.slices):
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             self._add_tokens(lists, part)
+            if self._masks is not None:
+                self._add_mask(lists, index, part, self._masks)
             self._add_samples(lists, part)
         lists.places = self._sampled.add(plan.slices)
         num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
@@ -192,13 +211,15 @@ class Packer:
         if self._tables is not None:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
-        bucket = self._bucket(plan.slices, held_back)
+        # Masks are too large for the inputs of every padded step.
+        bucket = 0 if lists.masks else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
         return PackedStep(
-            plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket
-        )
+            plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket,
+            lists.unsampled,
+        )  # fmt: skip
 
     def idle(self, bucket: int) -> PackedStep:
         """Return a step of padding alone, with which a bucket is captured."""
@@ -212,7 +233,7 @@ class Packer:
         held_back += [()] * (bucket - len(lists.ids))
         lists.pad(bucket)
         inputs = self._laid(lists, held_back, BUCKET_HELD_BACK)
-        return PackedStep(plan, inputs, (), bucket, None, True, bucket)
+        return PackedStep(plan, inputs, (), bucket, None, True, bucket, lists.unsampled)
 
     def _bucket(self, slices: Sequence[Slice], held_back: Sequence[tuple[int, ...]]) -> int:
         """Return the bucket of a decode step, or 0 if it is none or fits none."""
@@ -240,6 +261,26 @@ class Packer:
         blocks = np.array(table[first:])[own // size - first]
         lists.positions += own.tolist()
         lists.slots += (blocks * size + own % size).tolist()
+
+    def _add_mask(self, lists: _Lists, index: int, part: Slice, masks: TokenMasks) -> None:
+        """Add the mask that the samples of a slice share, before `_add_samples`."""
+        if part.sampling is None:
+            return
+        if not part.samples or not part.sampling.depends_on_output:
+            masks.prepare(part.sampling.grammar)
+            return
+        tokens = part.token_ids
+        if not tokens:
+            assert self._sampled_at is not None
+            tokens = (self._sampled_at(lists.ids[-1]),)
+        num_output_tokens = part.start + part.length - part.num_prompt_tokens
+        row = SampleRow(part.sampling, 0, 0, num_output_tokens)
+        mask = masks.mask(part, tokens, row.held_back(self._eos_token_ids))
+        if isinstance(mask, NoMask):
+            lists.unsampled[index] = mask.problem
+            return
+        first = len(lists.samples)
+        lists.masks.update((first + i, mask) for i in range(len(part.samples)))
 
     def _add_samples(self, lists: _Lists, part: Slice) -> None:
         if not part.samples:
@@ -280,6 +321,7 @@ class Packer:
             3 * len(lists.ids) + len(lists.rows) + len(lists.repeats) + len(lists.places)
             + 7 * num_samples + num_samples * width + len(lists.table_rows) + len(lists.lengths)
             + len(lists.starts) + 2 * len(lists.changes[0])
+            + sum(2 + len(mask) for mask in lists.masks.values())
         )  # fmt: skip
         into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
@@ -299,6 +341,12 @@ class Packer:
         )  # fmt: skip
         if num_samples > len(lists.rows):  # the choices of one prompt share its logits
             inputs.repeats = into.put(lists.repeats, num_samples)
+        if lists.masks:
+            masks = list(lists.masks.values())
+            inputs.masks = (
+                into.put(list(lists.masks), len(masks)),
+                into.put(masks, len(masks), len(masks[0]), dtype=torch.int32),
+            )
         if self._tables is not None:
             inputs.tables = (
                 into.put(lists.table_rows, len(lists.table_rows)),

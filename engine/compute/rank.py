@@ -42,6 +42,7 @@ from baton.engine.compute.runner import MAX_SEQUENCES, Runner
 from baton.engine.compute.sampler import Sampler, compiled
 from baton.engine.compute.step_queue import CudaQueue, HostQueue
 from baton.engine.compute.tensor_parallel import Ranks, least
+from baton.engine.compute.token_masks import TokenMasks
 from baton.engine.compute.weights import Checkpoint, fingerprint
 from baton.kernels.cpu_kernels import CpuLinears, CpuSampler
 from baton.kernels.cpu_library import CpuLibrary, has_bf16_tiles
@@ -197,8 +198,12 @@ def load_runner(
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
     )
     kernel = compiled(CpuSampler(library)) if library else None
-    sampler = Sampler(plan.decoder.eos_token_ids, kernel)
+    sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _masks(plan: RankPlan) -> TokenMasks:
+    return TokenMasks(plan.folder, plan.decoder.vocab_size, plan.decoder.eos_token_ids)
 
 
 def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
@@ -236,7 +241,7 @@ def _on_gpu(
             cache.pool, num_heads, table, model.rms_norm_eps, model.sliding_window,
             is_ordered=config.engine.deterministic,
         )  # fmt: skip
-        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens)
+        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan))
         return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
 
     if not plan.num_blocks:

@@ -48,12 +48,14 @@ class Runner:
         self._tables = None
         if backend.table_blocks:
             self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
-        self._packer = Packer(
-            cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate
-        )
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        self._packer = Packer(
+            cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate,
+            sampler.masks, self._sampled,
+        )  # fmt: skip
         self._graphs: DecodeGraphs | None = None
-        self._launched: deque[tuple[StepPlan, float]] = deque()  # each with the time of its launch
+        # Each with the time of its launch.
+        self._launched: deque[tuple[PackedStep, float]] = deque()
         self._ended_s = 0.0  # the last step that was collected
 
     def capture(self, buckets: Sequence[int], progress: Progress) -> None:
@@ -77,16 +79,20 @@ class Runner:
         # From here on, a reader that expects a block's former owner must refuse the block.
         self.cache.write_generations(plan.generations)
         step = self._packer.pack(plan)
-        self._launched.append((plan, launched_s))
+        self._launched.append((step, launched_s))
         self._queue.launch(lambda: self._compute(step))
 
     def collect(self) -> StepResult:
         """Return the oldest step's result once transports can see all of its stores."""
         ids = iter(self._queue.collect())
-        plan, launched_s = self._launched.popleft()
-        tokens = tuple(tuple(next(ids) for _ in part.samples) for part in plan.slices)
+        step, launched_s = self._launched.popleft()
+        plan, unsampled = step.plan, step.unsampled
+        tokens = [tuple(next(ids) for _ in part.samples) for part in plan.slices]
+        for index in unsampled:
+            tokens[index] = ()
+        failed = tuple((index, why) for index, why in unsampled.items() if why)
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
-        return StepResult(plan.step_id, tokens, started_s, self._ended_s)
+        return StepResult(plan.step_id, tuple(tokens), started_s, self._ended_s, failed)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect it."""
@@ -99,6 +105,11 @@ class Runner:
         return self._batch(step, self._sent(step.inputs))
 
     # --- inside --------------------------------------------------------------------------------
+
+    def _sampled(self, place: int) -> int:
+        """Return the token at a place of the ring."""
+        self._queue.wait()
+        return int(self._ring[place])
 
     def _compute(self, step: PackedStep) -> Tensor:
         """Do all work of a step on the device; return the sampled ids."""

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels.constants import (
     GOLDEN,
     LARGEST_UNIFORM,
@@ -67,6 +69,8 @@ class SamplingTensors:
     ints: Tensor  # [num_samples, 4] int64: seed, choice, position, top_k
     reals: Tensor  # [num_samples, 3] float64: temperature, log of min_p, top_p
     held_back: Tensor  # [num_samples, width] int32: ids that may not be sampled; -1 names none
+    masked: Tensor | None = None  # [num_masks] int64: the samples that have masks
+    masks: Tensor | None = None  # [num_masks, words] int32: a bit for each id that may be sampled
 
     @classmethod
     def of(
@@ -92,13 +96,17 @@ SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Sampler:
     """Samples for one model. `eos_token_ids` and stop ids are not sampled before `min_tokens`.
 
-    With a `kernel`, the kernel samples instead of torch.
+    With a `kernel`, the kernel samples instead of torch. A packer takes `masks` from here.
     """
 
     def __init__(
-        self, eos_token_ids: tuple[int, ...] = (), kernel: SampleKernel | None = None
+        self,
+        eos_token_ids: tuple[int, ...] = (),
+        kernel: SampleKernel | None = None,
+        masks: TokenMasks | None = None,
     ) -> None:
         self.eos_token_ids = eos_token_ids
+        self.masks = masks
         self._kernel = kernel
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -117,6 +125,8 @@ class Sampler:
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
+        if samples.masked is not None and samples.masks is not None:
+            _apply_masks(logits, samples.masked, samples.masks)
         if self._kernel is not None:
             return self._kernel(logits, samples.ints, samples.reals, samples.held_back)
         _hold_back(logits, samples.held_back)
@@ -172,6 +182,19 @@ def compiled(kernel: CpuSampler) -> SampleKernel:
         return torch.tensor(kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy()))
 
     return sample
+
+
+def _apply_masks(logits: Tensor, masked: Tensor, masks: Tensor) -> None:
+    """Make it impossible to sample the ids whose bits are 0."""
+    vocab = logits.shape[1]
+    if logits.is_cuda:
+        bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+        hidden = (bits & 1).flatten(1)[:, :vocab] == 0
+        logits[masked] = logits[masked].masked_fill_(hidden, -math.inf)
+        return
+    for row, words in zip(masked.tolist(), masks.numpy().view(np.uint8), strict=True):
+        allowed = np.unpackbits(words, count=vocab, bitorder="little").view(np.bool_)
+        np.copyto(logits[row].numpy(), -np.inf, where=~allowed)
 
 
 def _hold_back(logits: Tensor, held_back: Tensor) -> None:

@@ -38,6 +38,10 @@ class StepQueue(Protocol):
         """Return the oldest step's ids once transports can see all of its stores."""
         ...
 
+    def wait(self) -> None:
+        """Wait until the launched work has run. The thread that calls `launch` calls it."""
+        ...
+
 
 @runtime_checkable
 class GraphQueue(StepQueue, Protocol):
@@ -71,6 +75,9 @@ class HostQueue:
             ids: list[int] = self._work.popleft()().tolist()
         return ids
 
+    def wait(self) -> None:
+        assert not self._work, "a step on a CPU is collected before the next one is packed"
+
 
 class CudaQueue:
     """The queue of one device."""
@@ -83,6 +90,7 @@ class CudaQueue:
         self._has_begun = False
         self._pool = torch.cuda.graph_pool_handle()
         self._launched: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+        self._last: torch.cuda.Event | None = None
 
     def allocate(self, num_words: int) -> Tensor:
         # The allocator reuses pinned memory only after the copies from it have run.
@@ -100,12 +108,17 @@ class CudaQueue:
             done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
         self._launched.append((on_host, done))
+        self._last = done
 
     def collect(self) -> list[int]:
         on_host, done = self._launched.popleft()
         done.synchronize()
         ids: list[int] = on_host.tolist()
         return ids
+
+    def wait(self) -> None:
+        if self._last is not None:
+            self._last.synchronize()  # a mask depends on the tokens of the step before
 
     def capture(self, work: StepWork) -> Callable[[], Tensor]:
         torch.cuda.set_device(self.device)

@@ -272,13 +272,21 @@ def _settled(config: ClusterConfig) -> tuple[ClusterConfig, bool]:
 def _agreed(results: Sequence[StepResult]) -> StepResult:
     """Return one result for all ranks, which must agree on the tokens, or their KV would differ."""
     first = results[0]
+    # A rank that has not compiled a grammar yet has no tokens, and then none counts.
+    tokens = tuple(
+        () if () in every else every[0]
+        for every in zip(*(result.tokens for result in results), strict=True)
+    )
     for rank, result in enumerate(results):
-        if (result.step_id, result.tokens) != (first.step_id, first.tokens):
+        pairs = zip(result.tokens, tokens, strict=True)
+        if result.step_id != first.step_id or any(both not in ((), ours) for ours, both in pairs):
             raise InvariantBroken(
                 f"step {first.step_id}: rank {rank} sampled other tokens than rank 0"
             )
     return msgspec.structs.replace(
         first,
+        tokens=tokens,
+        failed=tuple(one for one in first.failed if all(one in each.failed for each in results)),
         started_s=min(result.started_s for result in results),
         ended_s=max(result.ended_s for result in results),
     )

@@ -28,6 +28,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     samples: tuple[int, ...] = ()
     sampling: Sampling | None = None  # set whenever samples is not empty
     num_prompt_tokens: int = 0  # the position where output begins, for min_tokens
+    # The output before start, which a runner needs if `sampling.depends_on_output`. None if it
+    # does not, or if the plan before this one has a sample of this sequence.
+    past: tuple[int, ...] | None = None
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -45,8 +48,10 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The result of a plan: `tokens[i]` holds one token id per draw of slice i.
+    """The result of a plan: `tokens[i]` holds one token id per sample of slice i.
 
+    It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
+    if slice i is in `failed`, with the reason why nothing can be sampled for it.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
@@ -55,3 +60,4 @@ class StepResult(msgspec.Struct, frozen=True):
     tokens: tuple[tuple[int, ...], ...]
     started_s: float
     ended_s: float
+    failed: tuple[tuple[int, str], ...] = ()

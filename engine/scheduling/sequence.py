@@ -8,13 +8,19 @@ before its first chunk, so a prompt that has started never waits for blocks.
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import msgspec
+
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.plan import Slice
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import BlockHash, block_hashes
+from baton.protocol.errors import Failure, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
 from baton.protocol.sampling import Sampling
+
+# Stands for a grammar that the runner has, because the text may be long.
+KNOWN_GRAMMAR = " "
 
 
 @dataclass(slots=True)
@@ -28,6 +34,8 @@ class Sequence:
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
     num_unsettled: int = 0  # launched steps that name this sequence
+    sampled_in: int = -1  # the last plan with a sample of it
+    has_sampled: bool = False  # on this node
 
     @classmethod
     def of(cls, message: Prefill | Decode) -> "Sequence":
@@ -46,6 +54,12 @@ class Sequence:
     def is_idle(self) -> bool:
         return self.num_unsettled == 0
 
+    @property
+    def may_repeat(self) -> bool:
+        """Return whether the step that is launched may have to sample again."""
+        is_first = self.num_unsettled > 0 and not self.has_sampled
+        return is_first and bool(self.sampling.grammar)
+
     def hash_blocks(self, block_size: int, num_tokens: int) -> list[BlockHash]:
         """Return the hashes of the full blocks among the first `num_tokens`, extending `hashes`."""
         num_blocks = num_tokens // block_size
@@ -57,11 +71,18 @@ class Sequence:
         """Count the tokens before `position` as computed, because blocks hold them already."""
         self.num_computed_tokens = self.num_planned_tokens = position
 
-    def slice(self, length: int, samples: tuple[int, ...]) -> Slice:
+    def slice(self, length: int, samples: tuple[int, ...], step_id: int) -> Slice:
         """Return the next `length` tokens as a slice, which counts as launched until it settles."""
         start, end = self.num_planned_tokens, self.num_planned_tokens + length
         self.num_planned_tokens = end
         self.num_unsettled += 1
+        sampling, past = self.sampling, None
+        if samples and sampling.depends_on_output:
+            if self.sampled_in == step_id - 1:
+                sampling = msgspec.structs.replace(sampling, grammar=KNOWN_GRAMMAR)
+            else:
+                past = tuple(self.token_ids[self.num_prompt_tokens : start])
+            self.sampled_in = step_id
         return Slice(
             key=self.key,
             start=start,
@@ -69,18 +90,24 @@ class Sequence:
             token_ids=tuple(self.token_ids[start:end]),
             block_table=tuple(self.block_table),
             samples=samples,
-            sampling=self.sampling if samples else None,
+            sampling=sampling if samples or sampling.grammar else None,
             num_prompt_tokens=self.num_prompt_tokens,
+            past=past,
         )
 
-    def chunk(self, budget: int, samples: tuple[int, ...]) -> Slice:
+    def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
         """Return at most `budget` next tokens as a slice. The last chunk samples."""
         length = min(budget, self.num_unplanned_tokens)
-        return self.slice(length, samples if length == self.num_unplanned_tokens else ())
+        return self.slice(length, samples if length == self.num_unplanned_tokens else (), step_id)
 
-    def settle(self, done: Slice) -> None:
+    def settle(self, done: Slice, tokens: tuple[int, ...]) -> None:
         self.num_unsettled -= 1
         self.num_computed_tokens = done.start + done.length
+        self.has_sampled = bool(tokens)
+        if done.samples and not tokens:  # its last token is computed again for its logits
+            last = self.num_computed_tokens - 1
+            self.num_computed_tokens = self.num_planned_tokens = min(last, self.num_planned_tokens)
+            self.sampled_in = -1
 
     def store_prefix(self, pool: BlockPool) -> None:
         """Offer every whole block that is computed to the prefix cache.
@@ -108,6 +135,13 @@ class Sequence:
         if num_output_tokens >= self.sampling.max_tokens or num_tokens >= limits.max_model_len:
             return "length"
         return None
+
+
+def no_token(reason: str) -> Failure:
+    """Return how a request ends whose next token no rule of its form allows."""
+    text = f"the output cannot go on in the form that was asked for: {reason}"
+    error = RequestError(text, code="no_token_allowed", param="structured_outputs", http_status=422)
+    return error.to_failure()
 
 
 @dataclass(slots=True, frozen=True)

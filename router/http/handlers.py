@@ -180,7 +180,12 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
-                stream = await self._engine.submit(ready, work.params, name, work.kept)
+                try:
+                    stream = await self._engine.submit(ready, work.params, name, work.kept)
+                except RequestError as error:
+                    if error.param == "structured_outputs":
+                        error.param = work.ask.form_param
+                    raise
                 stream.token_gaps = self._metrics.token_gaps
                 running.streams.append(stream)
         return work
@@ -221,7 +226,7 @@ class Handlers:
         kept = None
         if ask.is_streamed and len(prompts) == 1 and not ask.echo:
             owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
-            kept = kept_of(Form(answer, ask.sampling, name), owner, ask.params.n)
+            kept = kept_of(Form(answer, ask.kept_sampling, name), owner, ask.params.n)
         return Work(ask, ask.params, answer, prompts, echoes, name, kept)
 
     async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:

@@ -10,7 +10,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -56,6 +56,18 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None
 
 
+class JsonSchema(msgspec.Struct):
+    schema: dict[str, object]
+    name: str = ""
+
+
+class ResponseFormat(msgspec.Struct):
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchema | None = None
+    structures: list[dict[str, object]] | None = None
+    triggers: list[str] | None = None
+
+
 class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The fields that both endpoints have. In each of them, null means the default."""
 
@@ -77,6 +89,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     timeline: bool | None = None
+    structured_outputs: dict[str, object] | None = None
+    response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
     logprobs: int | bool | None = None
     presence_penalty: float | None = None
@@ -148,10 +162,6 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     citations: msgspec.Raw = _NULL
 
 
-class ResponseFormat(msgspec.Struct):
-    type: str
-
-
 class ChatBody(GenerationBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -163,7 +173,6 @@ class ChatBody(GenerationBody, kw_only=True):
     tools: list[msgspec.Raw] | None = None
     tool_choice: str | dict[str, object] | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
 
 
 # The values besides null that ask for nothing. `logprobs` has another type in chats.
@@ -216,6 +225,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     timeline: bool
     echo: bool = False
     generates: bool = True  # False if the answer is the prompt alone
+    form_param: str = "structured_outputs"  # the field that asks for it
+
+    @property
+    def kept_sampling(self) -> dict[str, object]:
+        """The fields on which the text of given tokens depends; a grammar may be long."""
+        return {
+            name: value for name, value in self.sampling.items() if name != "structured_outputs"
+        }
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -248,8 +265,6 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     _check(body)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
-    if body.response_format is not None and body.response_format.type != "text":
-        raise _unsupported("response_format")
     messages = [plain_turn(index, turn) for index, turn in enumerate(body.messages)]
     generates = body.add_generation_prompt is not False
     chat = Chat(messages, generates, body.chat_template_kwargs)
@@ -292,6 +307,7 @@ def _ask(
         timeline=bool(body.timeline),
         echo=echo,
         generates=generates,
+        form_param="response_format" if body.response_format else "structured_outputs",
     )
     _check_params(ask, limit_name)
     return ask
@@ -321,7 +337,26 @@ def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
 def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[str, object]:
     values = zip(_SAMPLING_FIELDS, _sampling_values(body), strict=True)
     given = {name: value for name, value in values if value is not None}
+    if (form := _form_of(body.response_format)) is not None:
+        if body.structured_outputs is not None:
+            text = "response_format and structured_outputs cannot be used together"
+            raise RequestError(text, param="response_format")
+        given["structured_outputs"] = form
     return {"max_tokens": None, **defaults, **given}
+
+
+def _form_of(wanted: ResponseFormat | None) -> dict[str, object] | None:
+    """Return a response format as the fields of `StructuredOutputsParams`."""
+    if wanted is None or wanted.type == "text":
+        return None
+    if wanted.type == "json_object":
+        return {"json_object": True}
+    if wanted.type == "structural_tag":
+        return {"structural_tag": {"structures": wanted.structures, "triggers": wanted.triggers}}
+    if wanted.json_schema is None:
+        text = "response_format of the type json_schema needs the field json_schema"
+        raise RequestError(text, param="response_format")
+    return {"json": wanted.json_schema.schema}
 
 
 def _check_params(ask: Ask, limit_name: str) -> None:
@@ -329,6 +364,8 @@ def _check_params(ask: Ask, limit_name: str) -> None:
     try:
         _ = ask.params
     except RequestError as error:
+        if error.param == "structured_outputs":
+            error.param = ask.form_param
         if error.param != "max_tokens":
             raise
         text = error.message.replace("max_tokens", limit_name)

@@ -14,7 +14,11 @@ if TYPE_CHECKING:
     from baton.async_llm import AsyncLLM
     from baton.llm import LLM
     from baton.prompts import TextPrompt, TokensPrompt
-    from baton.protocol.sampling import RequestOutputKind, SamplingParams
+    from baton.protocol.sampling import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputsParams,
+    )
     from baton.router.outputs import CompletionOutput, RequestOutput
 
 __version__ = VERSION
@@ -25,6 +29,7 @@ __all__ = [
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
     "__version__",
@@ -37,6 +42,7 @@ _HOMES = {
     "RequestOutput": "baton.router.outputs",
     "RequestOutputKind": "baton.protocol.sampling",
     "SamplingParams": "baton.protocol.sampling",
+    "StructuredOutputsParams": "baton.protocol.sampling",
     "TextPrompt": "baton.prompts",
     "TokensPrompt": "baton.prompts",
 }

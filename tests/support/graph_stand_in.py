@@ -115,6 +115,9 @@ class RecordingQueue:
     def collect(self) -> list[int]:
         return self._ids.popleft()
 
+    def wait(self) -> None:
+        pass  # work runs as it is launched
+
     def capture(self, work: StepWork) -> StepWork:
         with torch.inference_mode():
             work()

@@ -99,7 +99,15 @@ def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
         (turn()[:-1] + b',"max_completion_tokens":0}', "max_completion_tokens"),
         (turn()[:-1] + b',"logprobs":true}', "logprobs"),
         (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools"),
-        (turn()[:-1] + b',"response_format":{"type":"json_object"}}', "response_format"),
+        (turn()[:-1] + b',"response_format":{"type":"json"}}', "response_format.type"),
+        (turn()[:-1] + b',"response_format":{"type":"json_schema"}}', "response_format"),
+        (turn()[:-1] + b',"structured_outputs":{"json":{},"regex":"a"}}', "structured_outputs"),
+        (turn()[:-1] + b',"structured_outputs":{"xml":"a"}}', "structured_outputs"),
+        (turn()[:-1] + b',"structured_outputs":{"regex":"a"},"min_tokens":2}', "min_tokens"),
+        (
+            turn()[:-1] + b',"response_format":{"type":"json_object"},"ignore_eos":true}',
+            "ignore_eos",
+        ),
     ],
 )
 def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str | None) -> None:

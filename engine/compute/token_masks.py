@@ -1,0 +1,150 @@
+"""Which tokens may come next in outputs that have a form: a grammar, allowed ids, bad words.
+
+A mask is a function of `Sampling` and of the output so far, so nodes and ranks agree on it, and a
+resumed sequence goes on under the same masks. An output is followed while every plan has its
+sequence; a slice with `past` begins anew, so no state crosses a handoff.
+"""
+
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher, LLTokenizer
+from numpy.typing import NDArray
+
+from baton.engine.scheduling.plan import Slice
+from baton.protocol.ids import Key
+from baton.protocol.sampling import Sampling
+
+MAX_GRAMMARS = 64  # compiled ones that are kept
+# A step waits this long for a grammar that is new here: usual ones compile in a few milliseconds.
+COMPILE_WAIT_S = 0.01
+Words = NDArray[np.int32]  # [ceil(vocab_size / 32)], a bit for each id
+
+
+class NoMask(msgspec.Struct, frozen=True):
+    """Nothing can be sampled: never, for the reason `problem`, or not yet if that is empty."""
+
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class _Output:
+    """The output of one sequence, and what it has to be."""
+
+    bad_words: tuple[tuple[int, ...], ...]
+    allowed: Words  # the ids that may ever come
+    matcher: LLMatcher | None
+    token_ids: list[int]
+    num_matched: int = 0
+
+    def mask(self) -> Words | NoMask:
+        words = self.allowed.copy()
+        if (matcher := self.matcher) is not None:
+            matcher.consume_tokens(self.token_ids[self.num_matched :])
+            self.num_matched = len(self.token_ids)
+            mask = np.empty_like(words)
+            matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            if matcher.is_error():
+                return NoMask(_first_line(matcher))
+            words &= mask
+        for *before, last in self.bad_words:
+            if not before or self.token_ids[-len(before) :] == before:
+                _clear(words, last)
+        return words
+
+
+class TokenMasks:
+    """The masks of one rank."""
+
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self.num_words = -(-vocab_size // 32)
+        self._folder = folder
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._tokenizer: LLTokenizer | None = None  # loaded with the first grammar
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._outputs: dict[Key, _Output] = {}  # of the last plan's sequences
+        self._last: dict[Key, _Output] = {}
+
+    def begin_step(self) -> None:
+        """Forget the sequences that were not part of the last plan."""
+        self._last, self._outputs = self._outputs, {}
+
+    def mask(
+        self, part: Slice, tokens: tuple[int, ...], held_back: tuple[int, ...]
+    ) -> Words | NoMask:
+        """Return the ids that may follow a slice of `tokens`, without `held_back`."""
+        sampling = part.sampling
+        assert sampling is not None
+        output: _Output | NoMask | None = self._last.get(part.key)
+        if part.past is not None:
+            output = self._begin(sampling, part.past)
+        if output is None or isinstance(output, NoMask):
+            return output or NoMask()
+        # Of a prompt's last chunk, the first tokens are no output.
+        output.token_ids += tokens[max(0, part.num_prompt_tokens - part.start) :]
+        self._outputs[part.key] = output
+        mask = output.mask()
+        if isinstance(mask, NoMask):
+            return mask
+        for token_id in held_back:
+            _clear(mask, token_id)
+        return mask if mask.any() else NoMask("no token may follow")
+
+    def prepare(self, grammar: str) -> None:
+        """Begin to compile a grammar that will be needed soon."""
+        if grammar:
+            self._compile(grammar)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _begin(self, sampling: Sampling, past: tuple[int, ...]) -> _Output | NoMask:
+        matcher = None
+        if sampling.grammar:
+            future, is_new = self._compile(sampling.grammar)
+            try:
+                fresh = future.result(COMPILE_WAIT_S if is_new else 0)
+            except TimeoutError:
+                return NoMask()
+            if fresh.is_error():
+                return NoMask(_first_line(fresh))
+            if not self._eos_token_ids:
+                return NoMask("the model has no end-of-sequence token")
+            matcher = fresh.deep_copy()
+        if ids := sampling.allowed_token_ids:
+            bits = np.zeros(32 * self.num_words, np.bool_)
+            bits[[token_id for token_id in ids if token_id < self._vocab_size]] = True
+            words = np.packbits(bits, bitorder="little").view(np.int32)
+        else:
+            words = np.full(self.num_words, -1, np.int32)
+        return _Output(sampling.bad_words, words, matcher, list(past))
+
+    def _compile(self, grammar: str) -> tuple[Future[LLMatcher], bool]:
+        future = self._compiled.pop(grammar, None)
+        if is_new := future is None:
+            future = self._thread.submit(self._compiled_now, grammar)
+        self._compiled[grammar] = future
+        if len(self._compiled) > MAX_GRAMMARS:
+            self._compiled.popitem(last=False)
+        return future, is_new
+
+    def _compiled_now(self, grammar: str) -> LLMatcher:
+        if self._tokenizer is None:
+            text = (self._folder / "tokenizer.json").read_text()
+            eos = list(self._eos_token_ids) or None
+            self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
+        return LLMatcher(self._tokenizer, grammar, log_level=0)
+
+
+def _clear(words: Words, token_id: int) -> None:
+    if token_id >> 5 < len(words):
+        words.view(np.uint32)[token_id >> 5] &= np.uint32(~(1 << (token_id & 31)) & 0xFFFFFFFF)
+
+
+def _first_line(matcher: LLMatcher) -> str:
+    return matcher.get_error().partition("\n")[0]
