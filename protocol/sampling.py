@@ -152,8 +152,6 @@ NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
     "logit_bias": (None, {}),
-    "allowed_token_ids": (None,),
-    "bad_words": (None, []),
     "extra_args": (None, {}),
     "use_beam_search": (False, None),
     "length_penalty": (1, None),
@@ -194,6 +192,11 @@ def _set_types(params: SamplingParams) -> None:
         force_setattr(params, "stop", _texts("stop", params.stop))
     if params.stop_token_ids is not None:
         force_setattr(params, "stop_token_ids", _ids("stop_token_ids", params.stop_token_ids))
+    if params.allowed_token_ids is not None:
+        ids = _ids("allowed_token_ids", params.allowed_token_ids)
+        force_setattr(params, "allowed_token_ids", ids)
+    if params.bad_words is not None:
+        force_setattr(params, "bad_words", _texts("bad_words", params.bad_words))
     if type(params.output_kind) is not RequestOutputKind:
         force_setattr(params, "output_kind", _kind(params.output_kind))
     if (form := params.structured_outputs) is not None and type(
@@ -265,6 +268,11 @@ def _check_ranges(params: SamplingParams) -> None:
         raise RequestError("seed must fit 64 bits", param="seed")
     if any(not text for text in params.stop_strings):
         raise RequestError("stop must not hold an empty string", param="stop")
+    if params.allowed_token_ids is not None and not params.allowed_token_ids:
+        text = "allowed_token_ids must not be empty: leave it out to allow all"
+        raise RequestError(text, param="allowed_token_ids")
+    if not all(map(str.strip, params.bad_words or ())):
+        raise RequestError("bad_words must not hold an empty string", param="bad_words")
     if params.structured_outputs is not None and (params.min_tokens or params.ignore_eos):
         name = "min_tokens" if params.min_tokens else "ignore_eos"
         text = f"{name} cannot be used with structured_outputs or response_format: leave it out"

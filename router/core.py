@@ -49,7 +49,7 @@ from baton.router.health import Health, can_serve, health_of, limits_of
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.node_link import Heard, NodeLink, NodeNotifier
 from baton.router.policy import CheapestPair
-from baton.router.queue import Admission, Limits, fit, sampling_of
+from baton.router.queue import NO_RULES, Admission, Limits, OutputRules, fit, sampling_of
 from baton.router.reattach import (
     Accept,
     Claim,
@@ -164,13 +164,13 @@ class RouterCore:
         stream: RequestStream,
         kept: ResumeState | None = None,
         block_keys: tuple[BlockKey, ...] = (),
-        grammar: str = "",
+        rules: OutputRules = NO_RULES,
     ) -> RequestId:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
         With `kept`, a client can resume the stream at any router, by the stream's own id, which
-        must be unique and impossible to guess. `block_keys` are those of the prompt, and `grammar`
-        is that of the output, which was checked.
+        must be unique and impossible to guess. `block_keys` are those of the prompt, and `rules`
+        are those of the output, which were checked.
         """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
@@ -182,7 +182,7 @@ class RouterCore:
         request = Request(
             RequestId(name if kept is None else stream.request_id),
             list(prompt),
-            sampling_of(params, seed, max_tokens, grammar),
+            sampling_of(params, seed, max_tokens, rules),
             params.n,
             self._config.max_attempts,
             kept,

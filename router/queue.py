@@ -254,7 +254,19 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
     return min(held, room)
 
 
-def sampling_of(params: SamplingParams, seed: int, max_tokens: int, grammar: str = "") -> Sampling:
+class OutputRules(msgspec.Struct, frozen=True):
+    """The rules that engines apply to outputs, in the form that they need."""
+
+    grammar: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+
+
+NO_RULES = OutputRules()
+
+
+def sampling_of(
+    params: SamplingParams, seed: int, max_tokens: int, rules: OutputRules = NO_RULES
+) -> Sampling:
     """Return the part of `params` that engines need, with every default filled in."""
     return Sampling(
         seed=seed,
@@ -266,5 +278,7 @@ def sampling_of(params: SamplingParams, seed: int, max_tokens: int, grammar: str
         min_p=params.min_p,
         stop_token_ids=tuple(params.stop_token_ids or ()),
         ignore_eos=params.ignore_eos,
-        grammar=grammar,
+        grammar=rules.grammar,
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words=rules.bad_words,
     )

@@ -19,7 +19,7 @@ from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.core import RouterCore
 from baton.router.grammars import checked_grammar
 from baton.router.health import Health, ServedModel
-from baton.router.queue import check_prompt
+from baton.router.queue import OutputRules, check_prompt
 from baton.router.reattach import Claim, FoundRequest
 from baton.router.stream import RequestStream
 from baton.router.text import Text, too_long
@@ -96,15 +96,27 @@ class TextRouter:
             text, token_ids = None, list(prompt)  # the caller may change its own object
         check_prompt(token_ids, self._core.limits())
         keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
+        rules = await self._rules_of(params)
+        detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
+        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
+        minted = self._core.submit(stream, kept, keys, rules)
+        stream.request_id = request_id or minted
+        return stream
+
+    async def _rules_of(self, params: SamplingParams) -> OutputRules:
+        """Return the rules for an output. Raises `RequestError`."""
+        vocab_size = self._core.limits().vocab_size
+        if max(params.allowed_token_ids or (0,)) >= vocab_size:
+            text = f"allowed_token_ids must be below {vocab_size}, the size of the vocabulary"
+            raise RequestError(text, param="allowed_token_ids")
+        # A word begins with another token after a blank.
+        spellings = [s for word in params.bad_words or () for s in (word, f" {word.lstrip()}")]
+        words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
         grammar = ""
         if (form := params.structured_outputs) is not None:
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._checks, checked_grammar, form)
-        detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
-        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
-        minted = self._core.submit(stream, kept, keys, grammar)
-        stream.request_id = request_id or minted
-        return stream
+        return OutputRules(grammar, tuple(dict.fromkeys(map(tuple, filter(None, words)))))
 
     async def _keys_of(self, token_ids: list[int]) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""

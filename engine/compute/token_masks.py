@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
 from baton.engine.scheduling.plan import Slice
@@ -22,6 +22,8 @@ from baton.protocol.sampling import Sampling
 MAX_GRAMMARS = 64  # compiled ones that are kept
 # A step waits this long for a grammar that is new here: usual ones compile in a few milliseconds.
 COMPILE_WAIT_S = 0.01
+# A step of a hostile grammar takes milliseconds, and then ends its request.
+_LIMITS = LLParserLimits(step_lexer_fuel=100_000, step_max_items=5_000, max_lexer_states=100_000)
 Words = NDArray[np.int32]  # [ceil(vocab_size / 32)], a bit for each id
 
 
@@ -138,7 +140,9 @@ class TokenMasks:
             text = (self._folder / "tokenizer.json").read_text()
             eos = list(self._eos_token_ids) or None
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
-        return LLMatcher(self._tokenizer, grammar, log_level=0)
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)
+        matcher.compute_bitmask()  # the first may take far longer than those after it
+        return matcher
 
 
 def _clear(words: Words, token_id: int) -> None:

@@ -19,7 +19,7 @@ from baton.protocol.ids import Key
 from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
 from baton.protocol.sampling import Sampling
 
-# Stands for a grammar that the runner has, because the text may be long.
+# Stands for rules that the runner has, because they may be long.
 KNOWN_GRAMMAR = " "
 
 
@@ -79,7 +79,9 @@ class Sequence:
         sampling, past = self.sampling, None
         if samples and sampling.depends_on_output:
             if self.sampled_in == step_id - 1:
-                sampling = msgspec.structs.replace(sampling, grammar=KNOWN_GRAMMAR)
+                sampling = msgspec.structs.replace(
+                    sampling, grammar=KNOWN_GRAMMAR, allowed_token_ids=(), bad_words=()
+                )
             else:
                 past = tuple(self.token_ids[self.num_prompt_tokens : start])
             self.sampled_in = step_id

@@ -27,6 +27,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
 MAX_ALL_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
 DEFAULT_MAX_TOKENS = 16
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -35,6 +36,8 @@ _NULL = msgspec.Raw(b"null")
 TokenIdList = Annotated[
     list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
 ]
+
+AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 
 # A larger body is not decoded a second time because of null fields.
 _MAX_SECOND_BYTES = 2 * 1024 * 1024
@@ -89,6 +92,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
     timeline: bool | None = None
+    allowed_token_ids: AllowedIds | None = None
+    bad_words: list[str] | None = None
     structured_outputs: dict[str, object] | None = None
     response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
@@ -412,20 +417,22 @@ def _check(body: GenerationBody) -> None:
             "stream_options can be used only if stream is true", param="stream_options"
         )
     if body.stop is not None:
-        _check_stops([body.stop] if isinstance(body.stop, str) else body.stop)
+        _check_stops("stop", [body.stop] if isinstance(body.stop, str) else body.stop)
+    if body.bad_words:
+        _check_stops("bad_words", body.bad_words)
 
 
-def _check_stops(stops: list[str]) -> None:
+def _check_stops(name: str, stops: list[str]) -> None:
     if (
         len(stops) > MAX_STOP_STRINGS
         or any(len(stop) > MAX_STOP_CHARS for stop in stops)
         or sum(len(stop) for stop in stops) > MAX_ALL_STOP_CHARS
     ):
         text = (
-            f"stop takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters, "
+            f"{name} takes at most {MAX_STOP_STRINGS} strings of {MAX_STOP_CHARS} characters, "
             f"{MAX_ALL_STOP_CHARS} together"
         )
-        raise RequestError(text, param="stop")
+        raise RequestError(text, param=name)
 
 
 def plain_turn(index: int, turn: Turn) -> dict[str, object]:

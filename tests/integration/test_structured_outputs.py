@@ -3,15 +3,24 @@
 import asyncio
 import json
 import re
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from urllib.error import HTTPError
 
 import msgspec
+import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError
+from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.outputs import CompletionOutput
 from tests.support.checkpoints import model_folder, tiny_cluster
+from tests.support.cluster import Cluster
+from tests.support.completions import ask
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import prompt
 
@@ -57,8 +66,12 @@ async def all_forms(llm: AsyncLLM) -> list[list[CompletionOutput]]:
              temperature=0.9, structured_outputs=form))
         for index, form in enumerate(FORMS)
     ]  # fmt: skip
-    free = said(llm, 90, SamplingParams(seed=3, max_tokens=60))
-    return [*await asyncio.gather(*asked), await free]
+    free = (
+        SamplingParams(seed=3, max_tokens=60),
+        SamplingParams(seed=3, max_tokens=60, bad_words=["a", "b"]),
+        SamplingParams(seed=3, max_tokens=60, allowed_token_ids=[70, 71, 300]),
+    )
+    return await asyncio.gather(*asked, *(said(llm, 90, params) for params in free))
 
 
 def check(form: StructuredOutputsParams, output: CompletionOutput) -> None:
@@ -79,13 +92,94 @@ def check(form: StructuredOutputsParams, output: CompletionOutput) -> None:
         assert re.fullmatch(r"sum \d{1,3}(\+\d{1,3})*|b*a", text)
 
 
+def check_all(outputs: list[list[CompletionOutput]]) -> None:
+    ended = 0
+    for form, choices in zip(FORMS, outputs, strict=False):
+        for choice in choices:
+            check(form, choice)
+            ended += choice.finish_reason == "stop"
+    assert ended >= 8
+    (free,), (without,), (allowed,) = outputs[len(FORMS) :]
+    assert {"a", "b"} & set(free.text)
+    assert without.text
+    assert {70, 71, 300} == set(allowed.token_ids)
+
+
 def test_every_form_is_kept_and_equal_split_and_aggregated(tmp_path: Path) -> None:
     split = NodeThreads(tmp_path, never_local(settings())).run(all_forms)
     together = NodeThreads(tmp_path, always_local(settings())).run(all_forms)
-    ended = 0
-    for form, ours, theirs in zip((*FORMS, None), split, together, strict=True):
+    check_all(split)
+    for ours, theirs in zip(split, together, strict=True):
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
-        for one in ours if form is not None else ():
-            check(form, one)
-            ended += one.finish_reason == "stop"
-    assert ended >= 8
+
+
+def test_ranks_of_a_node_agree_on_every_form(tmp_path: Path) -> None:
+    ranks: dict[Role, int] = {"prefill": 1, "decode": 2}
+    check_all(NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms))
+
+
+@pytest.mark.parametrize("place", [never_local, always_local])
+def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
+    place: Callable[[ClusterConfig], ClusterConfig], tmp_path: Path
+) -> None:
+    grammar = StructuredOutputsParams(grammar='start: s{60}\ns: s s | s s s | "a" | "b"')
+    tree = SamplingParams(seed=1, max_tokens=400, n=2, structured_outputs=grammar)
+    never = SamplingParams(allowed_token_ids=[6], bad_words=["$"], max_tokens=9)
+
+    async def together(llm: AsyncLLM) -> list[object]:
+        assert llm.get_tokenizer().encode("$", add_special_tokens=False) == [6]
+        free = said(llm, 40, SamplingParams(temperature=0, max_tokens=80, ignore_eos=True))
+        asked = (said(llm, 50, tree), said(llm, 20, never), free)
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    *ended, free = NodeThreads(tmp_path, place(settings())).run(together)
+    for error in ended:
+        assert isinstance(error, BatonError)
+        assert (error.code, error.http_status) == ("no_token_allowed", 422)
+    assert isinstance(free, list)
+    assert len(free[0].token_ids) == 80
+
+
+NESTED = '{"type":"array","items":' * 400 + "{}" + "}" * 400
+HOSTILE: list[tuple[str, object]] = [
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "cow"}}}),
+    ("response_format", {"type": "json_schema", "json_schema": {"schema": {"$ref": "#/a"}}}),
+    ("response_format", {"type": "structural_tag", "structures": [], "triggers": []}),
+    ("structured_outputs", {"json": "{"}),
+    ("structured_outputs", {"json": "[1]"}),
+    ("structured_outputs", {"json": NESTED}),
+    ("structured_outputs", {"json": {"enum": ["x" * 50 + str(i) for i in range(6000)]}}),
+    ("structured_outputs", {"json": {"type": "object", "unevaluatedProperties": False}}),
+    ("structured_outputs", {"regex": "(a"}),
+    ("structured_outputs", {"regex": "(?=a)b"}),
+    ("structured_outputs", {"choice": []}),
+    ("structured_outputs", {"choice": [""]}),
+    ("structured_outputs", {"grammar": "root ::= " + "(" * 50_000}),
+    ("structured_outputs", {"grammar": "start: missing"}),
+    ("structured_outputs", {"grammar": "x" * 300_000}),
+    ("structured_outputs", {"structural_tag": {"triggers": [], "structures": [
+        {"begin": "<f>", "schema": {}, "end": ""}]}}),
+    ("allowed_token_ids", [1_000_000]),
+    ("allowed_token_ids", []),
+    ("bad_words", [" "]),
+]  # fmt: skip
+
+
+def test_hostile_forms_are_refused_by_name_while_others_are_served(cluster: Cluster) -> None:
+    def refused(case: tuple[str, object]) -> tuple[int, str, float]:
+        begun_s = time.monotonic()
+        body = {"prompt": "x", "max_tokens": 4, case[0]: case[1]}
+        with pytest.raises(HTTPError) as error:
+            ask(cluster.url(""), body)
+        with error.value as reply:
+            found = json.loads(reply.read())["error"]
+        return reply.status, found["param"], time.monotonic() - begun_s
+
+    with ThreadPoolExecutor(8) as pool:
+        waiting = [pool.submit(refused, case) for case in HOSTILE]
+        plain = cluster.complete(prompt=prompt(9), max_tokens=2, temperature=0)
+        for (name, value), one in zip(HOSTILE, waiting, strict=True):
+            status, param, seconds = one.result()
+            assert (status, param) == (400, name), value
+            assert seconds < 30.0
+    assert plain["choices"]

@@ -24,6 +24,7 @@ from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler
 from baton.engine.compute.step_queue import StepWork
 from baton.engine.compute.tensor_parallel import Ranks
+from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels import reference
 from baton.runtime.clock import monotonic
 from tools.gpu.engine import random_decoder
@@ -227,6 +228,7 @@ def stand_in(
     queue: RecordingQueue,
     eos_token_ids: tuple[int, ...] = (),
     ranks: Ranks | None = None,
+    masks: TokenMasks | None = None,
 ) -> Runner:
     """Return a runner of a tiny random model in float64, over a pool on the queue's device.
 
@@ -248,5 +250,5 @@ def stand_in(
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
     backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
-    sampler = Sampler(eos_token_ids, sample_on_device)
+    sampler = Sampler(eos_token_ids, sample_on_device, masks)
     return Runner(decoder, backend, cache, sampler, queue, monotonic)

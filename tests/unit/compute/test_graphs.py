@@ -5,16 +5,20 @@ import random
 import weakref
 from collections import deque
 from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from llguidance import LLMatcher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.compute.cuda_start import buckets_up_to
 from baton.engine.compute.packing import DeviceTables
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
+from baton.engine.compute.token_masks import TokenMasks
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.engine.scheduling.scheduler import NodeLimits
@@ -36,11 +40,31 @@ SAMPLINGS = [
     Sampling(seed=7, max_tokens=7, min_tokens=4, temperature=0.9, stop_token_ids=(11, 40)),
     # More ids are held back than a captured step can, so the first steps are eager.
     Sampling(seed=8, max_tokens=7, min_tokens=2, temperature=0.9, stop_token_ids=(11, 40, 50)),
+    Sampling(
+        seed=9, max_tokens=12, bad_words=((20,), *((a, b) for a in range(96) for b in (5, 7)))
+    ),
+    Sampling(seed=10, max_tokens=14, grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+")),
 ]
 
 
-def captured(queue: RecordingQueue) -> Runner:
-    runner = stand_in(NUM_BLOCKS, queue, EOS)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the tokenizer is: id 0 ends, and every other id is a character."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    characters = {chr(32 + number): number for number in range(1, SHAPE.vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab={"<end>": 0, **characters}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def masks(folder: Path) -> TokenMasks:
+    return TokenMasks(folder, SHAPE.vocab_size, EOS)
+
+
+def captured(queue: RecordingQueue, masks: TokenMasks | None = None) -> Runner:
+    runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
     runner.capture(buckets_up_to(LIMITS.max_num_seqs), no_progress)
     return runner
 
@@ -106,9 +130,9 @@ class World:
             pass
 
 
-def test_random_schedules_say_what_one_eager_step_after_the_other_says() -> None:
+def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: Path) -> None:
     """Two steps are launched at a time and decode steps are replayed, on a pool that fills up."""
-    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS)
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder))
     expected = {
         (tuple(prompt), sampling): alone(eager, prompt, sampling)
         for prompt in PROMPTS
@@ -117,7 +141,7 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says() -> None
     assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
     assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
     queue = RecordingQueue()
-    runner, num_cut = captured(queue), 0
+    runner, num_cut = captured(queue, masks(folder)), 0
     for seed in range(NUM_SCHEDULES):
         world = World(runner, random.Random(seed), depth=2)
         world.play()
