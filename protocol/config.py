@@ -42,6 +42,8 @@ KernelChoice = Literal["auto", "compiled", "torch"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
+ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and where nodes dial
@@ -233,6 +235,17 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         about("how long a client may leave its answer unread before it is cut off", "s", gt=0),
     ] = 30.0
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        about("format of the model's tool calls; auto takes the one that its chat template shows"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        about(
+            "part <think>...</think> from the content of chats; auto does so if the model's chat "
+            "template has the tag, and qwen3 and deepseek_r1 are the same"
+        ),
+    ] = "auto"
     api_keys: Annotated[
         tuple[str, ...],
         about(

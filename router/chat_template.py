@@ -57,6 +57,7 @@ class ChatTemplate:
             self._template: Template = environment.from_string(source)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template cannot be read: {error}") from error
+        self.source = source
         self._special_tokens = dict(special_tokens)
 
     @classmethod
@@ -84,6 +85,7 @@ class ChatTemplate:
         self,
         messages: list[dict[str, object]],
         *,
+        tools: list[dict[str, object]] | None = None,
         add_generation_prompt: bool = True,
         options: Mapping[str, object] | None = None,
     ) -> str:
@@ -94,7 +96,7 @@ class ChatTemplate:
                     **(options or {}),
                     **self._special_tokens,
                     "messages": messages,
-                    "tools": None,
+                    "tools": tools,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
                 }

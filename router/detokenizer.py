@@ -37,6 +37,11 @@ class Detokenizer:
         self._num_tokens = 0
         self._is_stopped = False
 
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """Return how many of the tokens so far are reasoning, which only a parser knows."""
+        return 0
+
     def push(
         self, token_ids: list[int], final: FinishReason | None = None
     ) -> CompletionOutput | None:

@@ -14,8 +14,18 @@ from baton.protocol.messages import FinishReason, StageTimes
 # itself, or by a prefill node alone, for a single token.
 Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
+# What a client is told; nodes only know `FinishReason`.
+EndReason = FinishReason | Literal["tool_calls"]
 # A stream may move on any number of times; the first attempt and the last ones are kept.
 MAX_ATTEMPTS_KEPT = 256
+
+
+class ToolCall(msgspec.Struct, frozen=True):
+    """A call that the model made. `arguments` is the text of a JSON object."""
+
+    name: str
+    arguments: str
+    index: int = 0  # among the calls of its choice
 
 
 class CompletionOutput(msgspec.Struct):
@@ -23,15 +33,18 @@ class CompletionOutput(msgspec.Struct):
 
     `token_ids` ends with the token that completed a stop string, if there is one. `stop_reason` is
     the stop string or stop token id that matched; None at an EOS token or at the length limit.
-    `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities.
+    `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities. `reasoning`
+    and `tool_calls` are apart from the text only in chats over HTTP.
     """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: None = None
-    finish_reason: FinishReason | None = None
+    finish_reason: EndReason | None = None
     stop_reason: StopReason = None
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
 
     @property
     def cumulative_logprob(self) -> None:
@@ -109,8 +122,9 @@ class RequestMetrics:
     max_tokens_clamped: int | None = None  # the limit to which max_tokens was cut
     retry_codes: dict[str, int] = field(default_factory=dict)  # retries by the code of the loss
     resume_codes: dict[str, int] = field(default_factory=dict)
+    num_reasoning_tokens: int = 0  # among the output tokens, once the request has ended
     # Reasons of the choices that ended.
-    finish_reasons: list[FinishReason] = field(default_factory=list)
+    finish_reasons: list[EndReason] = field(default_factory=list)
     attempts: list[AttemptRecord] = field(default_factory=list)
 
     @property
@@ -198,18 +212,22 @@ class RequestOutput:
 class Merged:
     """Deltas merged per choice. The first `num_choices` choices are listed even without a delta."""
 
-    __slots__ = ("_outputs", "_texts")
+    __slots__ = ("_outputs", "_reasonings", "_texts")
 
     def __init__(self, num_choices: int = 0) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
         # Texts are joined only when an output is needed, because `+=` copies the whole text.
         self._texts: dict[int, list[str]] = {}
+        self._reasonings: dict[int, list[str]] = {}
         for index in range(num_choices):
             self._open(index)
 
     def add(self, delta: CompletionOutput) -> None:
         output = self._outputs.get(delta.index) or self._open(delta.index)
         self._texts[delta.index].append(delta.text)
+        if delta.reasoning:
+            self._reasonings[delta.index].append(delta.reasoning)
+        output.tool_calls += delta.tool_calls
         output.token_ids.extend(delta.token_ids)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
@@ -223,19 +241,20 @@ class Merged:
         outputs = self.outputs()
         self._outputs.clear()
         self._texts.clear()
+        self._reasonings.clear()
         return outputs
 
     def _open(self, index: int) -> CompletionOutput:
-        self._texts[index] = []
+        self._texts[index], self._reasonings[index] = [], []
         output = self._outputs[index] = CompletionOutput(index, "", [])
         return output
 
     def _snapshot(self, index: int) -> CompletionOutput:
-        text = "".join(self._texts[index])
-        self._texts[index] = [text]
+        text, reasoning = "".join(self._texts[index]), "".join(self._reasonings[index])
+        self._texts[index], self._reasonings[index] = [text], [reasoning]
         now = self._outputs[index]
-        return CompletionOutput(
-            index, text, list(now.token_ids), None, now.finish_reason, now.stop_reason
+        return msgspec.structs.replace(
+            now, text=text, token_ids=list(now.token_ids), reasoning=reasoning
         )
 
 

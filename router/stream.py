@@ -224,6 +224,9 @@ class RequestStream:
         self._error = error
         self._on_close = None
         self.metrics.e2e_s = time.monotonic() - self._arrival_s
+        self.metrics.num_reasoning_tokens = sum(
+            one.num_reasoning_tokens for one in self._detokenizers
+        )
         _wake(self._change)
         _wake(self._end)
         if (callback := self._at_end) is not None:

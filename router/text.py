@@ -14,6 +14,7 @@ from tokenizers import Encoding, Tokenizer
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Decoding, Detokenizer, decoding_of
+from baton.router.response_parser import END_THINK, THINK, Parsing, ParsingDetokenizer
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2
@@ -26,6 +27,8 @@ _PART_CHARS = 16 * 1024
 _USUAL_BYTES_PER_TOKEN = 4
 # The most tokens by which a cut through the text of a prompt can raise the count.
 _TOKENS_PER_CUT = 32
+# The most tokens of a tag and the white space after it.
+_TOKENS_OF_TAG = 16
 
 
 class Text:
@@ -115,11 +118,20 @@ class Text:
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(
-        self, prompt_token_ids: Sequence[int], params: SamplingParams, index: int = 0
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        index: int = 0,
+        parsing: Parsing | None = None,
     ) -> Detokenizer:
-        """Return a detokenizer for choice `index` of a prompt."""
+        """Return a detokenizer for choice `index` of a prompt, which finds what `parsing` says."""
         stream = self._decoding.stream(prompt_token_ids, params.skip_special_tokens)
-        return Detokenizer(index, stream, params)
+        if parsing is None:
+            return Detokenizer(index, stream, params)
+        last = self.decode(prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False)
+        is_thinking = last.rstrip().endswith(THINK)
+        end_id = self._tokenizer.token_to_id(END_THINK)
+        return ParsingDetokenizer(index, stream, params, parsing, is_thinking, end_id)
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):

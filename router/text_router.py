@@ -21,11 +21,12 @@ from baton.router.grammars import checked_grammar
 from baton.router.health import Health, ServedModel
 from baton.router.queue import OutputRules, check_prompt
 from baton.router.reattach import Claim, FoundRequest
+from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream
 from baton.router.text import Text, too_long
 from baton.runtime.log import logger
 
-ParamsOf = Callable[[bytes], SamplingParams]
+ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
 MAX_HASHED_ON_LOOP = 4096
 
@@ -80,12 +81,14 @@ class TextRouter:
         params: SamplingParams,
         request_id: str | None = None,
         kept: ResumeState | None = None,
+        parsing: Parsing | None = None,
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
         which is the caller's name for the request or, by default, the router's. With `kept`, a
-        client that knows the id can resume the stream (`reattach`).
+        client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
+        have apart from their text.
         """
         max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
@@ -97,7 +100,9 @@ class TextRouter:
         check_prompt(token_ids, self._core.limits())
         keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
         rules = await self._rules_of(params)
-        detokenizers = [self._text.detokenizer(token_ids, params, i) for i in range(params.n)]
+        detokenizers = [
+            self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
+        ]
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
         minted = self._core.submit(stream, kept, keys, rules)
         stream.request_id = request_id or minted
@@ -127,18 +132,20 @@ class TextRouter:
             return prompt_keys(token_ids, block_size)
         return await asyncio.to_thread(prompt_keys, token_ids, block_size)
 
-    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
+    async def reattach(self, claim: Claim, read_form: ReadForm) -> RequestStream:
         """Take over a stream whose router is gone. Raises `RequestError` if no node holds it.
 
-        `params_of` reads what the nodes kept of the stream.
+        `read_form` reads what the nodes kept of the stream.
         """
 
         def accept(found: FoundRequest) -> RequestStream:
             attached = found.attached
-            params, prompt = params_of(attached.form), attached.prompt_token_ids
+            (params, parsing), prompt = read_form(attached.form), attached.prompt_token_ids
             if params.n != attached.num_choices:
                 raise NodeError("a node holds a stream whose parts do not match")
-            detokenizers = [self._text.detokenizer(prompt, params, i) for i in range(params.n)]
+            detokenizers = [
+                self._text.detokenizer(prompt, params, i, parsing) for i in range(params.n)
+            ]
             stream = RequestStream(claim.request_id, None, prompt, params, detokenizers)
             limit = attached.sampling.max_tokens
             if params.max_tokens is not None and limit < params.max_tokens:

@@ -68,7 +68,10 @@ def rendered(chat: Chat, template: ChatTemplate | None) -> str:
         text = "this model has no chat template; use /v1/completions"
         raise RequestError(text, code="no_chat_template", http_status=404)
     return template.render(
-        chat.messages, add_generation_prompt=chat.add_generation_prompt, options=chat.options
+        chat.messages,
+        tools=chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        options=chat.options,
     )
 
 

@@ -27,6 +27,7 @@ from baton.router.http.body_process import Job, check_ids, rendered, unpacked
 from baton.router.http.connections import connection_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.model_format import ModelFormat
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.http.responses import (
     LAST_EVENT_ID,
@@ -45,6 +46,7 @@ from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import Claim
+from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream, Sink
 from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
@@ -68,6 +70,7 @@ class Work:
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the answer's
     kept: ResumeState | None = None  # for a stream that the client can resume
+    parsing: Parsing | None = None
 
 
 class Handlers:
@@ -85,6 +88,7 @@ class Handlers:
         self._engine = engine
         self._metrics = metrics
         self._chat_template = chat_template
+        self._format = ModelFormat.of(config.router, chat_template)
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
         self._wants_key = config.router.wants_key
@@ -138,11 +142,11 @@ class Handlers:
         claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
         forms: list[Form] = []
 
-        def params_of(data: bytes) -> SamplingParams:
+        def read_form(data: bytes) -> tuple[SamplingParams, Parsing | None]:
             forms.append(form_of(data))
-            return forms[-1].params
+            return forms[-1].params, forms[-1].parsing
 
-        stream = await self._engine.reattach(claim, params_of)
+        stream = await self._engine.reattach(claim, read_form)
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         answer, running.request_id = forms[-1].answer, forms[-1].request_id
@@ -181,7 +185,9 @@ class Handlers:
                 if self._logs_prompts:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
                 try:
-                    stream = await self._engine.submit(ready, work.params, name, work.kept)
+                    stream = await self._engine.submit(
+                        ready, work.params, name, work.kept, work.parsing
+                    )
                 except RequestError as error:
                     if error.param == "structured_outputs":
                         error.param = work.ask.form_param
@@ -206,6 +212,7 @@ class Handlers:
             small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
+        ask, parsing = self._format.apply(ask)
         if sum(map(len, echoes)) * ask.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
@@ -226,8 +233,8 @@ class Handlers:
         kept = None
         if ask.is_streamed and len(prompts) == 1 and not ask.echo:
             owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
-            kept = kept_of(Form(answer, ask.kept_sampling, name), owner, ask.params.n)
-        return Work(ask, ask.params, answer, prompts, echoes, name, kept)
+            kept = kept_of(Form(answer, ask.kept_sampling, name, parsing), owner, ask.params.n)
+        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing)
 
     async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt for the engine, which makes the checks that only it can make."""

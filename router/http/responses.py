@@ -5,6 +5,7 @@ an event says how much of the response its reader has by then; a client sends th
 `Last-Event-ID`, and the nodes keep the response's form, so it can resume a stream at any router.
 """
 
+import base64
 import hashlib
 import math
 import re
@@ -20,6 +21,7 @@ from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
+from baton.router.response_parser import Parsing
 from baton.router.stream import digest_of
 
 _encode = msgspec.json.Encoder().encode
@@ -74,7 +76,8 @@ class Answer(msgspec.Struct, frozen=True):
             before, after = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":'
         else:
             before, after = b'"text":', b',"logprobs":null,"finish_reason":'
-        template = ChunkTemplate(head + before, after, b"}]" + self._tail(), self.token_ids)
+        end = b"}]" + self._tail()
+        template = ChunkTemplate(self.id, head + before, after, end, self.token_ids)
         if self.continuous_usage:
             template.count_usage(num_prompt_tokens, num_output_tokens)
         return template
@@ -96,7 +99,10 @@ class Answer(msgspec.Struct, frozen=True):
     def _choice(self, output: CompletionOutput) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
         if self.is_chat:
-            choice["message"] = {"role": "assistant", "content": output.text, "refusal": None}
+            parts = _parts_of(self.id, output)
+            content = output.text or (None if parts else "")
+            message = {"role": "assistant", "content": content, "refusal": None, **parts}
+            choice["message"] = message
         else:
             choice["text"] = output.text
         choice["logprobs"] = None
@@ -129,11 +135,14 @@ class ChunkTemplate:
     """Makes the chunks of one choice."""
 
     __slots__ = (
-        "_after", "_before", "_end", "_num_output_tokens", "_num_prompt_tokens", "_running_end",
-        "_token_ids",
+        "_after", "_answer_id", "_before", "_end", "_num_output_tokens", "_num_prompt_tokens",
+        "_running_end", "_token_ids",
     )  # fmt: skip
 
-    def __init__(self, before: bytes, after: bytes, end: bytes, token_ids: bool) -> None:
+    def __init__(
+        self, answer_id: str, before: bytes, after: bytes, end: bytes, token_ids: bool
+    ) -> None:
+        self._answer_id = answer_id
         self._before = before
         self._after = after
         self._end = end
@@ -149,6 +158,10 @@ class ChunkTemplate:
 
     def fill(self, delta: CompletionOutput) -> bytes:
         text = _encode(delta.text)
+        if delta.reasoning or delta.tool_calls:
+            # They come behind the content, in the same object.
+            parts = _encode(_parts_of(self._answer_id, delta))
+            text = _encode(delta.text or None) + b"," + parts[1:-1]
         if self._num_prompt_tokens is not None:
             self._num_output_tokens += len(delta.token_ids)
             usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
@@ -162,6 +175,33 @@ class ChunkTemplate:
         if self._token_ids:
             data += b',"token_ids":' + _encode(delta.token_ids)
         return data + self._end
+
+
+def _parts_of(answer_id: str, output: CompletionOutput) -> dict[str, object]:
+    """Return the fields of a message besides its content: reasoning by both names, and calls."""
+    parts: dict[str, object] = {}
+    if output.reasoning:
+        parts["reasoning"] = parts["reasoning_content"] = output.reasoning
+    if output.tool_calls:
+        parts["tool_calls"] = [
+            {
+                "index": call.index,
+                "id": call_id(answer_id, output.index, call.index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in output.tool_calls
+        ]
+    return parts
+
+
+def call_id(answer_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call, which is the same when its stream is resumed.
+
+    It has the nine letters and digits that the templates of Mistral's models ask for.
+    """
+    digest = hashlib.sha256(f"{answer_id} {choice} {index}".encode()).digest()
+    return base64.b32encode(digest)[:9].decode()
 
 
 def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]:
@@ -183,6 +223,8 @@ def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
     num_output = sum(one.num_output_tokens for one in metrics)
     cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
     usage = {**_counts(num_prompt, num_output), "prompt_tokens_details": cached}
+    if num_reasoning := sum(one.num_reasoning_tokens for one in metrics):
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
     if (clamped := clamped_to(metrics)) is not None:
         usage["max_tokens_clamped"] = clamped
     if any(one.resumed for one in metrics):
@@ -317,6 +359,7 @@ class Form(msgspec.Struct, frozen=True, array_like=True):
     answer: Answer
     sampling: dict[str, object]  # the given fields of `SamplingParams`
     request_id: str
+    parsing: Parsing | None = None
 
     @property
     def params(self) -> SamplingParams:

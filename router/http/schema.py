@@ -18,6 +18,16 @@ from msgspec import Meta
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.health import ServedModel
+from baton.router.http.turns import (
+    ToolChoice,
+    ToolList,
+    ToolUse,
+    Turn,
+    plain_tools,
+    plain_turn,
+    tool_use_of,
+    unsupported,
+)
 from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
@@ -110,7 +120,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
     modalities: list[str] | None = None
-    include_reasoning: bool | None = None
+    include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
     # These change nothing about an answer.
     user: str | None = None
     store: bool | None = None
@@ -136,37 +146,6 @@ class CompletionBody(GenerationBody, kw_only=True):
     add_special_tokens: bool | None = None
 
 
-class ContentPart(msgspec.Struct):
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class Turn(msgspec.Struct, forbid_unknown_fields=True):
-    """One turn of a chat."""
-
-    role: Annotated[str, Meta(min_length=1)]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: msgspec.Raw = _NULL
-    tool_call_id: str | None = None
-    function_call: msgspec.Raw = _NULL
-    # These change nothing about an answer.
-    cache_control: msgspec.Raw = _NULL
-    id: msgspec.Raw = _NULL
-    prefix: msgspec.Raw = _NULL
-    # These are parts of answers, which clients send back unchanged.
-    refusal: str | None = None
-    annotations: msgspec.Raw = _NULL
-    reasoning: msgspec.Raw = _NULL
-    audio: msgspec.Raw = _NULL
-    provider_specific_fields: msgspec.Raw = _NULL
-    reasoning_details: msgspec.Raw = _NULL
-    thinking_blocks: msgspec.Raw = _NULL
-    citations: msgspec.Raw = _NULL
-
-
 class ChatBody(GenerationBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
@@ -175,8 +154,8 @@ class ChatBody(GenerationBody, kw_only=True):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     top_logprobs: int | None = None
-    tools: list[msgspec.Raw] | None = None
-    tool_choice: str | dict[str, object] | None = None
+    tools: ToolList | None = None
+    tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
 
@@ -185,21 +164,11 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     **{name: values for name, values in NEUTRAL.items() if name != "logprobs"},
     "priority": (0,),
     "modalities": (["text"],),
-    "include_reasoning": (True,),
     "suffix": ("",),
     "add_special_tokens": (True,),
     "top_logprobs": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
 }
-_UNSUPPORTED_IN_TURN = ("tool_calls", "tool_call_id", "function_call")
-_ONLY_IN_ANSWERS = (
-    "annotations", "reasoning", "audio", "provider_specific_fields", "reasoning_details",
-    "thinking_blocks", "citations",
-)  # fmt: skip
-_TEXT_PARTS = ("text", "input_text", "refusal")
 _NONE: Mapping[str, object] = {}
-_EMPTY = (b"null", b"[]", b"{}", b"")
 
 _completion_decoder = msgspec.json.Decoder(CompletionBody)
 _chat_decoder = msgspec.json.Decoder(ChatBody)
@@ -211,6 +180,7 @@ class Chat(msgspec.Struct, frozen=True):
     messages: list[dict[str, object]]  # in the form that templates take, with text only
     add_generation_prompt: bool
     options: dict[str, object] | None
+    tools: list[dict[str, object]] | None = None  # in the form that templates take
 
 
 BodyPrompt = str | list[int] | Chat
@@ -230,6 +200,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     timeline: bool
     echo: bool = False
     generates: bool = True  # False if the answer is the prompt alone
+    tools: ToolUse | None = None
+    include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
 
     @property
@@ -272,11 +244,20 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
         raise RequestError("messages must not be empty", param="messages")
     messages = [plain_turn(index, turn) for index, turn in enumerate(body.messages)]
     generates = body.add_generation_prompt is not False
-    chat = Chat(messages, generates, body.chat_template_kwargs)
+    tools = plain_tools(body.tools)
+    use = tool_use_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    # With `none` the model must not call, so it does not see the tools.
+    chat = Chat(messages, generates, body.chat_template_kwargs, tools if use else None)
     if body.max_completion_tokens is None:
-        return _ask(body, defaults, [chat])
-    body.max_tokens = body.max_completion_tokens
-    return _ask(body, defaults, [chat], limit_name="max_completion_tokens")
+        ask = _ask(body, defaults, [chat])
+    else:
+        body.max_tokens = body.max_completion_tokens
+        ask = _ask(body, defaults, [chat], limit_name="max_completion_tokens")
+    if use is None and body.include_reasoning is not False:
+        return ask
+    return msgspec.structs.replace(
+        ask, tools=use, include_reasoning=body.include_reasoning is not False
+    )
 
 
 def parsed(data: bytes, model: ServedModel, *, is_chat: bool) -> Ask:
@@ -400,17 +381,17 @@ def _check_neutral(body: GenerationBody) -> None:
         return
     for name, value in zip(_NEUTRAL_NAMES[kind], values, strict=True):
         if value is not None and value not in _NEUTRAL[name]:
-            raise _unsupported(name)
+            raise unsupported(name)
 
 
 def _check(body: GenerationBody) -> None:
     _check_neutral(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
-        raise _unsupported("best_of")
+        raise unsupported("best_of")
     # In a completion, 0 asks for the sampled token's log probability; in a chat, false asks for
     # nothing.
     if body.logprobs is not None and body.logprobs is not False:
-        raise _unsupported("logprobs")
+        raise unsupported("logprobs")
     options = body.stream_options
     if options is not None and not body.stream:
         raise RequestError(
@@ -433,42 +414,6 @@ def _check_stops(name: str, stops: list[str]) -> None:
             f"{MAX_ALL_STOP_CHARS} together"
         )
         raise RequestError(text, param=name)
-
-
-def plain_turn(index: int, turn: Turn) -> dict[str, object]:
-    """Return a turn in the form that templates take, with text as its content."""
-    answers = () if turn.role == "assistant" else _ONLY_IN_ANSWERS
-    for name in (*_UNSUPPORTED_IN_TURN, *answers):
-        if _is_given(getattr(turn, name)):
-            raise _unsupported(f"messages[{index}].{name}")
-    content = turn.content
-    if isinstance(content, list):
-        texts = []
-        for place, part in enumerate(content):
-            text = part.refusal if part.type == "refusal" else part.text
-            if part.type not in _TEXT_PARTS or text is None:
-                raise RequestError(
-                    f"content of type {clip(part.type)!r} is not supported; only text is",
-                    code="unsupported",
-                    param=f"messages[{index}].content[{place}]",
-                )
-            texts.append(text)
-        content = "\n".join(texts)
-    plain: dict[str, object] = {"role": turn.role, "content": content or ""}
-    for name in ("name", "reasoning_content"):
-        if (value := getattr(turn, name)) is not None:
-            plain[name] = value
-    return plain
-
-
-def _is_given(value: msgspec.Raw | str | None) -> bool:
-    return value is not None and not (
-        isinstance(value, msgspec.Raw) and bytes(value).strip() in _EMPTY
-    )
-
-
-def _unsupported(name: str) -> RequestError:
-    return RequestError(f"{name} is not supported", code="unsupported", param=name)
 
 
 def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
@@ -533,6 +478,6 @@ def _invalid(text: str, kind: type[msgspec.Struct]) -> RequestError:
         return RequestError(what + hint, param=f"{path}.{name}" if path else name)
     if not path:
         return RequestError(f"the body is wrong: {what}")
-    # The message names the place inside a list; `param` names it only for the turns of a chat.
-    param = path if path.startswith("messages") else path.partition("[")[0]
+    # The message names the place inside a list; `param` names it only for turns and tools.
+    param = path if path.startswith(("messages", "tools")) else path.partition("[")[0]
     return RequestError(f"{path}: {what}", param=param)

@@ -14,7 +14,8 @@ from baton.router.health import ServedModel
 from baton.router.http.bodies import MIB, Bodies, body_limit
 from baton.router.http.body_process import check_ids, rendered
 from baton.router.http.connections import connection_of
-from baton.router.http.schema import Chat, Turn, plain_turn
+from baton.router.http.schema import Chat
+from baton.router.http.turns import ToolList, Turn, plain_tools, plain_turn
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip
 
@@ -28,6 +29,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Turn] | None = None
+    tools: ToolList | None = None
     add_special_tokens: bool | None = None  # true for a prompt, false for messages
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, object] | None = None
@@ -64,7 +66,8 @@ class TokenEndpoints:
             turns = [plain_turn(index, turn) for index, turn in enumerate(body.messages or [])]
             if not turns:
                 raise RequestError("messages must not be empty", param="messages")
-            chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs)
+            tools = plain_tools(body.tools)
+            chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
             prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
             adds_tokens = body.add_special_tokens is True
         token_ids = await text.encode(

@@ -52,11 +52,11 @@ def taking(
     """Take the stream over, and return it with the deltas as they come."""
 
     async def take() -> tuple[RequestStream, list[CompletionOutput]]:
-        def params_of(form: bytes) -> SamplingParams:
+        def read_form(form: bytes) -> tuple[SamplingParams, None]:
             assert form == b"form"
-            return params
+            return params, None
 
-        stream = await bench.router.reattach(claim, params_of)
+        stream = await bench.router.reattach(claim, read_form)
         deltas: list[CompletionOutput] = []
         stream.send_to(deltas.append)
         return stream, deltas

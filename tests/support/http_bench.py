@@ -23,9 +23,10 @@ from baton.router.http.app import App
 from baton.router.http.server import Server
 from baton.router.http.tracing import Tracer
 from baton.router.reattach import Claim
+from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream
 from baton.router.text import Text
-from baton.router.text_router import ParamsOf
+from baton.router.text_router import ReadForm
 from baton.runtime.tls import server_context
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
@@ -92,24 +93,31 @@ class ScriptedEngine:
         params: SamplingParams,
         request_id: str | None = None,
         kept: ResumeState | None = None,
+        parsing: Parsing | None = None,
     ) -> RequestStream:
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal
         self.kept = kept
         text = prompt if isinstance(prompt, str) else None
-        return self._begin(request_id or "request", text, ids, params)
+        return self._begin(request_id or "request", text, ids, params, parsing)
 
-    async def reattach(self, claim: Claim, params_of: ParamsOf) -> RequestStream:
+    async def reattach(self, claim: Claim, read_form: ReadForm) -> RequestStream:
         """Begin the last request anew, if it was kept."""
         if self.kept is None:
             raise RequestError("no node holds it", code="stream_gone", http_status=404)
-        return self._begin(claim.request_id, None, [5], params_of(self.kept.form))
+        return self._begin(claim.request_id, None, [5], *read_form(self.kept.form))
 
     def _begin(
-        self, name: str, text: str | None, ids: list[int], params: SamplingParams
+        self,
+        name: str,
+        text: str | None,
+        ids: list[int],
+        params: SamplingParams,
+        parsing: Parsing | None = None,
     ) -> RequestStream:
-        detokenizers = [self._text.detokenizer(ids, params, i) for i in range(params.n)]
+        numbers = range(params.n)
+        detokenizers = [self._text.detokenizer(ids, params, i, parsing) for i in numbers]
         stream = RequestStream(name, text, ids, params, detokenizers)
         stream.on_close(lambda: self._close(stream))
         self.streams.append(stream)

@@ -16,6 +16,7 @@ from baton.router.http.responses import (
     start_of,
 )
 from baton.router.reattach import ReceivedPart
+from baton.router.response_parser import Parsing
 from baton.router.stream import digest_of
 from tests.support.http_bench import HttpBench, served
 
@@ -72,7 +73,7 @@ def test_a_name_alone_is_the_start_and_must_be_one_of_ours() -> None:
 
 def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None:
     answer = Answer(NAME, "tiny", 7, True, True, False, False)
-    form = Form(answer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request")
+    form = Form(answer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request", Parsing("hermes"))
     kept = kept_of(form, b"owner", 2)
     assert form_of(kept.form) == form
     assert form.params.stop == ["a", "é"]

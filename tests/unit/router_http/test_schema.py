@@ -16,6 +16,13 @@ def turn(**fields: object) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": "hi", **fields}]}).encode()
 
 
+def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
+    tools = [{"type": "function", "function": function} for function in functions]
+    return (
+        turn()[:-1] + f',"tools":{json.dumps(tools)},"tool_choice":{json.dumps(choice)}}}'.encode()
+    )
+
+
 @pytest.mark.parametrize(
     ("data", "param"),
     [
@@ -91,14 +98,33 @@ def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
         (turn(content=3), "messages[0].content"),
         (turn(content=[{"type": "image_url", "image_url": {"url": "http://x"}}]), None),
         (turn(content=[{"type": "input_audio", "input_audio": {}}]), None),
-        (turn(tool_calls=[{"id": "1"}]), "messages[0].tool_calls"),
+        (turn(tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
+        (turn(tool_calls=[{"function": {"name": "f"}}]), "messages[0].tool_calls"),
+        (turn(role="assistant", tool_call_id="1"), "messages[0].tool_call_id"),
+        (
+            turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         (turn(wishes=1), "messages[0].wishes"),
         (turn(wishes=1, hopes=None), "messages[0].wishes"),
         (turn(audio={"id": "1"}), "messages[0].audio"),
         (turn(role="assistant", function_call={"name": "f"}), "messages[0].function_call"),
         (turn()[:-1] + b',"max_completion_tokens":0}', "max_completion_tokens"),
         (turn()[:-1] + b',"logprobs":true}', "logprobs"),
-        (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools"),
+        (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools[0].function"),
+        (with_tools({"name": "a\nb"}), "tools[0].function.name"),
+        (with_tools({"name": "f"}, {"name": "f"}), "tools[1].function.name"),
+        (with_tools({"name": "f", "parameters": 3}), "tools[0].function.parameters"),
+        (
+            with_tools({"name": "f", "parameters": {"type": "array"}}),
+            "tools[0].function.parameters",
+        ),
+        (
+            with_tools({"name": "f"}, choice={"type": "function", "function": {"name": "g"}}),
+            "tool_choice",
+        ),
+        (with_tools({"name": "f"}, choice="any"), "tool_choice"),
+        (with_tools(choice="required"), "tools"),
         (turn()[:-1] + b',"response_format":{"type":"json"}}', "response_format.type"),
         (turn()[:-1] + b',"response_format":{"type":"json_schema"}}', "response_format"),
         (turn()[:-1] + b',"structured_outputs":{"json":{},"regex":"a"}}', "structured_outputs"),
@@ -169,7 +195,7 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
     (chat,) = ask.prompts
     assert isinstance(chat, Chat)
     assert chat.messages == [
-        {"role": "assistant", "content": "yes"},
+        {"role": "assistant", "content": "yes", "reasoning_content": "hm", "reasoning": "hm"},
         {"role": "user", "content": "null" * 100_000},
     ]
     assert ask.include_usage
@@ -243,3 +269,31 @@ def test_text_parts_are_joined_and_other_keys_of_a_turn_stay() -> None:
     (chat,) = parse_chat(turn(content=parts, name="me")).prompts
     assert isinstance(chat, Chat)
     assert chat.messages == [{"role": "user", "content": "a\nb", "name": "me"}]
+
+
+def test_tools_and_their_turns_reach_the_template_as_objects() -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    body = {
+        "messages": [
+            {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "parallel_tool_calls": False,
+    }
+    ask = parse_chat(json.dumps(body).encode())
+    (chat,) = ask.prompts
+    assert isinstance(chat, Chat)
+    assert chat.messages[0]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+    ]
+    assert chat.messages[1] == {"role": "tool", "content": "2", "tool_call_id": "1"}
+    parameters = {"type": "object", "properties": {}}
+    function = {"name": "f", "description": "", "parameters": parameters}
+    assert chat.tools == [{"type": "function", "function": function}]
+    assert ask.tools is not None
+    assert not ask.tools.parallel_tool_calls
+    none = parse_chat(json.dumps({**body, "tool_choice": "none"}).encode())
+    assert none.tools is None
+    assert isinstance(none.prompts[0], Chat)
+    assert none.prompts[0].tools is None
