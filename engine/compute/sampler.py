@@ -126,7 +126,7 @@ class Sampler:
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
         if samples.masked is not None and samples.masks is not None:
-            _apply_masks(logits, samples.masked, samples.masks)
+            apply_masks(logits, samples.masked, samples.masks)
         if self._kernel is not None:
             return self._kernel(logits, samples.ints, samples.reals, samples.held_back)
         _hold_back(logits, samples.held_back)
@@ -184,17 +184,22 @@ def compiled(kernel: CpuSampler) -> SampleKernel:
     return sample
 
 
-def _apply_masks(logits: Tensor, masked: Tensor, masks: Tensor) -> None:
+def apply_masks(logits: Tensor, masked: Tensor, masks: Tensor) -> None:
     """Make it impossible to sample the ids whose bits are 0."""
-    vocab = logits.shape[1]
     if logits.is_cuda:
-        bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
-        hidden = (bits & 1).flatten(1)[:, :vocab] == 0
-        logits[masked] = logits[masked].masked_fill_(hidden, -math.inf)
+        apply_masks_on_device(logits, masked, masks)
         return
+    vocab = logits.shape[1]
     for row, words in zip(masked.tolist(), masks.numpy().view(np.uint8), strict=True):
         allowed = np.unpackbits(words, count=vocab, bitorder="little").view(np.bool_)
         np.copyto(logits[row].numpy(), -np.inf, where=~allowed)
+
+
+def apply_masks_on_device(logits: Tensor, masked: Tensor, masks: Tensor) -> None:
+    """Do the same without waiting for the device."""
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    hidden = (bits & 1).flatten(1)[:, : logits.shape[1]] == 0
+    logits[masked] = logits[masked].masked_fill_(hidden, -math.inf)
 
 
 def _hold_back(logits: Tensor, held_back: Tensor) -> None:

@@ -3,6 +3,7 @@
 `test_soak` draws faults at random; these are the schedules that it cannot be sure to meet.
 """
 
+import json
 import time
 from functools import cache
 from pathlib import Path
@@ -111,6 +112,29 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
     for reader in readers:
         reader.join()
         assert reader.token_ids == expected(len(reader.token_ids))
+
+
+def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path: Path) -> None:
+    config = tiny_cluster(
+        model_folder("qwen3", eos_token_id=2), cache={"num_blocks": 600},
+        engine={"max_num_batched_tokens": 64}, router={"local_prefill": "never"},
+    )  # fmt: skip
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 200, "maxItems": 200}
+    asked = {
+        "prompt": PROMPT, "max_tokens": MANY_TOKENS, "seed": 7, "return_token_ids": True,
+        "structured_outputs": {"json": numbers}, "bad_words": ["7"],
+    }  # fmt: skip
+    with Cluster(tmp_path, config) as cluster:
+        reader = StreamReader(cluster, asked)
+        for _ in range(2):
+            reader.wait_for_more(40)
+            cluster.kill("decode-0")
+            cluster.start_node("decode", 0)
+        reader.join()
+        whole = cluster.complete(**asked)["choices"][0]  # type: ignore[index]
+    assert reader.token_ids == whole["token_ids"]
+    assert len(json.loads(whole["text"])) == 200
+    assert "7" not in whole["text"]
 
 
 def is_ended(process: psutil.Process) -> bool:

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
+from baton.engine.compute import token_masks
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import Role
@@ -48,7 +49,8 @@ FORMS = (
 
 def settings() -> ClusterConfig:
     return tiny_cluster(
-        model_folder("llama", eos_token_id=EOS), cache={"block_size": 16, "num_blocks": 700},
+        model_folder("llama", eos_token_id=EOS),
+        cache={"block_size": 16, "num_blocks": 700, "enable_prefix_caching": False},
         engine={"max_num_batched_tokens": 64, "max_num_seqs": 16},
     )  # fmt: skip
 
@@ -105,8 +107,15 @@ def check_all(outputs: list[list[CompletionOutput]]) -> None:
     assert {70, 71, 300} == set(allowed.token_ids)
 
 
-def test_every_form_is_kept_and_equal_split_and_aggregated(tmp_path: Path) -> None:
-    split = NodeThreads(tmp_path, never_local(settings())).run(all_forms)
+def test_every_form_is_kept_and_equal_split_and_aggregated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0.0)  # samples are repeated until it ends
+    nodes = NodeThreads(tmp_path, never_local(settings()))
+    split = nodes.run(all_forms)
+    num_prompt_tokens = sum(33 + 20 * index for index in range(len(FORMS))) + 3 * 90
+    assert nodes.prompt_tokens_computed("prefill-0") > num_prompt_tokens
+    monkeypatch.undo()
     together = NodeThreads(tmp_path, always_local(settings())).run(all_forms)
     check_all(split)
     for ours, theirs in zip(split, together, strict=True):

@@ -4,13 +4,19 @@ import itertools
 import math
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from baton.engine.compute.sampler import Sampler, SampleRow
+from baton.engine.compute.sampler import (
+    Sampler,
+    SampleRow,
+    apply_masks,
+    apply_masks_on_device,
+)
 from baton.engine.compute.sampler import compiled as compiled_kernel
 from baton.kernels.cpu_kernels import CpuSampler
 from baton.kernels.cpu_library import load_library
@@ -226,3 +232,16 @@ def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
     """Nodes of two versions may continue one another's sequences."""
     rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
     assert sampler.sample_rows(torch.zeros(8, 64), rows) == PINNED
+
+
+def test_masks_hide_ids_on_the_host_as_on_a_device() -> None:
+    allowed = np.random.default_rng(1).random((3, 1000)) < 0.3
+    packed = np.packbits(np.pad(allowed, ((0, 0), (0, 24))), axis=1, bitorder="little")
+    masks, masked = torch.from_numpy(packed.view(np.int32)), torch.tensor([4, 0, 2])
+    logits = torch.randn(5, 1000)
+    expected = logits.clone()
+    expected[masked] = expected[masked].where(torch.from_numpy(allowed), -torch.inf)
+    for apply in (apply_masks, apply_masks_on_device):
+        hidden = logits.clone()
+        apply(hidden, masked, masks)
+        assert torch.equal(hidden, expected)
