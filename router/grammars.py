@@ -28,7 +28,10 @@ def checked_grammar(wanted: StructuredOutputsParams) -> str:
     grammar that takes too much work.
     """
     kind, value = wanted.form
-    text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    except (ValueError, TypeError, RecursionError) as error:
+        raise _wrong(kind, str(error)) from error
     if len(text) > MAX_GRAMMAR_BYTES:
         raise _wrong(kind, f"it is larger than {MAX_GRAMMAR_BYTES} bytes")
     return _checked(kind, text)

@@ -113,6 +113,8 @@ class TokenMasks:
                 fresh = future.result(COMPILE_WAIT_S if is_new else 0)
             except TimeoutError:
                 return NoMask()
+            except (OSError, RuntimeError, ValueError) as error:
+                return NoMask(f"llguidance cannot read the model's tokenizer: {error}")
             if fresh.is_error():
                 return NoMask(_first_line(fresh))
             if not self._eos_token_ids:

@@ -183,6 +183,7 @@ class Chat(msgspec.Struct, frozen=True):
     tools: list[dict[str, object]] | None = None  # in the form that templates take
 
 
+_RULES = ("structured_outputs", "allowed_token_ids", "bad_words")
 BodyPrompt = str | list[int] | Chat
 
 
@@ -206,10 +207,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
 
     @property
     def kept_sampling(self) -> dict[str, object]:
-        """The fields on which the text of given tokens depends; a grammar may be long."""
-        return {
-            name: value for name, value in self.sampling.items() if name != "structured_outputs"
-        }
+        """The fields on which the text of given tokens depends; rules may be long."""
+        return {name: value for name, value in self.sampling.items() if name not in _RULES}
 
     @cached_property
     def params(self) -> SamplingParams:

@@ -94,6 +94,16 @@ def test_what_can_never_go_on_has_a_reason(folder: Path) -> None:
     assert "end-of-sequence" in mask.problem
 
 
+def test_a_tokenizer_that_llguidance_cannot_read_ends_the_request_alone(tmp_path: Path) -> None:
+    grammar = Sampling(seed=1, max_tokens=9, grammar=GRAMMAR)
+    for text in (None, "{}"):
+        if text is not None:
+            (tmp_path / "tokenizer.json").write_text(text)
+        mask = first(TokenMasks(tmp_path, VOCAB, (EOS,)), grammar)
+        assert isinstance(mask, NoMask)
+        assert "tokenizer" in mask.problem
+
+
 def test_a_slow_grammar_stops_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0)
     names = {f"name{i}": {"enum": [f"v{i}{j}" for j in range(40)]} for i in range(200)}
