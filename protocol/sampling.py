@@ -21,6 +21,7 @@ from baton.protocol.ids import MAX_COUNT, Count, Int64
 OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128
 SEED_BITS = 63
+MAX_BIAS = 100.0
 
 
 class RequestOutputKind(StrEnum):
@@ -32,6 +33,15 @@ class RequestOutputKind(StrEnum):
     CUMULATIVE = "cumulative"
     DELTA = "delta"
     FINAL_ONLY = "final"
+
+
+class Penalties(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What is taken off the logits of tokens that came before, and `bias`, which is added."""
+
+    presence: float = 0.0
+    frequency: float = 0.0
+    repetition: float = 1.0
+    bias: tuple[tuple[Count, float], ...] = ()  # by token id
 
 
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -49,11 +59,18 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     grammar: str = ""  # of llguidance, which the output has to match
     allowed_token_ids: tuple[Count, ...] = ()  # empty allows all
     bad_words: tuple[tuple[Count, ...], ...] = ()  # sequences that must not come
+    penalties: Penalties | None = None
 
     @property
     def depends_on_output(self) -> bool:
         """Return whether the next token's distribution is not a function of its logits alone."""
-        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
+        has_rules = self.grammar or self.allowed_token_ids or self.bad_words
+        return bool(has_rules) or self.penalties is not None
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Return whether the next token depends on the prompt besides through its logits."""
+        return self.penalties is not None and self.penalties.repetition != 1.0
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,15 +160,11 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 # Fields that baton does not support, and the values of each that ask for nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "presence_penalty": (0, None),
-    "frequency_penalty": (0, None),
-    "repetition_penalty": (1, None),
     "logprobs": (None,),
     "prompt_logprobs": (None,),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
-    "logit_bias": (None, {}),
     "extra_args": (None, {}),
     "use_beam_search": (False, None),
     "length_penalty": (1, None),
@@ -162,7 +175,9 @@ _neutral_fields = operator.attrgetter(*NEUTRAL)
 
 _INTEGERS = ("n", "top_k", "min_tokens")
 _INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of")
-_NUMBERS = ("temperature", "top_p", "min_p")
+_NUMBERS = (
+    "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
+)  # fmt: skip
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 
 
@@ -197,6 +212,8 @@ def _set_types(params: SamplingParams) -> None:
         force_setattr(params, "allowed_token_ids", ids)
     if params.bad_words is not None:
         force_setattr(params, "bad_words", _texts("bad_words", params.bad_words))
+    if params.logit_bias is not None:
+        force_setattr(params, "logit_bias", _biases(params.logit_bias))
     if type(params.output_kind) is not RequestOutputKind:
         force_setattr(params, "output_kind", _kind(params.output_kind))
     if (form := params.structured_outputs) is not None and type(
@@ -233,6 +250,21 @@ def _ids(name: str, values: object) -> list[int]:
     return ids
 
 
+def _biases(value: object) -> dict[int, float]:
+    if not isinstance(value, Mapping):
+        raise _wrong("logit_bias", "a mapping of token ids to numbers", value)
+    try:
+        biases = {int(key): _number("logit_bias", bias) for key, bias in value.items()}
+    except (TypeError, ValueError) as error:
+        raise _wrong("logit_bias", "a mapping of token ids to numbers", value) from error
+    if any(not 0 <= token_id <= MAX_COUNT for token_id in biases):
+        raise RequestError("the token ids of logit_bias must be at least 0", param="logit_bias")
+    if any(not -MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()):
+        text = f"the numbers of logit_bias must be at least {-MAX_BIAS:g} and at most {MAX_BIAS:g}"
+        raise RequestError(text, param="logit_bias")
+    return biases
+
+
 def _kind(value: object) -> RequestOutputKind:
     for kind in RequestOutputKind:
         if value == kind:
@@ -256,6 +288,9 @@ def _check_ranges(params: SamplingParams) -> None:
     _in_range("temperature", params.temperature, 0.0, 100.0)
     _in_range("top_p", params.top_p, 0.0, 1.0, open_low=True)
     _in_range("min_p", params.min_p, 0.0, 1.0)
+    _in_range("presence_penalty", params.presence_penalty, -2.0, 2.0)
+    _in_range("frequency_penalty", params.frequency_penalty, -2.0, 2.0)
+    _in_range("repetition_penalty", params.repetition_penalty, 0.0, 100.0, open_low=True)
     if not -1 <= params.top_k <= MAX_COUNT:
         text = f"top_k must be -1 or 0 (keep all) or positive, and at most {MAX_COUNT}"
         raise RequestError(text, param="top_k")

@@ -15,7 +15,7 @@ from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.sampling import Sampling, SamplingParams
+from baton.protocol.sampling import Penalties, Sampling, SamplingParams
 from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request import Place
@@ -268,6 +268,12 @@ def sampling_of(
     params: SamplingParams, seed: int, max_tokens: int, rules: OutputRules = NO_RULES
 ) -> Sampling:
     """Return the part of `params` that engines need, with every default filled in."""
+    penalties = Penalties(
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        tuple((params.logit_bias or {}).items()),
+    )
     return Sampling(
         seed=seed,
         max_tokens=max_tokens,
@@ -281,4 +287,5 @@ def sampling_of(
         grammar=rules.grammar,
         allowed_token_ids=tuple(params.allowed_token_ids or ()),
         bad_words=rules.bad_words,
+        penalties=None if penalties == Penalties() else penalties,
     )

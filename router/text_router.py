@@ -15,7 +15,7 @@ from baton.protocol.blocks import BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import NEUTRAL, SamplingParams
+from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
 from baton.router.grammars import checked_grammar
 from baton.router.health import Health, ServedModel
@@ -24,7 +24,6 @@ from baton.router.reattach import Claim, FoundRequest
 from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream
 from baton.router.text import Text, too_long
-from baton.runtime.log import logger
 
 ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
@@ -111,9 +110,10 @@ class TextRouter:
     async def _rules_of(self, params: SamplingParams) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
         vocab_size = self._core.limits().vocab_size
-        if max(params.allowed_token_ids or (0,)) >= vocab_size:
-            text = f"allowed_token_ids must be below {vocab_size}, the size of the vocabulary"
-            raise RequestError(text, param="allowed_token_ids")
+        for name in ("allowed_token_ids", "logit_bias"):
+            if max(getattr(params, name) or (0,)) >= vocab_size:
+                text = f"the ids of {name} must be below {vocab_size}, the size of the vocabulary"
+                raise RequestError(text, param=name)
         # A word begins with another token after a blank.
         spellings = [s for word in params.bad_words or () for s in (word, f" {word.lstrip()}")]
         words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
@@ -206,9 +206,6 @@ class TextRouter:
         )
 
 
-log = logger("router")
-
-
 class _GenerationConfig(msgspec.Struct):
     """The fields of the file that concern sampling. Null means the usual default."""
 
@@ -228,8 +225,7 @@ def default_params(model_path: str) -> SamplingParams:
 def sampling_of_model(model_path: str) -> dict[str, object]:
     """Return the fields of `SamplingParams` that a model folder sets.
 
-    Raises `ConfigError` if they are not numbers. A default that baton does not support is left out,
-    with one warning.
+    Raises `ConfigError` if they are not numbers.
     """
     path = Path(model_path) / "generation_config.json"
     try:
@@ -237,10 +233,6 @@ def sampling_of_model(model_path: str) -> dict[str, object]:
         found = msgspec.structs.asdict(msgspec.json.decode(data, type=_GenerationConfig))
         found["max_tokens"] = found.pop("max_new_tokens")
         given = {name: value for name, value in found.items() if value is not None}
-        for name in NEUTRAL.keys() & given.keys():
-            if given[name] not in NEUTRAL[name]:
-                log.warning(f"{path} asks for {name}={given[name]}, which is not supported")
-            del given[name]
         SamplingParams(**given)  # the constructor raises for values out of range
         return given
     except (OSError, msgspec.DecodeError, RequestError) as error:

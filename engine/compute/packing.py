@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from baton.engine.compute.attention import Batch, Chunk, Tables
+from baton.engine.compute.penalties import CountedTokens, packed
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
 from baton.engine.scheduling.plan import Slice, StepPlan
@@ -103,13 +104,17 @@ class StepInputs:
     tables: tuple[ArrayPlace, ArrayPlace, ArrayPlace] | None = None
     changes: tuple[ArrayPlace, ArrayPlace] | None = None
     masks: tuple[ArrayPlace, ArrayPlace] | None = None  # samples that have one, and the masks
+    penalties: tuple[ArrayPlace, ArrayPlace] | None = None  # as `penalties.packed` returns them
 
     def sampled(self) -> SamplingTensors:
-        tensors = SamplingTensors(*(place.of(self.words) for place in self.samples))
-        if self.masks is None:
-            return tensors
-        masked, masks = (place.of(self.words) for place in self.masks)
-        return replace(tensors, masked=masked, masks=masks)
+        ints, reals, held_back = (place.of(self.words) for place in self.samples)
+        tensors = SamplingTensors(ints, reals, held_back)
+        if self.penalties is not None:
+            tensors = replace(tensors, penalties=[place.of(self.words) for place in self.penalties])
+        if self.masks is not None:
+            masked, masks = (place.of(self.words) for place in self.masks)
+            tensors = replace(tensors, masked=masked, masks=masks)
+        return tensors
 
 
 @dataclass(slots=True)
@@ -154,6 +159,7 @@ class _Lists:
     changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     has_unknown_tokens: bool = False
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
+    counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
     unsampled: dict[int, str] = field(default_factory=dict)
 
     def pad(self, bucket: int) -> None:
@@ -212,7 +218,7 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        bucket = 0 if lists.masks else self._bucket(plan.slices, held_back)
+        bucket = 0 if lists.masks or lists.counted else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
@@ -279,8 +285,11 @@ class Packer:
         if isinstance(mask, NoMask):
             lists.unsampled[index] = mask.problem
             return
-        first = len(lists.samples)
-        lists.masks.update((first + i, mask) for i in range(len(part.samples)))
+        samples = range(len(lists.samples), len(lists.samples) + len(part.samples))
+        if mask is not None:
+            lists.masks.update((sample, mask) for sample in samples)
+        if (counted := masks.counted(part.key)) is not None:
+            lists.counted.update((sample, counted) for sample in samples)
 
     def _add_samples(self, lists: _Lists, part: Slice) -> None:
         if not part.samples:
@@ -322,6 +331,7 @@ class Packer:
             + 7 * num_samples + num_samples * width + len(lists.table_rows) + len(lists.lengths)
             + len(lists.starts) + 2 * len(lists.changes[0])
             + sum(2 + len(mask) for mask in lists.masks.values())
+            + sum(5 * len(one.ids) for one in lists.counted.values())
         )  # fmt: skip
         into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
@@ -341,6 +351,12 @@ class Packer:
         )  # fmt: skip
         if num_samples > len(lists.rows):  # the choices of one prompt share its logits
             inputs.repeats = into.put(lists.repeats, num_samples)
+        if lists.counted:
+            changed, changes = packed(lists.counted)
+            inputs.penalties = (
+                into.put(changed, *changed.shape),
+                into.put(changes, *changes.shape, dtype=torch.float64),
+            )
         if lists.masks:
             masks = list(lists.masks.values())
             inputs.masks = (

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.compute.penalties import penalize
 from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels.constants import (
     GOLDEN,
@@ -71,6 +72,7 @@ class SamplingTensors:
     held_back: Tensor  # [num_samples, width] int32: ids that may not be sampled; -1 names none
     masked: Tensor | None = None  # [num_masks] int64: the samples that have masks
     masks: Tensor | None = None  # [num_masks, words] int32: a bit for each id that may be sampled
+    penalties: Sequence[Tensor] = ()  # the places and changes that `penalize` takes
 
     @classmethod
     def of(
@@ -125,6 +127,8 @@ class Sampler:
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
+        if samples.penalties:
+            penalize(logits, *samples.penalties)
         if samples.masked is not None and samples.masks is not None:
             apply_masks(logits, samples.masked, samples.masks)
         if self._kernel is not None:

@@ -1,8 +1,9 @@
 """Which tokens may come next in outputs that have a form: a grammar, allowed ids, bad words.
 
 A mask is a function of `Sampling` and of the output so far, so nodes and ranks agree on it, and a
-resumed sequence goes on under the same masks. An output is followed while every plan has its
-sequence; a slice with `past` begins anew, so no state crosses a handoff.
+resumed sequence goes on under the same masks. So are penalties, which are kept with them. An output
+is followed while every plan has its sequence; a slice with `past` begins anew, so no state crosses
+a handoff.
 """
 
 from collections import OrderedDict
@@ -15,6 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from numpy.typing import NDArray
 
+from baton.engine.compute.penalties import CountedTokens
 from baton.engine.scheduling.plan import Slice
 from baton.protocol.ids import Key
 from baton.protocol.sampling import Sampling
@@ -38,12 +40,20 @@ class _Output:
     """The output of one sequence, and what it has to be."""
 
     bad_words: tuple[tuple[int, ...], ...]
-    allowed: Words  # the ids that may ever come
+    allowed: Words | None  # the ids that may ever come; None if there are no rules
     matcher: LLMatcher | None
+    counted: CountedTokens | None  # if there are penalties
     token_ids: list[int]
     num_matched: int = 0
 
-    def mask(self) -> Words | NoMask:
+    def extend(self, token_ids: tuple[int, ...]) -> None:
+        self.token_ids += token_ids
+        if self.counted is not None:
+            self.counted.add(token_ids)
+
+    def mask(self) -> Words | NoMask | None:
+        if self.allowed is None:
+            return None
         words = self.allowed.copy()
         if (matcher := self.matcher) is not None:
             matcher.consume_tokens(self.token_ids[self.num_matched :])
@@ -79,24 +89,32 @@ class TokenMasks:
 
     def mask(
         self, part: Slice, tokens: tuple[int, ...], held_back: tuple[int, ...]
-    ) -> Words | NoMask:
-        """Return the ids that may follow a slice of `tokens`, without `held_back`."""
+    ) -> Words | NoMask | None:
+        """Return the ids that may follow a slice of `tokens`, without `held_back`; None for all."""
         sampling = part.sampling
         assert sampling is not None
         output: _Output | NoMask | None = self._last.get(part.key)
         if part.past is not None:
-            output = self._begin(sampling, part.past)
+            output = self._begin(sampling, part.past, min(part.start, part.num_prompt_tokens))
         if output is None or isinstance(output, NoMask):
             return output or NoMask()
         # Of a prompt's last chunk, the first tokens are no output.
-        output.token_ids += tokens[max(0, part.num_prompt_tokens - part.start) :]
+        num_prompt = max(0, part.num_prompt_tokens - part.start)
+        if output.counted is not None:
+            output.counted.add_prompt(tokens[:num_prompt])
+        output.extend(tokens[num_prompt:])
         self._outputs[part.key] = output
         mask = output.mask()
-        if isinstance(mask, NoMask):
+        if mask is None or isinstance(mask, NoMask):
             return mask
         for token_id in held_back:
             _clear(mask, token_id)
         return mask if mask.any() else NoMask("no token may follow")
+
+    def counted(self, key: Key) -> CountedTokens | None:
+        """Return the tokens of a sequence that has penalties, after `mask`."""
+        output = self._outputs.get(key)
+        return None if output is None else output.counted
 
     def prepare(self, grammar: str) -> None:
         """Begin to compile a grammar that will be needed soon."""
@@ -105,8 +123,10 @@ class TokenMasks:
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _begin(self, sampling: Sampling, past: tuple[int, ...]) -> _Output | NoMask:
-        matcher = None
+    def _begin(
+        self, sampling: Sampling, past: tuple[int, ...], num_prompt_tokens: int
+    ) -> _Output | NoMask:
+        matcher, words = None, None
         if sampling.grammar:
             future, is_new = self._compile(sampling.grammar)
             try:
@@ -124,9 +144,15 @@ class TokenMasks:
             bits = np.zeros(32 * self.num_words, np.bool_)
             bits[[token_id for token_id in ids if token_id < self._vocab_size]] = True
             words = np.packbits(bits, bitorder="little").view(np.int32)
-        else:
+        elif matcher is not None or sampling.bad_words:
             words = np.full(self.num_words, -1, np.int32)
-        return _Output(sampling.bad_words, words, matcher, list(past))
+        counted = None if sampling.penalties is None else CountedTokens(sampling.penalties)
+        output = _Output(sampling.bad_words, words, matcher, counted, [])
+        if counted is not None and sampling.needs_prompt:
+            counted.add_prompt(past[:num_prompt_tokens])
+            past = past[num_prompt_tokens:]
+        output.extend(past)
+        return output
 
     def _compile(self, grammar: str) -> tuple[Future[LLMatcher], bool]:
         future = self._compiled.pop(grammar, None)

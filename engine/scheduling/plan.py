@@ -28,8 +28,9 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     samples: tuple[int, ...] = ()
     sampling: Sampling | None = None  # set whenever samples is not empty
     num_prompt_tokens: int = 0  # the position where output begins, for min_tokens
-    # The output before start, which a runner needs if `sampling.depends_on_output`. None if it
-    # does not, or if the plan before this one has a sample of this sequence.
+    # The output before start, which a runner needs if `sampling.depends_on_output`, and before it
+    # the prompt if it `needs_prompt`. None if the plan before this one has a sample of this
+    # sequence.
     past: tuple[int, ...] | None = None
 
 

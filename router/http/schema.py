@@ -38,6 +38,7 @@ MAX_STOP_CHARS = 1024
 MAX_ALL_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BIASES = 1024
 DEFAULT_MAX_TOKENS = 16
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
@@ -48,6 +49,7 @@ TokenIdList = Annotated[
 ]
 
 AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
+Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
 
 # A larger body is not decoded a second time because of null fields.
 _MAX_SECOND_BYTES = 2 * 1024 * 1024
@@ -106,13 +108,13 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bad_words: list[str] | None = None
     structured_outputs: dict[str, object] | None = None
     response_format: ResponseFormat | None = None
-    # These are accepted only with values that ask for nothing (`_NEUTRAL`).
-    logprobs: int | bool | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
+    logit_bias: Biases | None = None
+    # These are accepted only with values that ask for nothing (`_NEUTRAL`).
+    logprobs: int | bool | None = None
     length_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     use_beam_search: bool | None = None
     best_of: Int | None = None
     prompt_logprobs: int | None = None

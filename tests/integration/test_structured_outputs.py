@@ -46,6 +46,11 @@ FORMS = (
     ),
 )  # fmt: skip
 
+PENALIZED = SamplingParams(
+    seed=3, n=2, max_tokens=90, ignore_eos=True, presence_penalty=2.0, frequency_penalty=2.0,
+    repetition_penalty=90.0, logit_bias={7: 80.0},
+)  # fmt: skip
+
 
 def settings() -> ClusterConfig:
     return tiny_cluster(
@@ -72,6 +77,7 @@ async def all_forms(llm: AsyncLLM) -> list[list[CompletionOutput]]:
         SamplingParams(seed=3, max_tokens=60),
         SamplingParams(seed=3, max_tokens=60, bad_words=["a", "b"]),
         SamplingParams(seed=3, max_tokens=60, allowed_token_ids=[70, 71, 300]),
+        PENALIZED,
     )
     return await asyncio.gather(*asked, *(said(llm, 90, params) for params in free))
 
@@ -101,10 +107,13 @@ def check_all(outputs: list[list[CompletionOutput]]) -> None:
             check(form, choice)
             ended += choice.finish_reason == "stop"
     assert ended >= 8
-    (free,), (without,), (allowed,) = outputs[len(FORMS) :]
+    (free,), (without,), (allowed,), penalized = outputs[len(FORMS) :]
     assert {"a", "b"} & set(free.text)
     assert without.text
     assert {70, 71, 300} == set(allowed.token_ids)
+    for choice in penalized:
+        assert choice.token_ids[0] == 7, "its bias is large, until it has come"
+        assert len(set(choice.token_ids)) == 90
 
 
 def test_every_form_is_kept_and_equal_split_and_aggregated(

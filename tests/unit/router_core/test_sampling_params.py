@@ -13,10 +13,13 @@ from baton.router.queue import sampling_of
 
 NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
 REFUSED: list[tuple[str, object, str]] = [
-    ("presence_penalty", 0.5, "not supported"),
+    ("presence_penalty", 2.5, ""),
+    ("repetition_penalty", 0.0, ""),
     ("logprobs", 5, "not supported"),
     ("detokenize", False, "not supported"),
-    ("logit_bias", {5: 1.0}, "not supported"),
+    ("logit_bias", {5: 101.0}, ""),
+    ("logit_bias", {"five": 1.0}, "token ids"),
+    ("logit_bias", [5], "token ids"),
     ("structured_outputs", {"json": {}, "regex": "a"}, "exactly one"),
     ("structured_outputs", {"jsn": {}}, "unknown field"),
     ("best_of", 2, "not supported"),

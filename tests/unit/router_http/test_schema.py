@@ -64,10 +64,12 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
         (body_of(stream="yes"), "stream"),
         (body_of(stream_options={"include_usage": True}), "stream_options"),
         (body_of(stream=True, stream_options={"include": 1}), "stream_options.include"),
-        (body_of(presence_penalty=0.5), "presence_penalty"),
-        (body_of(frequency_penalty=0.5), "frequency_penalty"),
-        (body_of(repetition_penalty=1.1), "repetition_penalty"),
-        (body_of(logit_bias={"1": 5}), "logit_bias"),
+        (body_of(presence_penalty=2.5), "presence_penalty"),
+        (body_of(frequency_penalty=-2.5), "frequency_penalty"),
+        (body_of(repetition_penalty=0), "repetition_penalty"),
+        (body_of(logit_bias={"x": 5}), "logit_bias"),
+        (body_of(logit_bias={"1": 101}), "logit_bias"),
+        (body_of(logit_bias=dict.fromkeys(range(1025), 0)), "logit_bias"),
         (body_of(logprobs=0), "logprobs"),
         (body_of(logprobs=-1), "logprobs"),
         (body_of(best_of=2), "best_of"),
@@ -170,7 +172,6 @@ def test_deep_nesting_where_it_would_be_skipped_is_refused() -> None:
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     ask = parse_completion(
         body_of(
-            presence_penalty=0, frequency_penalty=0.0, repetition_penalty=1, logit_bias={},
             best_of=2, n=2, suffix="", logprobs=None, use_beam_search=False, user="me",
             stream_options=None, priority=0,
         )
