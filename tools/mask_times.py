@@ -44,9 +44,10 @@ def main(folder: Path, vocab_size: int) -> None:
             for key in keys:
                 past = () if position < 0 else None
                 part = Slice(key, position, 1, (), (), (0,), sampling, 0, past)
-                mask: Words | NoMask = NoMask()
+                mask: Words | NoMask | None = NoMask()
                 while isinstance(mask, NoMask):  # until the grammar is compiled
                     mask = masks.mask(part, (ids[position],) if position >= 0 else (), ())
+                assert mask is not None, "the grammar limits the ids"
                 found.append(mask)
             masked_s = perf_counter()
             words = torch.stack([torch.from_numpy(mask) for mask in found])
