@@ -17,7 +17,7 @@ from baton.protocol.sampling import StructuredOutputsParams
 
 MAX_GRAMMAR_BYTES = 256 << 10
 # With free white space, a weak model writes line breaks until it is cut off.
-_WHITE_SPACE = r"( |\n[ ]{0,40})?"
+WHITE_SPACE = r"( |\n[ ]{0,40})?"
 _LIMITS = LLParserLimits(max_grammar_size=100_000, initial_lexer_fuel=500_000)
 
 
@@ -35,6 +35,25 @@ def checked_grammar(wanted: StructuredOutputsParams) -> str:
     if len(text) > MAX_GRAMMAR_BYTES:
         raise _wrong(kind, f"it is larger than {MAX_GRAMMAR_BYTES} bytes")
     return _checked(kind, text)
+
+
+def after_reasoning(grammar: str, *, is_open: bool) -> str:
+    """Return a grammar of reasoning up to its tag, then a text of `grammar`.
+
+    The reasoning may be missing unless the prompt has opened it.
+    """
+    begin = "think" if is_open else '("<think>" think)?'
+    lark = f'start: {begin} /\\n{{0,2}}/ @answer\nthink[suffix="</think>"]: /(?s:.*)/\n'
+    if not grammar.lstrip().startswith("{"):
+        answer: list[dict[str, object]] = [{"lark_grammar": grammar}]
+    else:
+        answer = msgspec.json.decode(grammar, type=_Grammars).grammars
+    answer[0]["name"] = "answer"
+    return msgspec.json.encode(_Grammars([{"lark_grammar": lark}, *answer])).decode()
+
+
+class _Grammars(msgspec.Struct):
+    grammars: list[dict[str, object]]
 
 
 @lru_cache(maxsize=64)  # agents send the same schema again and again
@@ -59,7 +78,7 @@ def _json_grammar(text: str) -> str:
     schema = msgspec.json.decode(text)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
-    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
+    return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
 
 
 def _choice_grammar(text: str) -> str:
@@ -89,7 +108,7 @@ def _structural_tag(text: str) -> str:
         trigger = next((trigger for trigger in form.triggers if one.begin.startswith(trigger)), "")
         if not trigger:
             raise ValueError(f"no trigger begins {one.begin!r}")
-        schema = {**one.schema, "x-guidance": {"whitespace_pattern": _WHITE_SPACE}}
+        schema = {**one.schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
         tags.append(StructTag(trigger=trigger, begin=one.begin, grammar=schema, end=one.end))
     return StructTag.to_grammar(tags, assume_special=False)
 

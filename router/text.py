@@ -128,10 +128,13 @@ class Text:
         stream = self._decoding.stream(prompt_token_ids, params.skip_special_tokens)
         if parsing is None:
             return Detokenizer(index, stream, params)
-        last = self.decode(prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False)
-        is_thinking = last.rstrip().endswith(THINK)
+        is_thinking = self.opens_reasoning(prompt_token_ids)
         end_id = self._tokenizer.token_to_id(END_THINK)
         return ParsingDetokenizer(index, stream, params, parsing, is_thinking, end_id)
+
+    def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+        last = self.decode(prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False)
+        return last.rstrip().endswith(THINK)
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):

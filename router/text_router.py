@@ -17,7 +17,7 @@ from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
-from baton.router.grammars import checked_grammar
+from baton.router.grammars import after_reasoning, checked_grammar
 from baton.router.health import Health, ServedModel
 from baton.router.queue import OutputRules, check_prompt
 from baton.router.reattach import Claim, FoundRequest
@@ -99,6 +99,10 @@ class TextRouter:
         check_prompt(token_ids, self._core.limits())
         keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
         rules = await self._rules_of(params)
+        if rules.grammar and parsing is not None and parsing.reasoning:
+            is_open = self._text.opens_reasoning(token_ids)
+            grammar = after_reasoning(rules.grammar, is_open=is_open)
+            rules = OutputRules(grammar, rules.bad_words)
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]

@@ -18,6 +18,7 @@ from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, wit
 # Settings that also have a flag without their section; many names are vLLM's.
 _OWN_NAMED = (
     "router.host", "router.port", "router.control", "router.local_prefill", "router.routing",
+    "router.tool_call_parser", "router.reasoning_parser",
     "router.api_key_file", "router.allowed_origins", "router.ssl_certfile", "router.ssl_keyfile",
     "router.otlp_traces_endpoint", "model.generation_config", "model.served_model_name",
     "model.chat_template", "model.dtype", "model.max_model_len", "cache.memory_mib",

@@ -4,9 +4,11 @@ import msgspec
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
+from baton.protocol.sampling import StructuredOutputsParams
 from baton.router.chat_template import ChatTemplate
+from baton.router.grammars import WHITE_SPACE
 from baton.router.http.schema import Ask
-from baton.router.http.turns import unsupported
+from baton.router.http.turns import Function, ToolUse
 from baton.router.response_parser import END_THINK, Parsing, ToolFormat
 
 
@@ -36,28 +38,99 @@ class ModelFormat(msgspec.Struct, frozen=True):
         reasoning = Parsing(reasoning=self.reasoning, include_reasoning=ask.include_reasoning)
         if (tools := ask.tools) is None:
             return ask, reasoning
-        if tools.is_required:
-            raise unsupported("tool_choice")
-        if tools.is_strict:
-            raise unsupported("strict")
-        if self.tools is None:
+        if self.tools is None and not tools.is_required:
             text = (
                 "the model's chat template shows no tool calls in a format that this server "
                 "knows; router.tool_call_parser can name the format"
             )
             raise RequestError(text, code="unsupported", param="tools")
-        if self.tools == "mistral":  # its tags are special tokens
-            ask = msgspec.structs.replace(
-                ask, sampling={**ask.sampling, "skip_special_tokens": False}
-            )
-        names = tuple(one.name for one in tools.functions) if self.tools == "llama3_json" else ()
+        written = self.tools or "hermes"  # a grammar makes any model write it
+        sampling = {**ask.sampling}
+        if written == "mistral":  # its tags are special tokens
+            sampling["skip_special_tokens"] = False
+        if tools.is_required or tools.is_strict:
+            if "structured_outputs" in sampling:
+                text = f"{ask.form_param} cannot be kept beside tool calls that must have a form"
+                raise RequestError(text, param=ask.form_param)
+            sampling["structured_outputs"] = form_of(tools, written)
+            ask = msgspec.structs.replace(ask, form_param="tools")
+        ask = msgspec.structs.replace(ask, sampling=sampling)
+        _ = ask.params  # min_tokens and ignore_eos are refused beside a form
+        names = tuple(one.name for one in tools.functions) if written == "llama3_json" else ()
         parsing = msgspec.structs.replace(
             reasoning,
-            tools=self.tools,
+            tools=written,
             tool_names=names,
             parallel_tool_calls=tools.parallel_tool_calls,
         )
         return ask, parsing
+
+
+class _Syntax(msgspec.Struct, frozen=True):
+    """How a format writes calls: `open`, calls apart by `between`, and `close`."""
+
+    begin: str  # of a call, up to the name
+    arguments: str  # between name and arguments
+    end: str
+    between: str
+    open: str = ""
+    close: str = ""
+
+
+_SYNTAX: dict[ToolFormat, _Syntax] = {
+    "hermes": _Syntax(
+        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"
+    ),
+    "llama3_json": _Syntax('{"name": "', '", "parameters": ', "}", between="; "),
+    "mistral": _Syntax(
+        '{"name": "', '", "arguments": ', "}", between=", ", open="[TOOL_CALLS][", close="]"
+    ),
+}
+
+
+def form_of(tools: ToolUse, written: ToolFormat) -> StructuredOutputsParams:
+    """Return the form of a response in which calls fit the schemas of their tools.
+
+    Unless a call is required, there may be text before it, or no call.
+    """
+    syntax = _SYNTAX[written]
+    begin, end = syntax.open + syntax.begin, syntax.end + syntax.close
+    if not tools.is_required and written != "llama3_json":
+        structures = [
+            {
+                "begin": begin + one.name + syntax.arguments,
+                "schema": one.parameters if one.strict and one.parameters else {"type": "object"},
+                "end": end,
+            }
+            for one in tools.functions
+        ]
+        trigger = "<tool_call>" if written == "hermes" else syntax.open
+        form: dict[str, object] = {"structures": structures, "triggers": [trigger]}
+        return StructuredOutputsParams(structural_tag=form)
+    more = f" ({_literal(syntax.between)} call)*" if tools.parallel_tool_calls else ""
+    around = [_literal(text) if text else "" for text in (syntax.open, syntax.close)]
+    rules = [
+        f"start: calls{'' if tools.is_required else ' | FREE'}",
+        f"calls: {around[0]} call{more} {around[1]}",
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools.functions))),
+    ]
+    if not tools.is_required:
+        rules.append(r"FREE: /(?s:\s*([^{<\s].*)?)/")
+    for number, one in enumerate(tools.functions):
+        head, tail = syntax.begin + one.name + syntax.arguments, syntax.end
+        rules.append(f"call_{number}: {_literal(head)} args_{number} {_literal(tail)}")
+        rules.append(f"args_{number}: %json {_literal(_schema_of(one))}")
+    return StructuredOutputsParams(grammar="\n".join(rules))
+
+
+def _schema_of(function: Function) -> dict[str, object]:
+    """Return the schema of a call's arguments; only strict functions keep all of it."""
+    rules = {"whitespace_pattern": WHITE_SPACE, "lenient": not function.strict}
+    return {**(function.parameters or {"type": "object"}), "x-guidance": rules}
+
+
+def _literal(value: object) -> str:
+    return msgspec.json.encode(value).decode()
 
 
 def _tool_format(source: str) -> ToolFormat | None:

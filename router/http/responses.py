@@ -99,7 +99,7 @@ class Answer(msgspec.Struct, frozen=True):
     def _choice(self, output: CompletionOutput) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
         if self.is_chat:
-            parts = _parts_of(self.id, output)
+            parts = _parts_of(self.id, output, is_delta=False)
             content = output.text or (None if parts else "")
             message = {"role": "assistant", "content": content, "refusal": None, **parts}
             choice["message"] = message
@@ -160,7 +160,7 @@ class ChunkTemplate:
         text = _encode(delta.text)
         if delta.reasoning or delta.tool_calls:
             # They come behind the content, in the same object.
-            parts = _encode(_parts_of(self._answer_id, delta))
+            parts = _encode(_parts_of(self._answer_id, delta, is_delta=True))
             text = _encode(delta.text or None) + b"," + parts[1:-1]
         if self._num_prompt_tokens is not None:
             self._num_output_tokens += len(delta.token_ids)
@@ -177,7 +177,7 @@ class ChunkTemplate:
         return data + self._end
 
 
-def _parts_of(answer_id: str, output: CompletionOutput) -> dict[str, object]:
+def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:
     """Return the fields of a message besides its content: reasoning by both names, and calls."""
     parts: dict[str, object] = {}
     if output.reasoning:
@@ -185,7 +185,7 @@ def _parts_of(answer_id: str, output: CompletionOutput) -> dict[str, object]:
     if output.tool_calls:
         parts["tool_calls"] = [
             {
-                "index": call.index,
+                **({"index": call.index} if is_delta else {}),
                 "id": call_id(answer_id, output.index, call.index),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},

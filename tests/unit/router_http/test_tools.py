@@ -4,13 +4,16 @@ import json
 from typing import Any
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
-from baton.router.http.model_format import ModelFormat
-from baton.router.outputs import CompletionOutput
-from baton.router.response_parser import Parsing, ToolFormat
+from baton.router.grammars import after_reasoning, checked_grammar
+from baton.router.http.model_format import ModelFormat, form_of
+from baton.router.http.turns import Function, ToolUse
+from baton.router.outputs import CompletionOutput, ToolCall
+from baton.router.response_parser import Parsing, ResponseParser, ToolFormat
 from baton.router.stream import RequestStream
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
 
@@ -126,3 +129,58 @@ def test_the_format_is_the_one_that_the_template_shows(
     assert ModelFormat.of(RouterConfig(), template) == ModelFormat(tools, reasoning)
     named = RouterConfig(tool_call_parser="mistral", reasoning_parser="none")
     assert ModelFormat.of(named, template) == ModelFormat("mistral", False)
+
+
+CALLS: dict[ToolFormat, tuple[str, str]] = {
+    "hermes": ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "\n"),
+    "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "; "),
+    "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', ""),
+}
+SCHEMA: dict[str, object] = {
+    "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"],
+    "$defs": {"x": {"type": "integer"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("written", CALLS)
+@pytest.mark.parametrize("is_required", [True, False])
+@pytest.mark.parametrize(
+    ("before", "is_open"), [("", None), ("Hm</think>\n\n", True), ("<think>Hm</think>\n", False)]
+)
+def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
+    written: ToolFormat, is_required: bool, before: str, is_open: bool | None
+) -> None:
+    functions = (Function("add", parameters=SCHEMA, strict=True), Function("other"))
+    grammar = checked_grammar(form_of(ToolUse(functions, is_required, True), written))
+    if is_open is not None:
+        grammar = after_reasoning(grammar, is_open=is_open)
+    tokenizer = LLTokenizer("byte")
+
+    def is_let_pass(text: str) -> bool:
+        matcher, token_ids = LLMatcher(tokenizer, grammar), tokenizer.tokenize_str(before + text)
+        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
+
+    call, between = CALLS[written]
+    text = call + between + call if between else call
+    assert is_let_pass(text)
+    parsing = Parsing(written, ("add",), reasoning=is_open is not None)
+    parts = ResponseParser(parsing, is_thinking=bool(is_open)).push(before + text, is_end=True)
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    assert calls == [ToolCall("add", '{"a": 1}', index) for index in range(2 if between else 1)]
+    assert not is_let_pass(call.replace("1", '"x"'))
+    assert not is_let_pass(call.replace("add", "sub"))
+    assert is_let_pass("free text") is not is_required
+
+
+@served(chat_template=HERMES)
+async def test_a_demand_that_cannot_be_kept_is_refused_by_name(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    required = {**BODY, "tool_choice": "required"}
+    for more, param in (
+        ({"min_tokens": 2, "max_tokens": 9}, "min_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        reply = await bench.post({**required, **more}, PATH)
+        assert (reply.status, reply.error["param"]) == (400, param)
+    assert not engine.streams
