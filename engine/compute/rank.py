@@ -92,6 +92,8 @@ class LoadedRank:
     def close(self) -> None:
         """End the port, then release the captured steps and the pool."""
         self.port.close()
+        if (masks := self.runner.sampler.masks) is not None:
+            masks.close()
         self.runner.drop_graphs()
         self.pool.close()
 

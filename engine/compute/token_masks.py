@@ -121,6 +121,10 @@ class TokenMasks:
         if grammar:
             self._compile(grammar)
 
+    def close(self) -> None:
+        """Compile no more grammars. Otherwise, a process would wait for them as it ends."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
     # --- inside --------------------------------------------------------------------------------
 
     def _begin(
@@ -140,12 +144,13 @@ class TokenMasks:
             if not self._eos_token_ids:
                 return NoMask("the model has no end-of-sequence token")
             matcher = fresh.deep_copy()
-        if ids := sampling.allowed_token_ids:
+        if sampling.allowed_token_ids or sampling.bad_words or matcher is not None:
             bits = np.zeros(32 * self.num_words, np.bool_)
-            bits[[token_id for token_id in ids if token_id < self._vocab_size]] = True
+            if ids := sampling.allowed_token_ids:
+                bits[[token_id for token_id in ids if token_id < self._vocab_size]] = True
+            else:
+                bits[: self._vocab_size] = True
             words = np.packbits(bits, bitorder="little").view(np.int32)
-        elif matcher is not None or sampling.bad_words:
-            words = np.full(self.num_words, -1, np.int32)
         counted = None if sampling.penalties is None else CountedTokens(sampling.penalties)
         output = _Output(sampling.bad_words, words, matcher, counted, [])
         if counted is not None and sampling.needs_prompt:
@@ -160,7 +165,9 @@ class TokenMasks:
             future = self._thread.submit(self._compiled_now, grammar)
         self._compiled[grammar] = future
         if len(self._compiled) > MAX_GRAMMARS:
-            self._compiled.popitem(last=False)
+            # One that is still waited for would be compiled again.
+            ready = (text for text, other in self._compiled.items() if other.done())
+            self._compiled.pop(next(ready, ""), None)
         return future, is_new
 
     def _compiled_now(self, grammar: str) -> LLMatcher:
