@@ -10,6 +10,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput
 from baton.router.reattach import Claim, ReceivedPart
 from baton.router.stream import RequestStream, digest_of
+from tests.sim.clock import Process
 from tests.sim.executor import VOCAB, Context, next_token
 from tests.sim.members import EOS, SimRouter
 
@@ -26,6 +27,8 @@ RETRIED = (
 
 class _Silent:
     """Has the tokens of a choice, and no text. Tokens below `stop_below` are its stop strings."""
+
+    num_reasoning_tokens = 0
 
     def __init__(self, index: int, stop_below: int) -> None:
         self._index, self._stop_below = index, stop_below
@@ -44,18 +47,21 @@ class Client:
         rng = world.rng
         self.world, self.number = world, number
         self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, 90)))]
-        if rng.random() < 0.4:  # a prefix that others have, too
-            self.prompt[:16] = list(range(16))[: len(self.prompt)]
+        if rng.random() < 0.6:  # a prefix that others have, too
+            num_shared, document = rng.choice((16, 64)), 100 * rng.randrange(3)
+            self.prompt[:num_shared] = range(document, document + min(num_shared, len(self.prompt)))
         self.n = rng.choice((1, 1, 1, 2, 3))
         self.seed = rng.randrange(1 << 40)
+        lengths = (1, 2, 10, 40) if world.is_tiny else (1, 2, 10, 60, 150, 300)
         self.params = SamplingParams(
-            n=self.n, max_tokens=rng.choice((1, 2, 10, 60, 150, 300)), seed=self.seed,
+            n=self.n, max_tokens=rng.choice(lengths), seed=self.seed,
             ignore_eos=rng.random() < 0.7,
         )  # fmt: skip
         self.stop_below = rng.choice((0, 0, 0, STOP_BELOW))
         self.ends = set(range(self.stop_below)) | set(() if self.params.ignore_eos else EOS)
         self.is_done = False
         self.router: SimRouter | None = None  # that has its connection
+        self.served_by: Process | None = None  # the one router that it ever met
         self.last_s = 0.0
         self.longest_gap_s = 0.0
         self._num_tries = 0
@@ -127,11 +133,13 @@ class Client:
         """Return the stream, or None if the router died before it was found."""
         if not any(self.has_begun):
             self._has_lied = False
+            self.served_by = router.process
             self._forget()
             stream = self._stream()
             kept = ResumeState(b"form", b"owner", self.n)
             router.process.run(router.core.submit, stream, kept)
             return stream
+        self.served_by = None
         parts = tuple(
             ReceivedPart(self.num_tokens(index), begun, ended, self.digests[index])
             for index, (begun, ended) in enumerate(zip(self.has_begun, self.has_ended, strict=True))

@@ -18,7 +18,7 @@ from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig, TransferConfig
-from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
     Heartbeat,
@@ -40,9 +40,7 @@ from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-MAX_MODEL_LEN = 400
 EOS = tuple(range(10, 14))
-LEASE_S = 6.0
 DETACHED_S = 30.0
 DRAIN_S = 5.0
 
@@ -52,13 +50,17 @@ T = TypeVar("T")
 class Member:
     """A place in the cluster, in which one process lives after the other."""
 
-    def __init__(self, world: "World", name: str) -> None:
-        self.world, self.name = world, name
-        self.life = 0
+    def __init__(self, world: "World", name: str, life: int = 0) -> None:
+        self.world, self.name, self.life = world, name, life
         self.process = Process(world.loop, name)
         self.process.is_dead = True
 
-    def begin(self) -> None:
+    def start(self) -> None:
+        """Begin the next life, unless another fault has begun it."""
+        if self.process.is_dead:
+            self._begin()
+
+    def _begin(self) -> None:
         self.life += 1
         offset_s = self.world.rng.uniform(0, 5000)
         self.process = Process(self.world.loop, self.name, offset_s)
@@ -87,15 +89,17 @@ class Member:
 
 
 class SimNode(Member):
-    def __init__(self, world: "World", name: str, role: Role, num_blocks: int) -> None:
-        super().__init__(world, name)
+    def __init__(
+        self, world: "World", name: str, role: Role, num_blocks: int, life: int = 0
+    ) -> None:
+        super().__init__(world, name, life)
         self.role: Role = role
         self.salt = sum(name.encode())
-        self._num_blocks = num_blocks
+        self.num_blocks = num_blocks
         self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
 
-    def start(self) -> None:
-        self.begin()
+    def _begin(self) -> None:
+        super()._begin()
         self.hung_until_s = 0.0
         self._drain_by_s: float | None = None
         self._event = asyncio.Event()
@@ -120,32 +124,29 @@ class SimNode(Member):
             for endpoint in endpoints
         ]
         self._heartbeat = HeartbeatThread(self.vitals, node_id, self.epoch, (), process.clock)
-        bind = self.sockets.listen(f"ipc://peers-{self.name}") if self.role == "decode" else ""
+        bind = self.sockets.listen(f"ipc://{self.epoch}") if self.role == "decode" else ""
         self.executor = SimExecutor(
-            process, self._num_blocks, self.salt, world.root,
+            process, self.num_blocks, self.salt, world.root,
             lambda: world.rng.uniform(*world.step_s),
         )  # fmt: skip
         self.executor.wake = wake
-        own = world.pools[self.epoch] = Owner(process, self.executor)
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
+        own = world.pools[self.epoch] = Owner(process, self.executor, self.pool)
         kind = SimNixl if world.transport == "nixl" else SimShm
-        transport = kind(
-            world.pools, self.epoch, own, world.rng,
-            lambda after_s, then: world_call_at(world.loop, world.loop.time() + after_s, then),
-        )  # fmt: skip
-        limits = AgentLimits(read_s=LEASE_S, quiesce_s=10.0)
+        transport = kind(world, own)
+        limits = AgentLimits(read_s=world.lease_s, quiesce_s=10.0)
         self.executor.ports = (SimPort(process, transport, limits, world.rng, wake),)
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(
-            node_id, self.epoch, self.role, bind, self._num_blocks,
+            node_id, self.epoch, self.role, bind, self.num_blocks,
             KVLayout(BLOCK_SIZE, 64, "layout"), (RankAddress({transport.name: address}),), "model",
-            MAX_MODEL_LEN, VOCAB, compute=self.name, reaches=(f"{transport.name}@host",),
+            world.max_model_len, VOCAB, compute=self.name, reaches=(f"{transport.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32)),
         )  # fmt: skip
-        self.pool = BlockPool(self._num_blocks, BLOCK_SIZE)
-        node_limits = NodeLimits(32, 8, MAX_MODEL_LEN, EOS, VOCAB, DETACHED_S)
+        node_limits = NodeLimits(32, 8, world.max_model_len, EOS, VOCAB, DETACHED_S)
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         self.scheduler: Scheduler = make(self.pool, node_limits)
-        connector = NodeConnector(info, TransferConfig(lease_s=LEASE_S))
+        connector = NodeConnector(info, TransferConfig(lease_s=world.lease_s))
         observer = NodeObserver(self.vitals, Records("", node_id), 0.0, process.clock)
         self.loop = EngineLoop(
             self.scheduler, self.executor, connector, self.sockets, observer, process.clock
@@ -165,12 +166,15 @@ class SimNode(Member):
             *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
         ]
 
+    def running(self) -> Iterable[Key]:
+        return getattr(self.scheduler, "_running", ())
+
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""
         owned: Counter[int] = Counter()
         for block_ids in self._owned():
             owned.update(block_ids)
-        counted = {block: self.pool.references(block) for block in range(self._num_blocks)}
+        counted = {block: self.pool.references(block) for block in range(self.num_blocks)}
         if {block: count for block, count in counted.items() if count} != owned:
             self.world.problem(f"LEAK: {self.name} has blocks without an owner, or the reverse")
 
@@ -240,8 +244,8 @@ class SimRouter(Member):
         self.endpoint = f"ipc://{name}"
         self.on_death: list[Callable[[], None]] = []  # of the clients that are connected
 
-    def start(self) -> None:
-        self.begin()
+    def _begin(self) -> None:
+        super()._begin()
         self.process.run(self._build)
 
     def _build(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Generic, TypeVar
 
 from baton.protocol.codec import Codec, MalformedMessage
+from baton.protocol.messages import Attach, Attached, Cancel, CancelDone, NotAttached
 from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Disconnected
 from baton.runtime.channels.listener import Received
@@ -28,7 +29,7 @@ HEARTBEAT_TIMEOUT_S = (2.5, 3.2)  # that of libzmq, as the channels set it
 class Network:
     """The links between processes. `met` counts messages by kind and state of their session."""
 
-    def __init__(self, loop: SimLoop, rng: random.Random) -> None:
+    def __init__(self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]) -> None:
         self.loop, self.rng = loop, rng
         self.listeners: dict[str, SimListener] = {}  # type: ignore[type-arg]
         self.cut: set[Pair] = set()  # refuses connections
@@ -36,6 +37,7 @@ class Network:
         self.connections: dict[Connection, None] = {}  # in the order of their begin
         self.met: dict[tuple[str, str], int] = {}
         self.numbers = itertools.count(1)
+        self.complain = complain
 
     def latency_s(self) -> float:
         return self.rng.choice((0.0001, 0.0005, 0.002))
@@ -55,6 +57,11 @@ class Network:
     def between(self, one: str, other: str) -> "list[Connection]":
         names = {one, other}
         return [c for c in self.connections if {end.name for end in c.ends} == names]
+
+    def in_touch_since_s(self, one: Process, other: Process) -> float:
+        """Return when the last connection of two processes began, or infinity without one."""
+        begun = [c.began_s for c in self.connections if set(c.ends) == {one, other}]
+        return max(begun) if len(begun) == 2 else float("inf")
 
     def sever(self, one: str, other: str) -> None:
         """Cut the connections of two processes. Each end notices in its own time."""
@@ -91,6 +98,7 @@ class Connection:
         self.dialer, self.listener, self.identity = dialer, listener, identity
         self.network = dialer.network
         self.ends = dialer.process, listener.process
+        self.began_s = self.network.loop.time()
         self.is_lost = False
         self._last_s = [0.0, 0.0]
         self._stalled: list[tuple[int, Callable[[], None]]] = []
@@ -128,6 +136,24 @@ class Connection:
         loop = self.network.loop
         world_call_at(loop, loop.time() + dialer_after_s, lambda: self.dialer.lost(self))
         world_call_at(loop, loop.time() + listener_after_s, lambda: self.listener.lost(self))
+
+
+def _asked_by(message: object) -> set[object]:
+    match message:
+        case Cancel(keys=keys):
+            return set(keys)
+        case Attach(request_id=request_id):
+            return {request_id}
+    return set()
+
+
+def _answered_by(message: object) -> set[object]:
+    match message:
+        case CancelDone(keys=keys):
+            return set(keys)
+        case Attached(request_id=request_id) | NotAttached(request_id=request_id):
+            return {request_id}
+    return set()
 
 
 def world_call_at(loop: SimLoop, at_s: float, callback: Callable[[], None]) -> None:
@@ -195,6 +221,8 @@ class SimDialer(Generic[Out, In]):
         return self._number
 
     def send(self, message: Out) -> bool:
+        if not self._asked.issuperset(_answered_by(message)):
+            self.network.complain(f"{self.process.name} answers what another session asked")
         frame = self._session.frame(self._encode(message))
         self._session.sent()
         if self._connection is None:
@@ -216,6 +244,7 @@ class SimDialer(Generic[Out, In]):
             else:
                 assert self._session.accept(*HEADER.unpack_from(item)) is Verdict.NEXT
                 message = self._decode(item[HEADER_BYTES:])
+                self._asked |= _asked_by(message)
                 is_over = self._connection is None or self._connection.is_lost
                 self.network.meet(message, "ended" if is_over else "current")
                 return message
@@ -243,6 +272,7 @@ class SimDialer(Generic[Out, In]):
         self._connection = None
         self._session = Session(next(self.network.numbers))
         self._unsent: list[bytes] = []
+        self._asked: set[object] = set()  # what must be answered in this session
         session = self._session
         loop = self.network.loop
         world_call_at(loop, loop.time() + after_s, lambda: self._try(session))

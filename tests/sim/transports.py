@@ -10,13 +10,19 @@ import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from baton.engine.scheduling.block_pool import BlockPool
 from baton.kv_transfer.agent import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, PeerRank, Read
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from tests.sim.clock import Process
 from tests.sim.executor import SimExecutor
+from tests.sim.network import world_call_at
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
 
 POLL_S = 0.05  # a pump that nothing wakes comes after this time at the latest
 
@@ -27,6 +33,7 @@ class Owner:
 
     process: Process
     executor: SimExecutor
+    pool: BlockPool
 
 
 Pools = dict[Epoch, Owner]
@@ -36,6 +43,7 @@ Pools = dict[Epoch, Owner]
 class _Posted:
     owner: Owner
     command: Read
+    generations: tuple[int, ...]  # of the blocks that it writes
     error: TransferError | None = None
     has_landed: bool = False
 
@@ -48,9 +56,8 @@ class SimTransport:
     min_chunk_bytes = 0
     progress_s: float | None = None
 
-    def __init__(self, pools: Pools, epoch: Epoch, own: Owner, rng: random.Random,
-                 at: Callable[[float, Callable[[], None]], None]) -> None:  # fmt: skip
-        self._pools, self._own, self._rng, self._at = pools, own, rng, at
+    def __init__(self, world: "World", own: Owner) -> None:
+        self._world, self._own, self._rng = world, own, world.rng
         self._handles = itertools.count(1)
         self._posted: dict[int, _Posted] = {}
         self._peers: dict[PeerRank, Owner] = {}
@@ -60,7 +67,7 @@ class SimTransport:
         return b""
 
     def add_peer(self, peer: AddPeer) -> None:
-        owner = self._pools.get(peer.peer.epoch)
+        owner = self._world.pools.get(peer.peer.epoch)
         if owner is None or owner.process.is_dead:
             raise TransferError("the peer's process is gone")
         self._peers[peer.peer] = owner
@@ -72,10 +79,11 @@ class SimTransport:
         self._peers.pop(peer, None)
 
     def read(self, command: Read) -> int:
-        posted = _Posted(self._peers[command.peer], command)
+        generations = self._own.pool.generations_of(command.local)
+        posted = _Posted(self._peers[command.peer], command, generations)
         handle = next(self._handles)
         self._posted[handle] = posted
-        self._at(self._rng.choice((0.001, 0.02, 0.2)), lambda: self._land(posted))
+        self._in(self._rng.choice(self._world.landing_s), lambda: self._land(posted))
         return handle
 
     def test(self, handle: int) -> bool:
@@ -100,7 +108,14 @@ class SimTransport:
     def _land(self, posted: _Posted) -> None:
         raise NotImplementedError
 
+    def _in(self, seconds: float, then: Callable[[], None]) -> None:
+        world_call_at(self._world.loop, self._world.loop.time() + seconds, then)
+
     def _copy(self, posted: _Posted) -> None:
+        pool, local = self._own.pool, posted.command.local
+        is_kept = all(pool.references(block) or block in pool._quarantined for block in local)
+        if not is_kept or pool.generations_of(local) != posted.generations:
+            self._world.problem(f"a read of {self._own.process.name} lands in blocks of others")
         theirs, ours = posted.owner.executor.slots, self._own.executor.slots
         for source, target in zip(posted.command.remote, posted.command.local, strict=True):
             ours[target] = list(theirs[source])
@@ -115,7 +130,7 @@ class SimShm(SimTransport):
         if posted not in self._posted.values() or self._own.process.is_dead:
             return
         if self._own.process.is_frozen:  # the copying thread is frozen, too
-            self._at(0.1, lambda: self._land(posted))
+            self._in(0.1, lambda: self._land(posted))
             return
         self._copy(posted)
         if self.is_stale(posted):
@@ -141,7 +156,7 @@ class SimNixl(SimTransport):
             posted.error = TransferError("the connection broke")
             self.wake()
         elif posted.owner.process.is_frozen:
-            self._at(0.1, lambda: self._land(posted))
+            self._in(0.1, lambda: self._land(posted))
         else:
             self._copy(posted)
 

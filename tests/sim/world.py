@@ -14,12 +14,11 @@ from tests.sim.members import Member, SimNode, SimRouter
 from tests.sim.network import Network
 from tests.sim.transports import Pools
 
-NUM_CLIENTS = 20
 NUM_FAULTS = 10  # in each lane
-LATEST_START_S = 35.0
 HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back
 AUDIT_S = 0.5  # between two looks at who owns which block
+LONGEST_DETOUR_S = 10.0  # after its client is done, no attempt is left at a node in touch
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 
 
@@ -37,12 +36,13 @@ class Fault:
 KINDS = (
     "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
     "kill router", "end router", "freeze router", "kill router, freeze node",
-    "cut", "cut peers", "drop", "drop peers", "drop one way",
+    "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
+    "strand node", "double node",
 )  # fmt: skip
 
 
 def faults_of(rng: random.Random, number: int = NUM_FAULTS) -> list[Fault]:
-    durations = (0.5, 2.0, 3.0, 3.5, 4.0, 5.0, 7.0)
+    durations = (0.5, 1.9, 2.1, 2.4, 3.0, 3.5, 4.0, 5.0, 6.1, 7.0)
     return [
         Fault(rng.choice(KINDS), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
               rng.choice(durations))
@@ -67,7 +67,7 @@ class World:
     def __init__(self, loop: SimLoop, seed: int, lanes: list[list[Fault]] | None = None) -> None:
         self.loop, self.rng = loop, random.Random(seed)
         rng = self.rng
-        self.network = Network(loop, rng)
+        self.network = Network(loop, rng, self.problem)
         self.pools: Pools = {}
         self.root = Context(0, 0, None)
         self.problems: list[str] = []
@@ -77,18 +77,23 @@ class World:
         self.step_s = rng.choice(((0.005, 0.02), (0.02, 0.08)))
         self.local_prefill = rng.choice(("auto", "never"))
         self.p_leave = rng.choice((0.0, 0.2))
+        self.lease_s = rng.choice((2.0, 6.0))
+        self.landing_s = rng.choice(((0.001, 0.02, 0.2), (0.02, 0.3, 1.2)))
+        self.is_tiny = rng.random() < 0.5  # every block is used again at once
+        self.max_model_len = 160 if self.is_tiny else 400
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
         self.routers = [SimRouter(self, f"r{index}") for index in range(num_routers)]
-        num_blocks = rng.choice((320, 600))
+        sizes = (44, 64) if self.is_tiny else rng.choice(((320, 320), (110, 600)))
         self.nodes = [
-            *(SimNode(self, f"p{index}", "prefill", num_blocks) for index in range(num_prefill)),
-            *(SimNode(self, f"d{index}", "decode", num_blocks) for index in range(num_decode)),
+            *(SimNode(self, f"p{index}", "prefill", sizes[0]) for index in range(num_prefill)),
+            *(SimNode(self, f"d{index}", "decode", sizes[1]) for index in range(num_decode)),
         ]
-        self.clients = [Client(self, number) for number in range(NUM_CLIENTS)]
+        self.twins: list[SimNode] = []  # that use the name of another
+        num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0)))
+        self.clients = [Client(self, number) for number in range(num_clients)]
         own = [faults_of(rng), faults_of(rng)]
         self.lanes = own if lanes is None else lanes
         self.healed_s = float("inf")
-        self._busy: set[Member] = set()
 
     def problem(self, text: str) -> None:
         self.problems.append(self._stamped(text))
@@ -133,15 +138,27 @@ class World:
         self.problem(f"{told['message']}: {error!r} {' '.join(where)}")
 
     async def _client(self, client: Client) -> None:
-        await asyncio.sleep(self.rng.uniform(0, LATEST_START_S))
+        await asyncio.sleep(self.rng.uniform(0, self.latest_start_s))
         await client.run()
 
     async def _audit(self) -> None:
         while not self.problems:
             await asyncio.sleep(AUDIT_S)
-            for node in self.nodes:
+            for node in (*self.nodes, *self.twins):
                 if not node.process.is_dead:
                     node.check_ownership()
+                    self._check_outlived(node)
+
+    def _check_outlived(self, node: SimNode) -> None:
+        """Check that a node in touch with its router runs nothing for a client that has all."""
+        for request_id in {key.request_id for key in node.running()}:
+            client = self.clients[int(request_id.split("-")[1])]
+            router = client.served_by
+            if router is None or router.is_dead or request_id != client.request_id:
+                continue
+            since_s = max(client.last_s, self.network.in_touch_since_s(node.process, router))
+            if client.is_done and self.loop.time() - since_s > LONGEST_DETOUR_S:
+                self.problem(f"{node.name} still runs {request_id}, which has ended")
 
     def _check_leaks(self) -> None:
         for node in self.nodes:
@@ -164,14 +181,8 @@ class World:
             await asyncio.sleep(fault.after_s)
             node = self.nodes[fault.node % len(self.nodes)]
             router = self.routers[fault.router % len(self.routers)]
-            if node in self._busy or router in self._busy:
-                continue
-            self._busy |= {node, router}
             self.note(f"{fault.kind}: {node.name} {router.name} {fault.seconds:g} s")
-            try:
-                await self._strike(fault, node, router)
-            finally:
-                self._busy -= {node, router}
+            await self._strike(fault, node, router)
 
     async def _strike(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
         seconds, rng = fault.seconds, self.rng
@@ -181,10 +192,11 @@ class World:
                 await asyncio.sleep(seconds / 2)
                 node.start()
             case "drain node":
-                node.drain()
-                await node.died.wait()
-                await asyncio.sleep(seconds / 4)
-                node.start()
+                if node.is_up:
+                    node.drain()
+                    await node.died.wait()
+                    await asyncio.sleep(seconds / 4)
+                    node.start()
             case "freeze node" | "suspend node":
                 node.freeze()
                 await asyncio.sleep(seconds)
@@ -212,12 +224,41 @@ class World:
                 router.start()
                 await asyncio.sleep(seconds)
                 node.thaw()
+            case "strand node":
+                await self._strand(node, router, seconds)
+            case "double node":
+                await self._double(node, seconds)
             case _:
                 await self._cut(fault, node, router)
 
+    async def _strand(self, node: SimNode, router: SimRouter, seconds: float) -> None:
+        """Let streams leave a node that no router reaches, then kill all who know of it."""
+        names = [one.name for one in self.routers]
+        directions = [pair for name in names for pair in ((node.name, name), (name, node.name))]
+        for direction in directions:
+            self.network.fall_silent(direction)
+        await asyncio.sleep(4.0 + seconds)
+        gone = [router, *(one for one in self.nodes if one.role == "decode" and one is not node)]
+        for one in gone:
+            one.kill()
+        for direction in directions:
+            self.network.speak_again(direction)
+        await asyncio.sleep(3.0)
+        for one in gone:
+            one.start()
+
+    async def _double(self, node: SimNode, seconds: float) -> None:
+        """Run another process of the same name, from a frozen one's place or refused."""
+        twin = SimNode(self, node.name, node.role, node.num_blocks, 1000 + len(self.twins))
+        self.twins.append(twin)
+        twin.start()
+        await asyncio.sleep(seconds)
+        twin.drain()
+        await twin.died.wait()
+
     async def _cut(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
         other: Member = router
-        if fault.kind.endswith("peers"):
+        if "peers" in fault.kind:
             role = "decode" if node.role == "prefill" else "prefill"
             other = self.rng.choice([one for one in self.nodes if one.role == role])
         pair, back = (node.name, other.name), (other.name, node.name)
@@ -243,7 +284,7 @@ def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     try:
         loop.run_until_complete(world.run())
     finally:
-        for member in (*world.routers, *world.nodes):
+        for member in (*world.routers, *world.nodes, *world.twins):
             member.process.kill()
         loop.close()
     gap_s = max(client.longest_gap_s for client in world.clients)
