@@ -80,8 +80,23 @@ class ResponseParser:
 
     def push(self, text: str, *, is_end: bool = False) -> list[Part]:
         """Return the parts that `text` completes. Text that may become a tag is held back."""
+        if self._is_plain(text):  # almost every token
+            self._is_start = False
+            return [text]
         self._held += text
         return list(self._parts(is_end)) if self._held else []
+
+    def _is_plain(self, text: str) -> bool:
+        """Return whether `text` is content at once, whatever follows."""
+        if not text or self._held or self._drops_white or self.may_think:
+            return False
+        match self._parsing.tools:
+            case "hermes" | "mistral" as tools:
+                tag = _CALL if tools == "hermes" else _CALLS
+                return tag[0] not in text and not text[-1].isspace()
+            case "llama3_json":
+                return not self._is_start
+        return True
 
     # --- inside --------------------------------------------------------------------------------
 
@@ -282,6 +297,8 @@ class ParsingDetokenizer(Detokenizer):
             if not parser.may_think and end_id in counted and end_id is not None:
                 counted = counted[: counted.index(end_id) + 1]  # few models spell it with several
             self._num_begun += len(counted)
+        if delta.finish_reason is None and len(parts) == 1 and parts[0] is delta.text:
+            return delta
         delta.text = "".join([part for part in parts if isinstance(part, str)])
         if self._includes_reasoning:
             delta.reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
