@@ -66,6 +66,10 @@ class ModelFormat(msgspec.Struct, frozen=True):
         return ask, parsing
 
 
+# A schema of only these keywords names all of its properties.
+_CLOSED_KEYWORDS = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
+
+
 class _Syntax(msgspec.Struct, frozen=True):
     """How a format writes calls: `open`, calls apart by `between`, and `close`."""
 
@@ -124,9 +128,15 @@ def form_of(tools: ToolUse, written: ToolFormat) -> StructuredOutputsParams:
 
 
 def _schema_of(function: Function) -> dict[str, object]:
-    """Return the schema of a call's arguments; only strict functions keep all of it."""
+    """Return the schema of a call's arguments; only strict functions keep all of it.
+
+    A weak model goes on with arguments of its own invention where a schema does not exclude them.
+    """
+    parameters = function.parameters or {"type": "object", "properties": {}}
     rules = {"whitespace_pattern": WHITE_SPACE, "lenient": not function.strict}
-    return {**(function.parameters or {"type": "object"}), "x-guidance": rules}
+    if parameters.keys() <= _CLOSED_KEYWORDS and not function.strict:
+        parameters = {**parameters, "additionalProperties": False}
+    return {**parameters, "x-guidance": rules}
 
 
 def _literal(value: object) -> str:

@@ -170,6 +170,10 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
     assert not is_let_pass(call.replace("1", '"x"'))
     assert not is_let_pass(call.replace("add", "sub"))
     assert is_let_pass("free text") is not is_required
+    if is_required:  # a call of a function that is not strict has no arguments but its own
+        other = call.replace("add", "other")
+        assert is_let_pass(other.replace('{"a": 1}', "{}"))
+        assert not is_let_pass(other)
 
 
 @served(chat_template=HERMES)
