@@ -22,6 +22,7 @@ from baton.router.http.auth import Access, Cors
 from baton.router.http.connections import Connection, connection_of
 from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.openapi import document
 from baton.router.http.request_log import RUNNING, RequestLog
 from baton.router.http.responses import error_of, retry_headers
 from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
@@ -96,6 +97,7 @@ class App:
         router.add_get("/tokenizer_info", self._tokens.info)
         router.add_get("/metrics", self._metrics)
         router.add_get("/version", self._version)
+        router.add_get("/openapi.json", self._openapi)
         if self._status is not None:
             router.add_get("/", self._status.page)
             router.add_get("/status.json", self._status_document)
@@ -112,6 +114,9 @@ class App:
         self._handlers.close()
 
     # --- endpoints ------------------------------------------------------------------------------
+
+    async def _openapi(self, request: web.Request) -> web.Response:
+        return _json(document())
 
     async def _models(self, request: web.Request) -> web.Response:
         return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))

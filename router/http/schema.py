@@ -19,6 +19,7 @@ from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, SamplingParams
 from baton.router.health import ServedModel
 from baton.router.http.turns import (
+    Anything,
     ToolChoice,
     ToolList,
     ToolUse,
@@ -43,7 +44,6 @@ DEFAULT_MAX_TOKENS = 16
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-_NULL = msgspec.Raw(b"null")
 TokenIdList = Annotated[
     list[Annotated[int, Meta(ge=0, le=2**31 - 1)]], Meta(max_length=MAX_STOP_TOKEN_IDS)
 ]
@@ -133,7 +133,7 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: str | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    prediction: msgspec.Raw = _NULL
+    prediction: Anything = msgspec.UNSET
     request_id: str | None = None
     session_id: str | None = None
     stream_interval: Int | None = None

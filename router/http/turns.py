@@ -9,7 +9,7 @@ from baton.protocol.errors import RequestError
 from baton.runtime.log import clip
 
 MAX_TOOLS = 1024
-_NULL = msgspec.Raw(b"null")
+Anything = msgspec.Raw | msgspec.UnsetType
 
 
 class ContentPart(msgspec.Struct):
@@ -41,19 +41,19 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     reasoning: str | None = None  # the same by its other name
     tool_calls: list[TurnCall] | None = None
     tool_call_id: str | None = None
-    function_call: msgspec.Raw = _NULL
+    function_call: Anything = msgspec.UNSET
     # These change nothing about an answer.
-    cache_control: msgspec.Raw = _NULL
-    id: msgspec.Raw = _NULL
-    prefix: msgspec.Raw = _NULL
+    cache_control: Anything = msgspec.UNSET
+    id: Anything = msgspec.UNSET
+    prefix: Anything = msgspec.UNSET
     # These are parts of answers, which clients send back unchanged.
     refusal: str | None = None
-    annotations: msgspec.Raw = _NULL
-    audio: msgspec.Raw = _NULL
-    provider_specific_fields: msgspec.Raw = _NULL
-    reasoning_details: msgspec.Raw = _NULL
-    thinking_blocks: msgspec.Raw = _NULL
-    citations: msgspec.Raw = _NULL
+    annotations: Anything = msgspec.UNSET
+    audio: Anything = msgspec.UNSET
+    provider_specific_fields: Anything = msgspec.UNSET
+    reasoning_details: Anything = msgspec.UNSET
+    thinking_blocks: Anything = msgspec.UNSET
+    citations: Anything = msgspec.UNSET
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -68,7 +68,7 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"]
     function: Function
-    cache_control: msgspec.Raw = _NULL
+    cache_control: Anything = msgspec.UNSET
 
 
 class FunctionName(msgspec.Struct, frozen=True):
@@ -210,4 +210,4 @@ def _plain_call(place: str, call: TurnCall) -> dict[str, object]:
 def _is_given(value: object) -> bool:
     if isinstance(value, msgspec.Raw):
         return bytes(value).strip() not in _EMPTY
-    return value is not None and value != []
+    return value is not None and value is not msgspec.UNSET and value != []

@@ -246,3 +246,22 @@ async def let_bodies_stall(bench: HttpBench) -> None:
     assert (await bench.post(large)).status == 200
     for _, writer in coming:
         writer.close()
+
+
+@served()
+async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_bodies(
+    bench: HttpBench,
+) -> None:
+    described = (await bench.get("/openapi.json")).json
+    served = {
+        (route.resource.canonical, route.method.lower())
+        for route in bench.app.application.router.routes()
+        if route.resource is not None and route.method != "HEAD"
+    }
+    paths: dict[str, dict[str, object]] = described["paths"]  # type: ignore[assignment]
+    told = {(path, method) for path, methods in paths.items() for method in methods}
+    of_pages = {("/", "get"), ("/status.json", "get"), ("/openapi.json", "get")}
+    assert told == served - of_pages - {("/ping", "post")}
+    schemas = described["components"]["schemas"]  # type: ignore[index]
+    assert {"tools", "logit_bias"} <= schemas["ChatBody"]["properties"].keys()
+    assert not schemas["CompletionBody"]["additionalProperties"]
