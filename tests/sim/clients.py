@@ -48,7 +48,7 @@ class Client:
         self.world, self.number = world, number
         self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, 90)))]
         if rng.random() < 0.6:  # a prefix that others have, too
-            num_shared, document = rng.choice((16, 64)), 100 * rng.randrange(3)
+            num_shared, document = rng.choice((16, 80)), 100 * rng.randrange(5)
             self.prompt[:num_shared] = range(document, document + min(num_shared, len(self.prompt)))
         self.n = rng.choice((1, 1, 1, 2, 3))
         self.seed = rng.randrange(1 << 40)
@@ -108,7 +108,7 @@ class Client:
             ended = router.start_task(stream.ended())
             ended.add_done_callback(_retrieved)
             leaves = world.rng.random() < world.p_leave
-            timeout_s = world.rng.uniform(0.05, 3.0) if leaves else None
+            timeout_s = world.rng.uniform(0.05, world.rng.choice((0.3, 3.0))) if leaves else None
             await asyncio.wait(
                 [ended, broke], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )

@@ -76,7 +76,7 @@ class World:
         self.transport = rng.choice(("shm", "nixl"))
         self.step_s = rng.choice(((0.005, 0.02), (0.02, 0.08)))
         self.local_prefill = rng.choice(("auto", "never"))
-        self.p_leave = rng.choice((0.0, 0.2))
+        self.p_leave = rng.choice((0.0, 0.2, 0.5))
         self.lease_s = rng.choice((2.0, 6.0))
         self.landing_s = rng.choice(((0.001, 0.02, 0.2), (0.02, 0.3, 1.2)))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
