@@ -44,6 +44,7 @@ from baton.protocol.messages import (
     Prefill,
     StageTimes,
     TokenEntry,
+    TokenLogprobs,
 )
 
 
@@ -144,12 +145,13 @@ class DecodeScheduler:
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._drop_copies(plan.copies)
-        failed = dict(result.failed)
+        failed, logprobs = dict(result.failed), dict(result.logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
+            scores = logprobs.get(index, ())
             if done.key in self._running or done.key in self._leaving:
-                self._settle_stream(done, tokens, result, failed.get(index))
+                self._settle_stream(done, tokens, result, failed.get(index), scores)
             else:
-                self._settle_prompt(now_s, done, tokens, failed.get(index))
+                self._settle_prompt(now_s, done, tokens, failed.get(index), scores)
 
     def load(self) -> Load:
         return load_of(self.pool, len(self._running), self.queue.num_waiting)
@@ -240,7 +242,12 @@ class DecodeScheduler:
         return True
 
     def _settle_stream(
-        self, done: Slice, tokens: tuple[int, ...], result: StepResult, problem: str | None
+        self,
+        done: Slice,
+        tokens: tuple[int, ...],
+        result: StepResult,
+        problem: str | None,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         stream = self._running.get(done.key) or self._leaving[done.key]
         sequence = stream.sequence
@@ -256,6 +263,7 @@ class DecodeScheduler:
         (token_id,) = tokens
         reason = sequence.finish_reason(token_id, self.limits)
         sequence.token_ids.append(token_id)
+        stream.logprobs += logprobs
         if stream.times is not None:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
         self.outputs.emit(stream.origin, stream.entry(reason))
@@ -263,7 +271,12 @@ class DecodeScheduler:
             self._leave(stream, reason)
 
     def _settle_prompt(
-        self, now_s: float, done: Slice, tokens: tuple[int, ...], problem: str | None
+        self,
+        now_s: float,
+        done: Slice,
+        tokens: tuple[int, ...],
+        problem: str | None,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         prompt = self.queue.pending[done.key]
         prompt.sequence.settle(done, tokens)
@@ -277,7 +290,7 @@ class DecodeScheduler:
         if not tokens:
             return
         assert prompt.reserved_s is not None
-        firsts = prompt.sequence.first_tokens(tokens, self.limits)
+        firsts = prompt.sequence.first_tokens(tokens, self.limits, logprobs)
         times = StageTimes(
             queue_s=prompt.reserved_s - prompt.arrived_s,
             prefill_s=now_s - prompt.reserved_s,
@@ -348,6 +361,8 @@ class DecodeScheduler:
                 sequence, prompt.key, prompt.origin, position, limit, now_s, times,
                 prompt.message.kept,
             )  # fmt: skip
+            first = firsts[sequence.key.choice - prompt.key.choice]
+            stream.logprobs += () if first.logprobs is None else (first.logprobs,)
             self._running[sequence.key] = stream
             self._by_request.add(sequence.key, stream)
             self._num_running[prompt.key] += 1

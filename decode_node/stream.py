@@ -10,7 +10,14 @@ from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
-from baton.protocol.messages import FinishReason, HeldChoice, ResumeState, StageTimes, TokenEntry
+from baton.protocol.messages import (
+    FinishReason,
+    HeldChoice,
+    ResumeState,
+    StageTimes,
+    TokenEntry,
+    TokenLogprobs,
+)
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +32,7 @@ class Stream:
     kept: ResumeState | None = None  # for another router, if this one is lost
     left_by: Origin = NO_ROUTER  # the lost router, while no other router has the stream
     is_ended: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
 
     @property
     def keys(self) -> list[Key]:
@@ -46,9 +54,10 @@ class Stream:
             tokens[self.next_position :],
             finish_reason,
             self.times,
+            self.logprobs,
         )
         self.next_position = len(tokens)
-        self.times = None
+        self.times, self.logprobs = None, ()
         return entry
 
     def detach(self) -> None:

@@ -32,6 +32,7 @@ from baton.protocol.messages import (
     Decode,
     End,
     Failed,
+    FirstToken,
     FirstTokens,
     Keep,
     Load,
@@ -157,7 +158,7 @@ class PrefillScheduler:
         return StepPlan(self._step_id, tuple(slices), generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
-        failed = dict(result.failed)
+        failed, logprobs = dict(result.failed), dict(result.logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             handoff = self._computing.get(done.key) or self._holding[done.key]
             handoff.sequence.settle(done, tokens)
@@ -172,7 +173,8 @@ class PrefillScheduler:
             handoff.sequence.store_prefix(self.pool)
             self._announce(handoff)
             if tokens:
-                self._complete(now_s, handoff, tokens)
+                firsts = handoff.sequence.first_tokens(tokens, self.limits, logprobs.get(index, ()))
+                self._complete(now_s, handoff, firsts)
 
     def load(self) -> Load:
         return load_of(self.pool, len(self._computing), len(self._waiting))
@@ -244,9 +246,8 @@ class PrefillScheduler:
         block_range = BlockRange(sequence.key, first, blocks, self.pool.generations_of(blocks))
         self.outputs.to_connector.append(block_range)
 
-    def _complete(self, now_s: float, handoff: Handoff, token_ids: tuple[int, ...]) -> None:
+    def _complete(self, now_s: float, handoff: Handoff, tokens: tuple[FirstToken, ...]) -> None:
         sequence = handoff.sequence
-        tokens = sequence.first_tokens(token_ids, self.limits)
         times = StageTimes(
             queue_s=handoff.admitted_s - handoff.arrived_s,
             prefill_s=now_s - handoff.admitted_s,

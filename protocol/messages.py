@@ -322,11 +322,20 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     num_cached_tokens: Count = 0
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """The log probability of a token, its rank (1 is the likeliest), and the likeliest tokens."""
+
+    logprob: float
+    rank: Count
+    top: tuple[tuple[Count, float], ...] = ()
+
+
 class FirstToken(msgspec.Struct, frozen=True, array_like=True):
     """The first token of one choice, and whether it already ends the sequence."""
 
     token_id: Count
     finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
 
 
 class FirstTokens(Message, frozen=True):
@@ -346,6 +355,7 @@ class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     token_ids: list[Count]
     finish_reason: FinishReason | None = None
     times: StageTimes | None = None  # set in a sequence's first entry
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
 class Tokens(Message, frozen=True):

@@ -490,7 +490,7 @@ class RouterCore:
         stream = active.stream
         match command:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
-                if stream.push(choice, token_ids, reason):
+                if stream.push(choice, token_ids, reason, command.logprobs):
                     self._feed(active, ChoiceStopped(choice))
             case Send(node=node, message=message):
                 self._send(node, message)

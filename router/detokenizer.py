@@ -166,6 +166,10 @@ class TokenTable(msgspec.Struct, frozen=True):
     visible_texts: list[str | bytes]
     strip_first: int = 0
 
+    def token_text(self, token_id: int) -> str:
+        text = self.texts[token_id] if token_id < len(self.texts) else ""
+        return text.decode(errors="replace") if isinstance(text, bytes) else text
+
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TableStream":
         return TableStream(self, prompt_token_ids, skip_special)
 
@@ -231,6 +235,9 @@ class WindowDecoding(msgspec.Struct, frozen=True):
     """The slow way, for decoders that no table describes."""
 
     tokenizer: Tokenizer
+
+    def token_text(self, token_id: int) -> str:
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "WindowStream":
         return WindowStream(self.tokenizer, prompt_token_ids, skip_special)

@@ -26,6 +26,7 @@ from baton.protocol.messages import (
     InProgress,
     StageTimes,
     TokenEntry,
+    TokenLogprobs,
 )
 from baton.router.request import (
     AVOID_S,
@@ -208,7 +209,14 @@ class Lifecycle:
             if entry.times is not None:  # each choice repeats the times of the prompt
                 self._out.append(Timed(attempt.key, entry.times, of_prompt=attempt.prefill is None))
         if choice.attempt is attempt:
-            self._receive(attempt, choice, entry.position, entry.token_ids, entry.finish_reason)
+            self._receive(
+                attempt,
+                choice,
+                entry.position,
+                entry.token_ids,
+                entry.finish_reason,
+                entry.logprobs,
+            )
 
     def _on_accepted(self, node: NodeId, message: Accepted) -> None:
         attempt = self._attempt_of(message.key)
@@ -235,10 +243,12 @@ class Lifecycle:
         self._forward_first_tokens(attempt)
 
     def _forward_first_tokens(self, attempt: Attempt) -> None:
-        for index, token_id, reason in attempt.assured_firsts():
+        for index, first in attempt.assured_firsts():
             choice = self.choices[index]
             if choice.attempt is attempt:
-                self._receive(attempt, choice, attempt.num_tokens, [token_id], reason)
+                logprobs = () if first.logprobs is None else (first.logprobs,)
+                ids, end = [first.token_id], first.finish_reason
+                self._receive(attempt, choice, attempt.num_tokens, ids, end, logprobs)
 
     def _receive(
         self,
@@ -247,6 +257,7 @@ class Lifecycle:
         position: int,
         token_ids: list[int],
         finish_reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         """Deliver the new ones of `token_ids`. A gap before them means that the attempt is lost."""
         num_known = len(self.request.token_ids) + len(choice.output) - position
@@ -260,7 +271,7 @@ class Lifecycle:
             return
         choice.output.extend(fresh)
         self._has_delivered = True
-        self._out.append(Deliver(choice.index, fresh, finish_reason))
+        self._out.append(Deliver(choice.index, fresh, finish_reason, logprobs[num_known:]))
         if finish_reason is not None:
             choice.finish_reason = finish_reason
             self._end_choice(choice, by_router=False)

@@ -28,27 +28,40 @@ class ToolCall(msgspec.Struct, frozen=True):
     index: int = 0  # among the calls of its choice
 
 
+class Logprob(msgspec.Struct, frozen=True):
+    """The log probability of a token before penalties and temperature. Rank 1 is the likeliest."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
 class CompletionOutput(msgspec.Struct):
     """One choice: all of it so far, or only the new part (in streams and with output kind `delta`).
 
     `token_ids` ends with the token that completed a stop string, if there is one. `stop_reason` is
     the stop string or stop token id that matched; None at an EOS token or at the length limit.
-    `logprobs` and `cumulative_logprob` are None: baton computes no log probabilities. `reasoning`
-    and `tool_calls` are apart from the text only in chats over HTTP.
+    `logprobs` has, for each token, its log probability and those of the likeliest ones, by token
+    id; it is None unless the request asks for it. `reasoning` and `tool_calls` are apart from the
+    text only in chats over HTTP.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    logprobs: None = None
+    logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: EndReason | None = None
     stop_reason: StopReason = None
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
 
     @property
-    def cumulative_logprob(self) -> None:
-        return None
+    def cumulative_logprob(self) -> float | None:
+        """Return the sum over the tokens; None without `logprobs`."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=True)
+        return sum(found[token_id].logprob for token_id, found in pairs)
 
     def finished(self) -> bool:
         return self.finish_reason is not None
@@ -205,7 +218,7 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> None:
-        """Return None, because baton computes no log probabilities."""
+        """Return None: log probabilities of prompts are not supported."""
         return None
 
 
@@ -229,6 +242,8 @@ class Merged:
             self._reasonings[delta.index].append(delta.reasoning)
         output.tool_calls += delta.tool_calls
         output.token_ids.extend(delta.token_ids)
+        if delta.logprobs is not None:
+            output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
 

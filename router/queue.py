@@ -288,4 +288,5 @@ def sampling_of(
         allowed_token_ids=tuple(params.allowed_token_ids or ()),
         bad_words=rules.bad_words,
         penalties=None if penalties == Penalties() else penalties,
+        logprobs=params.logprobs,
     )

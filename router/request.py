@@ -29,6 +29,7 @@ from baton.protocol.messages import (
     ResumeState,
     StageTimes,
     TokenEntry,
+    TokenLogprobs,
 )
 from baton.protocol.sampling import Sampling
 
@@ -158,6 +159,7 @@ class Deliver(msgspec.Struct, frozen=True):
     choice: int
     token_ids: list[int]
     finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
 class Timed(msgspec.Struct, frozen=True):
@@ -283,8 +285,8 @@ class Attempt:
     def keys(self) -> tuple[Key, ...]:
         return tuple(self.key.of_choice(choice) for choice in self.choices)
 
-    def assured_firsts(self) -> list[tuple[int, int, FinishReason | None]]:
-        """Return (choice, first token, end) of all choices once they may be delivered.
+    def assured_firsts(self) -> list[tuple[int, FirstToken]]:
+        """Return the first token of all choices, by choice, once they may be delivered.
 
         No token may go to the caller before the rest of the output is assured.
         """
@@ -293,11 +295,14 @@ class Attempt:
         if self.decode is not None and not self.accepted and not is_whole:
             return []
         # Without a decode node, only one token has to be generated.
-        last: FinishReason | None = "length" if self.decode is None else None
-        return [
-            (choice, first.token_id, first.finish_reason or last)
-            for choice, first in zip(self.choices, firsts, strict=bool(firsts))
-        ]
+        if self.decode is None:
+            firsts = tuple(
+                first
+                if first.finish_reason is not None
+                else msgspec.structs.replace(first, finish_reason="length")
+                for first in firsts
+            )
+        return list(zip(self.choices, firsts, strict=bool(firsts)))
 
     @property
     def pair(self) -> tuple[NodeProcess, NodeProcess] | None:

@@ -11,10 +11,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 
 from baton.protocol.errors import BatonError, from_failure
-from baton.protocol.messages import FinishReason
+from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Detokenizer
-from baton.router.outputs import CompletionOutput, Merged, RequestMetrics, RequestOutput
+from baton.router.outputs import CompletionOutput, Logprob, Merged, RequestMetrics, RequestOutput
 from baton.router.request import gone
 from baton.runtime.metrics import Histogram
 
@@ -36,8 +36,8 @@ class RequestStream:
 
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_on_close", "_pushed_s", "_repeated", "_sink", "finished", "metrics",
-        "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
+        "_has_changed", "_on_close", "_pushed_s", "_repeated", "_sink", "_spell", "finished",
+        "metrics", "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -47,7 +47,9 @@ class RequestStream:
         prompt_token_ids: list[int],
         params: SamplingParams,
         detokenizers: Sequence[Detokenizer],
+        spell: Callable[[int], str] = str,
     ) -> None:
+        """`spell` returns the text of one token, for log probabilities."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -58,6 +60,7 @@ class RequestStream:
         self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
         self.finished = False  # by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
+        self._spell = spell
         self._pushed_s = [0.0] * len(detokenizers)
         self._repeated: dict[int, tuple[int, int]] = {}  # by choice, see `expect_again`
         self._arrival_s = time.monotonic()
@@ -173,7 +176,13 @@ class RequestStream:
         """
         self._repeated[choice] = known, whole
 
-    def push(self, choice: int, token_ids: list[int], finish_reason: FinishReason | None) -> bool:
+    def push(
+        self,
+        choice: int,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> bool:
         """Pass on new tokens. Return True if a stop string ends the choice early."""
         if self.finished:
             return False
@@ -190,6 +199,9 @@ class RequestStream:
         delta = self._detokenizers[choice].push(token_ids, finish_reason)
         if delta is None:
             return False
+        if logprobs:  # a stop string may have dropped the last tokens
+            pairs = zip(delta.token_ids, logprobs, strict=False)
+            delta.logprobs = [self._shown(token_id, one) for token_id, one in pairs]
         metrics, now_s = self.metrics, time.monotonic()
         if metrics.time_to_first_token_s is None:
             metrics.time_to_first_token_s = now_s - self._arrival_s
@@ -208,6 +220,13 @@ class RequestStream:
     @property
     def tokens_per_choice(self) -> float:
         return self.metrics.num_output_tokens / self.params.n
+
+    def _shown(self, token_id: int, one: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the log probabilities of a token and of the likeliest, in that order."""
+        shown = {token_id: Logprob(one.logprob, one.rank, self._spell(token_id))}
+        for rank, (other, logprob) in enumerate(one.top, 1):
+            shown.setdefault(other, Logprob(logprob, rank, self._spell(other)))
+        return shown
 
     def _fail(self, error: BatonError) -> None:
         """End this request with an error that is found here, and let the router give it up."""

@@ -113,6 +113,10 @@ class Text:
         stream = self._decoding.stream((), skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of one token, with U+FFFD for bytes that are no whole character."""
+        return self._decoding.token_text(token_id)
+
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]

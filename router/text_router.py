@@ -106,7 +106,8 @@ class TextRouter:
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
-        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers)
+        spell = self._text.token_text
+        stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
         minted = self._core.submit(stream, kept, keys, rules)
         stream.request_id = request_id or minted
         return stream

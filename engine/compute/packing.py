@@ -130,6 +130,8 @@ class PackedStep:
     bucket: int  # rows after padding, 0 if there is none
     # The slices whose samples do not count, and why, if they never will.
     unsampled: dict[int, str] = field(default_factory=dict)
+    # The samples whose log probabilities are wanted, with the number of the likeliest tokens.
+    scored: Sequence[tuple[int, int]] = ()
 
     def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
         """Return the batch of `inputs`, which may be a copy of this step's inputs."""
@@ -161,6 +163,7 @@ class _Lists:
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
     counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
     unsampled: dict[int, str] = field(default_factory=dict)
+    scored: list[tuple[int, int]] = field(default_factory=list)
 
     def pad(self, bucket: int) -> None:
         missing = bucket - len(self.ids)
@@ -218,13 +221,14 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        bucket = 0 if lists.masks or lists.counted else self._bucket(plan.slices, held_back)
+        is_special = lists.masks or lists.counted or lists.scored
+        bucket = 0 if is_special else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
         return PackedStep(
             plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket,
-            lists.unsampled,
+            lists.unsampled, lists.scored,
         )  # fmt: skip
 
     def idle(self, bucket: int) -> PackedStep:
@@ -299,6 +303,8 @@ class Packer:
         position = part.start + part.length
         num_output_tokens = position - part.num_prompt_tokens
         for choice in part.samples:
+            if part.sampling.logprobs is not None:
+                lists.scored.append((len(lists.samples), part.sampling.logprobs))
             lists.repeats.append(len(lists.rows))
             lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
         lists.rows.append(len(lists.ids) - 1)

@@ -6,7 +6,7 @@ table and the tokens to which a plan in flight may refer. It trusts its plans.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,10 +16,12 @@ from baton.engine.compute.attention import Backend, Batch
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.logprobs import packed_logprobs, unpacked_logprobs
 from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock
 
 # Sequences with a table on the device: as many as the kernels take in one step.
@@ -91,8 +93,9 @@ class Runner:
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
+        logprobs = self._logprobs(plan, ids) if step.scored else ()
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
-        return StepResult(plan.step_id, tuple(tokens), started_s, self._ended_s, failed)
+        return StepResult(plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect it."""
@@ -111,8 +114,18 @@ class Runner:
         self._queue.wait()
         return int(self._ring[place])
 
+    def _logprobs(
+        self, plan: StepPlan, words: Iterator[int]
+    ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+        """Read what `_forward` has added behind the sampled ids."""
+        return tuple(
+            (index, tuple(unpacked_logprobs(words, num_top) for _ in part.samples))
+            for index, part in enumerate(plan.slices)
+            if part.sampling is not None and (num_top := part.sampling.logprobs) is not None
+        )
+
     def _compute(self, step: PackedStep) -> Tensor:
-        """Do all work of a step on the device; return the sampled ids."""
+        """Do all work of a step on the device; return the sampled ids, and log probabilities."""
         self.cache.copy_blocks(step.plan.copies)
         if self._graphs is not None and self._graphs.takes(step):
             return self._graphs.replay(step, self._write_tables)
@@ -143,9 +156,13 @@ class Runner:
         places = inputs.places.of(inputs.words)
         if not len(places):
             return places
+        raw = [logits[sample].clone() for sample, _ in step.scored]  # sampling may change them
         ids = self.sampler.sample(logits, inputs.sampled())
         self._ring[places] = ids
-        return ids
+        if not raw:
+            return ids
+        scored = zip(raw, step.scored, strict=True)
+        return torch.cat([ids, *(packed_logprobs(row, ids[i], num) for row, (i, num) in scored)])
 
 
 class DecodeGraphs:

@@ -8,6 +8,7 @@ that a cost model needs.
 import msgspec
 
 from baton.protocol.ids import Key
+from baton.protocol.messages import TokenLogprobs
 from baton.protocol.sampling import Sampling
 
 
@@ -52,7 +53,8 @@ class StepResult(msgspec.Struct, frozen=True):
     """The result of a plan: `tokens[i]` holds one token id per sample of slice i.
 
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
-    if slice i is in `failed`, with the reason why nothing can be sampled for it.
+    if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the
+    slices that ask for them, by number.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
@@ -62,3 +64,4 @@ class StepResult(msgspec.Struct, frozen=True):
     started_s: float
     ended_s: float
     failed: tuple[tuple[int, str], ...] = ()
+    logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()

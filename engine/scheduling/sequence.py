@@ -7,6 +7,7 @@ before its first chunk, so a prompt that has started never waits for blocks.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import msgspec
 
@@ -16,7 +17,7 @@ from baton.engine.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import BlockHash, block_hashes
 from baton.protocol.errors import Failure, RequestError
 from baton.protocol.ids import Key
-from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill
+from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill, TokenLogprobs
 from baton.protocol.sampling import Sampling
 
 # Stands for rules that the runner has, because they may be long.
@@ -123,9 +124,17 @@ class Sequence:
         )
         pool.store(hashes, self.block_table[: len(hashes)])
 
-    def first_tokens(self, token_ids: Iterable[int], limits: NodeLimits) -> tuple[FirstToken, ...]:
+    def first_tokens(
+        self,
+        token_ids: Iterable[int],
+        limits: NodeLimits,
+        logprobs: Iterable[TokenLogprobs],
+    ) -> tuple[FirstToken, ...]:
         """Return each choice's first token, with a finish reason if it ends the sequence."""
-        return tuple(FirstToken(token, self.finish_reason(token, limits)) for token in token_ids)
+        return tuple(
+            FirstToken(token_id, self.finish_reason(token_id, limits), scores)
+            for token_id, scores in zip_longest(token_ids, logprobs)
+        )
 
     def finish_reason(self, token_id: int, limits: NodeLimits) -> FinishReason | None:
         """Return why `token_id`, which is not appended yet, ends this sequence, or None."""

@@ -224,6 +224,7 @@ class Handlers:
             include_usage=ask.include_usage,
             token_ids=ask.token_ids,
             timeline=ask.timeline,
+            num_logprobs=ask.params.logprobs,
             continuous_usage=ask.continuous_usage,
             system_fingerprint=system_fingerprint(job.model.fingerprint),
         )
@@ -231,7 +232,8 @@ class Handlers:
         # it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
-        if ask.is_streamed and len(prompts) == 1 and not ask.echo:
+        is_plain = not ask.echo and ask.params.logprobs is None
+        if ask.is_streamed and len(prompts) == 1 and is_plain:
             owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
             kept = kept_of(Form(answer, ask.kept_sampling, name, parsing), owner, ask.params.n)
         return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing)

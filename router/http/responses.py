@@ -10,6 +10,7 @@ import hashlib
 import math
 import re
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal
 
 import msgspec
@@ -19,7 +20,7 @@ from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput, RequestMetrics, waterfall
+from baton.router.outputs import CompletionOutput, Logprob, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
 from baton.router.response_parser import Parsing
 from baton.router.stream import digest_of
@@ -33,6 +34,7 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "overloaded_error",
 }
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -57,6 +59,7 @@ class Answer(msgspec.Struct, frozen=True):
     timeline: bool
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
     system_fingerprint: str = ""
+    num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
 
     def opening(self, index: int, num_prompt_tokens: int) -> bytes:
         """Return the first chunk of a choice of a chat."""
@@ -77,7 +80,7 @@ class Answer(msgspec.Struct, frozen=True):
         else:
             before, after = b'"text":', b',"logprobs":null,"finish_reason":'
         end = b"}]" + self._tail()
-        template = ChunkTemplate(self.id, head + before, after, end, self.token_ids)
+        template = ChunkTemplate(self, head + before, after, end)
         if self.continuous_usage:
             template.count_usage(num_prompt_tokens, num_output_tokens)
         return template
@@ -106,11 +109,38 @@ class Answer(msgspec.Struct, frozen=True):
         else:
             choice["text"] = output.text
         choice["logprobs"] = None
+        if self.num_logprobs is not None:
+            choice["logprobs"] = self.logprobs(output, 0)
         choice["finish_reason"] = output.finish_reason
         choice["stop_reason"] = output.stop_reason
         if self.token_ids:
             choice["token_ids"] = output.token_ids
         return choice
+
+    def logprobs(self, output: CompletionOutput, offset: int) -> dict[str, object]:
+        """Return the log probabilities of an output whose text begins at `offset`."""
+        chosen = zip(output.token_ids, output.logprobs or (), strict=False)
+        if self.is_chat:
+            num_top = self.num_logprobs or 0
+            content = [
+                {
+                    **_shown(found[token_id]),
+                    "top_logprobs": [_shown(one) for one in found.values() if one.rank <= num_top],
+                }
+                for token_id, found in chosen
+            ]
+            return {"content": content, "refusal": None}
+        rows = [(found[token_id], found.values()) for token_id, found in chosen]
+        tokens = [one.decoded_token for one, _ in rows]
+        starts = accumulate(map(len, tokens), initial=offset)
+        return {
+            "tokens": tokens,
+            "token_logprobs": [_finite(one.logprob) for one, _ in rows],
+            "top_logprobs": [
+                {one.decoded_token: _finite(one.logprob) for one in others} for _, others in rows
+            ],
+            "text_offset": list(starts)[:-1],
+        }
 
     def _head(self, is_chunk: bool) -> bytes:
         kind = "text_completion"
@@ -135,19 +165,17 @@ class ChunkTemplate:
     """Makes the chunks of one choice."""
 
     __slots__ = (
-        "_after", "_answer_id", "_before", "_end", "_num_output_tokens", "_num_prompt_tokens",
-        "_running_end", "_token_ids",
+        "_after", "_answer", "_before", "_end", "_num_chars", "_num_output_tokens",
+        "_num_prompt_tokens", "_running_end",
     )  # fmt: skip
 
-    def __init__(
-        self, answer_id: str, before: bytes, after: bytes, end: bytes, token_ids: bool
-    ) -> None:
-        self._answer_id = answer_id
+    def __init__(self, answer: Answer, before: bytes, after: bytes, end: bytes) -> None:
+        self._answer = answer
+        self._num_chars = 0  # of the tokens so far, for log probabilities
         self._before = before
         self._after = after
         self._end = end
         self._running_end = after + b"null" + end
-        self._token_ids = token_ids
         self._num_prompt_tokens: int | None = None  # given if each chunk has its usage
         self._num_output_tokens = 0
 
@@ -160,21 +188,36 @@ class ChunkTemplate:
         text = _encode(delta.text)
         if delta.reasoning or delta.tool_calls:
             # They come behind the content, in the same object.
-            parts = _encode(_parts_of(self._answer_id, delta, is_delta=True))
+            parts = _encode(_parts_of(self._answer.id, delta, is_delta=True))
             text = _encode(delta.text or None) + b"," + parts[1:-1]
         if self._num_prompt_tokens is not None:
             self._num_output_tokens += len(delta.token_ids)
             usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
             self._end = b'}],"usage":' + _encode(usage) + b"}"
             self._running_end = self._after + b"null" + self._end
-        if delta.finish_reason is None and not self._token_ids:
+        token_ids, after = self._answer.token_ids, self._after
+        if delta.logprobs is not None:
+            shown = self._answer.logprobs(delta, self._num_chars)
+            pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+            self._num_chars += sum(len(found[token_id].decoded_token) for token_id, found in pairs)
+            after = after.replace(b'"logprobs":null', b'"logprobs":' + _encode(shown))
+        elif delta.finish_reason is None and not token_ids:
             return self._before + text + self._running_end
-        data = self._before + text + self._after + _encode(delta.finish_reason)
+        data = self._before + text + after + _encode(delta.finish_reason)
         if delta.finish_reason is not None:
             data += b',"stop_reason":' + _encode(delta.stop_reason)
-        if self._token_ids:
+        if token_ids:
             data += b',"token_ids":' + _encode(delta.token_ids)
         return data + self._end
+
+
+def _shown(one: Logprob) -> dict[str, object]:
+    token = one.decoded_token
+    return {"token": token, "logprob": _finite(one.logprob), "bytes": list(token.encode())}
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
 
 
 def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:

@@ -113,7 +113,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: Biases | None = None
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
-    logprobs: int | bool | None = None
     length_penalty: float | None = None
     use_beam_search: bool | None = None
     best_of: Int | None = None
@@ -144,6 +143,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 
     prompt: str | list[int | str | list[int]]
     echo: bool | None = None
+    logprobs: Int | bool | None = None  # of each token and of so many of the likeliest
     suffix: str | None = None
     add_special_tokens: bool | None = None
 
@@ -155,20 +155,20 @@ class ChatBody(GenerationBody, kw_only=True):
     max_completion_tokens: Int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
-    top_logprobs: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: Int | None = None
     tools: ToolList | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
 
 
-# The values besides null that ask for nothing. `logprobs` has another type in chats.
+# The values besides null that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **{name: values for name, values in NEUTRAL.items() if name != "logprobs"},
+    **NEUTRAL,
     "priority": (0,),
     "modalities": (["text"],),
     "suffix": ("",),
     "add_special_tokens": (True,),
-    "top_logprobs": (0,),
 }
 _NONE: Mapping[str, object] = {}
 
@@ -329,7 +329,25 @@ def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[s
             text = "response_format and structured_outputs cannot be used together"
             raise RequestError(text, param="response_format")
         given["structured_outputs"] = form
+    if (num_logprobs := _num_logprobs_of(body)) is not None:
+        given["logprobs"] = num_logprobs
     return {"max_tokens": None, **defaults, **given}
+
+
+def _num_logprobs_of(body: GenerationBody) -> int | None:
+    """Return for how many of the likeliest tokens log probabilities are wanted."""
+    if isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            text = "top_logprobs can be used only if logprobs is true"
+            raise RequestError(text, param="top_logprobs")
+        return (body.top_logprobs or 0) if body.logprobs else None
+    assert isinstance(body, CompletionBody)
+    if body.logprobs is None or body.logprobs is False:
+        return None
+    if body.echo:
+        text = "logprobs of a prompt are not supported: leave out echo, or logprobs"
+        raise RequestError(text, code="unsupported", param="logprobs")
+    return int(body.logprobs)
 
 
 def _form_of(wanted: ResponseFormat | None) -> dict[str, object] | None:
@@ -389,10 +407,6 @@ def _check(body: GenerationBody) -> None:
     _check_neutral(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of")
-    # In a completion, 0 asks for the sampled token's log probability; in a chat, false asks for
-    # nothing.
-    if body.logprobs is not None and body.logprobs is not False:
-        raise unsupported("logprobs")
     options = body.stream_options
     if options is not None and not body.stream:
         raise RequestError(

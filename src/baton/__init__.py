@@ -19,13 +19,14 @@ if TYPE_CHECKING:
         SamplingParams,
         StructuredOutputsParams,
     )
-    from baton.router.outputs import CompletionOutput, RequestOutput
+    from baton.router.outputs import CompletionOutput, Logprob, RequestOutput
 
 __version__ = VERSION
 __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Logprob",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
@@ -39,6 +40,7 @@ _HOMES = {
     "LLM": "baton.llm",
     "AsyncLLM": "baton.async_llm",
     "CompletionOutput": "baton.router.outputs",
+    "Logprob": "baton.router.outputs",
     "RequestOutput": "baton.router.outputs",
     "RequestOutputKind": "baton.protocol.sampling",
     "SamplingParams": "baton.protocol.sampling",

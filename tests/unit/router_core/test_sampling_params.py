@@ -15,7 +15,7 @@ NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in
 REFUSED: list[tuple[str, object, str]] = [
     ("presence_penalty", 2.5, ""),
     ("repetition_penalty", 0.0, ""),
-    ("logprobs", 5, "not supported"),
+    ("logprobs", 21, ""),
     ("detokenize", False, "not supported"),
     ("logit_bias", {5: 101.0}, ""),
     ("logit_bias", {"five": 1.0}, "token ids"),
