@@ -213,7 +213,7 @@ class RouterCore:
             if found is not None:
                 return self._hand_over(active, claim, accept, found)
             active.stream.finish(from_failure(taken_over()))
-            self._feed(active, CallerGone("went on elsewhere"))
+            self.cancel(claim.request_id, "went on elsewhere")
         if active is not None:  # its nodes keep what its client has
             self._forget(active)
         now_s = self._clock()

@@ -243,7 +243,9 @@ class Merged:
         output.tool_calls += delta.tool_calls
         output.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
-            output.logprobs = [*(output.logprobs or ()), *delta.logprobs]
+            if output.logprobs is None:
+                output.logprobs = []
+            output.logprobs.extend(delta.logprobs)
         output.finish_reason = delta.finish_reason
         output.stop_reason = delta.stop_reason
 
@@ -269,7 +271,11 @@ class Merged:
         self._texts[index], self._reasonings[index] = [text], [reasoning]
         now = self._outputs[index]
         return msgspec.structs.replace(
-            now, text=text, token_ids=list(now.token_ids), reasoning=reasoning
+            now,
+            text=text,
+            token_ids=list(now.token_ids),
+            logprobs=None if now.logprobs is None else list(now.logprobs),
+            reasoning=reasoning,
         )
 
 

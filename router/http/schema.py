@@ -185,7 +185,7 @@ class Chat(msgspec.Struct, frozen=True):
     tools: list[dict[str, object]] | None = None  # in the form that templates take
 
 
-_RULES = ("structured_outputs", "allowed_token_ids", "bad_words")
+_RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
 BodyPrompt = str | list[int] | Chat
 
 
