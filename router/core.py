@@ -375,7 +375,7 @@ class RouterCore:
             self._notifier.announce(change)
             if isinstance(change, Entered):
                 assert self._link is not None
-                self._link.send_kept_cancels(change.info.node_id)
+                self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
                 if change.info.role == "decode":
                     self._reattaching.entered(change.info.node_id)
             elif isinstance(change, Left):
@@ -419,7 +419,7 @@ class RouterCore:
             load = self._policy.load_of(node, place_of(request, choice))
             self.registry.reserve(node.node_id, choice.key, load)
             self._queue.placed(choice.key)
-            self._link.drop_kept_cancel(node.node_id, choice.key)
+            self._link.drop_kept_cancel(choice.process, choice.key)
         self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
         for name, message in early:
             self._on_request_message(name, claim.request_id, message)

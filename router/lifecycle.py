@@ -56,7 +56,6 @@ from baton.router.request import (
     Timed,
     TriedAgain,
     Unplace,
-    gone,
     kills_nodes,
 )
 
@@ -167,7 +166,7 @@ class Lifecycle:
         for one in adopted.choices:
             choice = self.choices[one.key.choice]
             choice.number = max(one.key.attempt, adopted.first_attempt - 1)
-            choice.output, choice.num_received = one.token_ids, one.num_received
+            choice.output = one.token_ids
             if one.process is not None and one.has_ended:
                 self._out.append(Send(one.process[0], Cancel((one.key,), "ended")))
             elif one.process is not None:
@@ -374,9 +373,6 @@ class Lifecycle:
             choice.number += 1
             num_new = self._num_tokens(choice) - attempt.num_tokens
             choice.num_losses = 0 if loss.is_free(num_new) else choice.num_losses + 1
-        if any(len(choice.output) < choice.num_received for choice in lost):
-            self._conclude(gone())  # no node knows the first token, which the client has
-            return
         exhausted = any(choice.num_losses >= self.request.max_attempts for choice in lost)
         if exhausted or not loss.failure.retryable:
             self._conclude(loss.failure)

@@ -28,7 +28,7 @@ from baton.protocol.messages import (
     WatchCache,
 )
 from baton.router.registry import Change, Entered, Left, Notice, Refuse, Registry
-from baton.router.request import DRAINING, HandoffEnded
+from baton.router.request import DRAINING, HandoffEnded, NodeProcess
 from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import OPERATOR, name_of
@@ -37,7 +37,7 @@ from baton.runtime.log import logger
 HEARTBEATS = b"heartbeats:"
 # The number of messages that are read before other work on the loop gets its turn.
 BATCH = 512
-# The largest number of nodes for which cancels are kept that could not be sent.
+# The largest number of processes for which cancels are kept that could not be sent.
 MAX_UNSENT = 64
 
 # A message of a node, or None at the end of the session of its main channel.
@@ -77,10 +77,11 @@ class NodeLink:
             channels.close()
             raise
         self._sessions: dict[NodeId, NodeSession] = {}
-        self._unsent_cancels: dict[NodeId, set[Key]] = {}
+        self._epochs: dict[NodeId, Epoch] = {}  # of the last session of each node
+        self._unsent_cancels: dict[NodeProcess, set[Key]] = {}
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
-        self._outgoing: list[tuple[NodeId, bytes, ToNode, bytes]] = []
+        self._outgoing: list[tuple[NodeId, NodeSession, ToNode, bytes]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.read)
 
@@ -96,21 +97,22 @@ class NodeLink:
         """
         session = self._sessions.get(node)
         if session is None or not self._is_open:
-            self._keep_cancel(node, message)
+            if (epoch := self._epochs.get(node)) is not None:
+                self._keep_cancel((node, epoch), message)
             return
         encoded = self._listener.encode(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((node, session.peer, message, encoded))
+        self._outgoing.append((node, session, message, encoded))
 
-    def send_kept_cancels(self, node: NodeId) -> None:
+    def send_kept_cancels(self, process: NodeProcess) -> None:
         """Send a node the cancels that could not be sent before, for it may have lived on."""
-        if keys := self._unsent_cancels.pop(node, None):
-            self.send(node, Cancel(tuple(keys), "node lost"))
+        if keys := self._unsent_cancels.pop(process, None):
+            self.send(process[0], Cancel(tuple(keys), "node lost"))
 
-    def drop_kept_cancel(self, node: NodeId, key: Key) -> None:
+    def drop_kept_cancel(self, process: NodeProcess, key: Key) -> None:
         """Forget a cancel of this sequence, because its client has come back for it."""
-        if (keys := self._unsent_cancels.get(node)) is not None:
+        if (keys := self._unsent_cancels.get(process)) is not None:
             keys.discard(key)
 
     def read(self) -> None:
@@ -176,21 +178,23 @@ class NodeLink:
             del self._sessions[node]
             yield node, None
         self._sessions[node] = NodeSession(peer, hello.epoch)
+        self._epochs[node] = hello.epoch
         yield node, hello
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for node, peer, message, encoded in outgoing:
-            if not self._listener.send_encoded(peer, encoded):
-                self._keep_cancel(node, message)
+        for node, session, message, encoded in outgoing:
+            if not self._listener.send_encoded(session.peer, encoded):
+                self._keep_cancel((node, session.epoch), message)
 
-    def _keep_cancel(self, node: NodeId, message: ToNode) -> None:
+    def _keep_cancel(self, process: NodeProcess, message: ToNode) -> None:
         """Keep a cancel for a node that may have lost only its channel.
 
         The node then keeps these sequences for their clients, which get them from other nodes.
+        Another process of its name may be here before it is back.
         """
         if isinstance(message, Cancel):
-            self._unsent_cancels.setdefault(node, set()).update(message.keys)
+            self._unsent_cancels.setdefault(process, set()).update(message.keys)
             if len(self._unsent_cancels) > MAX_UNSENT:
                 del self._unsent_cancels[next(iter(self._unsent_cancels))]
 

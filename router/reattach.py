@@ -61,7 +61,7 @@ class FoundChoice(msgspec.Struct, frozen=True):
 
     node: NodeId
     held: HeldChoice
-    is_landing: bool = False  # the client may have the next token, which prefill has sampled
+    is_landing: bool = False  # its prompt is on its way from prefill
 
     def continues(self, received: ReceivedPart) -> bool:
         """Return whether this goes on from the client's tokens, as far as the node knows them.
@@ -69,9 +69,17 @@ class FoundChoice(msgspec.Struct, frozen=True):
         An attempt of another router may have other tokens at the same positions.
         """
         num_tokens, held = received.num_tokens, self.held.token_ids
-        if self.is_landing and num_tokens == len(held) + 1:
-            return True  # `RequestStream.expect_again` checks it once the token is known
+        if self.must_prove_itself(received):
+            return True
         return num_tokens <= len(held) and digest_of(held[:num_tokens]) == received.digest
+
+    def must_prove_itself(self, received: ReceivedPart) -> bool:
+        """Return whether `RequestStream.expect_again` will check the client's last token.
+
+        Prefill has sampled it, and the prompt is on its way to the node, or was given up on it.
+        """
+        may_lack_one = self.is_landing or not self.is_live
+        return may_lack_one and received.num_tokens == len(self.held.token_ids) + 1
 
     @property
     def is_live(self) -> bool:
@@ -195,14 +203,18 @@ class Search:
         return self._received[choice] if self._received is not None else ReceivedPart()
 
     def _best(self, choice: int) -> FoundChoice | None:
-        """Return the last attempt at a choice that goes on from what the client has."""
+        """Return the last attempt at a choice that goes on from what the client has for certain.
+
+        Without one, it is the last that may turn out to do so.
+        """
         received = self.received_of(choice)
         fitting = [
             found
             for (_, key), found in self._found.items()
             if key.choice == choice and (received.has_ended or found.continues(received))
         ]
-        return max(fitting, key=lambda found: found.held.key.attempt, default=None)
+        proven = [found for found in fitting if not found.must_prove_itself(received)]
+        return max(proven or fitting, key=lambda found: found.held.key.attempt, default=None)
 
 
 def _unanswered() -> Failure:
@@ -404,9 +416,9 @@ def adopted_choices(
         held = one.held
         node = registry.node(one.node) if held.is_running else None
         # What the caller says is not trusted beyond what the nodes hold.
-        num_received = min(received.num_tokens, len(held.token_ids) + one.is_landing)
+        is_ahead = one.must_prove_itself(received)
+        num_received = min(received.num_tokens, len(held.token_ids) + is_ahead)
         is_stopped = stream.replay(index, held.token_ids[:num_received])
-        is_ahead = num_received > len(held.token_ids)
         if received.has_ended:  # nothing more comes of it
             stream.metrics.received(int(is_ahead))
         elif is_ahead:

@@ -381,8 +381,6 @@ class Choice:
     number: int = 0  # of the attempt; 0 is the first
     num_losses: int = 0  # attempts in a row without progress
     output: list[int] = field(default_factory=list)  # all tokens that the caller has got
-    # How many of them another router delivered; one of them may still arrive here.
-    num_received: int = 0
     finish_reason: FinishReason | None = None
 
 

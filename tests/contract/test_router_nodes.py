@@ -116,6 +116,23 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
 
 
 @routed()
+async def test_a_cancel_waits_for_its_process_and_not_for_another_of_the_name(
+    bench: RouterBench,
+) -> None:
+    _, decode = await bench.pair()
+    await bench.router.submit(PROMPT, GREEDY)
+    key = (await decode.hear(Decode)).key
+    decode.die()
+    await bench.until(lambda: not bench.core.registry.in_service("decode"))
+    twin = await bench.scripted(node_info("d0", "decode", epoch="another"))
+    twin.die()
+    await bench.until(lambda: not bench.core.registry.in_service("decode"))
+    back = await bench.scripted(decode.info)
+    assert key in (await back.hear(Cancel)).keys
+    assert not any(isinstance(one, Cancel) and key in one.keys for one in twin.heard)
+
+
+@routed()
 async def test_a_successor_is_taken_in_although_the_router_reads_late(bench: RouterBench) -> None:
     """The router reads its hello and the end of the predecessor's connection together."""
     _, decode = await bench.pair()

@@ -87,9 +87,9 @@ class Client:
             up = [router for router in world.routers if router.is_up]
             if up:
                 try:
-                    await self._connected(world.rng.choice(up))
+                    await self._connected(router := world.rng.choice(up))
                 except BatonError as error:
-                    self._failed(error)
+                    self._failed(error, router)
             await asyncio.sleep(world.rng.uniform(0.05, 1.0))
 
     async def _connected(self, router: SimRouter) -> None:
@@ -200,24 +200,28 @@ class Client:
             )
             self.is_done = True
 
-    def _failed(self, error: BatonError) -> None:
+    def _failed(self, error: BatonError, router: SimRouter) -> None:
         self.world.fates[error.code] += 1
         if error.code == "stream_gone":
-            self._check_gone()
+            self._check_gone(router)
             self._forget()
         elif error.code not in RETRIED:
             self.world.fates[f"unexpected {error.code}"] += 1
             if error.http_status < 500 and error.http_status not in (409, 429):
                 self.world.problem(f"client {self.number}: {error.code}: {error.message}")
 
-    def _check_gone(self) -> None:
-        """A stream may be gone only if the nodes that are up do not hold all that it needs."""
+    def _check_gone(self, router: SimRouter) -> None:
+        """A stream may be gone only if the nodes that are up do not hold all that it needs.
+
+        A router that has long been up does not know of one that it has never met.
+        """
         if self._has_lied:
             return
         held = {
             one.key.choice
             for node in self.world.nodes
             if node.is_up
+            and frozenset((node.process, router.process)) in self.world.network.have_met
             for one in node.held(self.request_id)
             if len(one.token_ids) >= (num_tokens := self.num_tokens(one.key.choice))
             and digest_of(one.token_ids[:num_tokens]) == self.digests[one.key.choice]

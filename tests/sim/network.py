@@ -35,6 +35,7 @@ class Network:
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
         self.connections: dict[Connection, None] = {}  # in the order of their begin
+        self.have_met: set[frozenset[Process]] = set()  # pairs that ever had a connection
         self.met: dict[tuple[str, str], int] = {}
         self.numbers = itertools.count(1)
         self.complain = complain
@@ -103,6 +104,7 @@ class Connection:
         self._last_s = [0.0, 0.0]
         self._stalled: list[tuple[int, Callable[[], None]]] = []
         self.network.connections[self] = None
+        self.network.have_met.add(frozenset(self.ends))
 
     def carry(self, side: int, deliver: Callable[[], None]) -> None:
         """Deliver after what was sent before. Side 0 is the dialer's."""

@@ -1,5 +1,6 @@
 """Which nodes hold a request that another router began, and when that is decided."""
 
+import msgspec
 import pytest
 
 from baton.protocol.errors import Failure
@@ -109,6 +110,20 @@ def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
     verdict = one.verdict(0.0)
     assert isinstance(verdict, FoundRequest)
     assert (verdict.choices[0].node, verdict.choices[0].held.key.attempt) == (B, 1)
+
+
+def test_an_attempt_whose_first_token_is_unknown_gives_way_to_one_that_has_the_clients() -> None:
+    one = search(part(3))
+    landing = attached(held(num_tokens=2, attempt=1, is_running=True))
+    one.heard(A, msgspec.structs.replace(landing, landing=(0,)))
+    one.heard(B, NOTHING)
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert verdict.choices[0].node == A
+    one.heard(B, attached(held(num_tokens=3, is_running=True)))
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert verdict.choices[0].node == B
 
 
 def test_a_node_that_answers_twice_gives_one_sequence() -> None:
