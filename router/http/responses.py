@@ -285,7 +285,8 @@ def error_of(error: BatonError) -> bytes:
     """Return an error in OpenAI's form, for a body or an SSE event."""
     status = error.http_status
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    details = {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+    message = error.message.encode(errors="replace").decode()  # it may quote bytes of a header
+    details = {"message": message, "type": kind, "param": error.param, "code": error.code}
     return _encode({"error": details})
 
 
