@@ -23,7 +23,7 @@ class Process:
         self.name = name
         self.is_dead = self.is_frozen = False
         self.clock_offset_s = clock_offset_s
-        self.tasks: list[asyncio.Task[Any]] = []
+        self.tasks: set[asyncio.Task[Any]] = set()  # that have not ended
         self.on_thaw: list[Callable[[], None]] = []
         self._waiting: list[Callable[[], None]] = []
 
@@ -36,7 +36,8 @@ class Process:
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
         task = self.loop.create_task(coroutine, context=self._context())
-        self.tasks.append(task)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
         return task
 
     def call(self, function: Callable[[], None]) -> None:
@@ -78,6 +79,11 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._now_s
+
+    def num_timers(self, process: Process) -> int:
+        """Return how many timers of a process are set."""
+        timers = (timer for timer in self._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
+        return sum(timer._callback.process is process for timer in timers)
 
     def pass_time(self, seconds: float) -> None:
         self._now_s += seconds
@@ -123,19 +129,19 @@ class SimLoop(asyncio.SelectorEventLoop):
 class _Gated:
     """A callback that runs only while its process does."""
 
-    __slots__ = ("_args", "_callback", "_process", "handle")
+    __slots__ = ("_args", "_callback", "handle", "process")
 
     def __init__(
         self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
     ) -> None:
-        self._process = PROCESS.get() if context is None else context.get(PROCESS)
+        self.process = PROCESS.get() if context is None else context.get(PROCESS)
         self._callback, self._args = callback, args
         self.handle: asyncio.Handle | None = None
 
     def __call__(self) -> None:
         if self.handle is not None and self.handle.cancelled():
             return  # while its process was frozen
-        if self._process is None or self._process.admits(self):
+        if self.process is None or self.process.admits(self):
             self._callback(*self._args)
 
 

@@ -166,6 +166,10 @@ class SimNode(Member):
             *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
         ]
 
+    @property
+    def num_channels(self) -> int:
+        return sum(not one.is_closed for one in self.channels.opened)
+
     def running(self) -> Iterable[Key]:
         return getattr(self.scheduler, "_running", ())
 

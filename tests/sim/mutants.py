@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from baton.engine.process.registration import RouterChannel
+from baton.engine.process.sockets import EngineSockets, PeerName
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import Outputs
 from baton.engine.scheduling.sequence import Sequence
@@ -47,6 +48,11 @@ def _hello_alone(channel: RouterChannel) -> None:
     channel.dialer.send(channel._hello)
 
 
+def _drop_open(sockets: EngineSockets, peer: PeerName) -> None:
+    if (dialer := sockets._dialled.pop(peer, None)) is not None:
+        sockets._channels.unwatch(dialer.fileno())
+
+
 def _any_tokens(found: FoundChoice, received: ReceivedPart) -> bool:
     return len(found.held.token_ids) + found.is_landing >= received.num_tokens
 
@@ -83,6 +89,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     ),
     "leak the load of later attempts": ((Node, "release", _release_first_attempts),),
     "introduce half of a node in a new session": ((RouterChannel, "_introduce", _hello_alone),),
+    "keep the channels of lost peers": ((EngineSockets, "_drop", _drop_open),),
     "answer into the next session": ((Outputs, "drop", _nothing),),
     "forget the cancels of a lost session": ((NodeLink, "_keep_cancel", _nothing),),
 }  # fmt: skip

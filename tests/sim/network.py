@@ -216,7 +216,7 @@ class SimDialer(Generic[Out, In]):
         self._number = next(self.network.numbers)
         self._inbox: deque[bytes | str] = deque()
         self._connection: Connection | None = None
-        self._is_closed = False
+        self.is_closed = False
         self._begin(0.0)
 
     def fileno(self) -> int:
@@ -253,16 +253,16 @@ class SimDialer(Generic[Out, In]):
         return None
 
     def close(self, linger_ms: int = 0) -> None:
-        self._is_closed = True
+        self.is_closed = True
         if self._connection is not None:
             self._connection.lose(0.0, 0.001)
 
     def lost(self, connection: Connection) -> None:
-        if connection is self._connection and not self._is_closed:
+        if connection is self._connection and not self.is_closed:
             self._push("the connection was lost")
 
     def take(self, connection: Connection, frame: bytes) -> None:
-        if connection is self._connection and not self._is_closed:
+        if connection is self._connection and not self.is_closed:
             self._push(frame)
 
     def _push(self, item: bytes | str) -> None:
@@ -280,7 +280,7 @@ class SimDialer(Generic[Out, In]):
         world_call_at(loop, loop.time() + after_s, lambda: self._try(session))
 
     def _try(self, session: Session) -> None:
-        if self._is_closed or self.process.is_dead or session is not self._session:
+        if self.is_closed or self.process.is_dead or session is not self._session:
             return
         network = self.network
         listener = network.listeners.get(self.endpoint)
@@ -315,7 +315,7 @@ class SimListener(Generic[Out, In]):
         self._number = next(self.network.numbers)
         self._sessions: dict[bytes, tuple[Connection, Session]] = {}
         self._events: deque[tuple[Connection, bytes | None]] = deque()
-        self._is_closed = False
+        self.is_closed = False
         self.network.listeners[endpoint] = self
 
     def fileno(self) -> int:
@@ -329,7 +329,7 @@ class SimListener(Generic[Out, In]):
         self._note(connection, None)
 
     def _note(self, connection: Connection, frame: bytes | None) -> None:
-        if not self._is_closed and not self.process.is_dead:
+        if not self.is_closed and not self.process.is_dead:
             self._events.append((connection, frame))
             if not self.network.loop.is_readable(self._number):
                 self._wake()
@@ -362,7 +362,7 @@ class SimListener(Generic[Out, In]):
         return self.send_encoded(peer, self._encode(message))
 
     def send_encoded(self, peer: bytes, data: bytes) -> bool:
-        if peer not in self._sessions or self._is_closed:
+        if peer not in self._sessions or self.is_closed:
             return False
         connection, session = self._sessions[peer]
         if peer not in self.known:
@@ -377,7 +377,7 @@ class SimListener(Generic[Out, In]):
         return peer in self.known
 
     def close(self) -> None:
-        self._is_closed = True
+        self.is_closed = True
         for connection in list(self.known.values()):
             connection.lose(0.001, 0.0)
         if self.network.listeners.get(self.endpoint) is self:

@@ -167,7 +167,14 @@ class World:
                 self.problem(f"LEAK: {node.name} holds blocks: {load}")
             if load.quarantined_blocks or load.num_running or load.num_waiting:
                 self.problem(f"LEAK: {node.name} has work: {load}")
+            peers = 1 if node.role == "decode" else sum(one.role == "decode" for one in self.nodes)
+            if node.num_channels > len(self.routers) + peers:  # idle ones may be closed
+                self.problem(f"LEAK: {node.name} has {node.num_channels} channels")
         for router in self.routers:
+            num_timers = self.loop.num_timers(router.process)
+            if router.process.tasks or num_timers != 1:  # it ticks
+                held = f"{num_timers} timers, {router.process.tasks}"
+                self.problem(f"LEAK: {router.name} has {held}")
             if router.core.num_active:
                 self.problem(f"LEAK: {router.name} has {router.core.num_active} requests")
             for node in router.core.health().nodes:
