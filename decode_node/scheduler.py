@@ -42,6 +42,7 @@ from baton.protocol.messages import (
     Load,
     Offered,
     Prefill,
+    PromptLogprobs,
     StageTimes,
     TokenEntry,
     TokenLogprobs,
@@ -146,11 +147,15 @@ class DecodeScheduler:
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._drop_copies(plan.copies)
         failed, logprobs = dict(result.failed), dict(result.logprobs)
+        of_prompts = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             scores = logprobs.get(index, ())
             if done.key in self._running or done.key in self._leaving:
                 self._settle_stream(done, tokens, result, failed.get(index), scores)
             else:
+                if index in of_prompts:  # a router that has cancelled it drops them
+                    origin = self.queue.pending[done.key].origin
+                    self.outputs.say(origin, PromptLogprobs(done.key, of_prompts[index]))
                 self._settle_prompt(now_s, done, tokens, failed.get(index), scores)
 
     def load(self) -> Load:

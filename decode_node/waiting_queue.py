@@ -208,7 +208,7 @@ class WaitingQueue:
         if bound is None or sequence.num_tokens <= bound:
             return False
         block_size = self.pool.block_size
-        hashes = sequence.hash_blocks(block_size, sequence.num_tokens - 1)
+        hashes = sequence.hash_blocks(block_size, sequence.num_reusable_tokens)
         num_cached = len(self.pool.cache.lookup(hashes)) * block_size
         return sequence.num_tokens - num_cached > bound
 
@@ -216,8 +216,8 @@ class WaitingQueue:
         sequence, pool = prompt.sequence, self.pool
         has_tail = sequence.num_tokens % pool.block_size != 0
         num_tails = len(prompt.choices.live) - 1 if has_tail else 0
-        num_cacheable = sequence.num_tokens - 1 if prompt.is_local else sequence.num_tokens
-        reservation = reserve(pool, sequence, num_cacheable, num_tails + watermark)
+        num_held = sequence.num_reusable_tokens if prompt.is_local else sequence.num_tokens
+        reservation = reserve(pool, sequence, num_held, num_tails + watermark)
         if reservation is None:
             return False
         prompt.tails = pool.allocate(num_tails)

@@ -38,6 +38,7 @@ from baton.protocol.messages import (
     Load,
     NotAttached,
     Prefill,
+    PromptLogprobs,
     StageTimes,
     Withdrawn,
 )
@@ -159,12 +160,15 @@ class PrefillScheduler:
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         failed, logprobs = dict(result.failed), dict(result.logprobs)
+        of_prompts = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             handoff = self._computing.get(done.key) or self._holding[done.key]
             handoff.sequence.settle(done, tokens)
             if handoff.is_ended:
                 self._release_if_quiet(handoff)
                 continue
+            if index in of_prompts:
+                self.outputs.say(handoff.origin, PromptLogprobs(done.key, of_prompts[index]))
             if index in failed:
                 failure = no_token(failed[index])
                 self.outputs.say(handoff.origin, Failed(done.key, failure))
@@ -214,7 +218,7 @@ class PrefillScheduler:
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
         """Reserve every block of the prompt, the cached prefix first, and offer them to decode."""
         sequence = handoff.sequence
-        reservation = reserve(self.pool, sequence, sequence.num_tokens - 1)
+        reservation = reserve(self.pool, sequence, sequence.num_reusable_tokens)
         if reservation is None:
             return False
         handoff.num_cached_tokens = len(reservation.cached) * self.pool.block_size

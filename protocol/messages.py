@@ -347,6 +347,18 @@ class FirstTokens(Message, frozen=True):
     times: StageTimes = StageTimes()
 
 
+class PromptLogprobs(Message, frozen=True):
+    """The log probabilities of a prompt's next tokens, beginning with its second one.
+
+    A row for each token has pairs of an int32 and an fp32, little-endian: the token's rank and log
+    probability, then ids and log probabilities of as many of the likeliest tokens as are wanted. A
+    node that computes the prompt sends them chunk by chunk, before its first tokens.
+    """
+
+    key: Key
+    rows: bytes
+
+
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. The first of them is at the absolute position `position`."""
 
@@ -430,7 +442,7 @@ class DrainNode(Message, frozen=True):
 
 ToRouter = (
     Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
-    | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges
+    | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges | PromptLogprobs
 )  # fmt: skip
 
 

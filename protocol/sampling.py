@@ -23,6 +23,7 @@ MAX_CHOICES = 128
 SEED_BITS = 63
 MAX_BIAS = 100.0
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 19  # of a request's prompts together, those of likeliest tokens included
 
 
 class RequestOutputKind(StrEnum):
@@ -62,6 +63,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     bad_words: tuple[tuple[Count, ...], ...] = ()  # sequences that must not come
     penalties: Penalties | None = None
     logprobs: Count | None = None  # of each token and of so many of the likeliest
+    prompt_logprobs: Count | None = None  # the same of the prompt's tokens
 
     @property
     def depends_on_output(self) -> bool:
@@ -162,7 +164,6 @@ class SamplingParams(msgspec.Struct, frozen=True):
 
 # Fields that baton does not support, and the values of each that ask for nothing.
 NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "prompt_logprobs": (None,),
     "detokenize": (True,),
     "spaces_between_special_tokens": (True,),
     "truncate_prompt_tokens": (None,),
@@ -175,7 +176,7 @@ _NEUTRAL_VALUES = tuple(NEUTRAL.values())
 _neutral_fields = operator.attrgetter(*NEUTRAL)
 
 _INTEGERS = ("n", "top_k", "min_tokens")
-_INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of", "logprobs")
+_INTEGERS_OR_NONE = ("seed", "max_tokens", "best_of", "logprobs", "prompt_logprobs")
 _NUMBERS = (
     "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty",
 )  # fmt: skip
@@ -300,8 +301,12 @@ def _check_ranges(params: SamplingParams) -> None:
     _in_range("min_tokens", params.min_tokens, 0, MAX_COUNT)
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError("min_tokens must not exceed max_tokens", param="min_tokens")
-    if params.logprobs is not None:
-        _in_range("logprobs", params.logprobs, 0, MAX_LOGPROBS)
+    for name, number in (
+        ("logprobs", params.logprobs),
+        ("prompt_logprobs", params.prompt_logprobs),
+    ):
+        if number is not None:
+            _in_range(name, number, 0, MAX_LOGPROBS)
     if params.seed is not None and not -(1 << SEED_BITS) <= params.seed < 1 << SEED_BITS:
         raise RequestError("seed must fit 64 bits", param="seed")
     if any(not text for text in params.stop_strings):

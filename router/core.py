@@ -35,6 +35,7 @@ from baton.protocol.messages import (
     InProgress,
     Keep,
     NotAttached,
+    PromptLogprobs,
     Ready,
     ResumeState,
     Starting,
@@ -69,6 +70,7 @@ from baton.router.request import (
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPrompt,
     HandoffEnded,
     NodeLost,
     NodeMessage,
@@ -324,7 +326,7 @@ class RouterCore:
             case Tokens(entries=entries):
                 for entry in entries:
                     self._on_request_message(node, entry.key.request_id, entry)
-            case Accepted() | FirstTokens() | Failed():
+            case Accepted() | FirstTokens() | PromptLogprobs() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     self.registry.drains(node)  # the node's next heartbeat will report it too
                 self._on_request_message(node, message.key.request_id, message)
@@ -492,6 +494,8 @@ class RouterCore:
             case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
                 if stream.push(choice, token_ids, reason, command.logprobs):
                     self._feed(active, ChoiceStopped(choice))
+            case DeliverPrompt(rows=rows):
+                stream.prompt_rows = rows
             case Send(node=node, message=message):
                 self._send(node, message)
             case Place():

@@ -24,6 +24,7 @@ from baton.protocol.messages import (
     FirstTokens,
     HeldChoice,
     InProgress,
+    PromptLogprobs,
     StageTimes,
     TokenEntry,
     TokenLogprobs,
@@ -39,6 +40,7 @@ from baton.router.request import (
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPrompt,
     HandoffEnded,
     Loss,
     NodeLost,
@@ -77,7 +79,8 @@ class Lifecycle:
 
     __slots__ = (
         "_attempts", "_avoided", "_has_delivered", "_is_closed", "_is_remote_only", "_now_s",
-        "_num_crashes", "_num_open", "_out", "choices", "has_outcome", "request",
+        "_num_crashes", "_num_open", "_num_prompt_bytes", "_out", "choices", "has_outcome",
+        "request",
     )  # fmt: skip
 
     def __init__(self, request: Request) -> None:
@@ -86,6 +89,7 @@ class Lifecycle:
         self._attempts: list[Attempt] = []
         self._num_open = request.num_choices
         self._has_delivered = False
+        self._num_prompt_bytes = request.num_prompt_bytes  # 0 once they are delivered
         self.has_outcome = False
         self._is_closed = False
         # The processes that failed the request, each until it may be given the request again.
@@ -107,6 +111,11 @@ class Lifecycle:
                 self._on_accepted(node, event)
             case FirstTokens():
                 self._on_first_tokens(node, event)
+            case PromptLogprobs(key=key, rows=rows):
+                attempt = self._attempt_of(key)
+                if attempt is not None and node == (attempt.prefill or attempt.decode):
+                    attempt.heard_s = now_s
+                    attempt.prompt_rows += rows
             case Failed(key=key, failure=failure):
                 self._on_failed(node, key, failure)
             case CancelDone(keys=keys):
@@ -199,6 +208,9 @@ class Lifecycle:
         if attempt is None or attempt.decode != node or attempt.key.attempt != entry.key.attempt:
             return
         attempt.heard_s = self._now_s
+        if self._num_prompt_bytes and attempt.prefill is not None and not attempt.first_tokens:
+            attempt.early.append(entry)  # what prefill has sent may take longer
+            return
         if not attempt.streaming:
             attempt.streaming = attempt.accepted = True
             if attempt.prefill is not None:
@@ -240,6 +252,9 @@ class Lifecycle:
         self._out.append(Timed(attempt.key, message.times, of_prompt=True))
         attempt.first_tokens = message.tokens
         self._forward_first_tokens(attempt)
+        early, attempt.early = attempt.early, []
+        for entry in early:
+            self._on_entry(attempt.decode or NO_NODE, entry)
 
     def _forward_first_tokens(self, attempt: Attempt) -> None:
         for index, first in attempt.assured_firsts():
@@ -268,6 +283,14 @@ class Lifecycle:
         fresh = token_ids[num_known:] if num_known else token_ids
         if not fresh and finish_reason is None:
             return
+        if self._num_prompt_bytes:
+            if len(attempt.prompt_rows) != self._num_prompt_bytes:
+                text = "log probabilities of the prompt are missing"
+                loss = Loss.broken(text, *filter(None, (attempt.prefill or attempt.decode,)))
+                self._lose(attempt, loss, None)
+                return
+            self._num_prompt_bytes = 0
+            self._out.append(DeliverPrompt(bytes(attempt.prompt_rows)))
         choice.output.extend(fresh)
         self._has_delivered = True
         self._out.append(Deliver(choice.index, fresh, finish_reason, logprobs[num_known:]))
@@ -421,7 +444,8 @@ class Lifecycle:
         attempt.prefill, attempt.decode = placed.prefill_node, placed.decode_node
         attempt.epochs, attempt.max_uncached_tokens = placed.epochs, placed.max_uncached_tokens
         output = self.choices[attempt.choices[0]].output
-        self._out.extend(attempt.start_commands(self.request, output))
+        request = self.request if self._num_prompt_bytes else self.request.without_prompt()
+        self._out.extend(attempt.start_commands(request, output))
 
     # --- endings --------------------------------------------------------------------------------
 

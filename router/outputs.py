@@ -36,6 +36,10 @@ class Logprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
+# Of each token of a prompt, as `CompletionOutput.logprobs`; None for the first.
+PromptScores = list[dict[int, Logprob] | None]
+
+
 class CompletionOutput(msgspec.Struct):
     """One choice: all of it so far, or only the new part (in streams and with output kind `delta`).
 
@@ -210,16 +214,12 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_logprobs: PromptScores | None = None
 
     @property
     def num_cached_tokens(self) -> int:
         """Return how many of the prompt's tokens a prefix cache held, if that is known yet."""
         return self.metrics.num_cached_tokens
-
-    @property
-    def prompt_logprobs(self) -> None:
-        """Return None: log probabilities of prompts are not supported."""
-        return None
 
 
 class Merged:

@@ -15,7 +15,7 @@ from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.sampling import Penalties, Sampling, SamplingParams
+from baton.protocol.sampling import MAX_PROMPT_LOGPROBS, Penalties, Sampling, SamplingParams
 from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request import Place
@@ -218,6 +218,17 @@ def check_prompt(token_ids: list[int], limits: Limits) -> None:
         )
 
 
+def check_num_logprobs(number: int) -> None:
+    """Raise `RequestError` if prompts have more log probabilities than one response takes."""
+    if number > MAX_PROMPT_LOGPROBS:
+        text = (
+            f"the prompt's log probabilities, those of likeliest tokens included, would be "
+            f"{number}, and at most {MAX_PROMPT_LOGPROBS} fit one response: shorten the prompt, or "
+            f"ask for fewer of the likeliest tokens"
+        )
+        raise RequestError(text, param="prompt_logprobs")
+
+
 def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
     """Return how many tokens to generate at most, and that again if it is less than requested.
 
@@ -289,4 +300,5 @@ def sampling_of(
         bad_words=rules.bad_words,
         penalties=None if penalties == Penalties() else penalties,
         logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
     )

@@ -26,6 +26,7 @@ from baton.protocol.messages import (
     FirstTokens,
     InProgress,
     Prefill,
+    PromptLogprobs,
     ResumeState,
     StageTimes,
     TokenEntry,
@@ -101,7 +102,10 @@ class Tick(msgspec.Struct, frozen=True):
 
 
 # A node's message about a request is itself an event.
-NodeMessage = Accepted | FirstTokens | TokenEntry | Failed | CancelDone | Crashed | InProgress
+NodeMessage = (
+    Accepted | FirstTokens | PromptLogprobs | TokenEntry | Failed | CancelDone | Crashed
+    | InProgress
+)  # fmt: skip
 RequestEvent = (
     NodeMessage | Begun | Adopted | Placed | NotPlaced | NodeLost | ChoiceStopped | CallerGone
     | Tick
@@ -162,6 +166,12 @@ class Deliver(msgspec.Struct, frozen=True):
     logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
 
 
+class DeliverPrompt(msgspec.Struct, frozen=True):
+    """Passes on the log probabilities of the prompt, once, before any token."""
+
+    rows: bytes  # of `PromptLogprobs`
+
+
 class Timed(msgspec.Struct, frozen=True):
     """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
@@ -189,8 +199,8 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 RequestCommand = (
-    Place | Unplace | Send | Release | HandoffEnded | Deliver | Timed | TriedAgain | Outcome
-    | Closed
+    Place | Unplace | Send | Release | HandoffEnded | Deliver | DeliverPrompt | Timed | TriedAgain
+    | Outcome | Closed
 )  # fmt: skip
 
 
@@ -209,6 +219,19 @@ class Request(msgspec.Struct, frozen=True):
     max_attempts: int = 3  # attempts in a row that bring no token
     kept: ResumeState | None = None  # for another router, if the client can resume the stream there
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """Return the length of the prompt's log probabilities, as `PromptLogprobs` has them."""
+        num_top = self.sampling.prompt_logprobs
+        return 0 if num_top is None else 8 * (1 + num_top) * (len(self.token_ids) - 1)
+
+    def without_prompt(self) -> "Request":
+        """Return the request of a caller that has the prompt's log probabilities."""
+        if self.sampling.prompt_logprobs is None:
+            return self
+        sampling = msgspec.structs.replace(self.sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(self, sampling=sampling)
 
 
 class AttemptState(Enum):
@@ -259,6 +282,8 @@ class Attempt:
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
     first_tokens: tuple[FirstToken, ...] | None = None
+    prompt_rows: bytearray = field(default_factory=bytearray)  # of `PromptLogprobs`
+    early: list[TokenEntry] = field(default_factory=list)  # decode's, which came before these
     reserved: set[NodeId] = field(default_factory=set)
     unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
     heard_s: float = 0.0

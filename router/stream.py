@@ -4,17 +4,26 @@ Each delta goes straight to the caller's sink, so a token costs no task switch.
 """
 
 import asyncio
+import struct
 import time
 import zlib
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
+from itertools import islice
 
 from baton.protocol.errors import BatonError, from_failure
 from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Detokenizer
-from baton.router.outputs import CompletionOutput, Logprob, Merged, RequestMetrics, RequestOutput
+from baton.router.outputs import (
+    CompletionOutput,
+    Logprob,
+    Merged,
+    PromptScores,
+    RequestMetrics,
+    RequestOutput,
+)
 from baton.router.request import gone
 from baton.runtime.metrics import Histogram
 
@@ -36,8 +45,9 @@ class RequestStream:
 
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_on_close", "_pushed_s", "_repeated", "_sink", "_spell", "finished",
-        "metrics", "params", "prompt", "prompt_token_ids", "request_id", "token_gaps",
+        "_has_changed", "_on_close", "_prompt_logprobs", "_pushed_s", "_repeated", "_sink",
+        "_spell", "finished", "metrics", "params", "prompt", "prompt_rows", "prompt_token_ids",
+        "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -61,6 +71,8 @@ class RequestStream:
         self.finished = False  # by tokens, by an error or by a cancel
         self._detokenizers = detokenizers
         self._spell = spell
+        self._prompt_logprobs: PromptScores | None = None
+        self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
         self._pushed_s = [0.0] * len(detokenizers)
         self._repeated: dict[int, tuple[int, int]] = {}  # by choice, see `expect_again`
         self._arrival_s = time.monotonic()
@@ -140,6 +152,29 @@ class RequestStream:
         if self._error is not None:
             raise copy(self._error)
 
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Return how many the caller gets, those of likeliest tokens included."""
+        num_top = self.params.prompt_logprobs
+        return 0 if num_top is None else len(self.prompt_token_ids) * (1 + num_top)
+
+    @property
+    def prompt_logprobs(self) -> PromptScores | None:
+        """Return those of each token, None for the first; None before the first delta.
+
+        The first call takes some seconds for the largest prompts. Any thread may make it.
+        """
+        num_top = self.params.prompt_logprobs
+        if self._prompt_logprobs is None and num_top is not None and self.metrics.num_output_tokens:
+            pairs = struct.iter_unpack("<if", self.prompt_rows)
+            found: PromptScores = [None]
+            for token_id in self.prompt_token_ids[1:]:
+                rank, logprob = next(pairs)
+                one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
+                found.append(self._shown(token_id, one))
+            self._prompt_logprobs = found
+        return self._prompt_logprobs
+
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
@@ -148,6 +183,7 @@ class RequestStream:
             outputs=outputs,
             finished=self.finished and self._error is None and not self._has_changed,
             metrics=self.metrics,
+            prompt_logprobs=self.prompt_logprobs,
         )
 
     def close(self) -> None:

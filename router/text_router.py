@@ -19,7 +19,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.core import RouterCore
 from baton.router.grammars import after_reasoning, checked_grammar
 from baton.router.health import Health, ServedModel
-from baton.router.queue import OutputRules, check_prompt
+from baton.router.queue import OutputRules, check_num_logprobs, check_prompt
 from baton.router.reattach import Claim, FoundRequest
 from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream
@@ -97,7 +97,9 @@ class TextRouter:
         else:
             text, token_ids = None, list(prompt)  # the caller may change its own object
         check_prompt(token_ids, self._core.limits())
-        keys = await self._keys_of(token_ids) if self._is_cache_aware else ()
+        is_computed_whole = params.prompt_logprobs is not None
+        is_cached = self._is_cache_aware and not is_computed_whole
+        keys = await self._keys_of(token_ids) if is_cached else ()
         rules = await self._rules_of(params)
         if rules.grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids)
@@ -108,6 +110,7 @@ class TextRouter:
         ]
         spell = self._text.token_text
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
+        check_num_logprobs(stream.num_prompt_logprobs)
         minted = self._core.submit(stream, kept, keys, rules)
         stream.request_id = request_id or minted
         return stream

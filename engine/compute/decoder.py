@@ -52,9 +52,23 @@ class Decoder:
         yield self.head
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
-        """Store the batch's keys and values; return the logits of `rows`.
+        """Store the batch's keys and values; return the logits of `rows`."""
+        return self.logits(self.hidden(batch, rows, backend))
 
-        Logits are `[len(rows), vocab]` in fp32. From the last layer on, only `rows` are computed.
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `[num_rows, vocab]` in fp32."""
+        if not len(hidden):
+            return hidden.new_empty(0, len(self.embedding), dtype=torch.float32)
+        logits = self.head(hidden).float()
+        return self.ranks.all_gather(logits) if self.head_is_split else logits
+
+    def hidden(
+        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+    ) -> Tensor:
+        """Store the batch's keys and values; return what the head takes of `rows`.
+
+        From the last layer on, only `rows` are computed. If they `are_many`, attention computes
+        all, because it is faster with whole chunks.
         """
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, self.embedding)
@@ -63,13 +77,13 @@ class Decoder:
         for number in range(last):
             x = backend.attend(number, x, self.layers[number].head_norms)
             x, residual = self.by_rows(partial(self._to_next, number, backend), x, residual)
-        x = backend.attend(last, x, self.layers[last].head_norms, rows)
+        x = backend.attend(last, x, self.layers[last].head_norms, None if are_many else rows)
+        x = x[rows] if are_many else x
         if not len(rows):
-            return x.new_empty(0, len(self.embedding), dtype=torch.float32)
-        x, residual = self._after_attention(last, backend, x, residual[rows])
+            return residual[rows]
+        x, residual = self.by_rows(partial(self._after_attention, last, backend), x, residual[rows])
         x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
-        logits = self.head(x).float()
-        return self.ranks.all_gather(logits) if self.head_is_split else logits
+        return x
 
     def _to_next(
         self, number: int, backend: Backend, x: Tensor, residual: Tensor

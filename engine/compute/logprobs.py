@@ -1,43 +1,75 @@
-"""Log probabilities of sampled tokens, from logits before rules, penalties and temperature.
+"""Log probabilities of tokens, from logits before rules, penalties and temperature.
 
-Each row is computed alone, and its sum is added in blocks of a fixed size, so the values are the
-same in any batch and with any number of threads. A step's results are one tensor of integers, in
-which the bits of real numbers stand.
+A row has the same bits in any batch, because its sum is added element by element in a fixed order,
+and equal logits rank by token id. A step's results are one tensor of integers, so a pair of an
+int32 and an fp32 stands in each integer: the rank and log probability of a row's token, then ids
+and log probabilities of the likeliest tokens.
 """
 
 import struct
-from collections.abc import Iterator
+from array import array
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from baton.protocol.messages import TokenLogprobs
 
-_BLOCK = 1024
+# Rows at a time, which bounds memory: of fp32 logits, and of fp64 values.
+_LOGITS_ROWS, _ROWS = 64, 8
 
 
-def packed_logprobs(logits: Tensor, token_id: Tensor, num_top: int) -> Tensor:
-    """Return the results for one row of logits [vocab], as `unpacked_logprobs` reads them."""
-    values = logits.to(torch.float64)
-    largest = values.max()
-    weights = F.pad((values - largest).exp(), (0, -len(values) % _BLOCK))
-    total = largest + weights.view(-1, _BLOCK).sum(dim=1).sum().log()
-    top = values.topk(num_top)
-    chosen = values[token_id]
-    rank = (values > chosen).sum() + 1
-    found = torch.cat([chosen.view(1), top.values]) - total
-    return torch.cat([rank.view(1), top.indices, found.view(torch.int64)])
+def packed_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    """Return the pairs `[num_rows, 1 + num_top]` of logits `[num_rows, vocab]` in fp32."""
+    parts = zip(torch.split(logits, _ROWS), torch.split(token_ids, _ROWS), strict=True)
+    return torch.cat([_packed(part, ids, num_top) for part, ids in parts])
 
 
-def unpacked_logprobs(words: Iterator[int], num_top: int) -> TokenLogprobs:
-    """Read the results of one row."""
-    rank, ids = next(words), [next(words) for _ in range(num_top)]
-    chosen, *rest = (_real(next(words)) for _ in range(num_top + 1))
-    return TokenLogprobs(chosen, rank, tuple(zip(ids, rest, strict=True)))
+def packed_prompt(
+    logits_of: Callable[[Tensor], Tensor], hidden: Tensor, token_ids: Tensor, num_top: int
+) -> Tensor:
+    """Return the same of `hidden`, of which few rows at a time have logits."""
+    pieces = torch.split(hidden, _LOGITS_ROWS), torch.split(token_ids, _LOGITS_ROWS)
+    parts = zip(*pieces, strict=True)
+    return torch.cat([packed_logprobs(logits_of(part), ids, num_top) for part, ids in parts])
 
 
-def _real(word: int) -> float:
-    """Return the real number with these bits, as precise as a logit is."""
-    (value,) = struct.unpack("d", struct.pack("q", word))
-    return struct.unpack("f", struct.pack("f", value))[0]  # type: ignore[no-any-return]
+def unpacked_logprobs(words: Sequence[int]) -> TokenLogprobs:
+    """Read one row."""
+    (rank, logprob), *top = struct.iter_unpack("if", array("q", words))
+    return TokenLogprobs(logprob, rank, tuple(top))
+
+
+def bytes_of(words: Sequence[int], width: int, num_top: int) -> bytes:
+    """Return rows of `width` pairs without those after the `num_top` likeliest."""
+    return np.array(words, np.int64).reshape(-1, width)[:, : 1 + num_top].tobytes()
+
+
+def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
+    values, token_ids = logits.double(), token_ids[:, None]
+    largest = values.amax(dim=1, keepdim=True)
+    total = largest + _sum((values - largest).exp()).log()
+    chosen = values.gather(1, token_ids)
+    rank = (values > chosen).sum(dim=1, keepdim=True) + 1
+    top = _ordered(logits).topk(num_top).indices
+    found = torch.cat([chosen, values.gather(1, top)], dim=1) - total
+    pairs = torch.stack([torch.cat([rank, top], dim=1).int(), found.float().view(torch.int32)], 2)
+    return pairs.view(torch.int64).squeeze(2)
+
+
+def _sum(values: Tensor) -> Tensor:
+    """Return the sums of rows `[num_rows, 1]`, halves added to halves."""
+    while (width := values.shape[1]) > 1:
+        values = F.pad(values, (0, width % 2))
+        half = values.shape[1] // 2
+        values = values[:, :half] + values[:, half:]
+    return values
+
+
+def _ordered(logits: Tensor) -> Tensor:
+    """Return different integers in the order of the logits, and of token ids where they equal."""
+    bits = logits.view(torch.int32).long()
+    values = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
+    return (values << 31) - torch.arange(logits.shape[1], device=logits.device)

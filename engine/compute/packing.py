@@ -105,6 +105,8 @@ class StepInputs:
     changes: tuple[ArrayPlace, ArrayPlace] | None = None
     masks: tuple[ArrayPlace, ArrayPlace] | None = None  # samples that have one, and the masks
     penalties: tuple[ArrayPlace, ArrayPlace] | None = None  # as `penalties.packed` returns them
+    # Rows whose next token's log probability is wanted, and these tokens.
+    targets: tuple[ArrayPlace, ArrayPlace] | None = None
 
     def sampled(self) -> SamplingTensors:
         ints, reals, held_back = (place.of(self.words) for place in self.samples)
@@ -164,6 +166,8 @@ class _Lists:
     counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
     unsampled: dict[int, str] = field(default_factory=dict)
     scored: list[tuple[int, int]] = field(default_factory=list)
+    before: list[int] = field(default_factory=list)  # the rows before `targets`
+    targets: list[int] = field(default_factory=list)
 
     def pad(self, bucket: int) -> None:
         missing = bucket - len(self.ids)
@@ -210,6 +214,8 @@ class Packer:
             self._masks.begin_step()
         for index, part in enumerate(plan.slices):
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
+            lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
+            lists.targets += part.targets
             self._add_tokens(lists, part)
             if self._masks is not None:
                 self._add_mask(lists, index, part, self._masks)
@@ -221,7 +227,7 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        is_special = lists.masks or lists.counted or lists.scored
+        is_special = lists.masks or lists.counted or lists.scored or lists.targets
         bucket = 0 if is_special else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
@@ -338,6 +344,7 @@ class Packer:
             + len(lists.starts) + 2 * len(lists.changes[0])
             + sum(2 + len(mask) for mask in lists.masks.values())
             + sum(5 * len(one.ids) for one in lists.counted.values())
+            + 2 * len(lists.targets)
         )  # fmt: skip
         into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
@@ -362,6 +369,11 @@ class Packer:
             inputs.penalties = (
                 into.put(changed, *changed.shape),
                 into.put(changes, *changes.shape, dtype=torch.float64),
+            )
+        if lists.targets:
+            inputs.targets = (
+                into.put(lists.before, len(lists.before)),
+                into.put(lists.targets, len(lists.targets)),
             )
         if lists.masks:
             masks = list(lists.masks.values())

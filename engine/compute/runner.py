@@ -8,6 +8,7 @@ table and the tokens to which a plan in flight may refer. It trusts its plans.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
@@ -16,7 +17,12 @@ from baton.engine.compute.attention import Backend, Batch
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
-from baton.engine.compute.logprobs import packed_logprobs, unpacked_logprobs
+from baton.engine.compute.logprobs import (
+    bytes_of,
+    packed_logprobs,
+    packed_prompt,
+    unpacked_logprobs,
+)
 from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
@@ -93,9 +99,12 @@ class Runner:
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
-        logprobs = self._logprobs(plan, ids) if step.scored else ()
+        logprobs = _logprobs(step, ids) if step.scored else ()
+        of_prompts = _prompt_logprobs(step, list(ids)) if step.inputs.targets else ()
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
-        return StepResult(plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs)
+        return StepResult(
+            plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts
+        )
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect it."""
@@ -113,16 +122,6 @@ class Runner:
         """Return the token at a place of the ring."""
         self._queue.wait()
         return int(self._ring[place])
-
-    def _logprobs(
-        self, plan: StepPlan, words: Iterator[int]
-    ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
-        """Read what `_forward` has added behind the sampled ids."""
-        return tuple(
-            (index, tuple(unpacked_logprobs(words, num_top) for _ in part.samples))
-            for index, part in enumerate(plan.slices)
-            if part.sampling is not None and (num_top := part.sampling.logprobs) is not None
-        )
 
     def _compute(self, step: PackedStep) -> Tensor:
         """Do all work of a step on the device; return the sampled ids, and log probabilities."""
@@ -149,8 +148,22 @@ class Runner:
         return step.batch(inputs, ids, self._tables)
 
     def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
-        batch = self._batch(step, inputs)
-        logits = self.decoder.forward(batch, inputs.rows.of(inputs.words), self.backend)
+        rows, targets = inputs.rows.of(inputs.words), inputs.targets
+        num_rows = len(rows)
+        if targets is not None:
+            rows = torch.cat([rows, targets[0].of(inputs.words)])
+        batch, are_many = self._batch(step, inputs), targets is not None
+        hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
+        ids = self._sample(step, inputs, self.decoder.logits(hidden[:num_rows]))
+        if targets is None:
+            return ids
+        num_top = max(part.num_top for part in step.plan.slices)
+        next_ids = targets[1].of(inputs.words)
+        scores = packed_prompt(self.decoder.logits, hidden[num_rows:], next_ids, num_top)
+        return torch.cat([ids, scores.view(-1)])
+
+    def _sample(self, step: PackedStep, inputs: StepInputs, logits: Tensor) -> Tensor:
+        """Return the sampled ids, and behind them log probabilities of those that want them."""
         if inputs.repeats is not None:
             logits = logits[inputs.repeats.of(inputs.words)]
         places = inputs.places.of(inputs.words)
@@ -161,8 +174,12 @@ class Runner:
         self._ring[places] = ids
         if not raw:
             return ids
-        scored = zip(raw, step.scored, strict=True)
-        return torch.cat([ids, *(packed_logprobs(row, ids[i], num) for row, (i, num) in scored)])
+        own, num_top = (
+            [ids[sample] for sample, _ in step.scored],
+            max(num for _, num in step.scored),
+        )
+        scores = packed_logprobs(torch.stack(raw), torch.stack(own), num_top)
+        return torch.cat([ids, scores.view(-1)])
 
 
 class DecodeGraphs:
@@ -201,3 +218,29 @@ class DecodeGraphs:
         words = step.inputs.words
         self._words[: len(words)].copy_(words, non_blocking=True)
         return replace(step.inputs, words=self._words)
+
+
+def _logprobs(
+    step: PackedStep, words: Iterator[int]
+) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+    """Read, by slice, what `_sample` has added behind the ids."""
+    width = 1 + max(num_top for _, num_top in step.scored)
+    return tuple(
+        (
+            index,
+            tuple(unpacked_logprobs([*islice(words, width)][: 1 + num_top]) for _ in part.samples),
+        )
+        for index, part in enumerate(step.plan.slices)
+        if part.sampling is not None and (num_top := part.sampling.logprobs) is not None
+    )
+
+
+def _prompt_logprobs(step: PackedStep, words: Sequence[int]) -> tuple[tuple[int, bytes], ...]:
+    """Read, by slice, what `_forward` has added behind them."""
+    scored = [(index, part) for index, part in enumerate(step.plan.slices) if part.targets]
+    width = 1 + max(part.num_top for _, part in scored)
+    ends = accumulate(len(part.targets) * width for _, part in scored)
+    return tuple(
+        (index, bytes_of(words[end - len(part.targets) * width : end], width, part.num_top))
+        for (index, part), end in zip(scored, ends, strict=True)
+    )

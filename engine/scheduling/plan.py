@@ -33,6 +33,10 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     # the prompt if it `needs_prompt`. None if the plan before this one has a sample of this
     # sequence.
     past: tuple[int, ...] | None = None
+    # The tokens after the first rows, whose log probabilities are wanted, and of how many of the
+    # likeliest ones.
+    targets: tuple[int, ...] = ()
+    num_top: int = 0
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -54,7 +58,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
     if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the
-    slices that ask for them, by number.
+    slices that ask for them, by number, and `prompt_logprobs` those of targets, in the form of
+    `PromptLogprobs`.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
@@ -65,3 +70,4 @@ class StepResult(msgspec.Struct, frozen=True):
     ended_s: float
     failed: tuple[tuple[int, str], ...] = ()
     logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
+    prompt_logprobs: tuple[tuple[int, bytes], ...] = ()

@@ -52,6 +52,15 @@ class Sequence:
         return len(self.token_ids) - self.num_planned_tokens
 
     @property
+    def num_reusable_tokens(self) -> int:
+        """Return how many of its first tokens need not be computed where blocks hold them.
+
+        The last token always is, for its logits, and so is every token of a prompt whose log
+        probabilities are wanted.
+        """
+        return self.num_tokens - 1 if self.sampling.prompt_logprobs is None else 0
+
+    @property
     def is_idle(self) -> bool:
         return self.num_unsettled == 0
 
@@ -78,6 +87,10 @@ class Sequence:
         self.num_planned_tokens = end
         self.num_unsettled += 1
         sampling, past = self.sampling, None
+        num_top = sampling.prompt_logprobs
+        targets: tuple[int, ...] = ()
+        if num_top is not None:
+            targets = tuple(self.token_ids[start + 1 : min(end + 1, self.num_prompt_tokens)])
         if samples and sampling.depends_on_output:
             if self.sampled_in == step_id - 1:
                 sampling = msgspec.structs.replace(
@@ -98,6 +111,8 @@ class Sequence:
             sampling=sampling if samples or sampling.grammar else None,
             num_prompt_tokens=self.num_prompt_tokens,
             past=past,
+            targets=targets,
+            num_top=num_top or 0,
         )
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
@@ -170,9 +185,8 @@ def reserve(
 ) -> Reservation | None:
     """Give `sequence` blocks for all its tokens, or return None if the pool has too few.
 
-    Whole blocks among the first `num_cacheable_tokens` may come from the cache. A prompt that is
-    computed here passes one token less than it has, because the last one is computed again for its
-    logits. `num_kept_free` blocks must stay free.
+    Whole blocks among the first `num_cacheable_tokens` may come from the cache. `num_kept_free`
+    blocks must stay free.
     """
     cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
     num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)

@@ -26,6 +26,7 @@ from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.body_process import Job, check_ids, rendered, unpacked
 from baton.router.http.connections import connection_of
 from baton.router.http.large_bodies import LargeBodies
+from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.model_format import ModelFormat
 from baton.router.http.request_log import GONE, RUNNING, Running
@@ -45,6 +46,7 @@ from baton.router.http.responses import (
 from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.queue import check_num_logprobs
 from baton.router.reattach import Claim
 from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream, Sink
@@ -116,7 +118,7 @@ class Handlers:
                 return await self._again(request, running, place)
             work = await self._submit(request, running, is_chat=is_chat)
             if not work.ask.generates:
-                return await self._echo(request, work)
+                return await self._echo(request, work, running)
             if not work.ask.is_streamed:
                 return await self._whole(work, running)
             events = await self._begin_stream(work, running.streams)
@@ -177,7 +179,8 @@ class Handlers:
             work = await self._prepare(request, body, Job(is_chat, model))
             del body
             running.request_id = work.request_id
-            for index, prompt in enumerate(work.prompts if work.ask.generates else ()):
+            num_logprobs = 0
+            for index, prompt in enumerate(work.prompts if work.ask.needs_nodes else ()):
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
                 name = f"{work.answer.id}-{index}"
@@ -188,12 +191,16 @@ class Handlers:
                     stream = await self._engine.submit(
                         ready, work.params, name, work.kept, work.parsing
                     )
+                    stream.token_gaps = self._metrics.token_gaps
+                    running.streams.append(stream)
+                    num_logprobs += stream.num_prompt_logprobs * (1 if is_chat else work.params.n)
+                    check_num_logprobs(num_logprobs)
                 except RequestError as error:
                     if error.param == "structured_outputs":
                         error.param = work.ask.form_param
+                    if error.param == "prompt_logprobs" and work.ask.num_prompt_logprobs is None:
+                        error.param = "logprobs"
                     raise
-                stream.token_gaps = self._metrics.token_gaps
-                running.streams.append(stream)
         return work
 
     def _model(self) -> ServedModel:
@@ -225,6 +232,8 @@ class Handlers:
             token_ids=ask.token_ids,
             timeline=ask.timeline,
             num_logprobs=ask.params.logprobs,
+            num_prompt_logprobs=ask.num_prompt_logprobs,
+            names_ids=ask.names_ids,
             continuous_usage=ask.continuous_usage,
             system_fingerprint=system_fingerprint(job.model.fingerprint),
         )
@@ -267,29 +276,61 @@ class Handlers:
         for index, whole in enumerate(wholes):
             for output in whole.outputs():
                 output.index += index * num_choices
-                if work.echoes:
-                    output.text = work.echoes[index] + output.text
                 outputs.append(output)
         metrics = [stream.metrics for stream in streams]
-        body = work.answer.whole(outputs, metrics)
+        body = await self._body(work, streams, outputs, metrics)
         running.outcome = "finished"
         return web.Response(
             body=body, content_type="application/json", headers=_headers(work, metrics)
         )
 
-    async def _echo(self, request: web.Request, work: Work) -> web.StreamResponse:
-        """Answer with the prompts alone, for `max_tokens` 0; no node takes part."""
-        num_choices = work.params.n
+    async def _body(
+        self,
+        work: Work,
+        streams: Sequence[RequestStream],
+        outputs: list[CompletionOutput],
+        metrics: Sequence[RequestMetrics],
+    ) -> bytes:
+        prompts = await self._prompts(work, streams)
+        if work.params.prompt_logprobs is None:
+            return work.answer.whole(outputs, metrics, prompts)
+        return await asyncio.to_thread(work.answer.whole, outputs, metrics, prompts)
+
+    async def _prompts(self, work: Work, streams: Sequence[RequestStream]) -> list[ShownPrompt]:
+        """Return the prompts that an answer shows, with log probabilities if they are wanted."""
+        if work.params.prompt_logprobs is None:
+            return [ShownPrompt(text) for text in work.echoes]
+        spell = self._engine.get_tokenizer().token_text
+
+        def shown() -> list[ShownPrompt]:  # in a thread, because there may be very many
+            texts: Sequence[str | None] = work.echoes or [None] * len(streams)
+            pairs = zip(texts, streams, strict=True)
+            return [
+                work.answer.prompt(text, one.prompt_token_ids, one.prompt_logprobs or [], spell)
+                for text, one in pairs
+            ]
+
+        return await asyncio.to_thread(shown)
+
+    async def _echo(self, request: web.Request, work: Work, running: Running) -> web.StreamResponse:
+        """Answer with the prompts alone, for `max_tokens` 0.
+
+        Nodes take part only for log probabilities.
+        """
+        num_choices, streams = work.params.n, running.streams
+        await _all_ended(streams)
         outputs = [
-            CompletionOutput(index, work.echoes[index // num_choices], [], None, "length")
+            CompletionOutput(index, "", [], None, "length")
             for index in range(len(work.echoes) * num_choices)
         ]
+        running.outcome = "finished"
         metrics = [RequestMetrics(num_prompt_tokens=_num_ids(ids)) for ids in work.prompts]
         headers = _headers(work, metrics)
         if not work.ask.is_streamed:
-            body = work.answer.whole(outputs, metrics)
+            body = await self._body(work, streams, outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
-        events = self._events(work.answer, num_choices, (), metrics)
+        prompts = await self._prompts(work, streams)
+        events = self._events(work.answer, num_choices, prompts, metrics)
         response = await events.open(request, headers)
         for output in outputs:
             events.sink(0)(output)
@@ -311,6 +352,10 @@ class Handlers:
         # It does not leave the client in silence for long, except while the request waits for a
         # node, because then it may still get status 503.
         has_nodes = False
+        if work.params.prompt_logprobs is not None:
+            for stream in streams:  # the first chunk has what nodes compute
+                await stream.changed()
+            has_nodes = True
         while not has_nodes:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._silence_s):
@@ -318,7 +363,8 @@ class Handlers:
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
         metrics = [stream.metrics for stream in streams]
-        events = self._events(work.answer, work.params.n, work.echoes, metrics)
+        prompts = await self._prompts(work, streams)
+        events = self._events(work.answer, work.params.n, prompts, metrics)
         if work.kept is not None:
             events.resume_at(ReaderPlace(work.answer.id, None))
         return events
@@ -327,11 +373,11 @@ class Handlers:
         self,
         answer: Answer,
         num_choices: int,
-        echoes: Sequence[str],
+        prompts: Sequence[ShownPrompt],
         metrics: Sequence[RequestMetrics],
     ) -> EventStream:
         lengths = [one.num_prompt_tokens for one in metrics]
-        return EventStream(answer, num_choices, echoes, lengths, self._metrics, self._silence_s)
+        return EventStream(answer, num_choices, prompts, lengths, self._metrics, self._silence_s)
 
     async def _relayed(
         self, request: web.Request, running: Running, events: EventStream, headers: dict[str, str]

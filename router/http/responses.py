@@ -9,8 +9,7 @@ import base64
 import hashlib
 import math
 import re
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -20,7 +19,8 @@ from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput, Logprob, RequestMetrics, waterfall
+from baton.router.http.logprob_forms import Columns, LogprobForms, ShownPrompt
+from baton.router.outputs import CompletionOutput, PromptScores, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
 from baton.router.response_parser import Parsing
 from baton.router.stream import digest_of
@@ -34,7 +34,6 @@ _ERROR_TYPES = {
     503: "overloaded_error",
     504: "overloaded_error",
 }
-LEAST_LOGPROB = -9999.0  # JSON has no infinity
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
@@ -60,6 +59,8 @@ class Answer(msgspec.Struct, frozen=True):
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
     system_fingerprint: str = ""
     num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
+    num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
+    names_ids: bool = False  # log probabilities name ids instead of texts
 
     def opening(self, index: int, num_prompt_tokens: int) -> bytes:
         """Return the first chunk of a choice of a chat."""
@@ -94,12 +95,41 @@ class Answer(msgspec.Struct, frozen=True):
             data += b',"usage":' + _encode(usage_of(metrics))
         return data + self._timeline(metrics) + b"}"
 
-    def whole(self, outputs: list[CompletionOutput], metrics: Sequence[RequestMetrics]) -> bytes:
-        choices = _encode([self._choice(output) for output in outputs])
-        usage = b',"usage":' + _encode(usage_of(metrics))
-        return self._head(False) + choices + usage + self._timeline(metrics) + b"}"
+    def prompt(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        scores: PromptScores,
+        spell: Callable[[int], str],
+    ) -> ShownPrompt:
+        """Return a prompt with its log probabilities, which is echoed if it has a text."""
+        shown = ShownPrompt(text or "")
+        if text is not None and self.num_logprobs is not None:
+            shown = self._forms.of_echo(text, token_ids, scores, spell)
+        if self.num_prompt_logprobs is None:
+            return shown
+        found = LogprobForms(self.num_prompt_logprobs).of_prompt(token_ids, scores)
+        return msgspec.structs.replace(shown, scores=found)
 
-    def _choice(self, output: CompletionOutput) -> dict[str, object]:
+    def whole(
+        self,
+        outputs: list[CompletionOutput],
+        metrics: Sequence[RequestMetrics],
+        prompts: Sequence[ShownPrompt] = (),
+    ) -> bytes:
+        """Return the body. `prompts` are echoed or have log probabilities."""
+        per_prompt = len(outputs) // len(prompts or outputs)
+        shown = [
+            one for one in prompts or [ShownPrompt()] * len(outputs) for _ in range(per_prompt)
+        ]
+        pairs = zip(outputs, shown, strict=True)
+        choices = b",".join(_encode(self._choice(output, one)) for output, one in pairs)
+        data = self._head(False) + b"[" + choices + b"]"
+        if self.is_chat and prompts and prompts[0].scores is not None:
+            data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
+        return data + b',"usage":' + _encode(usage_of(metrics)) + self._timeline(metrics) + b"}"
+
+    def _choice(self, output: CompletionOutput, prompt: ShownPrompt) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
         if self.is_chat:
             parts = _parts_of(self.id, output, is_delta=False)
@@ -107,40 +137,29 @@ class Answer(msgspec.Struct, frozen=True):
             message = {"role": "assistant", "content": content, "refusal": None, **parts}
             choice["message"] = message
         else:
-            choice["text"] = output.text
+            choice["text"] = prompt.text + output.text
         choice["logprobs"] = None
         if self.num_logprobs is not None:
-            choice["logprobs"] = self.logprobs(output, 0)
+            found = self.logprobs(output, prompt.num_chars)
+            if prompt.logprobs is not None and isinstance(found, Columns):
+                found = prompt.logprobs.followed_by(found)
+            choice["logprobs"] = found
+        if prompt.scores is not None and not self.is_chat:
+            choice["prompt_logprobs"] = prompt.scores
         choice["finish_reason"] = output.finish_reason
         choice["stop_reason"] = output.stop_reason
         if self.token_ids:
             choice["token_ids"] = output.token_ids
         return choice
 
-    def logprobs(self, output: CompletionOutput, offset: int) -> dict[str, object]:
+    def logprobs(self, output: CompletionOutput, offset: int) -> dict[str, object] | Columns:
         """Return the log probabilities of an output whose text begins at `offset`."""
-        chosen = zip(output.token_ids, output.logprobs or (), strict=False)
-        if self.is_chat:
-            num_top = self.num_logprobs or 0
-            content = [
-                {
-                    **_shown(found[token_id]),
-                    "top_logprobs": [_shown(one) for one in found.values() if one.rank <= num_top],
-                }
-                for token_id, found in chosen
-            ]
-            return {"content": content, "refusal": None}
-        rows = [(found[token_id], found.values()) for token_id, found in chosen]
-        tokens = [one.decoded_token for one, _ in rows]
-        starts = accumulate(map(len, tokens), initial=offset)
-        return {
-            "tokens": tokens,
-            "token_logprobs": [_finite(one.logprob) for one, _ in rows],
-            "top_logprobs": [
-                {one.decoded_token: _finite(one.logprob) for one in others} for _, others in rows
-            ],
-            "text_offset": list(starts)[:-1],
-        }
+        rows = zip(output.token_ids, output.logprobs or (), strict=False)
+        return self._forms.of_chat(rows) if self.is_chat else self._forms.columns(rows, offset)
+
+    @property
+    def _forms(self) -> LogprobForms:
+        return LogprobForms(self.num_logprobs or 0, self.names_ids)
 
     def _head(self, is_chunk: bool) -> bytes:
         kind = "text_completion"
@@ -184,7 +203,15 @@ class ChunkTemplate:
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = num_output_tokens
 
-    def fill(self, delta: CompletionOutput) -> bytes:
+    def echo(self, index: int, prompt: ShownPrompt) -> bytes:
+        """Return the chunk of the prompt before its choice."""
+        self._num_chars = prompt.num_chars
+        return self.fill(CompletionOutput(index, prompt.text, []), prompt.logprobs)
+
+    def fill(
+        self, delta: CompletionOutput, logprobs: Mapping[str, object] | Columns | None = None
+    ) -> bytes:
+        """Return the chunk of a delta, with `logprobs` or its own."""
         text = _encode(delta.text)
         if delta.reasoning or delta.tool_calls:
             # They come behind the content, in the same object.
@@ -197,10 +224,11 @@ class ChunkTemplate:
             self._running_end = self._after + b"null" + self._end
         token_ids, after = self._answer.token_ids, self._after
         if delta.logprobs is not None:
-            shown = self._answer.logprobs(delta, self._num_chars)
+            logprobs = self._answer.logprobs(delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             self._num_chars += sum(len(found[token_id].decoded_token) for token_id, found in pairs)
-            after = after.replace(b'"logprobs":null', b'"logprobs":' + _encode(shown))
+        if logprobs is not None:
+            after = after.replace(b'"logprobs":null', b'"logprobs":' + _encode(logprobs))
         elif delta.finish_reason is None and not token_ids:
             return self._before + text + self._running_end
         data = self._before + text + after + _encode(delta.finish_reason)
@@ -209,15 +237,6 @@ class ChunkTemplate:
         if token_ids:
             data += b',"token_ids":' + _encode(delta.token_ids)
         return data + self._end
-
-
-def _shown(one: Logprob) -> dict[str, object]:
-    token = one.decoded_token
-    return {"token": token, "logprob": _finite(one.logprob), "bytes": list(token.encode())}
-
-
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST_LOGPROB)
 
 
 def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:

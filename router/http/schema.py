@@ -103,6 +103,8 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
     timeline: bool | None = None
     allowed_token_ids: AllowedIds | None = None
     bad_words: list[str] | None = None
@@ -116,7 +118,6 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     length_penalty: float | None = None
     use_beam_search: bool | None = None
     best_of: Int | None = None
-    prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
@@ -203,6 +204,8 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     timeline: bool
     echo: bool = False
     generates: bool = True  # False if the answer is the prompt alone
+    num_prompt_logprobs: int | None = None
+    names_ids: bool = False
     tools: ToolUse | None = None
     include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
@@ -211,6 +214,10 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def kept_sampling(self) -> dict[str, object]:
         """The fields on which the text of given tokens depends; rules may be long."""
         return {name: value for name, value in self.sampling.items() if name not in _RULES}
+
+    @property
+    def needs_nodes(self) -> bool:
+        return self.generates or self.params.prompt_logprobs is not None
 
     @cached_property
     def params(self) -> SamplingParams:
@@ -228,7 +235,7 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
     only_echo = bool(body.echo) and body.max_tokens == 0
     if only_echo:
-        body.max_tokens = 1  # no request is made from it
+        body.max_tokens = 1  # its token is dropped if nodes have to compute the prompt
     prompts = _prompts_of(body)
     return _ask(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
 
@@ -291,6 +298,8 @@ def _ask(
         include_usage=include_usage,
         continuous_usage=include_usage and continuous_usage,
         token_ids=bool(body.return_token_ids),
+        num_prompt_logprobs=body.prompt_logprobs,
+        names_ids=bool(body.return_tokens_as_token_ids),
         timeline=bool(body.timeline),
         echo=echo,
         generates=generates,
@@ -331,6 +340,8 @@ def _sampling_of(body: GenerationBody, defaults: Mapping[str, object]) -> dict[s
         given["structured_outputs"] = form
     if (num_logprobs := _num_logprobs_of(body)) is not None:
         given["logprobs"] = num_logprobs
+        if isinstance(body, CompletionBody) and body.echo:
+            given["prompt_logprobs"] = max(num_logprobs, body.prompt_logprobs or 0)
     return {"max_tokens": None, **defaults, **given}
 
 
@@ -344,9 +355,6 @@ def _num_logprobs_of(body: GenerationBody) -> int | None:
     assert isinstance(body, CompletionBody)
     if body.logprobs is None or body.logprobs is False:
         return None
-    if body.echo:
-        text = "logprobs of a prompt are not supported: leave out echo, or logprobs"
-        raise RequestError(text, code="unsupported", param="logprobs")
     return int(body.logprobs)
 
 
@@ -412,6 +420,9 @@ def _check(body: GenerationBody) -> None:
         raise RequestError(
             "stream_options can be used only if stream is true", param="stream_options"
         )
+    if body.stream and body.prompt_logprobs is not None:
+        text = "prompt_logprobs cannot be streamed: leave out stream, or ask for echo and logprobs"
+        raise RequestError(text, param="prompt_logprobs")
     if body.stop is not None:
         _check_stops("stop", [body.stop] if isinstance(body.stop, str) else body.stop)
     if body.bad_words:

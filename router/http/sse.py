@@ -13,6 +13,7 @@ from aiohttp.http import HttpVersion11
 
 from baton.protocol.errors import BatonError
 from baton.router.http.connections import connection_of
+from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.responses import (
     LAST_EVENT_ID,
@@ -40,16 +41,17 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_answer", "_connection", "_echoes", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
+        "_answer", "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
         "_loop", "_metrics", "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens",
-        "_response", "_silence_s", "_templates", "_timer", "_unwritten", "_wake", "_written_s",
+        "_prompts", "_response", "_silence_s", "_templates", "_timer", "_unwritten", "_wake",
+        "_written_s",
     )  # fmt: skip
 
     def __init__(
         self,
         answer: Answer,
         num_choices: int,
-        echoes: Sequence[str],
+        prompts: Sequence[ShownPrompt],  # to echo
         num_prompt_tokens: Sequence[int],  # per prompt
         metrics: HttpMetrics,
         silence_s: float = SILENCE_S,
@@ -61,7 +63,7 @@ class EventStream:
         self._has_usage = False  # the client has it
         self._num_prompt_tokens = num_prompt_tokens
         self._num_choices = num_choices  # per prompt
-        self._echoes = echoes
+        self._prompts = prompts
         self._metrics = metrics
         self._silence_s = silence_s
         self._templates: dict[int, ChunkTemplate] = {}
@@ -190,9 +192,8 @@ class EventStream:
         if self._answer.is_chat:
             self._ids.begin(index)
             self._add(self._answer.opening(index, num_prompt_tokens))
-        elif self._echoes:
-            echo = self._echoes[index // self._num_choices]
-            self._add(template.fill(CompletionOutput(index, echo, [])))
+        elif self._prompts:
+            self._add(template.echo(index, self._prompts[index // self._num_choices]))
         return template
 
     def _add(self, data: bytes, tail: bytes = b"") -> None:

@@ -204,8 +204,9 @@ async def test_an_echo_of_no_tokens_is_the_prompt(bench: HttpBench, engine: Scri
     num_prompt = sum(len(TEXT.encode_now(text)) for text in ("the end", "hello"))
     assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt  # type: ignore[index]
     streamed = await bench.post({**body, "prompt": [5, 6], "n": 1, "stream": True})
-    chunk, done = events_of(streamed.text)
+    chunk, end, done = events_of(streamed.text)
     assert json.loads(chunk[1])["choices"][0]["text"] == TEXT.decode([5, 6])
+    assert json.loads(end[1])["choices"][0]["finish_reason"] == "length"
     assert done[1] == "[DONE]"
     too_long = await bench.post({**body, "prompt": [5] * 256})
     assert (too_long.status, too_long.error["code"]) == (400, "context_length_exceeded")
