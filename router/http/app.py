@@ -84,6 +84,7 @@ class App:
         router, handlers = self.application.router, self._handlers
         router.add_post("/v1/completions", handlers.completions)
         router.add_post("/v1/chat/completions", handlers.chat)
+        router.add_post("/v1/responses", handlers.responses)
         router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)

@@ -10,15 +10,25 @@ import socket
 import struct
 import sys
 from array import array
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from baton.protocol.errors import BatonError, ConfigError, Failure, RequestError
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
-from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
+from baton.router.http.response_body import parse_response
+from baton.router.http.schema import (
+    Ask,
+    BodyPrompt,
+    Chat,
+    Endpoint,
+    parse_chat,
+    parse_completion,
+)
 from baton.router.queue import Limits, check_prompt
 from baton.router.text import Text
+from baton.runtime.log import clip
 from baton.runtime.process import die_with_parent
 
 # Running streams matter more than the start of a long prompt.
@@ -28,10 +38,17 @@ JOB_HEAD = struct.Struct("<II")
 REPLY_HEAD = struct.Struct("<I")
 
 
+_PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], Ask]] = {
+    "completions": parse_completion,
+    "chat": parse_chat,
+    "responses": parse_response,
+}
+
+
 class Job(msgspec.Struct, frozen=True):
     """A body to prepare for the model that is served."""
 
-    is_chat: bool
+    endpoint: Endpoint
     model: ServedModel
 
 
@@ -45,7 +62,7 @@ class Prepared(msgspec.Struct, frozen=True):
 
 def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
     """Return what a body asks for. Raises `RequestError`."""
-    ask = parsed(data, job.model, is_chat=job.is_chat)
+    ask = parsed(job, data)
     prompts, echoes = [], []
     for prompt in ask.prompts:
         token_ids = _ids_of(prompt, job.model, text, template)
@@ -54,6 +71,16 @@ def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) ->
         if ask.echo:
             echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
     return Prepared(msgspec.structs.replace(ask, prompts=()), prompts, echoes)
+
+
+def parsed(job: Job, data: bytes) -> Ask:
+    """Return the checked body of a request to the model. Raises `RequestError`."""
+    parse, model = _PARSERS[job.endpoint], job.model
+    ask = parse(data, model.sampling)
+    if ask.model and ask.model not in (model.name, model.path):
+        text = f"the model {clip(ask.model)!r} does not exist; this server has {model.name!r}"
+        raise RequestError(text, code="model_not_found", param="model", http_status=404)
+    return ask
 
 
 def check_ids(token_ids: list[int], model: ServedModel) -> None:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,13 +23,14 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
-from baton.router.http.body_process import Job, check_ids, rendered, unpacked
+from baton.router.http.body_process import Job, check_ids, parsed, rendered, unpacked
 from baton.router.http.connections import connection_of
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.model_format import ModelFormat
 from baton.router.http.request_log import GONE, RUNNING, Running
+from baton.router.http.response_events import ResponseEvents
 from baton.router.http.responses import (
     LAST_EVENT_ID,
     Answer,
@@ -43,7 +44,7 @@ from baton.router.http.responses import (
     start_of,
     system_fingerprint,
 )
-from baton.router.http.schema import Ask, BodyPrompt, Chat, parsed
+from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint
 from baton.router.http.sse import SILENCE_S, EventStream
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.queue import check_num_logprobs
@@ -57,6 +58,12 @@ MAX_REQUEST_ID_CHARS = 128
 
 # A prompt is echoed once per choice, which no engine limits.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
+
+_ID_PREFIXES: dict[Endpoint, str] = {
+    "completions": "cmpl-",
+    "chat": "chatcmpl-",
+    "responses": "resp_",
+}
 
 log = logger("router")
 
@@ -73,6 +80,7 @@ class Work:
     request_id: str  # the client's own, or the answer's
     kept: ResumeState | None = None  # for a stream that the client can resume
     parsing: Parsing | None = None
+    typed: ResponseEvents | None = None  # for the endpoint of responses
 
 
 class Handlers:
@@ -97,17 +105,18 @@ class Handlers:
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
         self._large = LargeBodies(config.model.path, config.model.chat_template)
-        # Answer POST /v1/completions and POST /v1/chat/completions.
-        self.completions = partial(self._serve, is_chat=False)
-        self.chat = partial(self._serve, is_chat=True)
+        # Answer POST /v1/completions, POST /v1/chat/completions and POST /v1/responses.
+        self.completions = partial(self._serve, endpoint="completions")
+        self.chat = partial(self._serve, endpoint="chat")
+        self.responses = partial(self._serve, endpoint="responses")
 
     def close(self) -> None:
         self._large.close()
 
-    async def _serve(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
+    async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         place = None
-        if LAST_EVENT_ID in request.headers:
+        if LAST_EVENT_ID in request.headers and endpoint != "responses":
             place = place_of(request.headers[LAST_EVENT_ID])
             # The form of the answer is known, so the body is not used.
             with self._bodies.room() as room:
@@ -116,7 +125,7 @@ class Handlers:
         with _Counted(request, self._metrics) as running:
             if place is not None:
                 return await self._again(request, running, place)
-            work = await self._submit(request, running, is_chat=is_chat)
+            work = await self._submit(request, running, endpoint)
             if not work.ask.generates:
                 return await self._echo(request, work, running)
             if not work.ask.is_streamed:
@@ -167,7 +176,7 @@ class Handlers:
 
     # --- before submitting ----------------------------------------------------------------------
 
-    async def _submit(self, request: web.Request, running: Running, *, is_chat: bool) -> Work:
+    async def _submit(self, request: web.Request, running: Running, endpoint: Endpoint) -> Work:
         """Read the body and submit its prompts, which frees the memory of the body."""
         self._refuse_if_draining()
         model = self._model()
@@ -176,7 +185,7 @@ class Handlers:
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
             connection_of(request).began()
-            work = await self._prepare(request, body, Job(is_chat, model))
+            work = await self._prepare(request, body, Job(endpoint, model))
             del body
             running.request_id = work.request_id
             num_logprobs = 0
@@ -193,7 +202,8 @@ class Handlers:
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
-                    num_logprobs += stream.num_prompt_logprobs * (1 if is_chat else work.params.n)
+                    times = 1 if work.ask.is_chat else work.params.n
+                    num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
                 except RequestError as error:
                     if error.param == "structured_outputs":
@@ -215,7 +225,7 @@ class Handlers:
             prepared = await self._large.prepare(job, body)
             ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
         else:
-            ask = parsed(body, job.model, is_chat=job.is_chat)
+            ask = parsed(job, body)
             small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
@@ -224,7 +234,7 @@ class Handlers:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
         answer = Answer(
-            id=f"{'chatcmpl' if ask.is_chat else 'cmpl'}-{secrets.token_hex(12)}",
+            id=f"{_ID_PREFIXES[ask.endpoint]}{secrets.token_hex(12)}",
             model=job.model.name,
             created=int(time.time()),
             is_chat=ask.is_chat,
@@ -241,11 +251,14 @@ class Handlers:
         # it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
-        is_plain = not ask.echo and ask.params.logprobs is None
+        typed = None
+        if ask.endpoint == "responses":
+            typed = ResponseEvents(answer, ask.settings, is_streamed=ask.is_streamed)
+        is_plain = not ask.echo and ask.params.logprobs is None and typed is None
         if ask.is_streamed and len(prompts) == 1 and is_plain:
             owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
             kept = kept_of(Form(answer, ask.kept_sampling, name, parsing), owner, ask.params.n)
-        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing)
+        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing, typed)
 
     async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt for the engine, which makes the checks that only it can make."""
@@ -267,6 +280,11 @@ class Handlers:
 
     async def _whole(self, work: Work, running: Running) -> web.Response:
         streams = running.streams
+        if work.typed is not None:
+            streams[0].send_to(self._counted(work.typed.take))
+            await streams[0].ended()
+            body = work.typed.whole(streams[0].metrics)
+            return self._finished(work, running, body)
         num_choices = work.params.n
         wholes = [Merged(num_choices) for _ in streams]
         for stream, whole in zip(streams, wholes, strict=True):
@@ -277,12 +295,13 @@ class Handlers:
             for output in whole.outputs():
                 output.index += index * num_choices
                 outputs.append(output)
-        metrics = [stream.metrics for stream in streams]
-        body = await self._body(work, streams, outputs, metrics)
+        body = await self._body(work, streams, outputs, [stream.metrics for stream in streams])
+        return self._finished(work, running, body)
+
+    def _finished(self, work: Work, running: Running, body: bytes) -> web.Response:
         running.outcome = "finished"
-        return web.Response(
-            body=body, content_type="application/json", headers=_headers(work, metrics)
-        )
+        headers = _headers(work, [stream.metrics for stream in running.streams])
+        return web.Response(body=body, content_type="application/json", headers=headers)
 
     async def _body(
         self,
@@ -339,7 +358,7 @@ class Handlers:
         await events.close()
         return response
 
-    def _counted(self, sink: Sink) -> Sink:
+    def _counted(self, sink: Callable[[CompletionOutput], object]) -> Sink:
         def take(delta: CompletionOutput) -> None:
             self._metrics.num_output_tokens += len(delta.token_ids)
             sink(delta)
@@ -365,6 +384,8 @@ class Handlers:
         metrics = [stream.metrics for stream in streams]
         prompts = await self._prompts(work, streams)
         events = self._events(work.answer, work.params.n, prompts, metrics)
+        if work.typed is not None:
+            events.make_with(work.typed)
         if work.kept is not None:
             events.resume_at(ReaderPlace(work.answer.id, None))
         return events

@@ -5,12 +5,14 @@ from functools import cache
 import msgspec
 
 from baton.protocol import VERSION
+from baton.router.http.response_body import ResponseBody
 from baton.router.http.schema import ChatBody, CompletionBody
 from baton.router.http.tokens import DetokenizeBody, TokenizeBody
 
 _POSTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts."),
     "/v1/chat/completions": (ChatBody, "Answer the last turn of a chat."),
+    "/v1/responses": (ResponseBody, "Answer a list of items, in OpenAI's newer form."),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
     "/detokenize": (DetokenizeBody, "Return the text of token ids."),
 }

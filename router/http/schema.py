@@ -7,17 +7,16 @@ of its request would be wrong.
 """
 
 import operator
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, SamplingParams
-from baton.router.health import ServedModel
+from baton.router.http.decoding import decoded
 from baton.router.http.turns import (
     Anything,
     ToolChoice,
@@ -29,8 +28,6 @@ from baton.router.http.turns import (
     tool_use_of,
     unsupported,
 )
-from baton.runtime.fields import did_you_mean
-from baton.runtime.log import clip
 
 MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
@@ -50,18 +47,7 @@ TokenIdList = Annotated[
 
 AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
-
-# A larger body is not decoded a second time because of null fields.
-_MAX_SECOND_BYTES = 2 * 1024 * 1024
-# How many bytes around a mistake are searched for its field.
-_NEAR_BYTES = 256
-_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
-_BYTE = re.compile(r"\(byte (\d+)\)")
-_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
-_NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
-
-S = TypeVar("S", bound=msgspec.Struct)
-_Fields = dict[str, msgspec.Raw]
+Endpoint = Literal["completions", "chat", "responses"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,15 +69,12 @@ class ResponseFormat(msgspec.Struct):
     triggers: list[str] | None = None
 
 
-class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields that both endpoints have. In each of them, null means the default."""
+class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The fields that all endpoints have. In each of them, null means the default."""
 
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Int | None = None
     min_tokens: Int | None = None
-    n: Int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int | None = None
@@ -102,14 +85,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
-    prompt_logprobs: Int | None = None
-    timeline: bool | None = None
     allowed_token_ids: AllowedIds | None = None
     bad_words: list[str] | None = None
     structured_outputs: dict[str, object] | None = None
-    response_format: ResponseFormat | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
@@ -117,11 +95,9 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
     length_penalty: float | None = None
     use_beam_search: bool | None = None
-    best_of: Int | None = None
     truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
-    modalities: list[str] | None = None
     include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
     # These change nothing about an answer.
     user: str | None = None
@@ -131,12 +107,29 @@ class GenerationBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
-    reasoning_effort: str | None = None
-    verbosity: str | None = None
-    prediction: Anything = msgspec.UNSET
     request_id: str | None = None
     session_id: str | None = None
     stream_interval: Int | None = None
+
+
+class GenerationBody(AnyBody, kw_only=True):
+    """The fields that completions and chats have."""
+
+    stream_options: StreamOptions | None = None
+    max_tokens: Int | None = None
+    n: Int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    prompt_logprobs: Int | None = None
+    timeline: bool | None = None
+    response_format: ResponseFormat | None = None
+    # These are accepted only with values that ask for nothing.
+    best_of: Int | None = None
+    modalities: list[str] | None = None
+    # These change nothing about an answer.
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
+    prediction: Anything = msgspec.UNSET
 
 
 class CompletionBody(GenerationBody, kw_only=True):
@@ -193,7 +186,7 @@ BodyPrompt = str | list[int] | Chat
 class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The checked content of one HTTP request."""
 
-    is_chat: bool
+    endpoint: Endpoint
     model: str | None
     prompts: Sequence[BodyPrompt]  # at least one, and none is empty
     sampling: dict[str, object]  # the given fields of `params`, which can be sent
@@ -209,6 +202,11 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tools: ToolUse | None = None
     include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
+    settings: bytes = b""  # what a response object repeats of its request, as JSON
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint != "completions"
 
     @property
     def kept_sampling(self) -> dict[str, object]:
@@ -229,8 +227,8 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
-    body = _decode(_completion_decoder, data)
-    _check(body)
+    body = decoded(_completion_decoder, data)
+    check(body)
     if body.max_tokens is None:
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
     only_echo = bool(body.echo) and body.max_tokens == 0
@@ -246,11 +244,24 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     A chat without a limit in its body or in the model's `defaults` may use all the room that the
     model has left.
     """
-    body = _decode(_chat_decoder, data)
-    _check(body)
+    body = decoded(_chat_decoder, data)
+    check(body)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
-    messages = [plain_turn(index, turn) for index, turn in enumerate(body.messages)]
+    messages = [plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages)]
+    return chat_ask(body, messages, defaults)
+
+
+def chat_ask(
+    body: ChatBody,
+    messages: list[dict[str, object]],
+    defaults: Mapping[str, object],
+    limit_name: str = "max_completion_tokens",
+) -> Ask:
+    """Return what a checked body asks for, with these turns. Raises `RequestError`.
+
+    `limit_name` is the name that clients use for `max_completion_tokens`.
+    """
     generates = body.add_generation_prompt is not False
     tools = plain_tools(body.tools)
     use = tool_use_of(body.tools, body.tool_choice, body.parallel_tool_calls)
@@ -260,21 +271,12 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
         ask = _ask(body, defaults, [chat])
     else:
         body.max_tokens = body.max_completion_tokens
-        ask = _ask(body, defaults, [chat], limit_name="max_completion_tokens")
+        ask = _ask(body, defaults, [chat], limit_name=limit_name)
     if use is None and body.include_reasoning is not False:
         return ask
     return msgspec.structs.replace(
         ask, tools=use, include_reasoning=body.include_reasoning is not False
     )
-
-
-def parsed(data: bytes, model: ServedModel, *, is_chat: bool) -> Ask:
-    """Return the checked body of a request to `model`. Raises `RequestError`."""
-    ask = (parse_chat if is_chat else parse_completion)(data, model.sampling)
-    if ask.model and ask.model not in (model.name, model.path):
-        text = f"the model {clip(ask.model)!r} does not exist; this server has {model.name!r}"
-        raise RequestError(text, code="model_not_found", param="model", http_status=404)
-    return ask
 
 
 def _ask(
@@ -290,7 +292,7 @@ def _ask(
     include_usage = options is not None and bool(options.include_usage)
     continuous_usage = options is not None and bool(options.continuous_usage_stats)
     ask = Ask(
-        is_chat=isinstance(body, ChatBody),
+        endpoint="chat" if isinstance(body, ChatBody) else "completions",
         model=body.model,
         prompts=prompts,
         sampling=_sampling_of(body, defaults),
@@ -385,7 +387,7 @@ def _check_params(ask: Ask, limit_name: str) -> None:
         raise RequestError(text, param=limit_name) from None
 
 
-# `_check` has made sure that the fields of `NEUTRAL` ask for nothing.
+# `check` has made sure that the fields of `NEUTRAL` ask for nothing.
 _SAMPLING_FIELDS = sorted(
     set(SamplingParams.__struct_fields__) & set(GenerationBody.__struct_fields__) - NEUTRAL.keys()
 )
@@ -411,7 +413,8 @@ def _check_neutral(body: GenerationBody) -> None:
             raise unsupported(name)
 
 
-def _check(body: GenerationBody) -> None:
+def check(body: GenerationBody) -> None:
+    """Raise a `RequestError` for fields that are not supported, or not together."""
     _check_neutral(body)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of")
@@ -440,70 +443,3 @@ def _check_stops(name: str, stops: list[str]) -> None:
             f"{MAX_ALL_STOP_CHARS} together"
         )
         raise RequestError(text, param=name)
-
-
-def _decode(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
-    """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
-    try:
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError as error:
-            if "unknown field" not in str(error):
-                raise
-            return decoder.decode(_without_nulls(data))
-    except msgspec.ValidationError as error:
-        raise _invalid(str(error), decoder.type) from None
-    except RecursionError:
-        text = "the body is nested too deeply"
-        raise RequestError(text, code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(str(error), data) from None
-
-
-def _without_nulls(data: bytes) -> bytes:
-    """Return a body without null fields, at its top, in its options and in each message.
-
-    Clients send back messages of answers, with nulls in fields that requests do not have.
-    """
-    if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
-        return data
-    try:
-        fewer: dict[str, object] = {**_given(msgspec.json.decode(data, type=_Fields))}
-        if isinstance(turns := fewer.get("messages"), msgspec.Raw):
-            found = msgspec.json.decode(turns, type=list[_Fields])
-            fewer["messages"] = [_given(turn) for turn in found]
-        if isinstance(options := fewer.get("stream_options"), msgspec.Raw):
-            fewer["stream_options"] = _given(msgspec.json.decode(options, type=_Fields))
-    except msgspec.DecodeError:
-        return data
-    return msgspec.json.encode(fewer)
-
-
-def _given(fields: _Fields) -> _Fields:
-    return {name: value for name, value in fields.items() if bytes(value) != b"null"}
-
-
-def _malformed(error: str, data: bytes) -> RequestError:
-    # Some encoders write NaN and Infinity, which are not JSON. The error should name the field.
-    if place := _BYTE.search(error):
-        at = int(place[1])
-        near = data[max(at - _NEAR_BYTES, 0) : at + _NEAR_BYTES]
-        if found := _NOT_FINITE.search(near):
-            name = found[1].decode()
-            return RequestError(f"{name} must be a finite number", param=name)
-    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
-
-
-def _invalid(text: str, kind: type[msgspec.Struct]) -> RequestError:
-    found = _PLACE.fullmatch(text)
-    assert found is not None, "the pattern matches every text"
-    what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
-    if named := _NAMED.search(text):
-        name = clip(named[1])
-        hint = did_you_mean(name, kind.__struct_fields__) if "unknown" in what and not path else ""
-        return RequestError(what + hint, param=f"{path}.{name}" if path else name)
-    if not path:
-        return RequestError(f"the body is wrong: {what}")
-    # The message names the place inside a list; `param` names it only for turns and tools.
-    param = path if path.startswith(("messages", "tools")) else path.partition("[")[0]
-    return RequestError(f"{path}: {what}", param=param)

@@ -15,6 +15,7 @@ from baton.protocol.errors import BatonError
 from baton.router.http.connections import connection_of
 from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
+from baton.router.http.response_events import ResponseEvents
 from baton.router.http.responses import (
     LAST_EVENT_ID,
     Answer,
@@ -43,7 +44,8 @@ class EventStream:
     __slots__ = (
         "_answer", "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
         "_loop", "_metrics", "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens",
-        "_prompts", "_response", "_silence_s", "_templates", "_timer", "_unwritten", "_wake",
+        "_prompts", "_response", "_silence_s", "_templates", "_timer", "_typed", "_unwritten",
+        "_wake",
         "_written_s",
     )  # fmt: skip
 
@@ -58,6 +60,7 @@ class EventStream:
     ) -> None:
         """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
         self._answer = answer
+        self._typed: ResponseEvents | None = None
         self._ids = EventIds(answer.id)
         self._has_ids = False
         self._has_usage = False  # the client has it
@@ -88,6 +91,10 @@ class EventStream:
                     index, self._num_prompt_tokens[0], one.num_tokens
                 )
 
+    def make_with(self, typed: ResponseEvents) -> None:
+        """Send the events that `typed` makes, which have no ids, in the place of chunks."""
+        self._typed = typed
+
     async def open(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the headers. From then on an error can only be an event."""
         self._response = response = web.StreamResponse(
@@ -106,7 +113,7 @@ class EventStream:
             response.force_close()
         # Ids are for clients that can resume. Benchmarks take every line for data.
         accepted = request.headers.get("Accept", "").lower()
-        self._has_ids = (
+        self._has_ids = self._typed is None and (
             "text/event-stream" in accepted
             or request.method == "GET"
             or LAST_EVENT_ID in request.headers
@@ -144,6 +151,9 @@ class EventStream:
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
         """Add the last events of a complete response."""
         self._release()
+        if self._typed is not None:
+            self._put(self._typed.ending(metrics[0]))
+            return
         closing = self._answer.closing(metrics)
         if closing is not None and not self._has_usage:
             self._add(closing, b"/u")
@@ -153,7 +163,10 @@ class EventStream:
         """Add the held deltas, then the error that ends the response."""
         self._release()
         self._metrics.failed(error)
-        self._add(error_of(error))
+        if self._typed is not None:
+            self._put(self._typed.failed(error))
+        else:
+            self._add(error_of(error))
 
     async def close(self) -> None:
         """Send what was added, and end the response."""
@@ -178,6 +191,10 @@ class EventStream:
             self._held.add(delta)
 
     def _send(self, delta: CompletionOutput) -> None:
+        if self._typed is not None:
+            if events := self._typed.take(delta):
+                self._put(events)
+            return
         template = self._templates.get(delta.index)
         if template is None:
             template = self._begin(delta.index)
@@ -201,6 +218,9 @@ class EventStream:
         event = b"data: %b\n\n" % data
         if self._has_ids:
             event = b"id: %b\n%b" % (self._ids.current(tail), event)
+        self._put(event)
+
+    def _put(self, event: bytes) -> None:
         if not self._unwritten and self._connection.is_writable:
             self._write_now(event)
             return

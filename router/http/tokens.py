@@ -63,7 +63,10 @@ class TokenEndpoints:
             raise RequestError("give either prompt or messages", param="prompt")
         prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
         if prompt is None:
-            turns = [plain_turn(index, turn) for index, turn in enumerate(body.messages or [])]
+            turns = [
+                plain_turn(f"messages[{index}]", turn)
+                for index, turn in enumerate(body.messages or [])
+            ]
             if not turns:
                 raise RequestError("messages must not be empty", param="messages")
             tools = plain_tools(body.tools)

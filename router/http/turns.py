@@ -100,7 +100,7 @@ _ONLY_IN_ANSWERS = (
     "annotations", "reasoning", "tool_calls", "audio", "provider_specific_fields",
     "reasoning_details", "thinking_blocks", "citations",
 )  # fmt: skip
-_TEXT_PARTS = ("text", "input_text", "refusal")
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _EMPTY = (b"null", b"[]", b"{}", b"")
 
 
@@ -108,8 +108,10 @@ def unsupported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported", code="unsupported", param=name)
 
 
-def plain_turn(index: int, turn: Turn) -> dict[str, object]:
+def plain_turn(place: str, turn: Turn) -> dict[str, object]:
     """Return a turn in the form that templates take, with text as its content.
+
+    `place` names the turn in errors.
 
     Raises `RequestError`.
     """
@@ -120,8 +122,11 @@ def plain_turn(index: int, turn: Turn) -> dict[str, object]:
         refused.append("tool_call_id")
     for name in refused:
         if _is_given(getattr(turn, name)):
-            raise unsupported(f"messages[{index}].{name}")
-    plain: dict[str, object] = {"role": turn.role, "content": _text_of(index, turn.content)}
+            raise unsupported(f"{place}.{name}")
+    plain: dict[str, object] = {
+        "role": turn.role,
+        "content": text_of(f"{place}.content", turn.content),
+    }
     if turn.name is not None:
         plain["name"] = turn.name
     if turn.tool_call_id is not None:
@@ -130,9 +135,9 @@ def plain_turn(index: int, turn: Turn) -> dict[str, object]:
     if reasoning is not None:
         plain["reasoning_content"] = plain["reasoning"] = reasoning
     if turn.tool_calls:
-        place = f"messages[{index}].tool_calls"
         plain["tool_calls"] = [
-            _plain_call(f"{place}[{number}]", call) for number, call in enumerate(turn.tool_calls)
+            plain_call(f"{place}.tool_calls[{number}].function", call)
+            for number, call in enumerate(turn.tool_calls)
         ]
     return plain
 
@@ -178,30 +183,32 @@ def tool_use_of(
     return ToolUse(functions, is_required, parallel is not False)
 
 
-def _text_of(index: int, content: str | list[ContentPart] | None) -> str:
+def text_of(place: str, content: str | list[ContentPart] | None) -> str:
+    """Return the text of a content. Raises `RequestError` for any other part, at `place`."""
     if not isinstance(content, list):
         return content or ""
     texts = []
-    for place, part in enumerate(content):
+    for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in _TEXT_PARTS or text is None:
             raise RequestError(
                 f"content of type {clip(part.type)!r} is not supported; only text is",
                 code="unsupported",
-                param=f"messages[{index}].content[{place}]",
+                param=f"{place}[{index}]",
             )
         texts.append(text)
     return "\n".join(texts)
 
 
-def _plain_call(place: str, call: TurnCall) -> dict[str, object]:
+def plain_call(place: str, call: TurnCall) -> dict[str, object]:
+    """Return a call in the form that templates take. `place` names its function in errors."""
     arguments = call.function.arguments
     if isinstance(arguments, str):
         try:
             arguments = msgspec.json.decode(arguments or "{}", type=dict[str, object])
         except (msgspec.DecodeError, RecursionError):
             text = "the arguments of a tool call must be the JSON text of an object"
-            raise RequestError(text, param=f"{place}.function.arguments") from None
+            raise RequestError(text, param=f"{place}.arguments") from None
     function = {"name": call.function.name, "arguments": arguments}
     plain: dict[str, object] = {"type": "function", "function": function}
     return plain if call.id is None else {"id": call.id, **plain}

@@ -1,0 +1,271 @@
+"""POST /v1/responses: items in, items and typed events out."""
+
+import json
+from typing import Any
+
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from baton.protocol.errors import RequestError
+from baton.protocol.messages import TokenLogprobs
+from baton.router.chat_template import ChatTemplate
+from baton.router.http.response_body import parse_response
+from baton.router.http.schema import Ask, Chat
+from baton.router.stream import RequestStream
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
+
+# The tags that Qwen3's template has.
+TEMPLATE = ChatTemplate(
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
+    "{% for m in messages %}{{ m.content }}{% endfor %}", {}
+)  # fmt: skip
+PATH = "/v1/responses"
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+TOOL: dict[str, object] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+BODY: dict[str, object] = {"input": "hello", "tools": [TOOL], "metadata": {"a": "b"}}
+TOKEN_IDS = TEXT.encode_now(f"<think>hello</think> the {CALL} the end.")
+LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
+of_event: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
+
+
+def token_by_token(stream: RequestStream) -> None:
+    for token_id in TOKEN_IDS:
+        stream.push(0, [token_id], None)
+    stream.push(0, [], "stop")
+    stream.finish()
+
+
+def scored(stream: RequestStream) -> None:
+    for token_id in TEXT.encode_now("<think>hello</think> the end."):
+        stream.push(0, [token_id], None, (TokenLogprobs(-0.5, 1, ((token_id, -0.5),)),))
+    stream.push(0, [], "stop")
+    stream.finish()
+
+
+def silent(stream: RequestStream) -> None:
+    stream.push(0, [], "stop")
+    stream.finish()
+
+
+async def events_of(bench: HttpBench, body: dict[str, object]) -> list[dict[str, Any]]:
+    """Return the events of a stream, which OpenAI's types must take."""
+    headers = {"Last-Event-ID": "cmpl-000000000000000000000000:0"}  # other endpoints resume
+    async with bench.session.post(PATH, json={**body, "stream": True}, headers=headers) as reply:
+        blocks = (await reply.text()).removesuffix("\n\n").split("\n\n")
+    events = []
+    for number, (name, data) in enumerate(block.split("\n") for block in blocks):
+        event = json.loads(data.removeprefix("data: "))
+        assert (f"event: {event['type']}", number) == (name, event["sequence_number"])
+        of_event.validate_json(data.removeprefix("data: "), strict=True)
+        events.append(event)
+    return events
+
+
+def shown(output: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
+    return [
+        (one["type"], one["status"], one.get("arguments") or one["content"][0]["text"])
+        for one in output
+    ]
+
+
+@served(script=token_by_token, chat_template=TEMPLATE)
+async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBench) -> None:
+    reply = await bench.post(BODY, PATH)
+    Response.model_validate_json(reply.text, strict=True)
+    whole: Any = reply.json
+    assert shown(whole["output"]) == [
+        ("reasoning", "completed", "hello"),
+        ("message", "completed", "the"),
+        ("function_call", "completed", '{"a": 1}'),
+        ("message", "completed", "the end."),
+    ]
+    assert (whole["status"], whole["metadata"], whole["store"]) == ("completed", {"a": "b"}, False)
+    assert whole["tools"] == [{**TOOL, "description": None, "strict": None}]
+    assert len(whole["output"][2]["call_id"]) == 9
+    usage = whole["usage"]
+    assert usage["total_tokens"] == usage["input_tokens"] + len(TOKEN_IDS)
+    assert usage["output_tokens_details"]["reasoning_tokens"] == len(
+        TEXT.encode_now("<think>hello</think>")
+    )
+    events = await events_of(bench, BODY)
+    assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+    assert events[-1]["type"] == "response.completed"
+    assert shown(events[-1]["response"]["output"]) == shown(whole["output"])
+    done = [event for event in events if event["type"] == "response.output_item.done"]
+    assert [event["item"] for event in done] == events[-1]["response"]["output"]
+    for index, event in enumerate(done):
+        parts = [one for one in events if one.get("output_index") == index]
+        assert (parts[0]["type"], parts[0]["item"]["id"]) == (
+            "response.output_item.added",
+            event["item"]["id"],
+        )
+        delta = "".join(one["delta"] for one in parts if one["type"].endswith(".delta"))
+        assert delta == shown([event["item"]])[0][2]
+        assert {one.get("item_id", event["item"]["id"]) for one in parts} == {event["item"]["id"]}
+
+
+@served(script=scored, chat_template=TEMPLATE)
+async def test_log_probabilities_are_those_of_the_message(bench: HttpBench) -> None:
+    whole: Any = (await bench.post({"input": "hello", **LOGPROBS}, PATH)).json
+    part = whole["output"][1]["content"][0]
+    tokens = [str(token_id) for token_id in TEXT.encode_now(" the end.")]
+    assert [one["token"] for one in part["logprobs"]] == tokens
+    assert [len(one["top_logprobs"]) for one in part["logprobs"]] == [1] * len(part["logprobs"])
+    events = await events_of(bench, {"input": "hello", **LOGPROBS})
+    deltas = [one for one in events if one["type"] == "response.output_text.delta"]
+    assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
+
+
+@served(script=hello, chat_template=TEMPLATE)
+async def test_a_response_that_is_cut_is_incomplete(bench: HttpBench) -> None:
+    (*_, last) = await events_of(bench, {"input": "hello", "max_output_tokens": 1})
+    assert last["type"] == "response.incomplete"
+    whole: Any = (await bench.post({"input": "hello", "max_output_tokens": 1}, PATH)).json
+    for response in (whole, last["response"]):
+        assert response["incomplete_details"] == {"reason": "max_output_tokens"}
+        assert shown(response["output"]) == [("message", "incomplete", " hello")]
+
+
+@served(script=silent, chat_template=TEMPLATE)
+async def test_a_response_without_text_is_an_empty_message(bench: HttpBench) -> None:
+    whole: Any = (await bench.post({"input": "hello"}, PATH)).json
+    assert shown(whole["output"]) == [("message", "completed", "")]
+
+
+@served(script=lost, chat_template=TEMPLATE)
+async def test_a_stream_that_breaks_ends_with_its_error(
+    bench: HttpBench, engine: ScriptedEngine
+) -> None:
+    (*_, last) = await events_of(bench, {"input": "hello"})
+    assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
+    assert last["response"]["error"]["message"] == "d0 is lost (node_lost)"
+    assert shown(last["response"]["output"]) == [("message", "incomplete", " hello")]
+    assert engine.kept is None  # no node keeps it, because it cannot be resumed
+    assert (await bench.post({"input": "hello"}, PATH)).status == 502
+
+
+def parsed(**fields: object) -> Ask:
+    return parse_response(json.dumps({"input": "hello", **fields}).encode(), {})
+
+
+ITEMS: list[dict[str, object]] = [
+    {"role": "developer", "content": "Be brief."},
+    {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "sum?"}]},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": None,
+     "content": [{"type": "reasoning_text", "text": "Hm"}]},
+    {"type": "message", "id": "m", "status": "completed", "role": "assistant",
+     "content": [{"type": "output_text", "text": "I add.", "annotations": [], "logprobs": []}]},
+    {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": '{"a":1}'},
+    {"type": "function_call", "call_id": "c2", "name": "add", "arguments": "", "caller": None},
+    {"type": "function_call_output", "call_id": "c2", "output": "2"},
+    {"type": "function_call_output", "call_id": "c1",
+     "output": [{"type": "input_text", "text": "1"}], "status": "completed"},
+    {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+    {"role": "assistant", "content": "Yes."},
+    {"type": "function_call", "call_id": "c3", "name": "add", "arguments": "{}"},
+    {"role": "user", "content": "why?"},
+]  # fmt: skip
+
+
+def test_items_become_turns_in_their_order() -> None:
+    ask = parsed(input=ITEMS, instructions="You add.", tools=[TOOL], parallel_tool_calls=False)
+    (chat,) = ask.prompts
+    assert isinstance(chat, Chat)
+
+    def call(name: str, arguments: dict[str, object]) -> dict[str, object]:
+        return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}
+
+    assert chat.messages == [
+        {"role": "system", "content": "You add.\n\nBe brief."},
+        {"role": "user", "content": "sum?"},
+        {"role": "assistant", "content": "I add.", "reasoning": "Hm", "reasoning_content": "Hm",
+         "tool_calls": [call("c1", {"a": 1}), call("c2", {})]},
+        {"role": "tool", "content": "2", "tool_call_id": "c2"},
+        {"role": "tool", "content": "1", "tool_call_id": "c1"},
+        {"role": "assistant", "content": "No."},
+        {"role": "assistant", "content": "Yes.", "tool_calls": [call("c3", {})]},
+        {"role": "user", "content": "why?"},
+    ]  # fmt: skip
+    assert chat.tools is not None
+    assert chat.tools[0]["function"] == {
+        "name": "add", "description": "", "parameters": {"type": "object"}
+    }  # fmt: skip
+    assert ask.tools is not None
+    assert not ask.tools.parallel_tool_calls
+
+
+def test_settings_are_those_of_a_chat() -> None:
+    ask = parsed(
+        max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], repetition_penalty=1.1,
+        text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
+        store=False, background=False, previous_response_id=None, truncation="disabled",
+        reasoning={"effort": "low", "summary": "auto"}, max_tool_calls=2, unknown=None,
+        include=["reasoning.encrypted_content"], service_tier="auto",
+    )  # fmt: skip
+    params = ask.params
+    assert (params.max_tokens, params.temperature, params.top_k, params.stop) == (7, 0.5, 3, ["x"])
+    assert params.structured_outputs is not None
+    assert params.structured_outputs.json == {"type": "object"}
+    assert (params.repetition_penalty, params.logprobs) == (1.1, None)
+    assert parsed().params.max_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": {"id": "c"}}, "conversation"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"background": True}, "background"),
+        ({"store": True}, "store"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"include": ["reasoning.encrypted_content", "web"]}, "include[1]"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({**LOGPROBS, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"n": 2}, "n"),
+        ({"stream_options": {"include_obfuscation": False}}, "stream_options"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_object"}}, "min_tokens": 2}, "min_tokens"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
+            "text.format",
+        ),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"tools": [TOOL, {"type": "web_search"}]}, "tools[1].type"),
+        ({"tools": [TOOL, TOOL]}, "tools[1].name"),
+        ({"tools": [{**TOOL, "name": "a\nb"}]}, "tools[0].name"),
+        ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
+        ({"tools": [{**TOOL, "paramters": {}}]}, "tools[0].paramters"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.name"),
+        ({"tool_choice": "required"}, "tools"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [1]}, "input[0]"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": ["message"], "role": "user"}]}, "input[0].type"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [ITEMS[0], {"role": "user"}]}, "input[1].content"),
+        ({"input": [{"role": "user", "content": "x", "role_": 1}]}, "input[0].role_"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
+        ),
+        ({"input": [{**ITEMS[4], "arguments": "["}]}, "input[0].arguments"),
+        (
+            {"input": [{**ITEMS[6], "output": [{"type": "input_file"}]}]},
+            "input[0].output[0]",
+        ),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_named(fields: dict[str, object], param: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        parsed(**fields)
+    assert (caught.value.param, caught.value.http_status) == (param, 400)
