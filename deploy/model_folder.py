@@ -15,8 +15,12 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.compute.model_config import DecoderConfig, read_decoder_config, tensors_of
-from baton.protocol.config import ClusterConfig
+from baton.engine.compute.model_config import read_decoder_config, tensors_of
+from baton.engine.compute.transformers_config import (
+    check_for_transformers,
+    runs_in_transformers,
+)
+from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from baton.runtime.log import logger
@@ -49,11 +53,11 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
         folder, name = CHECKPOINT, DEMO_NAME
     else:
         folder, name = _folder_of(config.model.path, needs_weights=needs_weights)
-        decoder = _checked(folder)
+        is_widened = _checked(folder, config.model.model_impl)
         _check_fetched(folder / "tokenizer.json")
         if needs_weights:
             _check_weights(folder)
-            if decoder.is_widened and config.model.dtype == "auto":
+            if is_widened and config.model.dtype == "auto":
                 log.warning(
                     "the weights are float16, in which baton does not compute: they are widened to "
                     "float32 and take twice the memory, unless dtype is bfloat16 (--dtype bfloat16)"
@@ -100,7 +104,8 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
         raise ConfigError(f"the hub does not give model {name}: {error.server_message}") from error
 
 
-def _checked(folder: Path) -> DecoderConfig:
+def _checked(folder: Path, model_impl: ModelImpl) -> bool:
+    """Return whether the weights are float16."""
     config = folder / "config.json"
     if not config.is_file():
         if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
@@ -111,7 +116,9 @@ def _checked(folder: Path) -> DecoderConfig:
         raise ConfigError(f"model {folder} is not a Hugging Face folder: it has no config.json")
     if not os.access(config, os.R_OK):
         raise ConfigError(f"model {folder} cannot be read: {config} is not readable by this user")
-    return read_decoder_config(folder)
+    if runs_in_transformers(folder, model_impl):
+        return check_for_transformers(folder)[1] == "float16"
+    return read_decoder_config(folder).is_widened
 
 
 def _check_weights(folder: Path) -> None:

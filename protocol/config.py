@@ -37,6 +37,7 @@ def about(
 
 
 Dtype = Literal["auto", "float32", "bfloat16"]
+ModelImpl = Literal["auto", "transformers"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelChoice = Literal["auto", "compiled", "torch"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
@@ -69,6 +70,13 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = "auto"
     dtype: Annotated[
         Dtype, about("number type of weights and KV blocks; auto takes the checkpoint's")
+    ] = "auto"
+    model_impl: Annotated[
+        ModelImpl,
+        about(
+            "code that computes the model; auto takes baton's own decoder for the families that "
+            "it has, and transformers' for all others"
+        ),
     ] = "auto"
     max_model_len: Annotated[
         int, about("longest prompt and output together; 0 takes the model's limit", "tokens", ge=0)

@@ -70,8 +70,12 @@ class Backend(Protocol):
 
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
-    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks.
+    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder whose
+    layers differ sets `window`, the keys that a query sees, and `scale` before each `attend`.
     """
+
+    window: int | None
+    scale: float
 
     @property
     def name(self) -> str: ...
@@ -131,6 +135,7 @@ class PlainBackend:
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
         self.window = window
+        self.scale = self.head_dim**-0.5
         self._cos_sin = cos_sin
 
     def begin(self, batch: Batch) -> None:
@@ -161,7 +166,7 @@ class PlainBackend:
             batch.slots, q_norm, k_norm, self.eps,
         )  # fmt: skip
         out = reference.paged_prefill_attention(
-            q, self.pool, layer, self._tables, self._starts, self._lengths, self.head_dim**-0.5,
+            q, self.pool, layer, self._tables, self._starts, self._lengths, self.scale,
             self.window,
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)

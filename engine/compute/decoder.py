@@ -45,6 +45,11 @@ class Decoder:
     eps: float
     ranks: Ranks
     by_rows: ByRows = at_once
+    source: str = ""  # whose code computes, if it is not baton's
+
+    @property
+    def is_batch_invariant(self) -> bool:
+        return all(linear.is_batch_invariant for linear in self.linears())
 
     def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
@@ -115,6 +120,12 @@ def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
     frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def unrotated(head_dim: int, num_positions: int) -> Tensor:
+    """Return a table that turns nothing, for a model that has rotated its queries and keys."""
+    half = torch.ones(num_positions, head_dim // 2)
+    return torch.cat((half, torch.zeros_like(half)), dim=1)
 
 
 def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:

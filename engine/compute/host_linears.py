@@ -62,6 +62,7 @@ class HostLinears:
         self._compiled = compiled
         self._trial = b"" if compiled is None else trial_of(compiled)
         self._found: dict[WeightKind, Found] = {}
+        self._unpacked: dict[WeightKind, Found] = {}
 
     def make(
         self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None
@@ -71,7 +72,7 @@ class HostLinears:
         `max_rows` says that the layer seldom gets more rows at once.
         """
         outputs, inputs = weight.shape
-        if self._compiled is not None and inputs % 2 == 0:
+        if self._compiled is not None and inputs % 2 == 0 and weight.dtype == torch.bfloat16:
             layer = self._compiled.layer(weight, bias)
             return Linear(layer.panels, None, ordered=lambda x, _: layer(x), trial=self._trial)
         kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1])
@@ -84,6 +85,15 @@ class HostLinears:
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
 
+    def over(self, weight: Tensor, bias: Tensor | None) -> Linear:
+        """Return a layer over a weight that stays as it is, because others use it too."""
+        outputs, inputs = weight.shape
+        kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, TILES[-1])
+        if kind not in self._unpacked:
+            self._unpacked[kind] = find(kind, self._thread_counts, may_pack=False)
+            _warn(kind, self._unpacked[kind].rule)
+        return Linear(weight, bias, self._unpacked[kind].rule)
+
 
 def trial_of(compiled: CpuLinears) -> bytes:
     """Return a digest of how the CPU rounds the products of the compiled kernels."""
@@ -92,12 +102,12 @@ def trial_of(compiled: CpuLinears) -> bytes:
     return hashlib.blake2b(bits.numpy().tobytes(), digest_size=16).digest()
 
 
-def find(kind: WeightKind, thread_counts: Sequence[int] = ()) -> Found:
+def find(kind: WeightKind, thread_counts: Sequence[int] = (), *, may_pack: bool = True) -> Found:
     """Return packed layers if they have a rule, else plain ones if they have, else the fastest."""
     weight = trial_weight(kind.outputs, kind.inputs, kind.dtype)
     bias = trial_bias(kind.outputs, kind.dtype) if kind.has_bias else None
     rows = trial_rows(kind.inputs, kind.dtype)
-    forms = [form for form in (packed(weight), weight) if form is not None]
+    forms = [form for form in (packed(weight) if may_pack else None, weight) if form is not None]
     tiles = tiles_for(
         kind.outputs, kind.inputs, kind.max_rows, len(rows), is_slow=not forms[0].is_mkldnn
     )

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.transformers_config import TransformersConfig
 from baton.kv_transfer.pools import HostPool, available_bytes
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
@@ -19,6 +20,7 @@ from baton.protocol.ids import MAX_BLOCKS
 from baton.protocol.messages import KVLayout
 
 SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
+AnyConfig = DecoderConfig | TransformersConfig
 HOST_SHARE = 0.25  # the share of the free memory; weights and other programs need memory too
 
 
@@ -62,14 +64,14 @@ def device_cache(
 
 
 def pool_shape(
-    config: DecoderConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
 ) -> tuple[int, ...]:
     kv_heads = _num_kv_heads(config, num_ranks)
     return (num_blocks, kv_heads, config.num_layers, 2, cache.block_size, config.head_dim)
 
 
 def kv_layout(
-    config: DecoderConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
 ) -> KVLayout:
     """Return the layout of each rank's pool. All ranks share its fingerprint."""
     head_bytes = config.num_layers * 2 * config.head_dim * dtype.itemsize
@@ -115,5 +117,5 @@ def host_bytes(cache: CacheConfig) -> int:
     return int(HOST_SHARE * available_bytes()) // cache.shared_by
 
 
-def _num_kv_heads(config: DecoderConfig, num_ranks: int) -> int:
+def _num_kv_heads(config: AnyConfig, num_ranks: int) -> int:
     return max(1, config.num_kv_heads // num_ranks)

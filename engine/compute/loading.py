@@ -11,6 +11,7 @@ from torch import Tensor
 from baton.engine.compute.decoder import Decoder, DecoderLayer
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
+from baton.engine.compute.kv_cache import AnyConfig
 from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
 from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.row_rule import RowThreads, at_once
@@ -47,15 +48,20 @@ def load_decoder(
     progress: Progress,
 ) -> Decoder:
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is missing."""
-    linears: LinearMaker | None = None
-    if place.device.type == "cpu":
-        linears = HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
-    elif place.ordered is not None:
-        linears = OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
+    linears = linears_for(place, progress)
     return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
 
-def local_heads(config: DecoderConfig, size: int) -> tuple[int, int]:
+def linears_for(place: Placement, progress: Progress) -> LinearMaker | None:
+    """Return what makes the linear layers of a rank; None where torch's are as good."""
+    if place.device.type == "cpu":
+        return HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
+    if place.ordered is not None:
+        return OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
+    return None
+
+
+def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
     """Return the numbers of query heads and KV heads of one of `size` ranks."""
     return config.num_heads // size, max(1, config.num_kv_heads // size)
 

@@ -24,10 +24,11 @@ from baton.engine.compute.cuda_start import (
     prepare,
     why_no_gpu,
 )
-from baton.engine.compute.decoder import Decoder, rope_table
+from baton.engine.compute.decoder import Decoder, rope_table, unrotated
 from baton.engine.compute.executor import ExecutorInfo, Progress
 from baton.engine.compute.kv_cache import (
     SPARE_BLOCKS,
+    AnyConfig,
     device_cache,
     host_bytes,
     host_cache,
@@ -36,13 +37,24 @@ from baton.engine.compute.kv_cache import (
     pool_shape,
 )
 from baton.engine.compute.linear import Product
-from baton.engine.compute.loading import Placement, check_split, load_decoder, local_heads
-from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
-from baton.engine.compute.runner import MAX_SEQUENCES, Runner
+from baton.engine.compute.loading import (
+    Placement,
+    check_split,
+    linears_for,
+    load_decoder,
+    local_heads,
+)
+from baton.engine.compute.model_config import read_decoder_config
+from baton.engine.compute.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.engine.compute.sampler import Sampler, compiled
 from baton.engine.compute.step_queue import CudaQueue, HostQueue
 from baton.engine.compute.tensor_parallel import Ranks, least
 from baton.engine.compute.token_masks import TokenMasks
+from baton.engine.compute.transformers_config import (
+    TransformersConfig,
+    check_for_transformers,
+    runs_in_transformers,
+)
 from baton.engine.compute.weights import Checkpoint, fingerprint
 from baton.kernels.cpu_kernels import CpuLinears, CpuSampler
 from baton.kernels.cpu_library import CpuLibrary, has_bf16_tiles
@@ -70,7 +82,7 @@ class RankPlan:
     """The settings of each rank, which follow from a configuration and its model."""
 
     folder: Path
-    decoder: DecoderConfig
+    decoder: AnyConfig
     device: torch.device
     dtype: torch.dtype
     max_model_len: int
@@ -109,7 +121,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
         with one_line_errors(plan.device, "while it captures its steps"):
-            prepare(runner, plan.max_num_seqs, progress, with_graphs=config.engine.graphs)
+            graphs = config.engine.graphs and isinstance(runner.decoder, Decoder)
+            prepare(runner, plan.max_num_seqs, progress, with_graphs=graphs)
     else:
         runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)
@@ -136,8 +149,7 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     if not config.model.path:
         raise ConfigError("model.path is empty: name the folder of a model")
     folder = Path(config.model.path)
-    decoder = read_decoder_config(folder)
-    check_split(decoder, num_ranks)
+    decoder = _described(config, folder, num_ranks)
     limit = decoder.max_position_embeddings
     if config.model.max_model_len > limit:
         raise ConfigError(f"model.max_model_len: the model has {limit} positions")
@@ -164,6 +176,23 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
 
 
+def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
+    if not runs_in_transformers(folder, config.model.model_impl):
+        decoder = read_decoder_config(folder)
+        check_split(decoder, num_ranks)
+        return decoder
+    if num_ranks > 1:
+        architecture, _ = check_for_transformers(folder)
+        raise ConfigError(
+            f"engine.tensor_parallel_size: {architecture} has no plan for {num_ranks} ranks, "
+            "because transformers' code computes it"
+        )
+    # transformers takes seconds to import, and only its models need it.
+    from baton.engine.compute.transformers_gate import examine
+
+    return examine(folder, config.model.max_model_len)
+
+
 def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
     """Return the plan with the blocks that are configured or fit `num_bytes`."""
     most_tokens = plan.max_num_seqs * plan.max_model_len
@@ -186,7 +215,18 @@ def load_runner(
         _ordered_product(plan, config),
         _compiled_linears(library),
     )
-    decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
+    decoder: StepDecoder
+    if isinstance(plan.decoder, TransformersConfig):
+        # transformers takes seconds to import, and only its models need it.
+        from baton.engine.compute.transformers_decoder import load_transformers
+
+        progress("weights", 0, 1)
+        linears = linears_for(place, progress)
+        decoder = load_transformers(
+            plan.folder, plan.decoder, ranks, plan.dtype, linears, plan.device
+        )
+    else:
+        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         return _on_gpu(plan, config, decoder, progress)
@@ -195,10 +235,14 @@ def load_runner(
     cache = host_cache(pool, shape, plan.dtype)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    sizes = num_heads, _rope_table(plan), plan.decoder.rms_norm_eps, plan.decoder.sliding_window
+    sizes = num_heads, *_rotation(plan)
     backend = (
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
     )
+    if not isinstance(decoder, Decoder):
+        from baton.engine.compute.transformers_decoder import try_rows
+
+        try_rows(decoder, backend, cache.pool, plan.decoder.vocab_size)
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
@@ -225,7 +269,7 @@ def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
 
 
 def _on_gpu(
-    plan: RankPlan, config: ClusterConfig, decoder: Decoder, progress: Progress
+    plan: RankPlan, config: ClusterConfig, decoder: StepDecoder, progress: Progress
 ) -> tuple[Runner, DevicePool]:
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.compute.cuda_backend import CudaBackend
@@ -237,12 +281,10 @@ def _on_gpu(
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
         shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks)
         cache = device_cache(shape, plan.dtype, plan.device, generations)
-        model, table = plan.decoder, _rope_table(plan)
-        num_heads, _ = local_heads(model, ranks.size)
+        num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
-            cache.pool, num_heads, table, model.rms_norm_eps, model.sliding_window,
-            is_ordered=config.engine.deterministic,
-        )  # fmt: skip
+            cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
+        )
         sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan))
         return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
 
@@ -266,20 +308,26 @@ def _on_gpu(
     return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
 
 
-def _rope_table(plan: RankPlan) -> Tensor:
-    return rope_table(plan.decoder.rope, plan.decoder.head_dim, plan.max_model_len)
+def _rotation(plan: RankPlan) -> tuple[Tensor, float, int | None]:
+    """Return a backend's rotary table, `eps` and window."""
+    model = plan.decoder
+    if isinstance(model, TransformersConfig):
+        return unrotated(model.head_dim, plan.max_model_len), 0.0, None
+    table = rope_table(model.rope, model.head_dim, plan.max_model_len)
+    return table, model.rms_norm_eps, model.sliding_window
 
 
 def is_batch_invariant(runner: Runner) -> bool:
     """Return whether the bits of a token depend on its own sequence alone."""
     decoder = runner.decoder
-    has_rules = all(linear.is_batch_invariant for linear in decoder.linears())
-    return has_rules and runner.backend.is_batch_invariant and decoder.ranks.is_batch_invariant
+    is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
+    return is_invariant and decoder.ranks.is_batch_invariant
 
 
 def compute_path(runner: Runner) -> str:
     """Return a text that is equal for ranks of one model that should compute the same bits."""
     digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
+    digest.update(runner.decoder.source.encode())
     if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of this many parts
         digest.update(str(size).encode())
     if runner.device.type == "cuda":
@@ -300,7 +348,7 @@ def keep_freed_memory() -> None:
         mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
 
 
-def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> torch.device:
+def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.device:
     """Return the device to compute on. `auto` logs one line if it cannot be the GPU."""
     wanted = config.engine.device
     is_there = torch.cuda.is_available() or num_gpus() > 0
@@ -315,7 +363,7 @@ def _device(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> to
     return torch.device("cpu")
 
 
-def _lacking_on_gpus(config: ClusterConfig, decoder: DecoderConfig, num_ranks: int) -> str:
+def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> str:
     # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"

@@ -6,17 +6,18 @@ table and the tokens to which a plan in flight may refer. It trusts its plans.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, islice
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from baton.engine.compute.attention import Backend, Batch
-from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.linear import Linear
 from baton.engine.compute.logprobs import (
     bytes_of,
     packed_logprobs,
@@ -26,6 +27,7 @@ from baton.engine.compute.logprobs import (
 from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
+from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock
@@ -35,10 +37,39 @@ MAX_SEQUENCES = 1024
 SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
 
 
+class StepDecoder(Protocol):
+    """A model on one rank. `source` names the code that computes, if it is not baton's."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def is_batch_invariant(self) -> bool: ...
+
+    def linears(self) -> Iterable[Linear]: ...
+
+    def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
+        """Store the batch's keys and values; return the logits of `rows`."""
+        ...
+
+    def hidden(
+        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+    ) -> Tensor:
+        """Store the batch's keys and values; return what `logits` takes of `rows`."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return `[num_rows, vocab]` in fp32."""
+        ...
+
+
 class Runner:
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: StepDecoder,
         backend: Backend,
         cache: KVCache,
         sampler: Sampler,

@@ -36,7 +36,16 @@ PACKAGES = {
     "runtime": {"msgspec", "prometheus_client", "psutil", "yaml", "zmq"},
     "kernels": {"torch", "triton", "numba", "llvmlite", "numpy"},
     "kv_transfer": {"msgspec", "numpy"},
-    "engine": {"aiohttp", "llguidance", "msgspec", "zmq", "numpy", "torch", "safetensors"},
+    "engine": {
+        "aiohttp",
+        "llguidance",
+        "msgspec",
+        "zmq",
+        "numpy",
+        "torch",
+        "safetensors",
+        "transformers",
+    },
     "prefill_node": {"msgspec"},
     "decode_node": {"msgspec"},
     "router": {
@@ -70,6 +79,10 @@ WIRING = {
     "engine/compute/peer_memory.py": {"baton.kv_transfer.pools"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
+TRANSFORMERS_BINDING = {
+    "engine/compute/transformers_decoder.py",
+    "engine/compute/transformers_gate.py",
+}
 RAY_BINDING = "deploy/cluster/ray.py"
 
 
@@ -141,15 +154,32 @@ def test_the_optional_ray_is_imported_in_one_file() -> None:
     assert users == [RAY_BINDING]
 
 
-def test_nothing_that_ships_imports_the_workshop_or_transformers() -> None:
-    """`tools/` is not in the wheel; transformers is the oracle of the tests and of the workshop."""
+def test_nothing_that_ships_imports_the_workshop() -> None:
+    """`tools/` is not in the wheel."""
     wrong = [
         f"{name_of(path)} imports {module}"
         for path in sources()
         for module in imports(path)
-        if module.partition(".")[0] in {"tools", "tests", "transformers"}
+        if module.partition(".")[0] in {"tools", "tests"}
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_transformers_is_imported_only_where_its_models_are_computed() -> None:
+    users = {
+        name_of(path)
+        for path in sources()
+        if "transformers" in {module.partition(".")[0] for module in imports(path)}
+    }
+    assert users == TRANSFORMERS_BINDING
+    importers = {
+        name_of(path)
+        for path in sources()
+        if any(module.startswith("baton.engine.compute.transformers_") for module in imports(path))
+    }
+    assert importers - TRANSFORMERS_BINDING == {
+        "engine/compute/kv_cache.py", "engine/compute/rank.py", "deploy/model_folder.py",
+    }  # fmt: skip
 
 
 def test_every_room_is_linked_into_the_package() -> None:

@@ -96,7 +96,7 @@ def write_checkpoint(folder: Path, family: str, **shape: Unpack[Shape]) -> Path:
     generation = {"bos_token_id": 0, "eos_token_id": model.eos_token_id}
     _write_json(folder / "generation_config.json", generation)
     _write_tensors(folder, _tensors(model), model.shards)
-    _write_tokenizer(folder, model.vocab_size)
+    write_tokenizer(folder, model.vocab_size)
     return folder
 
 
@@ -105,6 +105,11 @@ def _scratch() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="baton-checkpoints-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def scratch_folder(name: str) -> Path:
+    """A new folder that is removed at the end of the process."""
+    return Path(tempfile.mkdtemp(prefix=f"{name}-", dir=_scratch()))
 
 
 _written: dict[tuple[object, ...], Path] = {}
@@ -226,7 +231,7 @@ def _write_tensors(folder: Path, tensors: dict[str, Tensor], shards: int) -> Non
     _write_json(folder / "model.safetensors.index.json", index)
 
 
-def _write_tokenizer(folder: Path, vocab_size: int) -> None:
+def write_tokenizer(folder: Path, vocab_size: int) -> None:
     """Bytes, then pairs and triples of letters, until every id has a text."""
     vocabulary = {token: index for index, token in enumerate(SPECIAL)}
     for symbol in sorted(pre_tokenizers.ByteLevel.alphabet()):

@@ -1,0 +1,185 @@
+"""Models that transformers' own code computes: right, or refused in one line that says why."""
+
+import json
+import shutil
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton import LLM, SamplingParams
+from baton.deploy.model_folder import with_model
+from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
+from baton.engine.compute.runner import Runner
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from tests.support.compute import Text, compute_config, loaded, logits, needs_rules
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.oracle import Oracle, count_ties, prompt
+
+pytestmark = pytest.mark.timeout(300)  # the first one imports transformers' modelling
+NUM_TOKENS = 20
+RUNS = (
+    "qwen3_moe", "mixtral", "olmo2", "gemma3_text", "phi3", "granite", "cohere", "smollm3", "glm4",
+    "deepseek_v3", "gpt2",
+)  # fmt: skip
+REFUSED = {
+    "gemma2": "its attention needs softcap",
+    "gpt_oss": "its attention needs s_aux",
+    "bloom": "0 of 2 layers attend",
+    "mamba": "0 of 2 layers attend",
+    "llama4_text": "logits differ from the whole model's",
+}
+
+
+def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
+    config = compute_config(foreign_folder(kind), dtype)
+    return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model))
+
+
+def greedy(runner: Runner, text: Text, num_tokens: int) -> list[int]:
+    """Continue a text that is computed but for its last token."""
+    for _ in range(num_tokens):
+        end = len(text.tokens)
+        text.tokens.append(int(logits(runner, text.chunk(end - 1, end))[0][0].argmax()))
+    return text.tokens[-num_tokens:]
+
+
+@pytest.mark.parametrize("kind", RUNS)
+def test_chunks_beside_others_give_the_tokens_of_generate(kind: str) -> None:
+    expected = Oracle(foreign_folder(kind)).greedy(prompt(100), NUM_TOKENS)
+    with loaded(settings(kind)) as runner:
+        text, other = Text("a", prompt(100), range(20)), Text("b", prompt(37, 1), range(20, 24))
+        logits(runner, text.chunk(0, 64), other.chunk(0, 5))
+        logits(runner, other.chunk(5, 37), text.chunk(64, 99))
+        assert count_ties(expected, greedy(runner, text, NUM_TOKENS)) == 0
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2", "deepseek_v3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
+    with loaded(settings(kind, dtype)) as runner:
+        needs_rules(runner)
+        assert is_batch_invariant(runner)
+        text, other = Text("a", prompt(90), range(10)), Text("b", prompt(70, 1), range(20, 30))
+        (whole,) = logits(runner, text.chunk(0, 90))
+        parts = [
+            logits(runner, text.chunk(0, 33))[0],
+            logits(runner, other.chunk(0, 70), text.chunk(33, 89))[1],
+            logits(runner, text.chunk(89, 90), other.chunk(69, 70))[0],
+        ]
+        assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "gemma3_text"])
+def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str) -> None:
+    expected = Oracle(foreign_folder(kind)).greedy(prompt(100), NUM_TOKENS)
+    with loaded(settings(kind)) as prefill, loaded(settings(kind)) as decode:
+        assert compute_path(prefill) == compute_path(decode)
+        logits(prefill, Text("a", prompt(100), range(10, 20)).chunk(0, 99))
+        decode.cache.pool[30:37] = prefill.cache.pool[10:17]
+        text = Text("a", prompt(100), range(30, 45))
+        assert count_ties(expected, greedy(decode, text, NUM_TOKENS)) == 0
+
+
+def test_a_family_of_batons_own_can_be_computed_by_transformers() -> None:
+    with (
+        loaded(settings("qwen3")) as own,
+        loaded(settings("qwen3", model_impl="transformers")) as other,
+    ):
+        text = Text("a", prompt(50), range(4))
+        ours, theirs = (logits(runner, text.chunk(0, 50))[0] for runner in (own, other))
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        assert compute_path(own) != compute_path(other)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_model_with_more_than_keys_and_values_is_refused(kind: str) -> None:
+    with pytest.raises(ConfigError, match=REFUSED[kind]) as refused:
+        plan_rank(settings(kind), 1)
+    assert "\n" not in refused.value.message
+
+
+def test_ranks_cannot_share_a_model_of_transformers() -> None:
+    with pytest.raises(ConfigError, match="Olmo2ForCausalLM has no plan for 2 ranks"):
+        plan_rank(settings("olmo2"), 2)
+
+
+def test_longrope_is_exact_up_to_its_original_length_only(tmp_path: Path) -> None:
+    rope = {
+        "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
+        "long_factor": [2.0] * 8, "original_max_position_embeddings": 256,
+    }  # fmt: skip
+    folder = changed(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256)
+    config = compute_config(folder)
+    with pytest.raises(ConfigError, match=r"set model\.max_model_len to at most 256"):
+        plan_rank(config, 1)
+    shorter = msgspec.structs.replace(config.model, max_model_len=256)
+    assert plan_rank(msgspec.structs.replace(config, model=shorter), 1).max_model_len == 256
+
+
+@pytest.mark.parametrize("what", ["missing", "unexpected", "mismatched"])
+def test_weights_that_do_not_fit_are_named(what: str, tmp_path: Path) -> None:
+    folder = changed(tmp_path, "olmo2")
+    file = folder / "model.safetensors"
+    weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
+    match what:
+        case "missing":
+            del weights[name]
+        case "unexpected":
+            name += "_scale_inv"
+            weights[name] = torch.ones(1)
+        case "mismatched":
+            weights[name] = weights[name][:-1].clone()
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=name), loaded(compute_config(folder)):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"architectures": ["GrokForCausalLM"]}, "names GrokForCausalLM; baton runs"),
+        ({"model_type": "granite"}, "transformers takes model_type 'granite' for Granite"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
+    ],
+)
+def test_a_folder_is_refused_before_a_process_starts(
+    fields: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    config = compute_config(changed(tmp_path, "olmo2", **fields))
+    with pytest.raises(ConfigError, match=reason):
+        with_model(config)
+
+
+def test_a_mixture_of_experts_runs_in_prefill_and_decode_processes() -> None:
+    folder = foreign_folder("qwen3_moe")
+    expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2, logprobs=1)
+    limits = {"max_num_batched_tokens": 64, "device": "cpu"}
+    cache = {"num_blocks": 128}
+    with LLM(folder, engine=limits, cache=cache, router={"local_prefill": "never"}) as llm:
+        outputs = [llm.generate(prompt(100), params, use_tqdm=False)[0] for _ in range(2)]
+    for output in outputs:
+        for choice in output.outputs:
+            assert count_ties(expected, choice.token_ids) == 0
+        assert output.metrics.path == "disaggregated"
+    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 96]
+
+
+def test_a_refusal_of_a_node_ends_the_start_with_its_line() -> None:
+    folder = foreign_folder("gemma2")
+    with pytest.raises(NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap") as refused:
+        LLM(folder, engine={"device": "cpu"})
+    assert "Traceback" not in refused.value.message
+
+
+def changed(tmp_path: Path, kind: str, **fields: object) -> Path:
+    """A copy of a folder with other fields in its config.json."""
+    folder = tmp_path / kind
+    shutil.copytree(foreign_folder(kind), folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
+    return folder
