@@ -11,7 +11,7 @@ from baton.router.outputs import CompletionOutput
 from baton.router.reattach import Claim, ReceivedPart
 from baton.router.stream import RequestStream, digest_of
 from tests.sim.clock import Process
-from tests.sim.executor import VOCAB, Context, next_token
+from tests.sim.executor import VOCAB, Context, next_token, score
 from tests.sim.members import EOS, SimRouter
 
 if TYPE_CHECKING:
@@ -55,12 +55,13 @@ class Client:
         lengths = (1, 2, 10, 40) if world.is_tiny else (1, 2, 10, 60, 150, 300)
         self.params = SamplingParams(
             n=self.n, max_tokens=rng.choice(lengths), seed=self.seed,
-            ignore_eos=rng.random() < 0.7,
+            ignore_eos=rng.random() < 0.7, prompt_logprobs=None if number % 5 else 0,
         )  # fmt: skip
         self.stop_below = rng.choice((0, 0, 0, STOP_BELOW))
         self.ends = set(range(self.stop_below)) | set(() if self.params.ignore_eos else EOS)
         self.is_done = False
         self.router: SimRouter | None = None  # that has its connection
+        self._stream_now: RequestStream | None = None
         self.served_by: Process | None = None  # the one router that it ever met
         self.last_s = 0.0
         self.longest_gap_s = 0.0
@@ -102,7 +103,7 @@ class Client:
             stream = await self._ask(router, broke)
             if stream is None:
                 return
-            self.router, self.last_s = router, loop.time()
+            self.router, self.last_s, self._stream_now = router, loop.time(), stream
             is_deaf = self._has_lied
             stream.send_to(lambda delta: None if broke.done() or is_deaf else self._take(delta))
             ended = router.start_task(stream.ended())
@@ -131,12 +132,13 @@ class Client:
 
     async def _ask(self, router: SimRouter, broke: "asyncio.Future[None]") -> RequestStream | None:
         """Return the stream, or None if the router died before it was found."""
-        if not any(self.has_begun):
+        is_scored = self.params.prompt_logprobs is not None  # such a stream cannot be resumed
+        if is_scored or not any(self.has_begun):
             self._has_lied = False
             self.served_by = router.process
             self._forget()
             stream = self._stream()
-            kept = ResumeState(b"form", b"owner", self.n)
+            kept = None if is_scored else ResumeState(b"form", b"owner", self.n)
             router.process.run(router.core.submit, stream, kept)
             return stream
         self.served_by = None
@@ -164,6 +166,8 @@ class Client:
     def _take(self, delta: CompletionOutput) -> None:
         """Check that each token is what some node says after exactly the tokens before it."""
         choice, world = delta.index, self.world
+        if not any(self.has_begun):
+            self._check_prompt()
         for token in delta.token_ids:
             context = self.contexts[choice]
             if self.is_whole[choice]:
@@ -190,6 +194,17 @@ class Client:
             world.problem(f"client {self.number}: choice {choice} ended early, or too late")
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
         self.last_s = now_s
+
+    def _check_prompt(self) -> None:
+        """Check that one node has said of each token what it says after those before it."""
+        assert self._stream_now is not None
+        context, said = self.world.root, dict.fromkeys((one.salt for one in self.world.nodes), b"")
+        for place, token in enumerate(self.prompt):
+            for salt in said if place and self.params.prompt_logprobs is not None else ():
+                said[salt] += score(context, token, salt)
+            context = context.then(token)
+        if self._stream_now.prompt_rows not in said.values():
+            self.world.problem(f"client {self.number}: the scores of its prompt are wrong")
 
     def _check_whole(self, router: SimRouter) -> None:
         if all(self.has_ended):

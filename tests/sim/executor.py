@@ -5,6 +5,7 @@ or a lost copy fails at once. The next token depends on the context, the seed, t
 node: a stream that mixes the attempts of two nodes has a token that no node would say.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -47,6 +48,11 @@ def next_token(context: Context, seed: int, choice: int, salt: int) -> int:
     """Return what the node with this salt says."""
     digest = ((context.digest ^ (seed * 7 + choice * 3 + salt)) * _MIX) & _MASK
     return (digest >> 17) % VOCAB
+
+
+def score(context: Context, token: int, salt: int) -> bytes:
+    """Return what the node with this salt says of a prompt's token after `context`."""
+    return struct.pack("<if", next_token(context, token, 0, salt), 0.0)
 
 
 class WrongKV(Exception):
@@ -104,7 +110,11 @@ class SimExecutor:
             self.wake()
             return
         now_s = self._process.clock()
-        self._done.append(StepResult(plan.step_id, tokens, now_s - 0.01, now_s))
+        scores = tuple(
+            (i, self._scores(part)) for i, part in enumerate(plan.slices) if part.targets
+        )
+        result = StepResult(plan.step_id, tokens, now_s - 0.01, now_s, prompt_logprobs=scores)
+        self._done.append(result)
         if self._queue:
             self._begin()
         self.wake()
@@ -128,6 +138,11 @@ class SimExecutor:
         for choice, token in zip(part.samples, sampled, strict=True):
             self._sampled[part.key.of_choice(choice), part.start + part.length] = token
         return sampled
+
+    def _scores(self, part: Slice) -> bytes:
+        contexts = (self._slot(part, part.start + row) for row in range(len(part.targets)))
+        pairs = zip(contexts, part.targets, strict=True)
+        return b"".join(score(context, token, self._salt) for context, token in pairs if context)
 
     def _before(self, part: Slice) -> Context:
         """Return the context before a slice, from the slots, which must all be of one sequence."""

@@ -16,6 +16,7 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     InProgress,
+    PromptLogprobs,
     StageTimes,
     TokenEntry,
 )
@@ -33,6 +34,7 @@ from baton.router.request import (
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPrompt,
     HandoffEnded,
     NodeLost,
     NodeMessage,
@@ -61,8 +63,14 @@ TIMES = StageTimes(prefill_s=1.0)
 
 
 class Driver:
-    def __init__(self, num_choices: int = 1, max_tokens: int = 5, max_attempts: int = 3) -> None:
-        sampling = Sampling(seed=1, max_tokens=max_tokens)
+    def __init__(
+        self,
+        num_choices: int = 1,
+        max_tokens: int = 5,
+        max_attempts: int = 3,
+        prompt_logprobs: int | None = None,
+    ) -> None:
+        sampling = Sampling(seed=1, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
         self.lifecycle = Lifecycle(Request(R, PROMPT, sampling, num_choices, max_attempts))
         self.now_s = 0.0
 
@@ -287,3 +295,61 @@ def test_a_stream_that_another_router_has_taken_over_is_left_to_it() -> None:
     commands = driver.says(D, Failed(KEY, taken_over))
     assert Outcome(taken_over) in commands
     assert of_type(commands, Place) == []
+
+
+ROWS = b"12345678abcdefgh"  # of the second token and the third
+
+
+def delivered(commands: list[RequestCommand]) -> list[RequestCommand]:
+    return [one for one in commands if isinstance(one, Deliver | DeliverPrompt)]
+
+
+def test_the_prompts_log_probabilities_come_once_and_before_any_token() -> None:
+    drive = Driver(prompt_logprobs=0)
+    drive.place()
+    drive.says(P, PromptLogprobs(KEY, ROWS[:8]))
+    drive.says(D, Accepted(KEY))
+    # Prefill's messages may be slower than those of decode, which gets the first token from it.
+    assert drive.says(D, TokenEntry(KEY, 3, [9, 8])) == []
+    assert drive.says(D, TokenEntry(KEY, 5, [7])) == []
+    drive.says(P, PromptLogprobs(KEY, ROWS[8:]))
+    out = drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES))
+    assert delivered(out) == [
+        DeliverPrompt(ROWS), Deliver(0, [9]), Deliver(0, [8]), Deliver(0, [7])
+    ]  # fmt: skip
+    # A resume asks for no more of them.
+    (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
+    sent = of_type(drive.step(Placed(place.key, P, D, EPOCHS)), Send)
+    assert [send.message.sampling.prompt_logprobs for send in sent] == [None, None]  # type: ignore[union-attr]
+    out = drive.says(D, TokenEntry(place.key, 6, [6]))
+    assert delivered(out) == [Deliver(0, [6])]
+
+
+def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent() -> None:
+    drive = Driver(prompt_logprobs=0)
+    drive.place()
+    drive.says(P, PromptLogprobs(KEY, ROWS[:8]))
+    drive.says(D, TokenEntry(KEY, 3, [9, 8]))
+    out = drive.step(NodeLost(P, LOST))
+    assert of_type(out, TriedAgain) == [TriedAgain(KEY, LOST, is_resume=False)]
+    assert Send(D, Cancel((KEY,))) in out
+    (place,) = of_type(out, Place)
+    sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS)), Send)
+    assert [send.message.sampling.prompt_logprobs for send in sent] == [0]  # type: ignore[union-attr]
+    drive.says(D, PromptLogprobs(place.key, ROWS))
+    assert delivered(drive.says(D, TokenEntry(place.key, 3, [5]))) == [
+        DeliverPrompt(ROWS), Deliver(0, [5])
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("node", [P, D])
+def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node: NodeId) -> None:
+    drive = Driver(prompt_logprobs=0)
+    drive.place(P if node == P else None)
+    drive.says(node, PromptLogprobs(KEY, ROWS[:8]))
+    drive.says(D, Accepted(KEY))
+    first = FirstTokens(KEY, 3, (FirstToken(9),), TIMES)
+    out = drive.says(node, first if node == P else TokenEntry(KEY, 3, [9]))
+    assert delivered(out) == []
+    (place,) = of_type(out, Place)
+    assert {name for name, _ in place.avoid} == {node}
