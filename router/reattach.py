@@ -25,14 +25,13 @@ from baton.protocol.messages import (
 )
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.registry import Registry
-from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone
+from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone, unknown
 from baton.router.stream import RequestStream, digest_of
 from baton.runtime.log import logger
 
 # Nodes find a restarted router within two seconds.
 REJOIN_S = 10.0
 ANSWER_S = 5.0
-RETRY_S = 1.0
 MAX_SEARCHES = 1_024
 # The number of failures of its request that a search holds back until all nodes have answered. A
 # node reports at most one per sequence, so more failures come from a broken node.
@@ -188,7 +187,8 @@ class Search:
         if result is not None:
             return result
         may_be_held = self._silent or self._missing or now_s < self._unmet_s
-        return _unanswered() if may_be_held else gone()
+        text = "a decode node that may hold this stream does not answer: try again"
+        return unknown(text) if may_be_held else gone()
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:
@@ -215,11 +215,6 @@ class Search:
         ]
         proven = [found for found in fitting if not found.must_prove_itself(received)]
         return max(proven or fitting, key=lambda found: found.held.key.attempt, default=None)
-
-
-def _unanswered() -> Failure:
-    text = "a decode node that may hold this stream does not answer: try again"
-    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()
 
 
 def found_here(lifecycle: Lifecycle, claim: "Claim") -> FoundRequest | None:

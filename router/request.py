@@ -11,7 +11,14 @@ from enum import Enum, auto
 import msgspec
 
 from baton.protocol.blocks import BlockKey
-from baton.protocol.errors import Cancelled, Failure, NodeError, RequestError, TransferError
+from baton.protocol.errors import (
+    Cancelled,
+    Failure,
+    NodeError,
+    Overloaded,
+    RequestError,
+    TransferError,
+)
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     NOT_CACHED,
@@ -206,6 +213,8 @@ RequestCommand = (
 
 # How long a request avoids a process that failed it, if there is another one.
 AVOID_S = 30.0
+# How long a client waits before it asks again for a stream that was not found.
+RETRY_S = 1.0
 DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere
 
 
@@ -418,3 +427,8 @@ def kills_nodes(num_nodes: int) -> Failure:
 def gone() -> Failure:
     text = "no node holds this stream any more: send the request again"
     return RequestError(text, code="stream_gone", http_status=404).to_failure()
+
+
+def unknown(text: str) -> Failure:
+    """Return the failure of a stream that another attempt to resume it may find."""
+    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()

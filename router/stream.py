@@ -24,7 +24,7 @@ from baton.router.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from baton.router.request import gone
+from baton.router.request import unknown
 from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
@@ -226,7 +226,8 @@ class RequestStream:
             known, whole = self._repeated.pop(choice)
             again, token_ids = token_ids[:1], token_ids[1:]
             if digest_of(again, known) != whole:
-                self._fail(from_failure(gone()))
+                text = "an attempt at this stream began with another token: try again"
+                self._fail(from_failure(unknown(text)))
                 return False
             if self.replay(choice, again):
                 return finish_reason is None

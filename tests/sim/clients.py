@@ -64,6 +64,7 @@ class Client:
         self._stream_now: RequestStream | None = None
         self.served_by: Process | None = None  # the one router that it ever met
         self.last_s = 0.0
+        self.queued_s = 0.0  # when it last waited in the queue of its router
         self.longest_gap_s = 0.0
         self._num_tries = 0
         self._has_lied = False  # what it gets then is worth nothing
@@ -182,8 +183,8 @@ class Client:
             is_last = self.num_tokens(choice) == self.params.max_tokens
             self.is_whole[choice] = is_last or token in self.ends
         now_s = world.loop.time()
-        silent_s = now_s - max(self.last_s, world.healed_s)
-        if silent_s > SILENCE_S and self.has_begun[choice]:  # before, it may wait in the queue
+        silent_s = now_s - max(self.last_s, self.queued_s, world.healed_s)
+        if silent_s > SILENCE_S:
             world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.has_begun[choice] = True
         self.digests[choice] = digest_of(delta.token_ids, self.digests[choice])
@@ -224,6 +225,13 @@ class Client:
             self.world.fates[f"unexpected {error.code}"] += 1
             if error.http_status < 500 and error.http_status not in (409, 429):
                 self.world.problem(f"client {self.number}: {error.code}: {error.message}")
+
+    def check_queued(self) -> None:
+        """Note whether it waits in the queue for a node that has room."""
+        if self.router is not None and not self.router.process.is_dead:
+            active = self.router.core._requests.get(self.request_id)
+            if active is not None and active.lifecycle.waiting_choices:
+                self.queued_s = self.world.loop.time()
 
     def _check_gone(self, router: SimRouter) -> None:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.

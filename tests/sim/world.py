@@ -144,6 +144,8 @@ class World:
     async def _audit(self) -> None:
         while not self.problems:
             await asyncio.sleep(AUDIT_S)
+            for client in self.clients:
+                client.check_queued()
             for node in (*self.nodes, *self.twins):
                 if not node.process.is_dead:
                     node.check_ownership()

@@ -10,11 +10,11 @@ from baton.protocol.sampling import Sampling
 from baton.router.reattach import (
     ANSWER_S,
     REJOIN_S,
-    RETRY_S,
     FoundRequest,
     ReceivedPart,
     Search,
 )
+from baton.router.request import RETRY_S
 from baton.router.stream import digest_of
 
 ID = RequestId("r")
