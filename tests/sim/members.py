@@ -18,6 +18,7 @@ from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig, TransferConfig
+from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
@@ -202,6 +203,10 @@ class SimNode(Member):
             self._event.clear()
             try:
                 self.loop.turn()
+            except NodeError:  # too much is quarantined, so it ends for its supervisor
+                world_call_at(self.world.loop, self.world.loop.time() + 1.0, self.start)
+                self.kill()
+                return
             except Exception as error:  # noqa: BLE001  any error would end the process
                 self.world.problem(f"{self.name} CRASHED: {type(error).__name__}: {error}")
                 self.kill()
