@@ -1,23 +1,21 @@
 """Log probabilities of tokens, from logits before rules, penalties and temperature.
 
-A row has the same bits in any batch, because its sum is added element by element in a fixed order,
-and equal logits rank by token id. A step's results are one tensor of integers, so a pair of an
-int32 and an fp32 stands in each integer: the rank and log probability of a row's token, then ids
-and log probabilities of the likeliest tokens.
+A row has the same bits in any batch, because its sum is added element by element in a fixed order.
+A step's results are one tensor of integers, each of which holds a pair of an int32 and an fp32: the
+rank and log probability of a row's token, then ids and log probabilities of the likeliest tokens.
 """
 
 import struct
 from array import array
 from collections.abc import Callable, Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from baton.protocol.messages import TokenLogprobs
 
-# Rows at a time, which bounds memory: of fp32 logits, and of fp64 values.
+# Rows at a time, which bounds memory: of logits, and of their weights in fp64.
 _LOGITS_ROWS, _ROWS = 64, 8
 
 
@@ -42,19 +40,13 @@ def unpacked_logprobs(words: Sequence[int]) -> TokenLogprobs:
     return TokenLogprobs(logprob, rank, tuple(top))
 
 
-def bytes_of(words: Sequence[int], width: int, num_top: int) -> bytes:
-    """Return rows of `width` pairs without those after the `num_top` likeliest."""
-    return np.array(words, np.int64).reshape(-1, width)[:, : 1 + num_top].tobytes()
-
-
 def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    values, token_ids = logits.double(), token_ids[:, None]
-    largest = values.amax(dim=1, keepdim=True)
-    total = largest + _sum((values - largest).exp()).log()
-    chosen = values.gather(1, token_ids)
-    rank = (values > chosen).sum(dim=1, keepdim=True) + 1
-    top = _ordered(logits).topk(num_top).indices
-    found = torch.cat([chosen, values.gather(1, top)], dim=1) - total
+    token_ids, largest = token_ids[:, None], logits.amax(dim=1, keepdim=True)
+    total = largest + _sum((logits - largest).exp().double()).log()
+    chosen = logits.gather(1, token_ids)
+    rank = (logits > chosen).count_nonzero(dim=1)[:, None] + 1
+    top = _likeliest(logits, num_top)
+    found = torch.cat([chosen, logits.gather(1, top)], dim=1) - total
     pairs = torch.stack([torch.cat([rank, top], dim=1).int(), found.float().view(torch.int32)], 2)
     return pairs.view(torch.int64).squeeze(2)
 
@@ -62,14 +54,14 @@ def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
 def _sum(values: Tensor) -> Tensor:
     """Return the sums of rows `[num_rows, 1]`, halves added to halves."""
     while (width := values.shape[1]) > 1:
-        values = F.pad(values, (0, width % 2))
-        half = values.shape[1] // 2
-        values = values[:, :half] + values[:, half:]
+        if width % 2:
+            values = F.pad(values, (0, 1))
+        values = values[:, : (width + 1) // 2] + values[:, (width + 1) // 2 :]
     return values
 
 
-def _ordered(logits: Tensor) -> Tensor:
-    """Return different integers in the order of the logits, and of token ids where they equal."""
-    bits = logits.view(torch.int32).long()
-    values = torch.where(bits < 0, -(bits & 0x7FFFFFFF), bits)
-    return (values << 31) - torch.arange(logits.shape[1], device=logits.device)
+def _likeliest(logits: Tensor, num_top: int) -> Tensor:
+    """Return their ids in order; of equal ones, the lower id comes first."""
+    ids = logits.topk(num_top, dim=1).indices.sort(dim=1).values
+    order = logits.gather(1, ids).sort(dim=1, descending=True, stable=True).indices
+    return ids.gather(1, order)

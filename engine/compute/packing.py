@@ -132,8 +132,8 @@ class PackedStep:
     bucket: int  # rows after padding, 0 if there is none
     # The slices whose samples do not count, and why, if they never will.
     unsampled: dict[int, str] = field(default_factory=dict)
-    # The samples whose log probabilities are wanted, with the number of the likeliest tokens.
-    scored: Sequence[tuple[int, int]] = ()
+    # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
+    scored: dict[int, list[int]] = field(default_factory=dict)
 
     def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
         """Return the batch of `inputs`, which may be a copy of this step's inputs."""
@@ -165,7 +165,7 @@ class _Lists:
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
     counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
     unsampled: dict[int, str] = field(default_factory=dict)
-    scored: list[tuple[int, int]] = field(default_factory=list)
+    scored: dict[int, list[int]] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # the rows before `targets`
     targets: list[int] = field(default_factory=list)
 
@@ -310,7 +310,7 @@ class Packer:
         num_output_tokens = position - part.num_prompt_tokens
         for choice in part.samples:
             if part.sampling.logprobs is not None:
-                lists.scored.append((len(lists.samples), part.sampling.logprobs))
+                lists.scored.setdefault(part.sampling.logprobs, []).append(len(lists.samples))
             lists.repeats.append(len(lists.rows))
             lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
         lists.rows.append(len(lists.ids) - 1)

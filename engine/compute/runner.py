@@ -5,6 +5,7 @@ GPU the host waits for nothing before it collects. Of a sequence, the runner kee
 table and the tokens to which a plan in flight may refer. It trusts its plans.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +20,6 @@ from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.logprobs import (
-    bytes_of,
     packed_logprobs,
     packed_prompt,
     unpacked_logprobs,
@@ -131,7 +131,7 @@ class Runner:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
         logprobs = _logprobs(step, ids) if step.scored else ()
-        of_prompts = _prompt_logprobs(step, list(ids)) if step.inputs.targets else ()
+        of_prompts = _prompt_logprobs(step, ids) if step.inputs.targets else ()
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
         return StepResult(
             plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts
@@ -188,10 +188,14 @@ class Runner:
         ids = self._sample(step, inputs, self.decoder.logits(hidden[:num_rows]))
         if targets is None:
             return ids
-        num_top = max(part.num_top for part in step.plan.slices)
-        next_ids = targets[1].of(inputs.words)
-        scores = packed_prompt(self.decoder.logits, hidden[num_rows:], next_ids, num_top)
-        return torch.cat([ids, scores.view(-1)])
+        parts = [part for part in step.plan.slices if part.targets]
+        lengths, next_ids = [len(part.targets) for part in parts], targets[1].of(inputs.words)
+        pieces = torch.split(hidden[num_rows:], lengths), torch.split(next_ids, lengths)
+        found = (
+            packed_prompt(self.decoder.logits, own, tokens, part.num_top).view(-1)
+            for part, own, tokens in zip(parts, *pieces, strict=True)
+        )
+        return torch.cat([ids, *found])
 
     def _sample(self, step: PackedStep, inputs: StepInputs, logits: Tensor) -> Tensor:
         """Return the sampled ids, and behind them log probabilities of those that want them."""
@@ -200,17 +204,17 @@ class Runner:
         places = inputs.places.of(inputs.words)
         if not len(places):
             return places
-        raw = [logits[sample].clone() for sample, _ in step.scored]  # sampling may change them
+        # Copies, because sampling may change them.
+        raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
         ids = self.sampler.sample(logits, inputs.sampled())
         self._ring[places] = ids
         if not raw:
             return ids
-        own, num_top = (
-            [ids[sample] for sample, _ in step.scored],
-            max(num for _, num in step.scored),
+        found = (
+            packed_logprobs(rows, torch.stack([ids[one] for one in samples]), num_top).view(-1)
+            for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
         )
-        scores = packed_logprobs(torch.stack(raw), torch.stack(own), num_top)
-        return torch.cat([ids, scores.view(-1)])
+        return torch.cat([ids, *found])
 
 
 class DecodeGraphs:
@@ -255,23 +259,23 @@ def _logprobs(
     step: PackedStep, words: Iterator[int]
 ) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
     """Read, by slice, what `_sample` has added behind the ids."""
-    width = 1 + max(num_top for _, num_top in step.scored)
+    found = {
+        sample: unpacked_logprobs([*islice(words, 1 + num_top)])
+        for num_top, samples in step.scored.items()
+        for sample in samples
+    }
+    ends = accumulate(len(part.samples) for part in step.plan.slices)
     return tuple(
-        (
-            index,
-            tuple(unpacked_logprobs([*islice(words, width)][: 1 + num_top]) for _ in part.samples),
-        )
-        for index, part in enumerate(step.plan.slices)
-        if part.sampling is not None and (num_top := part.sampling.logprobs) is not None
+        (index, tuple(found[sample] for sample in range(end - len(part.samples), end)))
+        for index, (part, end) in enumerate(zip(step.plan.slices, ends, strict=True))
+        if part.samples and part.sampling is not None and part.sampling.logprobs is not None
     )
 
 
-def _prompt_logprobs(step: PackedStep, words: Sequence[int]) -> tuple[tuple[int, bytes], ...]:
+def _prompt_logprobs(step: PackedStep, words: Iterator[int]) -> tuple[tuple[int, bytes], ...]:
     """Read, by slice, what `_forward` has added behind them."""
-    scored = [(index, part) for index, part in enumerate(step.plan.slices) if part.targets]
-    width = 1 + max(part.num_top for _, part in scored)
-    ends = accumulate(len(part.targets) * width for _, part in scored)
     return tuple(
-        (index, bytes_of(words[end - len(part.targets) * width : end], width, part.num_top))
-        for (index, part), end in zip(scored, ends, strict=True)
+        (index, array("q", islice(words, len(part.targets) * (1 + part.num_top))).tobytes())
+        for index, part in enumerate(step.plan.slices)
+        if part.targets
     )

@@ -42,14 +42,15 @@ async def scores(llm: AsyncLLM) -> list[list[PromptScores]]:
         assert last.prompt_logprobs is not None
         return last.prompt_logprobs
 
-    async def plain(salt: int) -> None:
-        async for output in llm.generate(prompt(90, salt), PLAIN):
-            assert output.prompt_logprobs is None
+    async def other(salt: int, num_top: int | None) -> None:
+        asked = PLAIN.clone(prompt_logprobs=num_top, logprobs=num_top)
+        async for output in llm.generate(prompt(90, salt), asked):
+            assert (output.prompt_logprobs is None) == (num_top is None)
 
     async def asked() -> list[PromptScores]:
         return list(await asyncio.gather(*map(one, LENGTHS)))
 
-    cold, *_ = await asyncio.gather(asked(), plain(1), plain(2))
+    cold, *_ = await asyncio.gather(asked(), other(1, None), other(2, 9))
     hot, choices = await asked(), await one(LENGTHS[-1], n=3)
     fewer = await one(LENGTHS[-1], logprobs=1)
     async for output in llm.generate(prompt(LENGTHS[-1]), PLAIN):
