@@ -14,11 +14,13 @@ from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import StructuredOutputsParams
+from baton.runtime.log import clip
 
 MAX_GRAMMAR_BYTES = 256 << 10
 # With free white space, a weak model writes line breaks until it is cut off.
 WHITE_SPACE = r"( |\n[ ]{0,40})?"
-_LIMITS = LLParserLimits(max_grammar_size=100_000, initial_lexer_fuel=500_000)
+# A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
+_LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 
 
 def checked_grammar(wanted: StructuredOutputsParams) -> str:
@@ -70,7 +72,7 @@ def _checked(kind: str, text: str) -> str:
 
 
 def _wrong(kind: str, problem: str) -> RequestError:
-    what = problem.partition("\n")[0]
+    what = clip(problem.partition("\n")[0])
     return RequestError(f"structured_outputs.{kind}: {what}", param="structured_outputs")
 
 

@@ -24,8 +24,12 @@ from baton.protocol.sampling import Sampling
 MAX_GRAMMARS = 64  # compiled ones that are kept
 # A step waits this long for a grammar that is new here: usual ones compile in a few milliseconds.
 COMPILE_WAIT_S = 0.01
-# A step of a hostile grammar takes milliseconds, and then ends its request.
-_LIMITS = LLParserLimits(step_lexer_fuel=100_000, step_max_items=5_000, max_lexer_states=100_000)
+# A hostile grammar compiles in half a second, because others wait for it; a step of it takes
+# milliseconds, and then ends its request.
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000, step_lexer_fuel=100_000, step_max_items=5_000,
+    max_lexer_states=100_000,
+)  # fmt: skip
 Words = NDArray[np.int32]  # [ceil(vocab_size / 32)], a bit for each id
 
 

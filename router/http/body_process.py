@@ -17,6 +17,7 @@ import msgspec
 from baton.protocol.errors import BatonError, ConfigError, Failure, RequestError
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
+from baton.router.http.decoding import blaming
 from baton.router.http.response_body import parse_response
 from baton.router.http.schema import (
     Ask,
@@ -65,8 +66,9 @@ def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) ->
     ask = parsed(job, data)
     prompts, echoes = [], []
     for prompt in ask.prompts:
-        token_ids = _ids_of(prompt, job.model, text, template)
-        check_ids(token_ids, job.model)
+        with blaming(ask.sent):
+            token_ids = _ids_of(prompt, job.model, text, template)
+            check_ids(token_ids, job.model)
         prompts.append(packed(token_ids))
         if ask.echo:
             echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))

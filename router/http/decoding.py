@@ -1,6 +1,9 @@
 """Read JSON into a body's struct, with errors that name the field that is wrong."""
 
+import contextlib
+import json
 import re
+from collections.abc import Iterator, Mapping
 from typing import TypeVar
 
 import msgspec
@@ -9,14 +12,13 @@ from baton.protocol.errors import RequestError
 from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
-# A larger body is not decoded a second time because of null fields.
+# A larger body is not decoded a second time to look for null fields or for a mistake.
 _MAX_SECOND_BYTES = 2 * 1024 * 1024
-# How many bytes around a mistake are searched for its field.
-_NEAR_BYTES = 256
-_NOT_FINITE = re.compile(rb'"(\w+)"\s*:\s*-?(?:NaN|Infinity)')
-_BYTE = re.compile(r"\(byte (\d+)\)")
 _PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
 _NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
+
+# What the engine calls every field that asks for a form.
+FORM_PARAM = "structured_outputs"
 
 S = TypeVar("S", bound=msgspec.Struct)
 _Fields = dict[str, msgspec.Raw]
@@ -38,6 +40,16 @@ def decoded(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
         raise RequestError(text, code="invalid_json") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(str(error), data) from None
+
+
+@contextlib.contextmanager
+def blaming(sent: Mapping[str, str]) -> Iterator[None]:
+    """Let errors name the field that a client sent, by what the field was turned into."""
+    try:
+        yield
+    except RequestError as error:
+        error.param = sent.get(error.param or "", error.param)
+        raise
 
 
 def _without_nulls(data: bytes) -> bytes:
@@ -64,13 +76,20 @@ def _given(fields: _Fields) -> _Fields:
 
 
 def _malformed(error: str, data: bytes) -> RequestError:
-    # Some encoders write NaN and Infinity, which are not JSON. The error should name the field.
-    if place := _BYTE.search(error):
-        at = int(place[1])
-        near = data[max(at - _NEAR_BYTES, 0) : at + _NEAR_BYTES]
-        if found := _NOT_FINITE.search(near):
-            name = found[1].decode()
-            return RequestError(f"{name} must be a finite number", param=name)
+    """Return the error for a body that is no JSON, with the field if others read it as JSON."""
+    # Some encoders write NaN, Infinity and halves of characters, which are not JSON.
+    lenient = None
+    with contextlib.suppress(ValueError, RecursionError):
+        lenient = json.loads(data) if len(data) <= _MAX_SECOND_BYTES else None
+    for name, value in lenient.items() if isinstance(lenient, dict) else ():
+        try:
+            json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError as mistake:
+            what = "is not Unicode text: a character has only one of its two surrogates"
+            if not isinstance(mistake, UnicodeEncodeError):
+                what = "must be finite: NaN and Infinity are not JSON"
+            shown = clip(name.encode("ascii", "backslashreplace").decode())
+            return RequestError(f"{shown} {what}", param=shown)
     return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
 
 

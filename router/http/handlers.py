@@ -25,6 +25,7 @@ from baton.router.health import ServedModel
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.body_process import Job, check_ids, parsed, rendered, unpacked
 from baton.router.http.connections import connection_of
+from baton.router.http.decoding import blaming
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
@@ -128,9 +129,10 @@ class Handlers:
             work = await self._submit(request, running, endpoint)
             if not work.ask.generates:
                 return await self._echo(request, work, running)
-            if not work.ask.is_streamed:
-                return await self._whole(work, running)
-            events = await self._begin_stream(work, running.streams)
+            with blaming(work.ask.sent):
+                if not work.ask.is_streamed:
+                    return await self._whole(work, running)
+                events = await self._begin_stream(work, running.streams)
             headers = _headers(work, [stream.metrics for stream in running.streams])
             return await self._relayed(request, running, events, headers)
 
@@ -196,7 +198,7 @@ class Handlers:
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
-                try:
+                with blaming(work.ask.sent):
                     stream = await self._engine.submit(
                         ready, work.params, name, work.kept, work.parsing
                     )
@@ -205,12 +207,6 @@ class Handlers:
                     times = 1 if work.ask.is_chat else work.params.n
                     num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
-                except RequestError as error:
-                    if error.param == "structured_outputs":
-                        error.param = work.ask.form_param
-                    if error.param == "prompt_logprobs" and work.ask.num_prompt_logprobs is None:
-                        error.param = "logprobs"
-                    raise
         return work
 
     def _model(self) -> ServedModel:
@@ -226,7 +222,8 @@ class Handlers:
             ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
         else:
             ask = parsed(job, body)
-            small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
+            with blaming(ask.sent):
+                small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
             prompts = [*small]
             echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
         ask, parsing = self._format.apply(ask)
@@ -245,6 +242,7 @@ class Handlers:
             num_prompt_logprobs=ask.num_prompt_logprobs,
             names_ids=ask.names_ids,
             continuous_usage=ask.continuous_usage,
+            form_param=ask.form_param,
             system_fingerprint=system_fingerprint(job.model.fingerprint),
         )
         # A client with the id of an answer can take over the stream, so logs and pages do not show

@@ -19,6 +19,7 @@ from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
+from baton.router.http.decoding import FORM_PARAM
 from baton.router.http.logprob_forms import Columns, LogprobForms, ShownPrompt
 from baton.router.outputs import CompletionOutput, PromptScores, RequestMetrics, waterfall
 from baton.router.reattach import ReceivedPart
@@ -61,6 +62,7 @@ class Answer(msgspec.Struct, frozen=True):
     num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
     num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
     names_ids: bool = False  # log probabilities name ids instead of texts
+    form_param: str = FORM_PARAM  # the field that asked for a form
 
     def opening(self, index: int, num_prompt_tokens: int) -> bytes:
         """Return the first chunk of a choice of a chat."""

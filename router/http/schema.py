@@ -1,9 +1,8 @@
 """The bodies that clients of the OpenAI endpoints may send, and why any other is refused.
 
-Every mistake in a body becomes a `RequestError` that names the field, and quotes at most 200
-characters of what a client sent, because keys and values can be megabytes. A field that baton does
-not support is refused unless its value asks for nothing, because a response that ignores a field
-of its request would be wrong.
+Every mistake in a body becomes a `RequestError` that names the field. A field that baton does not
+support is refused unless its value asks for nothing, because a response that ignores a field of its
+request would be wrong.
 """
 
 import operator
@@ -16,7 +15,7 @@ from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, SamplingParams
-from baton.router.http.decoding import decoded
+from baton.router.http.decoding import FORM_PARAM, decoded
 from baton.router.http.turns import (
     Anything,
     ToolChoice,
@@ -181,6 +180,9 @@ class Chat(msgspec.Struct, frozen=True):
 
 _RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
 BodyPrompt = str | list[int] | Chat
+_PROMPTS: Mapping[Endpoint, str] = {
+    "completions": "prompt", "chat": "messages", "responses": "input",
+}  # fmt: skip
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
@@ -216,6 +218,14 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     @property
     def needs_nodes(self) -> bool:
         return self.generates or self.params.prompt_logprobs is not None
+
+    @property
+    def sent(self) -> dict[str, str]:
+        """The fields of the body, by the parameters that they become."""
+        logprobs = "logprobs" if self.num_prompt_logprobs is None else "prompt_logprobs"
+        prompt = _PROMPTS[self.endpoint]
+        names = {"prompt": prompt, "messages": prompt, FORM_PARAM: self.form_param}
+        return {**names, "prompt_logprobs": logprobs}
 
     @cached_property
     def params(self) -> SamplingParams:

@@ -13,6 +13,7 @@ from aiohttp.http import HttpVersion11
 
 from baton.protocol.errors import BatonError
 from baton.router.http.connections import connection_of
+from baton.router.http.decoding import FORM_PARAM, blaming
 from baton.router.http.logprob_forms import ShownPrompt
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.response_events import ResponseEvents
@@ -140,8 +141,9 @@ class EventStream:
                 await self._wake
                 self._wake = None
             await self._flush()
-        for stream in streams:
-            stream.raise_error()
+        with blaming({FORM_PARAM: self._answer.form_param}):
+            for stream in streams:
+                stream.raise_error()
         self.finish([stream.metrics for stream in streams])
 
     def sink(self, prompt_index: int) -> Sink:

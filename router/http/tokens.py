@@ -14,6 +14,7 @@ from baton.router.health import ServedModel
 from baton.router.http.bodies import MIB, Bodies, body_limit
 from baton.router.http.body_process import check_ids, rendered
 from baton.router.http.connections import connection_of
+from baton.router.http.decoding import blaming, decoded
 from baton.router.http.schema import Chat
 from baton.router.http.turns import ToolList, Turn, plain_tools, plain_turn
 from baton.router.text_router import TextRouter
@@ -45,6 +46,9 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
 
 S = TypeVar("S", TokenizeBody, DetokenizeBody)
 
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
 
 class TokenEndpoints:
     def __init__(
@@ -58,7 +62,7 @@ class TokenEndpoints:
 
     async def tokenize(self, request: web.Request) -> web.Response:
         model, text = self._model(), self._engine.get_tokenizer()
-        body = await self._read(request, model, TokenizeBody)
+        body = await self._read(request, model, _tokenize_decoder)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
@@ -73,9 +77,10 @@ class TokenEndpoints:
             chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
             prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
             adds_tokens = body.add_special_tokens is True
-        token_ids = await text.encode(
-            prompt, add_special_tokens=adds_tokens, max_tokens=model.max_model_len
-        )
+        with blaming({"prompt": "prompt" if body.messages is None else "messages"}):
+            token_ids = await text.encode(
+                prompt, add_special_tokens=adds_tokens, max_tokens=model.max_model_len
+            )
         return _json(
             {
                 "count": len(token_ids),
@@ -87,11 +92,12 @@ class TokenEndpoints:
 
     async def detokenize(self, request: web.Request) -> web.Response:
         model, text = self._model(), self._engine.get_tokenizer()
-        body = await self._read(request, model, DetokenizeBody)
+        body = await self._read(request, model, _detokenize_decoder)
         if body.tokens:
-            check_ids(body.tokens, model)
-        decoded = await asyncio.to_thread(text.decode, body.tokens, skip_special_tokens=False)
-        return _json({"prompt": decoded})
+            with blaming({"prompt": "tokens"}):
+                check_ids(body.tokens, model)
+        prompt = await asyncio.to_thread(text.decode, body.tokens, skip_special_tokens=False)
+        return _json({"prompt": prompt})
 
     async def info(self, request: web.Request) -> web.Response:
         try:
@@ -107,16 +113,15 @@ class TokenEndpoints:
         except NodeError as error:
             raise Overloaded("no node is ready yet", code="not_ready") from error
 
-    async def _read(self, request: web.Request, model: ServedModel, kind: type[S]) -> S:
+    async def _read(
+        self, request: web.Request, model: ServedModel, decoder: msgspec.json.Decoder[S]
+    ) -> S:
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = min(body_limit(self._max_body_mib, model, token_bytes), MAX_BODY_BYTES)
         with self._bodies.room() as room:
             data = await self._bodies.read(request, room, max_bytes)
             connection_of(request).began()
-            try:
-                body = msgspec.json.decode(data, type=kind)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-                raise RequestError(f"the body is wrong: {clip(str(error))}") from None
+            body = decoded(decoder, data)
         if body.model and body.model not in (model.name, model.path):
             text = f"the model {clip(body.model)!r} does not exist"
             raise RequestError(text, code="model_not_found", param="model", http_status=404)
