@@ -7,9 +7,9 @@ Linear layers are baton's, by which a row keeps its bits in every batch.
 """
 
 import contextlib
-import inspect
 import secrets
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -156,7 +156,12 @@ class TransformersDecoder:
         self.keeps_bits = False  # as a trial has shown
         self.bare: BareLinears | None = None
         self._made = made
-        self._can_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
+        # Some models name their base wrongly.
+        named = model.base_model
+        self._base: Any = named if named is not model else getattr(model, "model", None)
+        if self._base is None:
+            raise ConfigError("its code has no base model apart from the head")
+        self._outputs: Any = None  # of the base's last step
 
     def linears(self) -> list[Linear]:
         return self._made if self.bare is None else [*self._made, *self.bare.made.values()]
@@ -170,28 +175,38 @@ class TransformersDecoder:
         return self.logits(self.hidden(batch, rows, backend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[num_rows, vocab]` in fp32."""
-        return hidden.float()
+        """Return `[num_rows, vocab]` in fp32.
+
+        Models scale or cap their logits after the head, so their own code computes them, from a
+        base that returns `hidden`.
+        """
+        if not len(hidden):
+            return hidden.new_empty(0, 0, dtype=torch.float32)
+        outputs = copy(self._outputs)
+        outputs.last_hidden_state = hidden[None]
+        self._base.forward = lambda *_, **__: outputs
+        try:
+            with torch.no_grad(), self.bare or contextlib.nullcontext():
+                ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
+                logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
+            return logits[0].float()
+        finally:
+            del self._base.forward
 
     def hidden(
         self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
     ) -> Tensor:
-        """Store the batch's keys and values; return the logits of `rows` in the model's type.
-
-        Models scale or cap their logits after the head, so a head alone would not do.
-        """
+        """Store the batch's keys and values; return the last hidden state of `rows`."""
         backend.begin(batch)
         self.attention.backend = backend
-        kept = rows if len(rows) else rows.new_zeros(1)
-        options = {"logits_to_keep": kept} if self._can_keep else {}
         with torch.no_grad(), self.bare or contextlib.nullcontext():
-            logits: Tensor = self.model(
+            self._outputs = self._base(
                 input_ids=batch.token_ids[None],
                 position_ids=batch.positions[None],
                 use_cache=False,
-                **options,
-            ).logits[0]
-        return (logits if self._can_keep else logits[kept])[: len(rows)].contiguous()
+            )
+        state: Tensor = self._outputs.last_hidden_state[0]
+        return state[rows]
 
 
 def load_transformers(
