@@ -169,6 +169,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
         8000
     )
+    dev_endpoints: Annotated[
+        bool,
+        about("serve POST /reset_prefix_cache, which slows down every client's next requests"),
+    ] = False
     shares_port: Annotated[
         bool, about("let other routers of this user listen on the same port")
     ] = False

@@ -173,6 +173,10 @@ class WatchCache(Message, frozen=True):
     """Asks a node which blocks its prefix cache holds: all of them now, and then every change."""
 
 
+class ResetPrefixCache(Message, frozen=True):
+    """Asks a node to forget its prefix cache. Requests that follow find none of its blocks."""
+
+
 class Attach(Message, frozen=True):
     """Asks a node for a request, for its owner. `Attached` or `NotAttached` answers.
 
@@ -215,7 +219,7 @@ class DrainState(Message, frozen=True):
 
 ToNode = (
     Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
-    | Keep
+    | Keep | ResetPrefixCache
 )  # fmt: skip
 
 

@@ -132,7 +132,7 @@ class RouterCore:
         self._detached_s = config.node.detached_s
         self._clock = clock
         is_cache_aware = config.router.routing == "cache-aware"
-        self._notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
+        self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
         self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
         self._queue = Admission(config.router, self.registry, self._policy)
         self._reattaching = Reattaching(clock(), self._send, self._adopt, config.node.detached_s)
@@ -157,7 +157,7 @@ class RouterCore:
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
         channels = self._open_channels(load_keys(self._keys))
-        self._link = NodeLink(endpoint, channels, self._read, self._notifier.drain)
+        self._link = NodeLink(endpoint, channels, self._read, self.notifier.drain)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._link.endpoint
 
@@ -374,7 +374,7 @@ class RouterCore:
 
     def _apply(self, changes: list[Change]) -> None:
         for change in changes:
-            self._notifier.announce(change)
+            self.notifier.announce(change)
             if isinstance(change, Entered):
                 assert self._link is not None
                 self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
@@ -512,7 +512,7 @@ class RouterCore:
                 if record is not None and record.prefill_node and record.decode_node:
                     self.registry.pairs.moved(record.prefill_node, record.decode_node, times)
             case HandoffEnded():
-                self._notifier.judge(self._now_s, command)
+                self.notifier.judge(self._now_s, command)
             case TriedAgain(key=key, failure=why, is_resume=is_resume):
                 stream.metrics.lost(key, self._now_s - active.began_s, why)
                 stream.metrics.try_again(why, is_resume=is_resume)

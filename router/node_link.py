@@ -22,6 +22,7 @@ from baton.protocol.messages import (
     Hello,
     Peers,
     Refused,
+    ResetPrefixCache,
     Role,
     ToNode,
     ToRouter,
@@ -248,6 +249,12 @@ class NodeNotifier:
                     self._send(node, Peers(self._registry.peers_of(role), failure.message))
             case _:
                 assert_never(change)
+
+    def reset_prefix_caches(self) -> None:
+        """Let nodes forget their prefix caches, before any request that they get later."""
+        for node in self._registry.nodes:
+            if node.info is not None:
+                self._send(node.node_id, ResetPrefixCache())
 
     def drain(self, node_id: NodeId) -> DrainState:
         """Tell a node to drain, again if necessary, and return how far it is."""

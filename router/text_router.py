@@ -162,6 +162,10 @@ class TextRouter:
 
         return await self._core.reattach(claim, accept)
 
+    def reset_prefix_cache(self) -> None:
+        """Let every node forget its prefix cache, before any request that is submitted later."""
+        self._core.notifier.reset_prefix_caches()
+
     def fail(self, failure: Failure) -> None:
         """Stop serving: every running request and every new one fails with this reason."""
         self._core.fail(failure)

@@ -39,6 +39,7 @@ from baton.protocol.messages import (
     Peers,
     Prefill,
     Refused,
+    ResetPrefixCache,
     ToNode,
     WatchCache,
 )
@@ -180,6 +181,8 @@ class EngineLoop:
                 self.is_told_to_drain = True
             case DrainState():  # routers alone get it
                 pass
+            case ResetPrefixCache():
+                self.scheduler.pool.reset_prefix_cache()
             case WatchCache():
                 self.scheduler.pool.cache.watch(origin)
             case Refused():  # the links ask again

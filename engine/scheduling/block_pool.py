@@ -37,6 +37,7 @@ class BlockPool:
         self._generations = [0] * num_blocks
         self._fresh: dict[int, int] = {}
         self._quarantined: set[int] = set()
+        self._outdated: set[int] = set()  # owned since before the cache was reset
 
     @property
     def num_free(self) -> int:
@@ -61,6 +62,7 @@ class BlockPool:
         blocks = [self._free.popleft() if self._free else self.cache.evict() for _ in range(count)]
         for block in blocks:
             self._references[block] = 1
+            self._outdated.discard(block)
             self._generations[block] = (self._generations[block] + 1) & 0xFFFFFFFF
             self._fresh[block] = self._generations[block]
         return blocks
@@ -110,7 +112,13 @@ class BlockPool:
         """Offer whole, settled blocks, which are still owned, to the prefix cache."""
         if self._cache_prefixes:
             for block_hash, block in zip(hashes, blocks, strict=True):
-                self.cache.insert(block_hash, block)
+                if block not in self._outdated:
+                    self.cache.insert(block_hash, block)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget the cached blocks. Sequences keep theirs, which will not be cached again."""
+        self._free.extend(self.cache.clear())
+        self._outdated = {block for block, count in enumerate(self._references) if count}
 
     def generations_of(self, blocks: Iterable[int]) -> tuple[int, ...]:
         return tuple(self._generations[block] for block in blocks)

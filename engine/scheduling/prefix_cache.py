@@ -124,6 +124,15 @@ class PrefixCache:
         self.journal.note(block_hash, is_held=False)
         return block
 
+    def clear(self) -> list[int]:
+        """Forget every block, and return those that were idle."""
+        for block_hash in self._block_of:
+            self.journal.note(block_hash, is_held=False)
+        idle = list(self._idle)
+        for index in (self._block_of, self._hash_of, self._idle):
+            index.clear()
+        return idle
+
     def watch(self, origin: Origin) -> None:
         """Let a router get every block of the cache, and then every change."""
         self.journal.watch(origin, self._block_of)

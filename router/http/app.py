@@ -57,6 +57,7 @@ class App:
         self._tracer = tracer
         self._baton_version = VERSION
         self._name = config.router.name
+        self._has_dev_endpoints = config.router.dev_endpoints
         self.metrics = HttpMetrics(
             config.model.shown_name,
             self._baton_version,
@@ -99,6 +100,8 @@ class App:
         router.add_get("/metrics", self._metrics)
         router.add_get("/version", self._version)
         router.add_get("/openapi.json", self._openapi)
+        if self._has_dev_endpoints:
+            router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
         if self._status is not None:
             router.add_get("/", self._status.page)
             router.add_get("/status.json", self._status_document)
@@ -162,6 +165,10 @@ class App:
         health = self._engine.health()
         load = {"server_load": health.num_running + health.num_queued}
         return _json(msgspec.json.encode(load))
+
+    async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        self._engine.reset_prefix_cache()
+        return web.Response()
 
     async def _live(self, request: web.Request) -> web.Response:
         # This is not readiness: status 503 means that only a restart can help.

@@ -149,6 +149,12 @@ class AsyncLLM:
             del self._live[name]
             self._aborted.discard(name)
 
+    async def reset_prefix_cache(self) -> bool:
+        """Forget the prefix caches of all nodes. Requests that run keep what they use."""
+        await self.begin()
+        self._router.reset_prefix_cache()
+        return True
+
     async def abort(self, request_id: str) -> None:
         """End a live request, whose reader gets `Cancelled`. An unknown id is ignored."""
         stream = self._live.get(request_id)

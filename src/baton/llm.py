@@ -99,12 +99,13 @@ class LLM:
         *,
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
+        tools: Sequence[Mapping[str, object]] | None = None,
     ) -> list[RequestOutput]:
         """Return one output per conversation: the model's answer to its last message.
 
         A conversation is a list of messages, and a message a dict of `role` and `content`. The
-        model's chat template makes the prompt and sees `chat_template_kwargs`. Everything else is
-        as in `generate`.
+        model's chat template makes the prompt and sees `tools`, in OpenAI's form, and
+        `chat_template_kwargs`. Everything else is as in `generate`.
         """
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
@@ -113,11 +114,16 @@ class LLM:
                 conversation,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(TokensPrompt(prompt=text, prompt_token_ids=ids))
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix caches of all nodes. Requests that run keep what they use."""
+        return self._run(self._llm.reset_prefix_cache())
 
     def get_tokenizer(self) -> ModelTokenizer:
         return self._llm.get_tokenizer()

@@ -8,9 +8,12 @@ same way.
 from collections.abc import Mapping, Sequence
 from typing import Literal, overload
 
+import msgspec
+
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
 from baton.router.chat_template import ChatTemplate
+from baton.router.http.turns import ToolList, plain_tools
 from baton.router.text import Text
 
 # A turn: "role", "content" and other fields that the template reads.
@@ -65,15 +68,17 @@ class ModelTokenizer:
     ) -> str | list[int]:
         """Return the prompt that the model's chat template makes from a conversation.
 
-        `add_generation_prompt` opens the answer of the assistant. The template sees `options`.
+        `add_generation_prompt` opens the answer of the assistant. The template sees `tools`, in
+        OpenAI's form, and the other `options`.
         Raises `RequestError` if the model has no template or the template refuses the messages.
         """
-        for name in ("tools", "documents", "chat_template"):
+        for name in ("documents", "chat_template"):
             if options.pop(name, None) is not None:
                 text = f"{name} is not supported: leave it out"
                 raise RequestError(text, code="unsupported", param=name)
         prompt = self._chat_template().render(
             [_plain(index, message) for index, message in enumerate(conversation)],
+            tools=_plain_tools(options.pop("tools", None)),
             add_generation_prompt=add_generation_prompt,
             options=options,
         )
@@ -100,6 +105,13 @@ def _plain(index: int, message: ChatMessage) -> dict[str, object]:
         text = f"the content of message {index} must be text or a list of text parts"
         raise RequestError(text, param="messages")
     return {**message, "content": "\n".join(texts)}
+
+
+def _plain_tools(tools: object) -> list[dict[str, object]] | None:
+    try:
+        return plain_tools(msgspec.convert(tools, ToolList | None))
+    except msgspec.ValidationError as error:
+        raise RequestError(f"tools: {error}", param="tools") from error
 
 
 def _text_of(part: object) -> str | None:

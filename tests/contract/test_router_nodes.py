@@ -5,7 +5,7 @@ import time
 import pytest
 
 from baton.protocol.blocks import block_hashes, pack_keys
-from baton.protocol.config import RouterConfig
+from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
@@ -16,12 +16,14 @@ from baton.protocol.messages import (
     Peers,
     Prefill,
     Refused,
+    ResetPrefixCache,
     TokenEntry,
     Tokens,
     WatchCache,
 )
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
+from tests.support.http_bench import HttpBench
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import (
     BLOCK_SIZE,
@@ -89,6 +91,20 @@ async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after
     decodes[1].die()
     await bench.until(lambda: caches.num_blocks(NodeId("d1")) == 0)
     await bench.settled()
+
+
+@routed()
+async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(
+    bench: RouterBench,
+) -> None:
+    nodes = await bench.pair()
+    for is_on in (False, True):
+        config = ClusterConfig(router=RouterConfig(dev_endpoints=is_on))
+        async with HttpBench(bench.router, config) as http:
+            assert (await http.post({}, "/reset_prefix_cache")).status == (200 if is_on else 404)
+    for node in nodes:
+        await node.hear(ResetPrefixCache)
+        assert not any(isinstance(message, ResetPrefixCache) for message in node.heard)
 
 
 @routed(RouterConfig(routing="least-loaded", local_prefill="never"))

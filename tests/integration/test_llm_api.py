@@ -99,6 +99,16 @@ def test_a_chat_ends_where_the_model_ends_it(llm: LLM) -> None:
     assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == ("demo", 256)
 
 
+def test_the_offline_programs_of_vllm_run_with_another_import() -> None:
+    script = REPOSITORY / "tests" / "examples" / "offline.py"
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, timeout=100.0
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Generated text: '42" in done.stdout
+    assert "cached tokens: 0 128 0" in done.stdout
+
+
 @pytest.mark.release
 @pytest.mark.parametrize("page", ["api.md", "python.md"])
 def test_the_examples_of_the_documentation_run(tmp_path: Path, page: str) -> None:

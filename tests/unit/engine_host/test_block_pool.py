@@ -6,11 +6,15 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.protocol.blocks import block_hashes, blocks_needed, tokens_held
+from baton.protocol.blocks import BlockHash, block_hashes, blocks_needed, tokens_held
 from baton.protocol.errors import InvariantBroken
 
 NUM_BLOCKS = 12
 BLOCK_SIZE = 4
+
+
+def hashes_of(seed: int, num_blocks: int) -> list[BlockHash]:
+    return block_hashes([seed] * (num_blocks * BLOCK_SIZE), BLOCK_SIZE)
 
 
 class PoolModel(RuleBasedStateMachine):
@@ -47,12 +51,19 @@ class PoolModel(RuleBasedStateMachine):
     def store(self, index: int, seed: int) -> None:
         if self.held:
             blocks = self.held[index % len(self.held)]
-            hashes = block_hashes([seed] * (len(blocks) * BLOCK_SIZE), BLOCK_SIZE)
-            self.pool.store(hashes, blocks)
+            self.pool.store(hashes_of(seed, len(blocks)), blocks)
+
+    @rule()
+    def reset(self) -> None:
+        self.pool.reset_prefix_cache()
+        assert not self.pool.match(hashes_of(0, 4))
+        for blocks in self.held:  # their sequences go on, and offer them when they end
+            self.pool.store(hashes_of(2, len(blocks)), blocks)
+        assert not self.pool.match(hashes_of(2, 4))
 
     @rule(seed=st.integers(0, 3), count=st.integers(0, 4))
     def match(self, seed: int, count: int) -> None:
-        blocks = self.pool.match(block_hashes([seed] * (count * BLOCK_SIZE), BLOCK_SIZE))
+        blocks = self.pool.match(hashes_of(seed, count))
         self.held.append(blocks)
 
     @rule(index=st.integers(0, 20))
