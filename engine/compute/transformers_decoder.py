@@ -267,8 +267,12 @@ def heads_of(decoder: TransformersDecoder, num_layers: int) -> tuple[int, int]:
     attention.backend = None
     attention.seen.clear()
     ids = torch.arange(3, 6, device=device)[None]
-    with torch.no_grad():
-        decoder.model(input_ids=ids, position_ids=ids - 3, use_cache=False)
+    try:
+        with torch.no_grad():
+            decoder.model(input_ids=ids, position_ids=ids - 3, use_cache=False)
+    except (AttributeError, LookupError, TypeError) as error:
+        why = f"its code does not run without a mask of its own ({one_line(error)})"
+        raise ConfigError(why) from error
     seen = attention.seen
     if sorted(seen) != list(range(num_layers)):
         raise ConfigError(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.initialization import no_init_weights
 
 from baton.engine.compute.attention import PlainBackend
 from baton.engine.compute.decoder import unrotated
@@ -36,6 +37,8 @@ from baton.engine.compute.transformers_decoder import (
 )
 from baton.protocol.errors import ConfigError
 
+# A layer of another kind keeps another state, or sees other tokens.
+KINDS = {"full_attention", "sliding_attention"}
 LARGEST_ERROR = 1e-3  # of the largest logit, in fp32; a mask or a state that is lost gives 1e-2
 BLOCK_SIZE = 16
 VOCAB, WIDTH, EXPERT_WIDTH, SHORT = 512, 64, 16, 40
@@ -57,10 +60,13 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         text = config.get_text_config()
+        if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
+            raise ConfigError(f"it has layers of the kind {', '.join(sorted(others))}")
         limit = _positions(text, max_model_len)
-        model = AutoModelForCausalLM.from_config(
-            small(text), dtype=torch.float32, attn_implementation="eager", **EXPERTS["cpu"]
-        )
+        with no_init_weights():  # `_randomise` gives them all
+            model = AutoModelForCausalLM.from_config(
+                small(text), dtype=torch.float32, attn_implementation="eager", **EXPERTS["cpu"]
+            )
         heads, kv_heads, width = _compare(model.eval().requires_grad_(requires_grad=False))
     except ConfigError as error:
         raise ConfigError(f"{folder}: {architecture} cannot run: {error.message}") from None
@@ -86,18 +92,27 @@ def small(text: Any) -> Any:
         depth = min(2 * depth, layers)
     for name, value in fields.items():
         if isinstance(value, (list, str)) and len(value) == layers:
-            fields[name] = value[:depth]
+            kept = value[:depth]
+            fields[name] = kept if isinstance(kept, str) else [_smaller(name, one) for one in kept]
         elif name.endswith("token_id"):
             fields[name] = None if not isinstance(value, int) else min(value, 2)
         elif isinstance(value, dict):
-            fields[name] = _shortened(value)
-        elif isinstance(value, int) and not isinstance(value, bool):
+            fields[name] = _shortened(
+                {key: of for key, of in value.items() if not _is_layer(key, depth)}
+            )
+        else:
             fields[name] = _smaller(name, value)
     fields[text.attribute_map.get("num_hidden_layers", "num_hidden_layers")] = depth
     return type(text)(**fields)
 
 
-def _smaller(name: str, value: int) -> int:
+def _is_layer(key: object, first: int) -> bool:
+    return str(key).isdecimal() and int(str(key)) >= first
+
+
+def _smaller(name: str, value: Any) -> Any:
+    if not isinstance(value, int) or isinstance(value, bool):
+        return value
     if name.startswith("vocab_size"):
         return min(value, VOCAB)
     if _LENGTHS.search(name):
@@ -111,11 +126,9 @@ def _shortened(rope: dict[str, Any]) -> dict[str, Any]:
     if "longrope" in (rope.get("rope_type"), rope.get("type")):
         return rope
     return {
-        name: _shortened(value) if isinstance(value, dict) else (
-            _smaller(name, value) if isinstance(value, int) else value
-        )
+        name: _shortened(value) if isinstance(value, dict) else _smaller(str(name), value)
         for name, value in rope.items()
-    }  # fmt: skip
+    }
 
 
 def _depth(fields: dict[str, Any], layers: int) -> int:
@@ -170,6 +183,8 @@ def _compare(model: Any) -> tuple[int, int, int]:
         model.set_attn_implementation("eager")
         with torch.no_grad():
             exact = model(input_ids=ids[None], use_cache=False).logits[0].float()
+            cache = model(input_ids=ids[None, :-1], use_cache=True).past_key_values
+            last = model(input_ids=ids[None, -1:], past_key_values=cache, use_cache=True).logits
         attention = PagedAttention()
         model.set_attn_implementation(attention.name)
         decoder = TransformersDecoder(model, attention, SingleRank(), [])
@@ -177,8 +192,9 @@ def _compare(model: Any) -> tuple[int, int, int]:
         with_row_linears(model, lambda weight, bias, _: Linear(weight, bias))
         width = max(max(layer.key_dim, layer.value_dim) for layer in attention.seen.values())
         attention.width = width = width + width % 2
-        got = _in_blocks(decoder, ids, (heads, kv_heads, width))
-        error = float((got - exact).abs().max() / exact.abs().max())
+        got = torch.cat((_in_blocks(decoder, ids, (heads, kv_heads, width)), last[0, -1:]))
+        wanted = torch.cat((exact, exact[-1:]))  # by its own cache, too
+        error = float((got - wanted).abs().max() / wanted.abs().max())
         if error < LARGEST_ERROR:
             return heads, kv_heads, width
     raise ConfigError(
@@ -198,11 +214,11 @@ def _in_blocks(decoder: TransformersDecoder, ids: Tensor, sizes: tuple[int, int,
 def _randomise(model: Any, seed: int) -> None:
     """Give the copy weights with which attention and experts matter, as trained ones do."""
     generator = torch.Generator().manual_seed(seed)
-    for weight in model.parameters():
+    for name, weight in model.named_parameters():
         if weight.dim() > 1:
             weight.normal_(0.0, 1.5 / math.sqrt(weight.shape[-1]), generator=generator)
         else:
-            weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+            weight.normal_(0.0 if name.endswith("bias") else 1.0, 0.1, generator=generator)
 
 
 def _ends(folder: Path, config: Any, text: Any) -> tuple[int, ...]:

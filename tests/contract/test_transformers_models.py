@@ -29,8 +29,9 @@ REFUSED = {
     "gemma2": "its attention needs softcap",
     "gpt_oss": "its attention needs s_aux",
     "bloom": "0 of 2 layers attend",
-    "mamba": "0 of 2 layers attend",
-    "llama4_text": "logits differ from the whole model's",
+    "mamba": "layers of the kind linear_attention",
+    "llama4_text": "layers of the kind chunked_attention",
+    "phimoe": "logits differ from the whole model's",
 }
 
 

@@ -39,6 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4},
     "bloom": {},
     "mamba": {},
+    "phimoe": {"sliding_window": 24, "num_local_experts": 4},
     "llama4_text": {**HALF_WINDOWS, "attention_chunk_size": 32, "num_local_experts": 4},
 }  # fmt: skip
 
