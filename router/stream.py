@@ -158,24 +158,25 @@ class RequestStream:
         num_top = self.params.prompt_logprobs
         return 0 if num_top is None else len(self.prompt_token_ids) * (1 + num_top)
 
-    @property
     def prompt_logprobs(self) -> PromptScores | None:
         """Return those of each token, None for the first; None before the first delta.
 
-        The first call takes some seconds for the largest prompts. Any thread may make it.
+        It takes a second for the largest prompts, and any thread may call it.
         """
         num_top = self.params.prompt_logprobs
-        if self._prompt_logprobs is None and num_top is not None and self.metrics.num_output_tokens:
-            pairs = struct.iter_unpack("<if", self.prompt_rows)
-            found: PromptScores = [None]
-            for token_id in self.prompt_token_ids[1:]:
-                rank, logprob = next(pairs)
-                one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
-                found.append(self._shown(token_id, one))
-            self._prompt_logprobs = found
-        return self._prompt_logprobs
+        if num_top is None or not self.metrics.num_output_tokens:
+            return None
+        pairs = struct.iter_unpack("<if", self.prompt_rows)
+        found: PromptScores = [None]
+        for token_id in self.prompt_token_ids[1:]:
+            rank, logprob = next(pairs)
+            one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
+            found.append(self._shown(token_id, one))
+        return found
 
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        if self._prompt_logprobs is None:  # all outputs share them
+            self._prompt_logprobs = self.prompt_logprobs()
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -183,7 +184,7 @@ class RequestStream:
             outputs=outputs,
             finished=self.finished and self._error is None and not self._has_changed,
             metrics=self.metrics,
-            prompt_logprobs=self.prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs,
         )
 
     def close(self) -> None:

@@ -105,6 +105,8 @@ class Handlers:
         self._wants_key = config.router.wants_key
         self._max_body_mib = config.router.max_body_mib
         self._bodies = Bodies(config.router.max_body_mib)
+        # Held while a body with the log probabilities of prompts is made, which takes much memory.
+        self._scoring = asyncio.Lock()
         self._large = LargeBodies(config.model.path, config.model.chat_template)
         # Answer POST /v1/completions, POST /v1/chat/completions and POST /v1/responses.
         self.completions = partial(self._serve, endpoint="completions")
@@ -308,10 +310,11 @@ class Handlers:
         outputs: list[CompletionOutput],
         metrics: Sequence[RequestMetrics],
     ) -> bytes:
-        prompts = await self._prompts(work, streams)
         if work.params.prompt_logprobs is None:
-            return work.answer.whole(outputs, metrics, prompts)
-        return await asyncio.to_thread(work.answer.whole, outputs, metrics, prompts)
+            return work.answer.whole(outputs, metrics, await self._prompts(work, streams))
+        async with self._scoring:
+            prompts = await self._prompts(work, streams)
+            return await asyncio.to_thread(work.answer.whole, outputs, metrics, prompts)
 
     async def _prompts(self, work: Work, streams: Sequence[RequestStream]) -> list[ShownPrompt]:
         """Return the prompts that an answer shows, with log probabilities if they are wanted."""
@@ -323,7 +326,7 @@ class Handlers:
             texts: Sequence[str | None] = work.echoes or [None] * len(streams)
             pairs = zip(texts, streams, strict=True)
             return [
-                work.answer.prompt(text, one.prompt_token_ids, one.prompt_logprobs or [], spell)
+                work.answer.prompt(text, one.prompt_token_ids, one.prompt_logprobs() or [], spell)
                 for text, one in pairs
             ]
 
