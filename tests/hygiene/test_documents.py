@@ -1,11 +1,16 @@
 """Links lead somewhere, generated pages are current, and every setting is read by some code."""
 
 import ast
+import json
 import re
 import subprocess
 import sys
 
 from baton.protocol.config import ClusterConfig
+from baton.router.http.openapi import document
+from baton.router.http.response_body import ResponseBody
+from baton.router.http.schema import ChatBody, CompletionBody
+from baton.router.http.tokens import DetokenizeBody, TokenizeBody
 from baton.runtime.fields import fields_of
 from tests.support.sources import REPOSITORY, name_of, sources, tree
 
@@ -31,6 +36,27 @@ def test_generated_pages_are_current() -> None:
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+
+
+def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else() -> None:
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    bodies = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody, "T": TokenizeBody}
+    known = {
+        (letter, name)
+        for letter, body in (*bodies.items(), ("D", DetokenizeBody))
+        for name in body.__struct_fields__
+    }
+    rows = [
+        (name, letters.split())
+        for names, letters in re.findall(r"^\| (`[^|]*`) \| ([CHRTD ]*)\|", page, re.MULTILINE)
+        for name in re.findall(r"`(\w+)`", names)
+    ]
+    assert {(letter, name) for name, letters in rows for letter in letters} == known
+    refused = {name for name, letters in rows if not letters}
+    assert refused
+    assert not refused & {name for _, name in known}
+    for path in json.loads(document())["paths"]:
+        assert path.partition("{")[0].rstrip("/") in page
 
 
 def test_every_setting_is_read_somewhere() -> None:
