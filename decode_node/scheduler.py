@@ -12,6 +12,7 @@ from typing import assert_never
 import msgspec
 
 from baton.decode_node.detached import Detached
+from baton.decode_node.speculation import PromptLookup
 from baton.decode_node.stream import Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.block_pool import BlockPool
@@ -62,6 +63,7 @@ class DecodeScheduler:
         self._copies: list[tuple[int, int]] = []
         self._detached = Detached(limits.detached_s, self.queue, self._by_request, self._leave)
         self._step_id = 0
+        self._num_launched = 0  # steps
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -124,12 +126,15 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         self._detached.expire(now_s)
+        if self._num_launched and any(stream.guesses() for stream in self._running.values()):
+            return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_slots)
         self.queue.reserve(now_s, len(self._num_running), num_growing)
         computing = self.queue.computing()
         slices = self._decode_slices(num_slots - len(computing))
-        budget = max(self.limits.max_num_batched_tokens - len(slices), self.pool.block_size)
+        num_decoding = sum(part.length for part in slices)
+        budget = max(self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size)
         for prompt in computing:
             if budget == 0 or len(slices) == self.limits.max_num_seqs:
                 break
@@ -142,9 +147,11 @@ class DecodeScheduler:
             self._drop_copies(copies)
             return None
         self._step_id += 1
+        self._num_launched += 1
         return StepPlan(self._step_id, tuple(slices), copies, generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
+        self._num_launched -= 1
         self._drop_copies(plan.copies)
         failed, logprobs = dict(result.failed), dict(result.logprobs)
         of_prompts = dict(result.prompt_logprobs)
@@ -204,13 +211,26 @@ class DecodeScheduler:
 
     def _decode_slices(self, num_slots: int) -> list[Slice]:
         slices: list[Slice] = []
+        num_guesses = self.limits.max_num_batched_tokens - num_slots  # that fit into a step
         for stream in self._in_turn(num_slots):
             if len(slices) == num_slots:
                 break
             if stream.wants_step and self._grow(stream):
+                guesses = self._guesses(stream, num_guesses)
+                num_guesses -= len(guesses)
                 choice = stream.sequence.key.choice
-                slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1))
-        return slices
+                slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1, guesses))
+        return sorted(slices, key=lambda part: part.length > 1)  # single tokens come first
+
+    def _guesses(self, stream: Stream, limit: int) -> tuple[int, ...]:
+        """Return what a step may guess of a stream: as much as its blocks, or one more, hold."""
+        sequence, size = stream.sequence, self.pool.block_size
+        guesses = stream.guesses()[: max(0, limit)]
+        room = len(sequence.block_table) * size - sequence.num_tokens
+        if len(guesses) > room and self.pool.num_free > len(self._running):
+            sequence.block_table.extend(self.pool.allocate(1))
+            room += size
+        return guesses[:room]
 
     def _in_turn(self, num_slots: int) -> list[Stream]:
         """Return the running streams, beginning with those that have places if not all do.
@@ -255,7 +275,7 @@ class DecodeScheduler:
         logprobs: tuple[TokenLogprobs, ...],
     ) -> None:
         stream = self._running.get(done.key) or self._leaving[done.key]
-        sequence = stream.sequence
+        sequence, tokens = stream.sequence, done.kept(tokens)
         sequence.settle(done, tokens)
         if stream.is_ended:
             self._release_if_idle(stream)
@@ -265,15 +285,28 @@ class DecodeScheduler:
             self._leave(stream)
         if not tokens:
             return
-        (token_id,) = tokens
-        reason = sequence.finish_reason(token_id, self.limits)
-        sequence.token_ids.append(token_id)
-        stream.logprobs += logprobs
+        reason = None
+        for index, token_id in enumerate(tokens):
+            reason = sequence.finish_reason(token_id, self.limits)
+            sequence.token_ids.append(token_id)
+            stream.logprobs += logprobs[index : index + 1]
+            if reason is not None:
+                break
+        if done.num_guesses and stream.lookup is not None:
+            self._learn(stream.lookup, done, tokens, sequence.num_tokens)
         if stream.times is not None:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
         self.outputs.emit(stream.origin, stream.entry(reason))
         if reason is not None:
             self._leave(stream, reason)
+
+    def _learn(
+        self, lookup: PromptLookup, done: Slice, tokens: tuple[int, ...], num_tokens: int
+    ) -> None:
+        num_right = len(tokens) - 1
+        lookup.learn(num_right, num_tokens)
+        self.pool.counts.spec_decode_draft_tokens += done.num_guesses
+        self.pool.counts.spec_decode_accepted_tokens += num_right
 
     def _settle_prompt(
         self,
@@ -368,6 +401,8 @@ class DecodeScheduler:
             )  # fmt: skip
             first = firsts[sequence.key.choice - prompt.key.choice]
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)
+            if self.limits.num_speculative_tokens and not sequence.sampling.depends_on_output:
+                stream.lookup = PromptLookup(self.limits)
             self._running[sequence.key] = stream
             self._by_request.add(sequence.key, stream)
             self._num_running[prompt.key] += 1

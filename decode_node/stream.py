@@ -6,6 +6,7 @@ last block is copied for each choice but the first, because a shared block is ne
 
 from dataclasses import dataclass
 
+from baton.decode_node.speculation import PromptLookup
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.sequence import Sequence
@@ -33,6 +34,7 @@ class Stream:
     left_by: Origin = NO_ROUTER  # the lost router, while no other router has the stream
     is_ended: bool = False
     logprobs: tuple[TokenLogprobs, ...] = ()  # of the tokens that are not yet sent
+    lookup: PromptLookup | None = None
 
     @property
     def keys(self) -> list[Key]:
@@ -44,6 +46,13 @@ class Stream:
         if self.is_ended or sequence.may_repeat:
             return False
         return sequence.num_planned_tokens + 1 < self.limit
+
+    def guesses(self) -> tuple[int, ...]:
+        """Return what may follow the tokens so far, as far as the sequence may go."""
+        if self.lookup is None:
+            return ()
+        num_tokens = self.sequence.num_tokens
+        return self.lookup.guesses(self.sequence.token_ids)[: max(0, self.limit - num_tokens - 1)]
 
     def entry(self, finish_reason: FinishReason | None) -> TokenEntry:
         """Return the tokens that are not yet sent, and count them as sent."""

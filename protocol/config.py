@@ -162,6 +162,19 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: Annotated[
         int, about("most tokens in one step; 0 takes 512 on CPUs and 2048 on GPUs", "tokens", ge=0)
     ] = 0
+    num_speculative_tokens: Annotated[
+        int,
+        about(
+            "most tokens that a decode step guesses for a sequence from what followed its last "
+            "tokens before (n-gram speculative decoding); 0 guesses none",
+            ge=0,
+            le=16,
+        ),
+    ] = 0
+    prompt_lookup_max: Annotated[
+        int, about("how many last tokens such a guess looks for at first", "tokens", ge=1)
+    ] = 4
+    prompt_lookup_min: Annotated[int, about("how many it looks for at last", "tokens", ge=1)] = 2
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

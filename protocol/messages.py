@@ -274,6 +274,8 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     reads_s: float = 0.0  # the sum over all reads, each from its post to its end
     failed_reads: Total = 0
     corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
+    spec_decode_draft_tokens: Total = 0  # guessed by speculative decoding
+    spec_decode_accepted_tokens: Total = 0  # guessed right
 
 
 class Heartbeat(Message, frozen=True):

@@ -24,8 +24,8 @@ _OWN_NAMED = (
     "model.chat_template", "model.dtype", "model.model_impl", "model.max_model_len",
     "cache.memory_mib", "cache.gpu_memory_utilization", "cache.enable_prefix_caching",
     "cache.block_size", "engine.device", "engine.tensor_parallel_size", "engine.threads",
-    "engine.max_num_batched_tokens", "engine.max_num_seqs", "node.id", "node.routers", "node.bind",
-    "transfer.transport",
+    "engine.max_num_batched_tokens", "engine.max_num_seqs", "engine.num_speculative_tokens",
+    "node.id", "node.routers", "node.bind", "transfer.transport",
 )  # fmt: skip
 # The flags besides `--section-field`. `LLM` takes them as keywords.
 SHORT_FLAGS = {
@@ -86,6 +86,8 @@ def checked(config: ClusterConfig) -> ClusterConfig:
             "prefill is 0 and router.local_prefill is never, so no node could compute a prompt: "
             "start a prefill node or use --local-prefill always"
         )
+    if config.engine.prompt_lookup_min > config.engine.prompt_lookup_max:
+        raise ConfigError("engine.prompt_lookup_min is above engine.prompt_lookup_max")
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
     if config.router.ssl_keyfile and not config.router.ssl_certfile:

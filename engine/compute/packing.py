@@ -306,14 +306,15 @@ class Packer:
             return
         if part.sampling is None:
             raise InvariantBroken(f"{part.key}: a slice with samples has no sampling parameters")
-        position = part.start + part.length
-        num_output_tokens = position - part.num_prompt_tokens
-        for choice in part.samples:
-            if part.sampling.logprobs is not None:
-                lists.scored.setdefault(part.sampling.logprobs, []).append(len(lists.samples))
-            lists.repeats.append(len(lists.rows))
-            lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
-        lists.rows.append(len(lists.ids) - 1)
+        for num_after in range(part.num_guesses, -1, -1):
+            position = part.start + part.length - num_after
+            num_output_tokens = position - part.num_prompt_tokens
+            for choice in part.samples:
+                if part.sampling.logprobs is not None:
+                    lists.scored.setdefault(part.sampling.logprobs, []).append(len(lists.samples))
+                lists.repeats.append(len(lists.rows))
+                lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
+            lists.rows.append(len(lists.ids) - 1 - num_after)
 
     def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
         """Return how many blocks the longest context has."""
@@ -414,7 +415,7 @@ class _SampledPlaces:
 
     def add(self, slices: Sequence[Slice]) -> list[int]:
         """Assign a place to each sample of a step, and return the places in order."""
-        num_samples = sum(len(part.samples) for part in slices)
+        num_samples = sum(part.num_sampled for part in slices)
         if num_samples > IDLE_PLACE // REMEMBERED_STEPS:
             raise InvariantBroken(f"a step samples {num_samples} tokens")
         if self._next + num_samples > IDLE_PLACE:
@@ -423,7 +424,11 @@ class _SampledPlaces:
         self._next += num_samples
         left = iter(places)
         self._steps.append(
-            {part.key.of_choice(choice): next(left) for part in slices for choice in part.samples}
+            {
+                part.key.of_choice(choice): next(left)
+                for part in slices
+                for choice in part.samples * (1 + part.num_guesses)
+            }
         )
         return places
 

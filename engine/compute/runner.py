@@ -126,7 +126,7 @@ class Runner:
         ids = iter(self._queue.collect())
         step, launched_s = self._launched.popleft()
         plan, unsampled = step.plan, step.unsampled
-        tokens = [tuple(next(ids) for _ in part.samples) for part in plan.slices]
+        tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
@@ -264,9 +264,9 @@ def _logprobs(
         for num_top, samples in step.scored.items()
         for sample in samples
     }
-    ends = accumulate(len(part.samples) for part in step.plan.slices)
+    ends = accumulate(part.num_sampled for part in step.plan.slices)
     return tuple(
-        (index, tuple(found[sample] for sample in range(end - len(part.samples), end)))
+        (index, tuple(found[sample] for sample in range(end - part.num_sampled, end)))
         for index, (part, end) in enumerate(zip(step.plan.slices, ends, strict=True))
         if part.samples and part.sampling is not None and part.sampling.logprobs is not None
     )

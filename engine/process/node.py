@@ -161,6 +161,9 @@ class EngineNode:
             info.eos_token_ids,
             info.vocab_size,
             self.config.node.detached_s,
+            self.config.engine.num_speculative_tokens,
+            self.config.engine.prompt_lookup_max,
+            self.config.engine.prompt_lookup_min,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

@@ -94,7 +94,8 @@ class Records:
         counters = self.counters
         counters.steps += 1
         counters.steps_s += result.ended_s - result.started_s
-        counters.output_tokens += sum(len(part.samples) for part in plan.slices)
+        sampled = zip(plan.slices, result.tokens, strict=True)
+        counters.output_tokens += sum(len(part.kept(tokens)) for part, tokens in sampled)
         num_prompt_tokens = sum(
             max(0, min(part.start + part.length, part.num_prompt_tokens) - part.start)
             for part in plan.slices

@@ -16,11 +16,13 @@ from baton.protocol.errors import InvariantBroken
 
 @dataclass(slots=True)
 class PoolCounts:
-    """The pool's counts since the start, with the names of `Totals`."""
+    """What the scheduler has counted since the start, with the names of `Totals`."""
 
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
     preemptions: int = 0  # sequences that gave their blocks back because none was free
+    spec_decode_draft_tokens: int = 0  # guessed
+    spec_decode_accepted_tokens: int = 0  # guessed right
 
 
 class BlockPool:

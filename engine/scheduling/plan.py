@@ -37,6 +37,24 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     # likeliest ones.
     targets: tuple[int, ...] = ()
     num_top: int = 0
+    # The last of `token_ids` are guesses. The position before each is sampled too, so a sample has
+    # one token more than there are guesses.
+    num_guesses: int = 0
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.samples) * (1 + self.num_guesses)
+
+    def kept(self, tokens: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the sampled tokens up to the first that a guess after it does not have."""
+        if not self.num_guesses:
+            return tokens
+        num_right = 0
+        for guess, token_id in zip(self.token_ids[-self.num_guesses :], tokens, strict=False):
+            if guess != token_id:
+                break
+            num_right += 1
+        return tokens[: num_right + 1]
 
 
 class StepPlan(msgspec.Struct, frozen=True):
@@ -54,7 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True):
 
 
 class StepResult(msgspec.Struct, frozen=True):
-    """The result of a plan: `tokens[i]` holds one token id per sample of slice i.
+    """The result of a plan: `tokens[i]` holds `num_sampled` token ids of slice i.
 
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
     if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the

@@ -31,6 +31,9 @@ class NodeLimits(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...] = ()
     vocab_size: int = 1 << 31  # token ids are below this
     detached_s: float = 0.0  # how long a stream whose router is gone waits for another one
+    num_speculative_tokens: int = 0  # at most, in a decode step of one sequence
+    prompt_lookup_max: int = 4
+    prompt_lookup_min: int = 2
 
 
 def problem_of(

@@ -81,10 +81,15 @@ class Sequence:
         """Count the tokens before `position` as computed, because blocks hold them already."""
         self.num_computed_tokens = self.num_planned_tokens = position
 
-    def slice(self, length: int, samples: tuple[int, ...], step_id: int) -> Slice:
-        """Return the next `length` tokens as a slice, which counts as launched until it settles."""
+    def slice(
+        self, length: int, samples: tuple[int, ...], step_id: int, guesses: tuple[int, ...] = ()
+    ) -> Slice:
+        """Return the next `length` tokens as a slice, which counts as launched until it settles.
+
+        `guesses` of the tokens after them are computed too.
+        """
         start, end = self.num_planned_tokens, self.num_planned_tokens + length
-        self.num_planned_tokens = end
+        self.num_planned_tokens = end + len(guesses)
         self.num_unsettled += 1
         sampling, past = self.sampling, None
         num_top = sampling.prompt_logprobs
@@ -104,8 +109,8 @@ class Sequence:
         return Slice(
             key=self.key,
             start=start,
-            length=length,
-            token_ids=tuple(self.token_ids[start:end]),
+            length=length + len(guesses),
+            token_ids=(*self.token_ids[start:end], *guesses),
             block_table=tuple(self.block_table),
             samples=samples,
             sampling=sampling if samples or sampling.grammar else None,
@@ -113,6 +118,7 @@ class Sequence:
             past=past,
             targets=targets,
             num_top=num_top or 0,
+            num_guesses=len(guesses),
         )
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
@@ -121,8 +127,13 @@ class Sequence:
         return self.slice(length, samples if length == self.num_unplanned_tokens else (), step_id)
 
     def settle(self, done: Slice, tokens: tuple[int, ...]) -> None:
+        """Count a slice as computed. `tokens` are those that `done` keeps."""
         self.num_unsettled -= 1
         self.num_computed_tokens = done.start + done.length
+        if done.num_guesses:  # what was computed for wrong ones is computed again
+            num_wrong = 1 + done.num_guesses - len(tokens)
+            self.num_computed_tokens -= num_wrong
+            self.num_planned_tokens = self.num_computed_tokens
         self.has_sampled = bool(tokens)
         if done.samples and not tokens:  # its last token is computed again for its logits
             last = self.num_computed_tokens - 1

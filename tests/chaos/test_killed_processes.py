@@ -31,7 +31,8 @@ def expected(num_tokens: int) -> list[int]:
 
 def settings(**nodes: object) -> ClusterConfig:
     return tiny_cluster(
-        cache={"num_blocks": 600}, engine={"max_num_batched_tokens": 64},
+        cache={"num_blocks": 600},
+        engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3},
         router={"local_prefill": "never"}, **nodes,
     )  # fmt: skip
 

@@ -67,7 +67,8 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = tiny_cluster(
-        "llama", cache={"num_blocks": NUM_BLOCKS}, engine={"max_num_batched_tokens": 64},
+        "llama", cache={"num_blocks": NUM_BLOCKS},
+        engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3, "prompt_lookup_min": 1},
         router={"local_prefill": "never", "otlp_traces_endpoint": collector.url},
         node={"http": "127.0.0.1:0"},
     )  # fmt: skip

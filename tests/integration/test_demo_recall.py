@@ -11,6 +11,7 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.deploy.model_folder import CHECKPOINT
+from baton.engine.process.records import StepRecord
 from baton.kv_transfer.interfaces import BlockSlice, Transport
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import ClusterConfig
@@ -46,9 +47,10 @@ def score(answers: list[str]) -> int:
     return sum(said == question.answer for said, question in zip(answers, asked, strict=True))
 
 
-def settings() -> ClusterConfig:
+def settings(num_guesses: int = 0) -> ClusterConfig:
     return tiny_cluster(
-        CHECKPOINT, cache={"num_blocks": 1200}, engine={"max_num_batched_tokens": 512},
+        CHECKPOINT, cache={"num_blocks": 1200},
+        engine={"max_num_batched_tokens": 512, "num_speculative_tokens": num_guesses},
         router={"local_prefill": "never"}, transfer={"transport": "shm"},
     )  # fmt: skip
 
@@ -68,8 +70,14 @@ def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
 ) -> None:
     """Decode reads the prompt once and caches it, so all questions meet the same damage."""
     assert score(expected()) >= 0.99 * len(memory().questions)
-    (tmp_path / "whole").mkdir()
-    assert NodeThreads(tmp_path / "whole", settings()).run(recalled) == expected()
+    steps = []
+    for num_guesses in (0, 4):
+        folder = tmp_path / f"guesses-{num_guesses}"
+        folder.mkdir()
+        nodes = NodeThreads(folder, settings(num_guesses))
+        assert nodes.run(recalled) == expected()
+        steps.append(len([one for one in nodes.records("decode-0") if isinstance(one, StepRecord)]))
+    assert steps[1] < 0.7 * steps[0], "its answers stand in the prompt"
     reads: list[tuple[int, ...]] = []
 
     def blanking(inner: Transport, pool: HostPool) -> Transport:

@@ -120,7 +120,7 @@ class SimExecutor:
         self.wake()
 
     def _compute(self, part: Slice) -> tuple[int, ...]:
-        context = self._before(part)
+        context, sampled = self._before(part), []
         for position in range(part.start, part.start + part.length):
             if part.token_ids:
                 token = part.token_ids[position - part.start]
@@ -129,15 +129,14 @@ class SimExecutor:
             context = context.then(token)
             block = part.block_table[position // BLOCK_SIZE]
             self.slots[block][position % BLOCK_SIZE] = context
-        if not part.samples:
-            return ()
-        assert part.sampling is not None
-        sampled = tuple(
-            next_token(context, part.sampling.seed, choice, self._salt) for choice in part.samples
-        )
-        for choice, token in zip(part.samples, sampled, strict=True):
-            self._sampled[part.key.of_choice(choice), part.start + part.length] = token
-        return sampled
+            if position + 1 < part.start + part.length - part.num_guesses:
+                continue
+            for choice in part.samples:
+                assert part.sampling is not None
+                token = next_token(context, part.sampling.seed, choice, self._salt)
+                self._sampled[part.key.of_choice(choice), position + 1] = token
+                sampled.append(token)
+        return tuple(sampled)
 
     def _scores(self, part: Slice) -> bytes:
         contexts = (self._slot(part, part.start + row) for row in range(len(part.targets)))

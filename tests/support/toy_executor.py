@@ -6,6 +6,7 @@ or a lost copy fails at once. The next token is a pure function of the tokens so
 """
 
 import hashlib
+from collections.abc import Callable
 
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.ids import Key
@@ -30,8 +31,11 @@ def continuation(prompt: list[int], count: int, choice: int = 0) -> list[int]:
 class ToyExecutor:
     """`slots[block][offset]` is the tuple of tokens that the slot stands for."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(
+        self, num_blocks: int, block_size: int, says: Callable[[list[int], int], int] = next_token
+    ) -> None:
         self.block_size = block_size
+        self.says = says
         self.slots: list[list[tuple[int, ...] | None]] = [
             [None] * block_size for _ in range(num_blocks)
         ]
@@ -47,14 +51,17 @@ class ToyExecutor:
         history = self._history(part)
         given = part.token_ids or (self._last[(part.key, part.start)],)
         assert len(given) == part.length
+        drawn: list[int] = []
         for position, token in enumerate(given, part.start):
             history.append(token)
             block = part.block_table[position // self.block_size]
             self.slots[block][position % self.block_size] = tuple(history)
-        drawn = tuple(next_token(history, choice) for choice in part.samples)
-        for choice, token in zip(part.samples, drawn, strict=True):
-            self._last[(part.key.of_choice(choice), part.start + part.length)] = token
-        return drawn
+            if position + 1 < part.start + part.length - part.num_guesses:
+                continue
+            for choice in part.samples:
+                drawn.append(self.says(history, choice))
+                self._last[(part.key.of_choice(choice), position + 1)] = drawn[-1]
+        return tuple(drawn)
 
     def _history(self, part: Slice) -> list[int]:
         """The tokens before the slice, from the slots themselves, all checked to be one chain."""

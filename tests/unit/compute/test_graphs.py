@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 import torch
 from llguidance import LLMatcher
@@ -33,6 +34,7 @@ NUM_BLOCKS = 48
 NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "100"))  # of about five sequences
 EOS = tuple(range(0, SHAPE.vocab_size, 16))
 LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
+GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3, prompt_lookup_min=1)
 PROMPTS = [[3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)]
 SAMPLINGS = [
     Sampling(seed=5, max_tokens=9, temperature=0.0),
@@ -82,10 +84,12 @@ def alone(runner: Runner, prompt: list[int], sampling: Sampling) -> list[int]:
 class World:
     """A decode scheduler and a runner, with up to `depth` steps launched."""
 
-    def __init__(self, runner: Runner, luck: random.Random, depth: int) -> None:
+    def __init__(
+        self, runner: Runner, luck: random.Random, depth: int, limits: NodeLimits = LIMITS
+    ) -> None:
         self.runner, self.luck, self.depth = runner, luck, depth
         self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
-        self.scheduler = DecodeScheduler(self.pool, LIMITS)
+        self.scheduler = DecodeScheduler(self.pool, limits)
         self.launched: deque[StepPlan] = deque()
         self.asked: dict[Key, tuple[list[int], Sampling]] = {}
         self.said: dict[Key, list[int]] = {}
@@ -132,7 +136,10 @@ class World:
 
 
 def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: Path) -> None:
-    """Two steps are launched at a time and decode steps are replayed, on a pool that fills up."""
+    """Two steps are launched at a time and decode steps are replayed, on a pool that fills up.
+
+    Every other node guesses tokens.
+    """
     eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder))
     expected = {
         (tuple(prompt), sampling): alone(eager, prompt, sampling)
@@ -142,16 +149,18 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: P
     assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
     assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
     queue = RecordingQueue()
-    runner, num_cut = captured(queue, masks(folder)), 0
+    runner, num_cut, num_right = captured(queue, masks(folder)), 0, 0
     for seed in range(NUM_SCHEDULES):
-        world = World(runner, random.Random(seed), depth=2)
+        world = World(runner, random.Random(seed), 2, GUESSING if seed % 2 else LIMITS)
         world.play()
         for of, (prompt, sampling) in world.asked.items():
             whole, said = expected[tuple(prompt), sampling], world.said[of]
             assert said == (whole[: len(said)] if of in world.cut else whole), (seed, of)
         assert world.pool.num_owned == 0
         num_cut += len(world.cut)
-    assert queue.num_replays > 4 * NUM_SCHEDULES
+        num_right += world.pool.counts.spec_decode_accepted_tokens
+    assert queue.num_replays > 2 * NUM_SCHEDULES
+    assert num_right > NUM_SCHEDULES / 10
     assert num_cut > NUM_SCHEDULES / 4
 
 
