@@ -62,7 +62,7 @@ class PagedAttention:
     def __init__(self) -> None:
         self.name = f"baton-{secrets.token_hex(4)}"
         self.backend: Backend | None = None
-        self.width = 0  # of keys and values in the pool
+        self.width, self.dtype = 0, torch.float32  # of keys and values in the pool
         self.seen: dict[int, LayerHeads] = {}
         AttentionInterface.register(self.name, self)
 
@@ -84,7 +84,7 @@ class PagedAttention:
             self.seen[layer] = LayerHeads(heads, key.shape[1], dim, value.shape[3])
             return value.new_zeros(1, tokens, heads, value.shape[3]), None
         num_heads = heads + 2 * key.shape[1]
-        qkv = value.new_zeros(tokens, num_heads, self.width)
+        qkv = value.new_zeros(tokens, num_heads, self.width, dtype=self.dtype)
         first = 0
         for part in (query, key, value):
             qkv[:, first : first + part.shape[1], : part.shape[3]] = part[0].transpose(0, 1)
@@ -161,6 +161,7 @@ class TransformersDecoder:
         self._base: Any = named if named is not model else getattr(model, "model", None)
         if self._base is None:
             raise ConfigError("its code has no base model apart from the head")
+        self._base = getattr(self._base, "decoder", self._base)  # as OPT, past a model around it
         self._outputs: Any = None  # of the base's last step
 
     def linears(self) -> list[Linear]:
@@ -182,6 +183,7 @@ class TransformersDecoder:
         """
         if not len(hidden):
             return hidden.new_empty(0, 0, dtype=torch.float32)
+        self.attention.backend = None  # a head that attends would write to the pool
         outputs = copy(self._outputs)
         outputs.last_hidden_state = hidden[None]
         self._base.forward = lambda *_, **__: outputs
@@ -241,7 +243,7 @@ def load_transformers(
         decoder.bare = BareLinears(linears)
     if (seen := heads_of(decoder, config.num_layers)) != (config.num_heads, config.num_kv_heads):
         raise ConfigError(f"{folder}: all layers attend with {seen}, but a small copy did not")
-    attention.width = config.head_dim
+    attention.width, attention.dtype = config.head_dim, dtype
     return decoder
 
 
@@ -292,8 +294,11 @@ def in_chunks(
     decoder: TransformersDecoder, backend: Backend, block_size: int, ids: Tensor,
     cuts: Sequence[int], beside: int = BESIDE,
 ) -> Tensor:  # fmt: skip
-    """Return the logits of all tokens, `[len(ids), vocab]`, with these cuts, each chunk computed
-    after `beside` tokens of another sequence. They use the first blocks of the pool."""
+    """Return the logits of all tokens, `[len(ids), vocab]`, computed in the chunks between `cuts`.
+
+    Each chunk comes after `beside` tokens of another sequence. The first blocks of the pool are
+    used.
+    """
     per_sequence = -(-len(ids) // block_size)
     table, other = tuple(range(1, per_sequence + 1)), (0,)
     logits = []

@@ -183,7 +183,9 @@ def _compare(model: Any) -> tuple[int, int, int]:
         model.set_attn_implementation("eager")
         with torch.no_grad():
             exact = model(input_ids=ids[None], use_cache=False).logits[0].float()
-            cache = model(input_ids=ids[None, :-1], use_cache=True).past_key_values
+            first = model(input_ids=ids[None, :-1], use_cache=True)
+            if (cache := getattr(first, "past_key_values", None)) is None:
+                raise ConfigError("it has no cache of keys and values")
             last = model(input_ids=ids[None, -1:], past_key_values=cache, use_cache=True).logits
         attention = PagedAttention()
         model.set_attn_implementation(attention.name)

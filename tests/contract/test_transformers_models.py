@@ -12,10 +12,9 @@ from safetensors.torch import load_file, save_file
 from baton import LLM, SamplingParams
 from baton.deploy.model_folder import with_model
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
-from baton.engine.compute.runner import Runner
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
-from tests.support.compute import Text, compute_config, loaded, logits, needs_rules
+from tests.support.compute import Text, compute_config, greedy, loaded, logits, needs_rules
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.oracle import Oracle, count_ties, prompt
 
@@ -38,14 +37,6 @@ REFUSED = {
 def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
     config = compute_config(foreign_folder(kind), dtype)
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model))
-
-
-def greedy(runner: Runner, text: Text, num_tokens: int) -> list[int]:
-    """Continue a text that is computed but for its last token."""
-    for _ in range(num_tokens):
-        end = len(text.tokens)
-        text.tokens.append(int(logits(runner, text.chunk(end - 1, end))[0][0].argmax()))
-    return text.tokens[-num_tokens:]
 
 
 @pytest.mark.parametrize("kind", RUNS)

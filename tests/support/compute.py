@@ -87,6 +87,14 @@ def logits(runner: Runner, *slices: Slice) -> list[Tensor]:
     return [rows[chunk.row : chunk.row + chunk.length] for chunk in batch.chunks]
 
 
+def greedy(runner: Runner, text: Text, num_tokens: int) -> list[int]:
+    """Continue a text that is computed but for its last token, a token at a time."""
+    for _ in range(num_tokens):
+        end = len(text.tokens)
+        text.tokens.append(int(logits(runner, text.chunk(end - 1, end))[0][0].argmax()))
+    return text.tokens[-num_tokens:]
+
+
 def chunked_logits(runner: Runner, text: Text, chunk_sizes: Sequence[int]) -> Tensor:
     """The logits of all tokens, each chunk in a batch of its own; the last size repeats."""
     parts, start, sizes = [], 0, list(chunk_sizes)

@@ -38,17 +38,69 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2": {"head_dim": 16},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4},
     "bloom": {},
+    "codegen": {"n_positions": 1024, "rotary_dim": 8},
+    "gemma3n_text": {
+        **HALF_WINDOWS, "num_hidden_layers": 10, "num_kv_shared_layers": 4, "laurel_rank": 8,
+        "altup_num_inputs": 2, "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 2,
+        "activation_sparsity_pattern": [0.0] * 10,
+    },
+    "gptj": {"n_positions": 1024, "rotary_dim": 8},
     "mamba": {},
     "phimoe": {"sliding_window": 24, "num_local_experts": 4},
     "llama4_text": {**HALF_WINDOWS, "attention_chunk_size": 32, "num_local_experts": 4},
 }  # fmt: skip
 
 
+# Fields of any family; each takes those that it has.
+SMALL: dict[str, Any] = {
+    **MoE, **LATENT, "num_local_experts": 8, "intermediate_size": 64, "head_dim": 16, "d_ff": 64,
+    "shared_expert_intermediate_size": 32, "sliding_window": 24, "n_positions": 1024, "ffn_dim": 64,
+    "n_embd": 64, "n_layer": 3, "n_head": 4, "d_model": 64, "n_group": 1, "mamba_d_state": 8,
+    "vocab_size_per_layer_input": 512, "hidden_size_per_layer_input": 16, "index_topk": 16,
+    "per_layer_config": None, "decoder_layers": 2, "encoder_layers": 2, "num_heads": 4,
+    "decoder_attention_heads": 4, "encoder_attention_heads": 4, "decoder_ffn_dim": 64,
+    "encoder_ffn_dim": 64, "mamba_n_heads": 8, "mamba_d_head": 16,
+}  # fmt: skip
+
+
+def small_config(kind: str) -> Any:
+    """A small configuration of any decoder of transformers, with each of its kinds of layers."""
+    text = AutoConfig.for_model(kind).get_text_config()
+    fields = text.to_dict()
+    wanted = {**SMALL, **BASE, **FAMILIES.get(kind, {})}
+    if "qk_rope_head_dim" in fields:
+        wanted |= {"num_key_value_heads": 4, "head_dim": 8}
+    chosen = {k: v for k, v in wanted.items() if k in fields or k in text.attribute_map}
+    depth = chosen.get("num_hidden_layers", 3)
+    for name, value in fields.items():
+        if isinstance(value, list) and len(value) == text.num_hidden_layers and name not in chosen:
+            kinds = [
+                value[value.index(one)] for one in {repr(each): each for each in value}.values()
+            ]
+            chosen[name] = [*value[: depth - len(kinds)], *kinds][-depth:]
+    kept = {k: v for k, v in fields.items() if k not in ("transformers_version", "architectures")}
+    return type(text)(**{**kept, **chosen})
+
+
 @cache
-def foreign_folder(kind: str, **more: Any) -> Path:
+def foreign_folder(kind: str) -> Path:
     """The folder of a model with weights with which attention and experts matter."""
+    return _written(kind, AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind]}))
+
+
+def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:
+    """The folder of a model of `small_config`. Raises what transformers raises."""
+    config = small_config(kind)
+    with torch.device("meta"):
+        size = sum(one.numel() for one in AutoModelForCausalLM.from_config(config).parameters())
+    if size > most_weights:
+        raise ValueError(f"{size} weights are too many")
+    return _written(kind, config)
+
+
+def _written(kind: str, config: Any) -> Path:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind], **more})
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
