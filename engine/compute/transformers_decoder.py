@@ -250,7 +250,8 @@ def load_transformers(
 def with_row_linears(model: Any, make: Callable[..., Linear]) -> list[Linear]:
     """Replace every `nn.Linear`, one at a time, so that few weights are in memory twice."""
     made, head = [], model.get_output_embeddings()
-    for parent in list(model.modules()):
+    # A list of all modules would keep every weight until the last is packed.
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
                 bias = None if child.bias is None else child.bias.data

@@ -87,6 +87,21 @@ def test_a_family_of_batons_own_can_be_computed_by_transformers() -> None:
         assert compute_path(own) != compute_path(other)
 
 
+@pytest.mark.parametrize("rope_type", ["yarn", "dynamic"])
+def test_other_rotations_run_in_transformers_code(rope_type: str, tmp_path: Path) -> None:
+    rope = {"rope_type": rope_type, "rope_theta": 1e4, "factor": 4.0}
+    rope |= {"original_max_position_embeddings": 64} if rope_type == "yarn" else {}
+    folder = changed(tmp_path, "qwen3", rope_parameters=rope)
+    expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)
+    config = compute_config(folder)
+    model = msgspec.structs.replace(config.model, model_impl="transformers")
+    with loaded(msgspec.structs.replace(config, model=model)) as runner:
+        text = Text("a", prompt(100), range(20))
+        logits(runner, text.chunk(0, 64))
+        logits(runner, text.chunk(64, 99))
+        assert count_ties(expected, greedy(runner, text, NUM_TOKENS)) == 0
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_model_with_more_than_keys_and_values_is_refused(kind: str) -> None:
     with pytest.raises(ConfigError, match=REFUSED[kind]) as refused:
