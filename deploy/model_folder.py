@@ -6,7 +6,6 @@ the hub's cache, or from the hub where it may be asked. A model that baton canno
 here, in one line, before anything is loaded.
 """
 
-import json
 import os
 import re
 import shutil
@@ -15,10 +14,17 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.compute.model_config import read_decoder_config, tensors_of
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
 from baton.engine.compute.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
+)
+from baton.engine.compute.weight_files import (
+    INDEX,
+    SINGLE,
+    check_tensors,
+    tensors_of,
+    weight_files,
 )
 from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError
@@ -37,7 +43,6 @@ DEMO_FILES = (
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files of a repository that baton reads, without weights in other formats.
 _HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 # Git leaves a file of some hundred bytes in place of a large file that was not fetched.
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -53,10 +58,12 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
         folder, name = CHECKPOINT, DEMO_NAME
     else:
         folder, name = _folder_of(config.model.path, needs_weights=needs_weights)
-        is_widened = _checked(folder, config.model.model_impl)
+        decoder, is_widened = _checked(folder, config.model.model_impl)
         _check_fetched(folder / "tokenizer.json")
         if needs_weights:
             _check_weights(folder)
+            if decoder is not None:
+                check_tensors(folder, decoder)
             if is_widened and config.model.dtype == "auto":
                 log.warning(
                     "the weights are float16, in which baton does not compute: they are widened to "
@@ -104,8 +111,8 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
         raise ConfigError(f"the hub does not give model {name}: {error.server_message}") from error
 
 
-def _checked(folder: Path, model_impl: ModelImpl) -> bool:
-    """Return whether the weights are float16."""
+def _checked(folder: Path, model_impl: ModelImpl) -> tuple[DecoderConfig | None, bool]:
+    """Return baton's own decoder, if it is one, and whether the weights are float16."""
     config = folder / "config.json"
     if not config.is_file():
         if folder.suffix == ".gguf" or any(folder.glob("*.gguf")):
@@ -117,26 +124,18 @@ def _checked(folder: Path, model_impl: ModelImpl) -> bool:
     if not os.access(config, os.R_OK):
         raise ConfigError(f"model {folder} cannot be read: {config} is not readable by this user")
     if runs_in_transformers(folder, model_impl):
-        return check_for_transformers(folder)[1] == "float16"
-    return read_decoder_config(folder).is_widened
+        return None, check_for_transformers(folder)[1] == "float16"
+    decoder = read_decoder_config(folder)
+    return decoder, decoder.is_widened
 
 
 def _check_weights(folder: Path) -> None:
     """Raise `ConfigError` unless every file of the weights exists and is not an LFS pointer."""
-    index = folder / _INDEX
-    names = {_WEIGHTS}
-    if not (folder / _WEIGHTS).is_file() and index.is_file():
-        try:
-            names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{index} does not list the files of the weights") from error
-    files = sorted(folder / name for name in names)
-    for file in files:
-        if not file.is_file():
-            raise ConfigError(
-                f"model {folder} has no {file.name}: baton reads weights from safetensors files"
-            )
-    for file in files:
+    if not any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        raise ConfigError(
+            f"model {folder} has no {SINGLE}: baton reads weights from safetensors files"
+        )
+    for file in weight_files(folder):
         _check_fetched(file)
         tensors_of(file)
 

@@ -16,6 +16,7 @@ from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
 from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.row_rule import RowThreads, at_once
 from baton.engine.compute.tensor_parallel import Ranks
+from baton.engine.compute.weight_files import EMBEDDING, HEAD, check_tensors
 from baton.engine.compute.weights import Checkpoint
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.protocol.errors import ConfigError
@@ -47,7 +48,8 @@ def load_decoder(
     place: Placement,
     progress: Progress,
 ) -> Decoder:
-    """Raises `ConfigError` if the ranks cannot share the model or a tensor is missing."""
+    """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
+    check_tensors(checkpoint.folder, config)
     linears = linears_for(place, progress)
     return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
@@ -104,7 +106,7 @@ class _Loader:
             progress("weights", number, total)
             layers.append(self._layer(f"model.layers.{number}."))
         progress("weights", config.num_layers, total)
-        embedding = self._read("model.embed_tokens.weight")
+        embedding = self._read(EMBEDDING)
         head, is_split = self._head(embedding)
         progress("weights", total, total)
         norm = self._read("model.norm.weight")
@@ -141,11 +143,11 @@ class _Loader:
         if size == 1 or vocab % size:
             if self.config.tie_word_embeddings:
                 return self._linear(embedding, is_head=True), False
-            return self._linear(self._read("lm_head.weight"), is_head=True), False
+            return self._linear(self._read(HEAD), is_head=True), False
         rows = share(vocab, self.ranks.rank, size)
         if self.config.tie_word_embeddings:
             return self._linear(embedding[rows], is_head=True), True
-        return self._linear(self._read("lm_head.weight", rows=rows), is_head=True), True
+        return self._linear(self._read(HEAD, rows=rows), is_head=True), True
 
     def _head_norms(self, attention: str) -> Tensor:
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)

@@ -28,6 +28,9 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
+ABSENT_KV_HEADS: dict[ModelFamily, int] = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+# The files in which tools leave how they have quantized the weights.
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 ROPE_THETA = 10000.0
 
 
@@ -80,7 +83,10 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
     family = _family(file, _decode(file, _Kind))
     raw = _decode(file, _RawConfig)
-    num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
+    kv_heads = raw.num_key_value_heads
+    if isinstance(kv_heads, UnsetType):
+        kv_heads = ABSENT_KV_HEADS.get(family)
+    num_kv_heads = kv_heads or raw.num_attention_heads
     default = QWEN3_HEAD_DIM if family == "qwen3" else raw.hidden_size // raw.num_attention_heads
     head_dim = raw.head_dim or default
     _check(file, raw, num_kv_heads, head_dim)
@@ -142,13 +148,15 @@ class _RawConfig(msgspec.Struct):
     num_hidden_layers: Positive
     num_attention_heads: Positive
     max_position_embeddings: Positive
-    num_key_value_heads: Positive | None = None
+    num_key_value_heads: Positive | UnsetType | None = UNSET
     head_dim: Positive | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
     rope_theta: float | None = None
-    rope_scaling: _RawRope | None = None
-    rope_parameters: _RawRope | None = None
+    rope_scaling: dict[str, object] | None = None
+    rope_parameters: dict[str, object] | None = None
+    partial_rotary_factor: float = 1.0
+    original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -157,6 +165,7 @@ class _RawConfig(msgspec.Struct):
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
     layer_types: tuple[str, ...] | None = None
     quantization_config: _RawQuantization | None = None
+    compression_config: _RawQuantization | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -179,7 +188,13 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
     named = kind.architectures or ()
     for name in named:
         if name in ARCHITECTURES:
-            return ARCHITECTURES[name]
+            family = ARCHITECTURES[name]
+            if kind.model_type not in ("", family):
+                raise ConfigError(
+                    f"{file}: model_type {kind.model_type!r} contradicts the architecture {name}, "
+                    f"whose model_type is {family!r}"
+                )
+            return family
     by_type: dict[str, ModelFamily] = {family: family for family in ARCHITECTURES.values()}
     if not named and kind.model_type in by_type:
         return by_type[kind.model_type]
@@ -188,7 +203,10 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
 
 
 def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
-    quantization = raw.quantization_config
+    quantization = raw.quantization_config or raw.compression_config
+    other = [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]
+    if other and quantization is None:
+        quantization = _RawQuantization(f"named by {other[0]}")
     method = quantization and (quantization.quant_method or "an unnamed method")
     refusals = (
         (raw.hidden_act != "silu", f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'"),
@@ -209,10 +227,20 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
 
 
 def _rope(file: Path, raw: _RawConfig) -> Rope:
-    given = raw.rope_parameters or raw.rope_scaling or _RawRope()
     field = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
+        raise ConfigError(
+            f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
+        )
+    values = raw.rope_parameters or raw.rope_scaling or {}
+    if any(isinstance(value, dict) for value in values.values()):
+        raise ConfigError(f"{file}: {field} by kind of layer is not supported")
+    try:
+        given = msgspec.convert(values, _RawRope)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {field}: {error}") from None
     theta = given.rope_theta or raw.rope_theta or ROPE_THETA
-    if given.partial_rotary_factor != 1.0:
+    if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
     match given.rope_type or given.type or "default":
         case "default":
@@ -221,7 +249,9 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
             return Rope(theta, "linear", given.factor)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
-            original = given.original_max_position_embeddings
+            # transformers prefers the length beside the scaling to the one in it.
+            original = raw.original_max_position_embeddings
+            original = original or given.original_max_position_embeddings
             if low is None or high is None or original is None:
                 raise ConfigError(
                     f"{file}: {field} of type llama3 needs low_freq_factor, high_freq_factor "
@@ -243,11 +273,11 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
     window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if window is None or window >= raw.max_position_embeddings:
         return None
-    if family == "mistral":
-        return window
-    if not raw.use_sliding_window:
+    if family != "mistral" and not raw.use_sliding_window:
         return None
     kinds = set(raw.layer_types or ())
+    if not kinds and family == "mistral":
+        return window
     if not kinds:
         full = min(max(raw.max_window_layers, 0), raw.num_hidden_layers)
         kinds |= {"full_attention"} if full else set()
@@ -281,42 +311,3 @@ def _eos_token_ids(folder: Path, raw: _RawConfig) -> tuple[int, ...]:
         if entry is not None:
             ids |= {entry} if isinstance(entry, int) else set(entry)
     return tuple(sorted(ids))
-
-
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-
-
-class TensorEntry(msgspec.Struct):
-    """One tensor in a file's header. Offsets are bytes from the file's start."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data_offsets: tuple[int, int]
-
-
-def tensors_of(file: Path) -> dict[str, TensorEntry]:
-    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON.
-
-    Raises `ConfigError` unless the file holds all of its tensors.
-    """
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            if not 0 < length <= MAX_HEADER_BYTES:
-                raise ConfigError(f"{file} is not a safetensors file")
-            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
-        raw.pop("__metadata__", None)
-        entries = {
-            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()
-        }
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
-    size = file.stat().st_size
-    for name, entry in entries.items():
-        first, last = (8 + length + offset for offset in entry.data_offsets)
-        if not 0 <= first <= last <= size:
-            raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
-        entry.data_offsets = (first, last)
-    return entries

@@ -28,12 +28,13 @@ from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, 
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import Ranks
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
 from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock
 
 # Sequences with a table on the device: as many as the kernels take in one step.
 MAX_SEQUENCES = 1024
+NO_TOKEN = -1  # stands for one that could not be sampled
 SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
 
 
@@ -125,8 +126,10 @@ class Runner:
         """Return the oldest step's result once transports can see all of its stores."""
         ids = iter(self._queue.collect())
         step, launched_s = self._launched.popleft()
-        plan, unsampled = step.plan, step.unsampled
+        plan = step.plan
         tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
+        broken = {index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids}
+        unsampled = {**broken, **step.unsampled}
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
@@ -185,7 +188,7 @@ class Runner:
             rows = torch.cat([rows, targets[0].of(inputs.words)])
         batch, are_many = self._batch(step, inputs), targets is not None
         hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
-        ids = self._sample(step, inputs, self.decoder.logits(hidden[:num_rows]))
+        ids = self._sample(step, inputs, hidden[:num_rows])
         if targets is None:
             return ids
         parts = [part for part in step.plan.slices if part.targets]
@@ -197,24 +200,31 @@ class Runner:
         )
         return torch.cat([ids, *found])
 
-    def _sample(self, step: PackedStep, inputs: StepInputs, logits: Tensor) -> Tensor:
-        """Return the sampled ids, and behind them log probabilities of those that want them."""
+    def _sample(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> Tensor:
+        """Return the sampled ids, and behind them log probabilities of those that want them.
+
+        An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
+        """
+        is_broken = ~hidden.isfinite().all(dim=1)
+        logits = self.decoder.logits(hidden)
         if inputs.repeats is not None:
-            logits = logits[inputs.repeats.of(inputs.words)]
+            repeats = inputs.repeats.of(inputs.words)
+            logits, is_broken = logits[repeats], is_broken[repeats]
         places = inputs.places.of(inputs.words)
         if not len(places):
             return places
         # Copies, because sampling may change them.
         raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
         ids = self.sampler.sample(logits, inputs.sampled())
-        self._ring[places] = ids
+        self._ring[places] = ids  # valid ids, which a step that is launched already may take
+        shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:
-            return ids
+            return shown
         found = (
             packed_logprobs(rows, torch.stack([ids[one] for one in samples]), num_top).view(-1)
             for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
         )
-        return torch.cat([ids, *found])
+        return torch.cat([shown, *found])
 
 
 class DecodeGraphs:

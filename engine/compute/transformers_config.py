@@ -12,7 +12,11 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.compute.model_config import ARCHITECTURES, DecoderDtype
+from baton.engine.compute.model_config import (
+    ARCHITECTURES,
+    QUANTIZATION_FILES,
+    DecoderDtype,
+)
 from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
 
@@ -83,7 +87,8 @@ def check_for_transformers(folder: Path) -> tuple[str, str]:
             f"{raw.model_type!r} for {known.get(raw.model_type, 'no decoder')}"
         )
     text = raw.text_config or _Text()
-    if raw.quantization_config is not None or text.quantization_config is not None:
+    is_quantized = raw.quantization_config is not None or text.quantization_config is not None
+    if is_quantized or any((folder / name).is_file() for name in QUANTIZATION_FILES):
         raise ConfigError(
             f"{file}: quantization_config: the weights are quantized, and baton computes with "
             "bfloat16 and float32 weights only"

@@ -13,11 +13,9 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.compute.model_config import TensorEntry, tensors_of
+from baton.engine.compute.weight_files import Stored, stored_tensors
 from baton.protocol.errors import ConfigError
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 # Fields of config.json that may differ between copies of one model.
 INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
 WHOLE_BYTES = 65536  # a tensor up to this size is hashed in full
@@ -26,18 +24,18 @@ SAMPLE_BYTES = 512
 
 
 class Checkpoint:
-    """`model.safetensors` or the shards that `model.safetensors.index.json` lists.
+    """The tensors of the files that `weight_files` chooses.
 
     A file is opened, and read through a memory map, when one of its tensors is first read.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._shard_of = _shards_by_name(folder)
+        self._stored = stored_tensors(folder)
         self._open: dict[Path, _OpenFile] = {}
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._shard_of)
+        return frozenset(self._stored)
 
     def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
         """Return a tensor or slice in the checkpoint's dtype; `columns` needs two dimensions.
@@ -45,9 +43,10 @@ class Checkpoint:
         The tensor may be a view of the memory map, shared with other processes: never write to it.
         Raises `ConfigError` if there is no such tensor or its file is damaged.
         """
-        shard = self._shard_of.get(name)
-        if shard is None:
+        stored = self._stored.get(name)
+        if stored is None:
             raise ConfigError(f"{self.folder} has no tensor {name}")
+        shard = stored.file
         try:
             handle = self._handle(shard)
             if rows is None and columns is None:
@@ -73,12 +72,9 @@ def fingerprint(folder: Path, dtype: str) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update(dtype.encode())
     digest.update(_significant_config(folder / "config.json"))
-    places: dict[str, tuple[Path, TensorEntry]] = {}
-    for shard in sorted(set(_shards_by_name(folder).values())):
-        places |= {name: (shard, entry) for name, entry in tensors_of(shard).items()}
-    for name, (shard, entry) in sorted(places.items()):
-        digest.update(f"\0{name} {entry.dtype} {entry.shape}".encode())
-        for sample in _samples(shard, entry.data_offsets):
+    for name, stored in sorted(stored_tensors(folder).items()):
+        digest.update(f"\0{name} {stored.entry.dtype} {stored.entry.shape}".encode())
+        for sample in _samples(stored):
             digest.update(sample)
     return digest.hexdigest()
 
@@ -95,29 +91,9 @@ class _OpenFile(Protocol):
     def get_slice(self, name: str) -> _View: ...
 
 
-class _Index(msgspec.Struct):
-    weight_map: dict[str, str]
-
-
-def _shards_by_name(folder: Path) -> dict[str, Path]:
-    index, single = folder / INDEX, folder / SINGLE
-    if index.is_file():
-        try:
-            names = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{index}: {error}") from None
-        missing = sorted(file for file in set(names.values()) if not (folder / file).is_file())
-        if missing:
-            raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")
-        return {name: folder / file for name, file in names.items()}
-    if single.is_file():
-        return dict.fromkeys(tensors_of(single), single)
-    raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
-
-
-def _samples(file: Path, block_range: tuple[int, int]) -> Iterator[bytes]:
-    first, last = block_range
-    with file.open("rb") as stream:
+def _samples(stored: Stored) -> Iterator[bytes]:
+    first, last = stored.entry.data_offsets
+    with stored.file.open("rb") as stream:
         if last - first <= WHOLE_BYTES:
             stream.seek(first)
             yield stream.read(last - first)

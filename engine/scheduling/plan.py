@@ -71,6 +71,10 @@ class StepPlan(msgspec.Struct, frozen=True):
     generations: tuple[tuple[int, int], ...] = ()
 
 
+# Why nothing can be sampled for a slice whose hidden state has NaN or infinity.
+NOT_FINITE = "not finite"
+
+
 class StepResult(msgspec.Struct, frozen=True):
     """The result of a plan: `tokens[i]` holds `num_sampled` token ids of slice i.
 

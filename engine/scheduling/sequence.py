@@ -12,7 +12,7 @@ from itertools import zip_longest
 import msgspec
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import Slice
+from baton.engine.scheduling.plan import NOT_FINITE, Slice
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.protocol.blocks import BlockHash, block_hashes
 from baton.protocol.errors import Failure, RequestError
@@ -177,7 +177,13 @@ class Sequence:
 
 
 def no_token(reason: str) -> Failure:
-    """Return how a request ends whose next token no rule of its form allows."""
+    """Return how a request ends that gets no next token.
+
+    No rule of its form allows one, or the model computed no numbers to choose it by.
+    """
+    if reason == NOT_FINITE:
+        text = "the model computed NaN or infinity for the next token"
+        return Failure("not_finite", text, http_status=500)
     text = f"the output cannot go on in the form that was asked for: {reason}"
     error = RequestError(text, code="no_token_allowed", param="structured_outputs", http_status=422)
     return error.to_failure()

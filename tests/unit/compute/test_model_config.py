@@ -55,6 +55,9 @@ def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
     assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
     assert not config.tie_word_embeddings
     assert read(tmp_path, num_key_value_heads=ABSENT).num_kv_heads == 32
+    mistral = read(tmp_path, architectures=["MistralForCausalLM"], num_key_value_heads=ABSENT)
+    assert mistral.num_kv_heads == 8
+    assert read(tmp_path, num_key_value_heads=None).num_kv_heads == 32
     qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], hidden_size=1024)
     assert qwen3.head_dim == 128
 
@@ -76,6 +79,9 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
     assert read(tmp_path, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}).rope == scaled
     linear = {"type": "linear", "factor": 2.0}
     assert read(tmp_path, rope_scaling=linear).rope == Rope(10000.0, "linear", 2.0)
+    assert read(tmp_path, rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
+    beside = read(tmp_path, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=4096)
+    assert beside.rope.original_max_position_embeddings == 4096
 
 
 def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
@@ -93,6 +99,10 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     assert "max_window_layers" in refusal(tmp_path, **used, max_window_layers=7)
     mixed = ["full_attention", "sliding_attention"] * 16
     assert "layer_types" in refusal(tmp_path, **used, layer_types=mixed)
+    kinds: dict[str, object] = {"architectures": mistral, "sliding_window": 100}
+    assert "layer_types" in refusal(tmp_path, **kinds, layer_types=mixed)
+    assert read(tmp_path, **kinds, layer_types=mixed[::2]).sliding_window is None
+    assert read(tmp_path, **kinds, layer_types=mixed[1::2]).sliding_window == 100
 
 
 def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
@@ -131,12 +141,22 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"model_type": "granite"}, "model_type 'granite' contradicts"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}}, "differ"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "by kind of layer"),
     ],
 )
 def test_a_refusal_names_the_file_and_the_field(
     fields: dict[str, object], named: str, tmp_path: Path
 ) -> None:
     assert named in refusal(tmp_path, **fields)
+
+
+def test_a_file_that_a_quantizer_left_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    assert "hf_quant_config.json" in refusal(tmp_path)
 
 
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from baton.engine.compute.packing import REMEMBERED_STEPS
 from baton.engine.compute.runner import Runner
-from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.plan import NOT_FINITE, StepPlan
+from baton.engine.scheduling.sequence import no_token
 from baton.protocol.errors import InvariantBroken
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, next_step, random_tokens
@@ -46,3 +47,20 @@ def test_copies_run_in_the_order_given(runner: Runner, text: Text) -> None:
     runner.cache.pool[2] = 2.0
     runner.execute(StepPlan(1, (text.chunk(0, 5),), copies=((1, 20), (2, 1), (20, 21))))
     assert [runner.cache.pool[block].unique().item() for block in (20, 1, 21)] == [1.0, 2.0, 1.0]
+
+
+def test_a_sequence_without_numbers_fails_alone_and_the_node_steps_on(runner: Runner) -> None:
+    """Its next step is launched already, with the token that could not be sampled."""
+    whole, broken = Text("whole", PROMPT, (9, 4, 7)), Text("broken", random_tokens(20, 1), (30, 31))
+    prompts = StepPlan(1, (whole.chunk(0, 37, sample=True), broken.chunk(0, 20, sample=True)))
+    expected = runner.execute(prompts).tokens
+    runner.cache.pool[30] = float("nan")
+    steps = next_step(whole, 37), next_step(broken, 20)
+    result = runner.execute(StepPlan(2, steps))
+    assert (len(result.tokens[0]), result.tokens[1]) == (1, ())
+    assert result.failed == ((1, NOT_FINITE),)
+    assert no_token(NOT_FINITE).http_status == 500
+    assert not no_token(NOT_FINITE).retryable
+    after = StepPlan(3, (next_step(whole, 38), next_step(broken, 21)))
+    assert runner.execute(after).failed == ((1, NOT_FINITE),)
+    assert runner.execute(prompts).tokens == expected

@@ -7,9 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.compute.loading import Placement, load_decoder
+from baton.engine.compute.model_config import read_decoder_config
+from baton.engine.compute.tensor_parallel import SingleRank
+from baton.engine.compute.weight_files import check_tensors, expected_tensors
 from baton.engine.compute.weights import Checkpoint, fingerprint
 from baton.protocol.errors import ConfigError
-from tests.support.checkpoints import model_folder, write_checkpoint
+from tests.support.checkpoints import FAMILIES, model_folder, write_checkpoint
+from tests.support.compute import no_progress
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -44,6 +49,7 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
         single.write_bytes(content)
         with pytest.raises(ConfigError, match="is not a safetensors file"):
             Checkpoint(tmp_path)
+    single.unlink()
     index = tmp_path / "model.safetensors.index.json"
     index.write_text("{}")
     with pytest.raises(ConfigError, match="weight_map"):
@@ -85,3 +91,90 @@ def test_models_of_equal_shape_have_other_fingerprints(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
     seen.add(fingerprint(folder, "float32"))
     assert len(seen) == 5
+
+
+def checked(folder: Path) -> None:
+    check_tensors(folder, read_decoder_config(folder))
+
+
+def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    """A copy of a folder with these tensors, of which None means none."""
+    file = folder / "model.safetensors"
+    stored = {**load_file(file), **{name.replace("__", "."): new for name, new in tensors.items()}}
+    save_file({name: new for name, new in stored.items() if new is not None}, file)
+    return folder
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family: str, tie: bool) -> None:
+    has_bias, is_llama = family in ("llama", "qwen3"), family == "llama"
+    folder = model_folder(family, num_layers=2, tie=tie, attention_bias=has_bias, mlp_bias=is_llama)
+    checked(folder)
+    read: set[str] = set()
+
+    class Noting(Checkpoint):
+        def read(self, name: str, **part: slice | None) -> torch.Tensor:
+            read.add(name)
+            return super().read(name, **part)
+
+    config = read_decoder_config(folder)
+    place = Placement(torch.float32, torch.device("cpu"))
+    load_decoder(config, Noting(folder), SingleRank(), place, no_progress)
+    assert read == expected_tensors(config).keys()
+
+
+ONE, LAYER = torch.ones(1), "model__layers__1__"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "why"),
+    [
+        ({LAYER + "self_attn__q_proj__weight_scale": ONE}, "nothing in config.json calls for"),
+        ({LAYER + "self_attn__q_proj__weight_scale_inv": ONE}, "nothing in config.json calls for"),
+        ({LAYER + "self_attn__o_proj__bias": torch.ones(128)}, "nothing in config.json calls for"),
+        ({"model__layers__2__input_layernorm__weight": ONE}, "nothing in config.json calls for"),
+        ({LAYER + "self_attn__q_proj__weight": None}, "has no tensor model.layers.1.self_attn.q"),
+        ({"lm_head__weight": None}, "has no tensor lm_head.weight"),
+        ({LAYER + "self_attn__k_proj__weight": torch.ones(128, 128)}, "implies [64, 128]"),
+        ({LAYER + "self_attn__k_proj__weight": torch.ones(32, 128)}, "implies [64, 128]"),
+        ({"model__embed_tokens__weight": torch.ones(1000, 128)}, "implies [1024, 128]"),
+        ({LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.int8)}, "is I8"),
+        (
+            {LAYER + "mlp__up_proj__weight": torch.ones(256, 128).to(torch.float8_e4m3fn)},
+            "is F8_E4M3: the weights are quantized",
+        ),
+    ],
+)
+def test_files_that_contradict_the_configuration_are_refused(
+    tensors: dict[str, torch.Tensor | None], why: str, tmp_path: Path
+) -> None:
+    folder = changed(write_checkpoint(tmp_path / "m", "llama", num_layers=2), **tensors)
+    with pytest.raises(ConfigError) as raised:
+        checked(folder)
+    assert why in raised.value.message
+    assert "\n" not in raised.value.message
+
+
+def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "qwen3", num_layers=2, tie=True)
+    embedding = load_file(folder / "model.safetensors")[EMBEDDING]
+    changed(folder, lm_head__weight=embedding, **{LAYER + "self_attn__rotary_emb__inv_freq": ONE})
+    checked(folder)
+    changed(folder, lm_head__weight=embedding + 1)
+    with pytest.raises(ConfigError, match="the files hold another one"):
+        checked(folder)
+
+
+def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "m", "llama", num_layers=2, shards=3)
+    whole = load_file(write_checkpoint(tmp_path / "n", "llama", num_layers=2) / "model.safetensors")
+    whole[EMBEDDING] = whole[EMBEDDING] + 1
+    save_file(whole, folder / "model.safetensors")
+    assert torch.equal(Checkpoint(folder).read(EMBEDDING), whole[EMBEDDING])
+    (folder / "model.safetensors").unlink()
+    checked(folder)
+    first, second, *_ = sorted(folder.glob("model-*.safetensors"))
+    save_file({**load_file(second), **load_file(first)}, second)
+    with pytest.raises(ConfigError, match="both have tensor"):
+        checked(folder)

@@ -81,10 +81,10 @@ def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"a": "1.safetensors", "b": "2.safetensors"}}))
     (folder / "1.safetensors").touch()
-    with pytest.raises(ConfigError, match=r"has no 2\.safetensors"):
+    with pytest.raises(ConfigError, match=r"names 2\.safetensors, which"):
         model_of(str(folder))
     index.write_text("[]")
-    with pytest.raises(ConfigError, match="does not list"):
+    with pytest.raises(ConfigError, match=r"index\.json: Expected `object`"):
         model_of(str(folder))
     config = ClusterConfig(model=ModelConfig(path=str(folder)))
     assert with_model(config, needs_weights=False).model.served_model_name == "tiny-model"

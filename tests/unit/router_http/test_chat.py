@@ -67,6 +67,23 @@ def test_templates_are_found_where_model_folders_keep_them(tmp_path: Path) -> No
     assert found.render(TURNS) == "J"
 
 
+def test_named_tokens_are_those_of_the_files_that_transformers_reads(tmp_path: Path) -> None:
+    source = "{{ bos_token }}|{{ sep_token }}|{{ pad_token is defined }}"
+    older = {"chat_template": source, "bos_token": "<old>"}
+    map_file = tmp_path / "special_tokens_map.json"
+    map_file.write_text('{"bos_token": "<s>", "sep_token": {"content": "<sep>"}}')
+    assert ChatTemplate.load(folder_with(tmp_path, older)).render(TURNS) == "<s>|<sep>|False"
+    newer = {**older, "added_tokens_decoder": {}, "pad_token": "<pad>"}
+    assert ChatTemplate.load(folder_with(tmp_path, newer)).render(TURNS) == "<old>||True"
+
+
+def test_json_in_a_template_takes_the_options_that_transformers_takes() -> None:
+    source = "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}"
+    assert ChatTemplate(source, {}).render(TURNS) == '{"a": 1, "b": "\\u00e9"}'
+    plain = ChatTemplate("{{ ['é', 1] | tojson(separators=(',', ':')) }}", {})
+    assert plain.render(TURNS) == '["é",1]'
+
+
 def test_a_chosen_file_takes_the_place_of_the_folders_template(tmp_path: Path) -> None:
     path = folder_with(tmp_path, {"chat_template": "T", "bos_token": "<s>"})
     (tmp_path / "mine.jinja").write_text("{{ bos_token }}M")

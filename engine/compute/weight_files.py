@@ -1,0 +1,184 @@
+"""The tensors of a Hugging Face folder as its files declare them, and those that a decoder needs.
+
+Every tensor of every file must be one that the decoder reads, with the shape that config.json
+implies: a scale or a bias that nothing reads would give wrong text, and kernels trust the shapes.
+It reads headers alone and never imports torch.
+"""
+
+import re
+from pathlib import Path
+
+import msgspec
+
+from baton.engine.compute.model_config import DecoderConfig
+from baton.protocol.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_DTYPES = ("F32", "F16", "BF16")
+_DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
+_CHUNK_BYTES = 1 << 24
+
+Shape = tuple[int, ...]
+
+
+class TensorEntry(msgspec.Struct):
+    """One tensor in a file's header. Offsets are bytes from the file's start."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[int, int]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor and the file that holds it."""
+
+    file: Path
+    entry: TensorEntry
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def tensors_of(file: Path) -> dict[str, TensorEntry]:
+    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON.
+
+    Raises `ConfigError` unless the file holds all of its tensors.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                raise ConfigError(f"{file} is not a safetensors file")
+            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {
+            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    size = file.stat().st_size
+    for name, entry in entries.items():
+        first, last = (8 + length + offset for offset in entry.data_offsets)
+        if not 0 <= first <= last <= size:
+            raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
+        entry.data_offsets = (first, last)
+    return entries
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights, as transformers chooses them.
+
+    That is `model.safetensors` if it is there, and otherwise the shards that the index lists.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    try:
+        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{index}: {error}") from None
+    files = sorted(folder / name for name in names)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Return every tensor of every file by name. Raises `ConfigError` if one is there twice."""
+    found: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        for name, entry in tensors_of(file).items():
+            if name in found:
+                raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
+            found[name] = Stored(file, entry)
+    return found
+
+
+def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
+    """Return the shape of each tensor that the decoder of `config` reads, by name."""
+    hidden, width = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    linears = (
+        *((f"self_attn.{one}_proj", heads if one == "q" else kv_heads, hidden, config.qkv_bias)
+          for one in "qkv"),
+        ("self_attn.o_proj", hidden, heads, config.output_bias),
+        ("mlp.gate_proj", width, hidden, config.mlp_bias),
+        ("mlp.up_proj", width, hidden, config.mlp_bias),
+        ("mlp.down_proj", hidden, width, config.mlp_bias),
+    )  # fmt: skip
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
+    for number in range(config.num_layers):
+        layer = f"model.layers.{number}."
+        for name, outputs, inputs, has_bias in linears:
+            shapes[f"{layer}{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                shapes[f"{layer}{name}.bias"] = (outputs,)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            shapes[f"{layer}{name}.weight"] = (hidden,)
+        for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
+            shapes[f"{layer}{name}.weight"] = (config.head_dim,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def check_tensors(folder: Path, config: DecoderConfig) -> None:
+    """Raise a one-line `ConfigError` unless the files hold what the decoder reads, and no more."""
+    stored, expected = stored_tensors(folder), expected_tensors(config)
+    if config.tie_word_embeddings and HEAD in stored:
+        _check_tied(folder, stored)
+        expected[HEAD] = expected[EMBEDDING]
+    for name, shape in expected.items():
+        if (there := stored.get(name)) is None:
+            raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
+        if there.entry.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{there.file}: {name} is {there.entry.dtype}: the weights are quantized, and "
+                "baton computes with bfloat16 and float32 weights only"
+            )
+        if there.entry.shape != shape:
+            raise ConfigError(
+                f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
+                f"implies {list(shape)}"
+            )
+    for name in stored.keys() - expected.keys():
+        if not _DERIVABLE.fullmatch(name):
+            raise ConfigError(
+                f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "
+                "it the model would compute something else"
+            )
+
+
+def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
+    """Check that a head which the configuration ties is a copy of the embedding."""
+    if EMBEDDING in stored and _equal(stored[HEAD], stored[EMBEDDING]):
+        return
+    raise ConfigError(
+        f"{folder}: config.json ties {HEAD} to the embedding, but the files hold another one: set "
+        "tie_word_embeddings to false, or remove the tensor"
+    )
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Return whether two tensors have equal bytes."""
+    if (one.entry.dtype, one.entry.shape) != (other.entry.dtype, other.entry.shape):
+        return False
+    left, end = one.entry.data_offsets
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(left)
+        second.seek(other.entry.data_offsets[0])
+        while left < end:
+            size = min(_CHUNK_BYTES, end - left)
+            if first.read(size) != second.read(size):
+                return False
+            left += size
+    return True
