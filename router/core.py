@@ -405,7 +405,10 @@ class RouterCore:
     def _adopt(
         self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
     ) -> None:
-        attached, choices = found.attached, adopted_choices(claim, found, stream, self.registry)
+        attached, choices = (
+            found.attached,
+            adopted_choices(claim, found, stream, self.registry, self._reattaching.doubt),
+        )
         kept = ResumeState(attached.form, claim.owner, attached.num_choices)
         request = Request(
             claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
@@ -431,7 +434,7 @@ class RouterCore:
     ) -> RequestStream:
         """Go on with a running request over another connection, and end the one before."""
         stream = accept(found)
-        choices = adopted_choices(claim, found, stream, self.registry)
+        choices = adopted_choices(claim, found, stream, self.registry, self._reattaching.doubt)
         active.stream.finish(from_failure(taken_over()))
         active.stream = stream
         stream.on_close(partial(self.cancel, active.request_id))

@@ -25,7 +25,15 @@ from baton.protocol.messages import (
 )
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.registry import Registry
-from baton.router.request import AdoptedChoice, NodeMessage, Place, Request, gone, unknown
+from baton.router.request import (
+    RETRY_S,
+    AdoptedChoice,
+    NodeMessage,
+    Place,
+    Request,
+    gone,
+    unknown,
+)
 from baton.router.stream import RequestStream, digest_of
 from baton.runtime.log import logger
 
@@ -115,7 +123,8 @@ class Search:
         """
         self.request_id = request_id
         self._received = received
-        self._give_up_s = max(now_s + ANSWER_S, settled_s)
+        self._began_s, self._give_up_s = now_s, max(now_s + ANSWER_S, settled_s)
+        self._has_asked_again = False
         self._settled_s, self._unmet_s = settled_s, unmet_s
         self._asked: set[NodeId] = set()
         self._silent: set[NodeId] = set()  # nodes that were asked and have not answered
@@ -132,6 +141,18 @@ class Search:
         self._silent.add(node)
         self._missing.discard(node)
         return True
+
+    def asks_again(self, now_s: float) -> list[NodeId]:
+        """Return the nodes to ask once more before the stream counts as gone.
+
+        Another router may have gone on with it at a node that answered long ago.
+        """
+        if self._has_asked_again or now_s - self._began_s < RETRY_S:
+            return []
+        self._has_asked_again = True
+        self._silent |= self._asked
+        self._give_up_s = now_s + ANSWER_S
+        return sorted(self._asked)
 
     def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
         self._silent.discard(node)
@@ -273,6 +294,20 @@ class Reattaching:
         self._ask = ask
         self._adopt = adopt
         self._searching: dict[RequestId, Searching] = {}
+        self._doubted: dict[RequestId, None] = {}
+
+    def doubt(self, request_id: RequestId) -> Failure:
+        """Return how a stream ends whose next attempt begins with another token than the client's.
+
+        Another node may hold the client's, so the client may try again, but only once: where nodes
+        compute different bits, no attempt may ever have that token.
+        """
+        if request_id in self._doubted:
+            return gone()
+        self._doubted[request_id] = None
+        if len(self._doubted) > MAX_SEARCHES:
+            del self._doubted[next(iter(self._doubted))]
+        return unknown("an attempt at this stream began with another token: try again")
 
     async def take(
         self,
@@ -355,6 +390,10 @@ class Reattaching:
         verdict = searching.search.verdict(now_s)
         if verdict is None:
             return
+        if verdict == gone() and (nodes := searching.search.asks_again(now_s)):
+            for node in nodes:
+                self._ask(node, Attach(searching.claim.request_id, searching.claim.owner))
+            return
         del self._searching[searching.claim.request_id]
         if not self._end(searching, verdict):
             self._give_up(searching.search.running_keys)
@@ -393,7 +432,11 @@ class Reattaching:
 
 
 def adopted_choices(
-    claim: Claim, found: FoundRequest, stream: RequestStream, registry: Registry
+    claim: Claim,
+    found: FoundRequest,
+    stream: RequestStream,
+    registry: Registry,
+    doubt: Callable[[RequestId], Failure],
 ) -> tuple[AdoptedChoice, ...]:
     """Return every choice of the request, and bring `stream` to its caller's position.
 
@@ -401,6 +444,7 @@ def adopted_choices(
     it was cut, even inside a character or a stop string.
     """
     choices: list[AdoptedChoice] = []
+    failure: Failure | None = None
     for index in range(found.attached.num_choices):
         received = claim.received[index] if claim.received is not None else ReceivedPart()
         one = found.choices.get(index)
@@ -417,7 +461,8 @@ def adopted_choices(
         if received.has_ended:  # nothing more comes of it
             stream.metrics.received(int(is_ahead))
         elif is_ahead:
-            stream.expect_again(index, digest_of(held.token_ids), received.digest)
+            failure = failure or doubt(claim.request_id)
+            stream.expect_again(index, digest_of(held.token_ids), received.digest, failure)
         has_ended = received.has_ended or is_stopped
         process = None if node is None else node.process
         choices.append(

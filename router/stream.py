@@ -12,7 +12,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from copy import copy
 from itertools import islice
 
-from baton.protocol.errors import BatonError, from_failure
+from baton.protocol.errors import BatonError, Failure, from_failure
 from baton.protocol.messages import FinishReason, TokenLogprobs
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Detokenizer
@@ -24,7 +24,6 @@ from baton.router.outputs import (
     RequestMetrics,
     RequestOutput,
 )
-from baton.router.request import unknown
 from baton.runtime.metrics import Histogram
 
 Sink = Callable[[CompletionOutput], None]
@@ -74,7 +73,7 @@ class RequestStream:
         self._prompt_logprobs: PromptScores | None = None
         self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
         self._pushed_s = [0.0] * len(detokenizers)
-        self._repeated: dict[int, tuple[int, int]] = {}  # by choice, see `expect_again`
+        self._repeated: dict[int, tuple[int, int, Failure]] = {}  # by choice, see `expect_again`
         self._arrival_s = time.monotonic()
         self._on_close: Callable[[], None] | None = None
         self._early: list[CompletionOutput] = []
@@ -205,13 +204,14 @@ class RequestStream:
         self.metrics.received(len(token_ids))
         return delta is not None and delta.finish_reason is not None
 
-    def expect_again(self, choice: int, known: int, whole: int) -> None:
+    def expect_again(self, choice: int, known: int, whole: int, failure: Failure) -> None:
         """Expect one more token that the caller has already, before new ones.
 
         The digest of the caller's tokens is `whole`, and `known` without that token. If another one
-        comes, it is of an attempt that the caller cannot go on with, and the request fails.
+        comes, it is of an attempt that the caller cannot go on with: the request ends with
+        `failure`.
         """
-        self._repeated[choice] = known, whole
+        self._repeated[choice] = known, whole, failure
 
     def push(
         self,
@@ -224,11 +224,10 @@ class RequestStream:
         if self.finished:
             return False
         if token_ids and self._repeated and choice in self._repeated:
-            known, whole = self._repeated.pop(choice)
+            known, whole, failure = self._repeated.pop(choice)
             again, token_ids = token_ids[:1], token_ids[1:]
             if digest_of(again, known) != whole:
-                text = "an attempt at this stream began with another token: try again"
-                self._fail(from_failure(unknown(text)))
+                self._fail(from_failure(failure))
                 return False
             if self.replay(choice, again):
                 return finish_reason is None

@@ -184,7 +184,7 @@ class Client:
             self.is_whole[choice] = is_last or token in self.ends
         now_s = world.loop.time()
         silent_s = now_s - max(self.last_s, self.queued_s, world.healed_s)
-        if silent_s > SILENCE_S:
+        if silent_s > SILENCE_S and self.has_begun[choice]:  # before, its prompt may wait
             world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
         self.has_begun[choice] = True
         self.digests[choice] = digest_of(delta.token_ids, self.digests[choice])
@@ -236,14 +236,17 @@ class Client:
     def _check_gone(self, router: SimRouter) -> None:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.
 
-        A router that has long been up does not know of one that it has never met.
+        A router that has long been up does not know of one that it has never met, and takes one
+        process for another of the same name.
         """
         if self._has_lied:
             return
+        twins = {twin.name for twin in self.world.twins if not twin.process.is_dead}
         held = {
             one.key.choice
             for node in self.world.nodes
             if node.is_up
+            and node.name not in twins
             and frozenset((node.process, router.process)) in self.world.network.have_met
             for one in node.held(self.request_id)
             if len(one.token_ids) >= (num_tokens := self.num_tokens(one.key.choice))

@@ -70,6 +70,21 @@ def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
     assert one.running_keys == {B: [Key(ID)]}
 
 
+def test_old_answers_are_asked_for_again_before_a_stream_counts_as_gone() -> None:
+    """Another router may have gone on with it at one of these nodes."""
+    one = search(part(3))
+    one.heard(A, NOTHING)
+    one.heard(B, NOTHING)
+    assert code(one.verdict(0.0)) == "stream_gone"
+    assert one.asks_again(RETRY_S / 2) == [], "the answers are new"
+    assert one.asks_again(RETRY_S) == [A, B]
+    assert one.verdict(RETRY_S) is None
+    one.heard(A, attached(held(is_running=True)))
+    one.heard(B, NOTHING)
+    assert isinstance(one.verdict(RETRY_S), FoundRequest)
+    assert one.asks_again(9.0) == []
+
+
 def test_a_router_that_just_started_waits_for_its_nodes() -> None:
     one = search(is_old=False, nodes=(A,))
     one.heard(A, NOTHING)
