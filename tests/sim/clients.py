@@ -229,8 +229,9 @@ class Client:
     def check_queued(self) -> None:
         """Note whether it waits in the queue for a node that has room."""
         if self.router is not None and not self.router.process.is_dead:
-            active = self.router.core._requests.get(self.request_id)
-            if active is not None and active.lifecycle.waiting_choices:
+            lifecycles = [one.lifecycle for one in self.router.core._requests.values()]
+            own = [one for one in lifecycles if one.request.request_id == self.request_id]
+            if any(one.waiting_choices for one in own):
                 self.queued_s = self.world.loop.time()
 
     def _check_gone(self, router: SimRouter) -> None:
