@@ -125,6 +125,8 @@ class World:
                     f"is connected to {where}, silent for {self.loop.time() - client.last_s:.1f} s"
                 )
                 task.cancel()
+        if audit.done():
+            audit.result()  # it ends early only by a problem or an error
         audit.cancel()
         if not self.problems:
             await asyncio.sleep(SETTLING_S)
@@ -153,10 +155,11 @@ class World:
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with its router runs nothing for a client that has all."""
-        for request_id in {key.request_id for key in node.running()}:
-            client = self.clients[int(request_id.split("-")[1])]
+        asked = {client.request_id: client for client in self.clients}
+        for request_id in {key.request_id for key in node.running()} & asked.keys():
+            client = asked[request_id]
             router = client.served_by
-            if router is None or router.is_dead or request_id != client.request_id:
+            if router is None or router.is_dead:
                 continue
             since_s = max(client.last_s, self.network.in_touch_since_s(node.process, router))
             if client.is_done and self.loop.time() - since_s > LONGEST_DETOUR_S:
