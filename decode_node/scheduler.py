@@ -126,7 +126,7 @@ class DecodeScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         self._detached.expire(now_s)
-        if self._num_launched and any(stream.guesses() for stream in self._running.values()):
+        if self._num_launched and self._has_guesses:
             return None  # all take the next step together, once the tokens before it are known
         num_slots = self.limits.max_num_seqs
         num_growing = min(len(self._running), num_slots)
@@ -222,6 +222,11 @@ class DecodeScheduler:
                 slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1, guesses))
         return sorted(slices, key=lambda part: part.length > 1)  # single tokens come first
 
+    @property
+    def _has_guesses(self) -> bool:
+        may_guess = bool(self.limits.num_speculative_tokens)
+        return may_guess and any(stream.guesses() for stream in self._running.values())
+
     def _guesses(self, stream: Stream, limit: int) -> tuple[int, ...]:
         """Return what a step may guess of a stream: as much as its blocks, or one more, hold."""
         sequence, size = stream.sequence, self.pool.block_size
@@ -293,20 +298,14 @@ class DecodeScheduler:
             if reason is not None:
                 break
         if done.num_guesses and stream.lookup is not None:
-            self._learn(stream.lookup, done, tokens, sequence.num_tokens)
+            stream.lookup.learn(len(tokens) - 1, sequence.num_tokens)
+            self.pool.counts.spec_decode_draft_tokens += done.num_guesses
+            self.pool.counts.spec_decode_accepted_tokens += len(tokens) - 1
         if stream.times is not None:
             stream.times = _with_first_step(stream.times, stream.joined_s, result)
         self.outputs.emit(stream.origin, stream.entry(reason))
         if reason is not None:
             self._leave(stream, reason)
-
-    def _learn(
-        self, lookup: PromptLookup, done: Slice, tokens: tuple[int, ...], num_tokens: int
-    ) -> None:
-        num_right = len(tokens) - 1
-        lookup.learn(num_right, num_tokens)
-        self.pool.counts.spec_decode_draft_tokens += done.num_guesses
-        self.pool.counts.spec_decode_accepted_tokens += num_right
 
     def _settle_prompt(
         self,

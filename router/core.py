@@ -405,10 +405,8 @@ class RouterCore:
     def _adopt(
         self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
     ) -> None:
-        attached, choices = (
-            found.attached,
-            adopted_choices(claim, found, stream, self.registry, self._reattaching.doubt),
-        )
+        attached, doubt = found.attached, self._reattaching.doubt
+        choices = adopted_choices(claim, found, stream, self.registry, doubt)
         kept = ResumeState(attached.form, claim.owner, attached.num_choices)
         request = Request(
             claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
