@@ -22,7 +22,7 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits() -> None:
             assert row.num_reads == 5
             assert 0 < row.p50_ms <= row.p99_ms
             expected = row.kind.read_bytes / row.p50_ms / 1e6
-            assert row.gb_per_s == pytest.approx(expected, rel=0.05)
+            assert row.gb_per_s == pytest.approx(expected, rel=0.05, abs=0.001)  # it is rounded
             assert row.of_memcpy == 1 if way == "memcpy" else row.of_memcpy > 0
 
 

@@ -167,7 +167,7 @@ class Announcements(RuleBasedStateMachine):
                 assert found.get(name, 0) == front
 
 
-Announcements.TestCase.settings = settings(stateful_step_count=40)
+Announcements.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
 TestAnnouncements = Announcements.TestCase
 
 
