@@ -3,6 +3,7 @@
 Only the part of each tensor that the rank keeps is read.
 """
 
+import math
 from typing import NamedTuple, Protocol
 
 import torch
@@ -107,9 +108,9 @@ class _Loader:
             layers.append(self._layer(f"model.layers.{number}."))
         progress("weights", config.num_layers, total)
         embedding = self._read(EMBEDDING)
-        head, is_split = self._head(embedding)
-        progress("weights", total, total)
         norm = self._read("model.norm.weight")
+        head, is_split = self._head(embedding, norm)
+        progress("weights", total, total)
         is_alone_on_cpu = self.device.type == "cpu" and self.ranks.size == 1
         return Decoder(
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
@@ -134,20 +135,33 @@ class _Loader:
             down=self._rows(mlp + "down_proj", self.features, has_bias=config.mlp_bias),
         )
 
-    def _head(self, embedding: Tensor) -> tuple[Linear, bool]:
+    def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
 
         It is split where the number of ranks divides the vocabulary.
         """
         vocab, size = self.config.vocab_size, self.ranks.size
-        if size == 1 or vocab % size:
-            if self.config.tie_word_embeddings:
-                return self._linear(embedding, is_head=True), False
-            return self._linear(self._read(HEAD), is_head=True), False
-        rows = share(vocab, self.ranks.rank, size)
-        if self.config.tie_word_embeddings:
-            return self._linear(embedding[rows], is_head=True), True
-        return self._linear(self._read(HEAD, rows=rows), is_head=True), True
+        is_split = size > 1 and vocab % size == 0
+        rows = share(vocab, self.ranks.rank, size) if is_split else slice(None)
+        is_tied = self.config.tie_word_embeddings
+        weight = embedding[rows] if is_tied else self._read(HEAD, rows=rows)
+        self._check_logits(weight, norm)
+        return self._linear(weight, is_head=True), is_split
+
+    def _check_logits(self, weight: Tensor, norm: Tensor) -> None:
+        """Raise `ConfigError` unless a finite hidden state is known to give finite logits.
+
+        Then steps need not look at logits: a logit has `hidden` products, and a normed state has no
+        number above `sqrt(hidden)` times the norm's weight. NaN passes no comparison.
+        """
+        ends = map(torch.aminmax, (weight, norm))
+        largest = math.prod(max(-float(low), float(high)) for low, high in ends)
+        if not largest * self.config.hidden_size**1.5 < torch.finfo(self.dtype).max / 2:
+            name = EMBEDDING if self.config.tie_word_embeddings else HEAD
+            raise ConfigError(
+                f"{self.checkpoint.folder}: {name} or model.norm.weight holds NaN, infinity or "
+                "numbers so large that logits would overflow: fetch the files again"
+            )
 
     def _head_norms(self, attention: str) -> Tensor:
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)

@@ -28,10 +28,15 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
+LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 ROPE_THETA = 10000.0
+# The rotary embedding has a table of all positions, which fits a host's memory up to here.
+MAX_POSITIONS = 1 << 26
+# Fields that transformers honours in every family, where they say more than nothing.
+UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -125,10 +130,9 @@ class _Kind(msgspec.Struct):
 class _RawRope(msgspec.Struct):
     """`rope_parameters` of transformers 5 or `rope_scaling` of older folders."""
 
-    rope_type: str | None = None
-    type: str | None = None
-    rope_theta: float | None = None
-    factor: Annotated[float, Meta(gt=0)] = 1.0
+    rope_theta: Annotated[float, Meta(gt=0)]
+    rope_type: str
+    factor: Annotated[float, Meta(gt=0)] | None = None
     low_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     original_max_position_embeddings: Positive | None = None
@@ -147,12 +151,12 @@ class _RawConfig(msgspec.Struct):
     intermediate_size: Positive
     num_hidden_layers: Positive
     num_attention_heads: Positive
-    max_position_embeddings: Positive
+    max_position_embeddings: Annotated[int, Meta(gt=0, le=MAX_POSITIONS)]
     num_key_value_heads: Positive | UnsetType | None = UNSET
     head_dim: Positive | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float = 1e-6
-    rope_theta: float | None = None
+    rope_theta: float | None = ROPE_THETA
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: float = 1.0
@@ -164,6 +168,10 @@ class _RawConfig(msgspec.Struct):
     sliding_window: Positive | UnsetType | None = UNSET
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
     layer_types: tuple[str, ...] | None = None
+    is_causal: bool = True
+    attention_chunk_size: object = None
+    per_layer_config: object = None
+    text_config: object = None
     quantization_config: _RawQuantization | None = None
     compression_config: _RawQuantization | None = None
     dtype: str | None = None
@@ -220,6 +228,8 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
             "num_key_value_heads must divide num_attention_heads",
         ),
         (head_dim % 2 != 0, f"head_dim must be even for rotary embedding, not {head_dim}"),
+        (not raw.is_causal, "is_causal is false: tokens that see later ones are not supported"),
+        *((bool(getattr(raw, name)), f"{name} is not supported") for name in UNSUPPORTED),
     )
     for is_refused, text in refusals:
         if is_refused:
@@ -227,26 +237,30 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
 
 
 def _rope(file: Path, raw: _RawConfig) -> Rope:
-    field = "rope_parameters" if raw.rope_parameters else "rope_scaling"
+    fields = ("rope_parameters", "rope_scaling")
+    field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
     if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
         raise ConfigError(
             f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
         )
-    values = raw.rope_parameters or raw.rope_scaling or {}
+    values = {"rope_theta": raw.rope_theta, **(raw.rope_parameters or raw.rope_scaling or {})}
+    values.setdefault("rope_type", values.get("type", "default"))
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")
     try:
         given = msgspec.convert(values, _RawRope)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {field}: {error}") from None
-    theta = given.rope_theta or raw.rope_theta or ROPE_THETA
+    theta, factor = given.rope_theta, given.factor
     if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
-    match given.rope_type or given.type or "default":
+    if given.rope_type in ("linear", "llama3") and factor is None:
+        raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
+    match given.rope_type:
         case "default":
             return Rope(theta)
         case "linear":
-            return Rope(theta, "linear", given.factor)
+            return Rope(theta, "linear", factor or 1.0)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
             # transformers prefers the length beside the scaling to the one in it.
@@ -259,7 +273,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
                 )
             if low >= high:
                 raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
-            return Rope(theta, "llama3", given.factor, low, high, original)
+            return Rope(theta, "llama3", factor or 1.0, low, high, original)
         case other:
             raise ConfigError(
                 f"{file}: {field} of type {other!r} is not supported, only default, linear, llama3"
@@ -268,14 +282,22 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
     """Return the window of all layers, or None without one shorter than the model's length."""
-    if family == "llama":
-        return None
-    window = SLIDING_WINDOW if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
+    absent = None if family == "llama" else SLIDING_WINDOW
+    window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
+    if family in ("qwen2", "qwen3") and not raw.use_sliding_window:
+        window = None
+    kinds = set(raw.layer_types or ())
+    if kinds and (kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers):
+        raise ConfigError(
+            f"{file}: layer_types must name one of {', '.join(sorted(LAYER_TYPES))} for each of "
+            f"{raw.num_hidden_layers} layers"
+        )
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
     if window is None or window >= raw.max_position_embeddings:
         return None
-    if family != "mistral" and not raw.use_sliding_window:
-        return None
-    kinds = set(raw.layer_types or ())
+    if family == "llama":
+        raise ConfigError(f"{file}: sliding_window is not supported in models of Llama")
     if not kinds and family == "mistral":
         return window
     if not kinds:

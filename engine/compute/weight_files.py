@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import msgspec
+from safetensors import SafetensorError, safe_open
 
 from baton.engine.compute.model_config import DecoderConfig
 from baton.protocol.errors import ConfigError
@@ -68,7 +69,12 @@ def tensors_of(file: Path) -> dict[str, TensorEntry]:
         if not 0 <= first <= last <= size:
             raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
         entry.data_offsets = (first, last)
-    return entries
+    try:
+        # The library compares all ranges with the shapes, and with each other.
+        with safe_open(file, framework="np"):
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -150,7 +156,7 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
                 f"implies {list(shape)}"
             )
-    for name in stored.keys() - expected.keys():
+    for name in sorted(stored.keys() - expected.keys()):
         if not _DERIVABLE.fullmatch(name):
             raise ConfigError(
                 f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "

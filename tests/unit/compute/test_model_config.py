@@ -86,7 +86,8 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
 
 def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
-    assert read(tmp_path, sliding_window=100).sliding_window is None
+    assert "Llama" in refusal(tmp_path, sliding_window=100)
+    assert read(tmp_path, sliding_window=8192).sliding_window is None
     assert read(tmp_path, architectures=mistral, sliding_window=100).sliding_window == 100
     assert read(tmp_path, architectures=mistral, sliding_window=None).sliding_window is None
     assert read(tmp_path, architectures=mistral).sliding_window == 4096
@@ -101,8 +102,8 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     assert "layer_types" in refusal(tmp_path, **used, layer_types=mixed)
     kinds: dict[str, object] = {"architectures": mistral, "sliding_window": 100}
     assert "layer_types" in refusal(tmp_path, **kinds, layer_types=mixed)
-    assert read(tmp_path, **kinds, layer_types=mixed[::2]).sliding_window is None
-    assert read(tmp_path, **kinds, layer_types=mixed[1::2]).sliding_window == 100
+    assert read(tmp_path, **kinds, layer_types=mixed[::2] * 2).sliding_window is None
+    assert read(tmp_path, **kinds, layer_types=mixed[1::2] * 2).sliding_window == 100
 
 
 def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
@@ -146,6 +147,19 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}}, "differ"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "by kind of layer"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_parameters: Expected `float`"),
+        ({"rope_theta": 0}, "rope_theta"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "linear needs a factor"),
+        ({"rope_scaling": {**LLAMA3_ROPE, "factor": None}}, "llama3 needs a factor"),
+        ({"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}, "rope_type"),
+        ({"max_position_embeddings": 1 << 40}, "max_position_embeddings"),
+        ({"is_causal": False}, "is_causal"),
+        ({"attention_chunk_size": 16}, "attention_chunk_size"),
+        ({"per_layer_config": {"1": {"num_key_value_heads": 1}}}, "per_layer_config"),
+        ({"text_config": {"quantization_config": {}}}, "text_config"),
+        ({"layer_types": ["full_attention"] * 31}, "for each of 32 layers"),
+        ({"layer_types": ["chunked_attention"] * 32}, "layer_types must name one of"),
+        ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention needs a sliding_window"),
     ],
 )
 def test_a_refusal_names_the_file_and_the_field(

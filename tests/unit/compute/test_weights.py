@@ -59,6 +59,30 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
         Checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("data_offsets", [0, 131072]),  # those of another tensor
+        ("dtype", "BF16"),
+        ("dtype", "F99"),
+        ("shape", [2, 2]),
+    ],
+)
+def test_a_header_that_contradicts_itself_is_refused_before_a_tensor_is_read(
+    field: str, value: object, tmp_path: Path
+) -> None:
+    file = write_checkpoint(tmp_path / "m", "llama", num_layers=1) / "model.safetensors"
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header["model.layers.0.mlp.up_proj.weight"][field] = value
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(ConfigError, match="is not a safetensors file") as raised:
+        Checkpoint(file.parent)
+    assert "\n" not in raised.value.message
+
+
 def test_a_file_that_lost_its_end_is_a_config_error(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1)
     file = folder / "model.safetensors"
@@ -122,6 +146,26 @@ def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family: str, ti
     place = Placement(torch.float32, torch.device("cpu"))
     load_decoder(config, Noting(folder), SingleRank(), place, no_progress)
     assert read == expected_tensors(config).keys()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), 3e38])
+@pytest.mark.parametrize(
+    ("name", "tie"), [("lm_head", False), ("model.embed_tokens", True), ("model.norm", False)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_whose_logits_might_not_be_finite_are_refused(
+    number: float, name: str, tie: bool, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """Steps look at hidden states only."""
+    folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1, tie=tie)
+    tensors = load_file(folder / "model.safetensors")
+    tensors[f"{name}.weight"].view(-1)[7] = number
+    save_file(tensors, folder / "model.safetensors")
+    place = Placement(dtype, torch.device("cpu"))
+    with pytest.raises(ConfigError, match="holds NaN, infinity or numbers so large"):
+        load_decoder(
+            read_decoder_config(folder), Checkpoint(folder), SingleRank(), place, no_progress
+        )
 
 
 ONE, LAYER = torch.ones(1), "model__layers__1__"
