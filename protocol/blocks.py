@@ -1,8 +1,9 @@
 """Count the KV blocks that a sequence needs, and hash what each block holds.
 
 Routers and nodes count alike, so that a router never sends what a node refuses. The hashes form a
-chain: equal hashes mean equal prefixes, on every node. A node finds blocks by their hashes. A
-router, which only guesses where blocks are, knows them by shorter keys.
+chain: equal hashes mean equal prefixes, on every node. Chains with different roots share no block.
+A node finds blocks by their hashes. A router, which only guesses where blocks are, knows them by
+shorter keys.
 """
 
 import hashlib
@@ -44,10 +45,22 @@ def tokens_held(num_blocks: int, block_size: int, num_tokens: int, num_choices: 
     return max((shared + own) * block_size - num_tokens, 0)
 
 
+def salted_root(cache_salt: str) -> BlockHash:
+    """Return the root for requests with this salt, which no salt shares with an unsalted block.
+
+    Blake2's personalization keeps the two kinds of hashes apart, whatever text a client sends.
+    """
+    data = cache_salt.encode("utf-8", "surrogatepass")
+    return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"cache_salt").digest()
+
+
 def block_hashes(
-    token_ids: Sequence[int], block_size: int, known: Sequence[BlockHash] = ()
+    token_ids: Sequence[int],
+    block_size: int,
+    known: Sequence[BlockHash] = (),
+    root: BlockHash = b"",
 ) -> list[BlockHash]:
-    """Return one 16-byte hash per full block; each covers all tokens before it too.
+    """Return one 16-byte hash per full block; each covers the root and all tokens before it too.
 
     `known` holds the hashes of the first blocks, which are not computed again.
     """
@@ -56,7 +69,7 @@ def block_hashes(
     num_blocks = (len(token_ids) - first) // block_size
     size = block_size * 8
     tokens = array("q", token_ids[first : first + num_blocks * block_size]).tobytes()
-    last = hashes[-1] if hashes else ROOT_HASH
+    last = hashes[-1] if hashes else root or ROOT_HASH
     for start in range(0, len(tokens), size):
         last = hashlib.blake2b(last + tokens[start : start + size], digest_size=HASH_BYTES).digest()
         hashes.append(last)
@@ -73,5 +86,7 @@ def unpack_keys(data: bytes) -> tuple[BlockKey, ...]:
     return struct.unpack_from(f">{num_keys}Q", data)
 
 
-def prompt_keys(token_ids: Sequence[int], block_size: int) -> tuple[BlockKey, ...]:
-    return unpack_keys(pack_keys(block_hashes(token_ids, block_size)))
+def prompt_keys(
+    token_ids: Sequence[int], block_size: int, root: BlockHash = b""
+) -> tuple[BlockKey, ...]:
+    return unpack_keys(pack_keys(block_hashes(token_ids, block_size, root=root)))

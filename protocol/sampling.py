@@ -10,11 +10,13 @@ import reprlib
 from collections.abc import Mapping
 from enum import StrEnum
 from numbers import Real
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 from msgspec.structs import force_setattr
 
+from baton.protocol.blocks import HASH_BYTES, BlockHash
 from baton.protocol.errors import RequestError
 from baton.protocol.ids import MAX_COUNT, Count, Int64
 
@@ -64,6 +66,8 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     penalties: Penalties | None = None
     logprobs: Count | None = None  # of each token and of so many of the likeliest
     prompt_logprobs: Count | None = None  # the same of the prompt's tokens
+    # The root of its blocks' hashes, so that only sequences with the same root share blocks.
+    cache_root: Annotated[BlockHash, Meta(max_length=HASH_BYTES)] = b""
 
     @property
     def depends_on_output(self) -> bool:

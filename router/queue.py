@@ -11,7 +11,7 @@ from functools import cached_property
 
 import msgspec
 
-from baton.protocol.blocks import tokens_held
+from baton.protocol.blocks import BlockHash, tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
@@ -266,10 +266,11 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
 
 
 class OutputRules(msgspec.Struct, frozen=True):
-    """The rules that engines apply to outputs, in the form that they need."""
+    """What engines need to know of a request besides its parameters, in the form that they need."""
 
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    cache_root: BlockHash = b""  # of the hashes of its blocks
 
 
 NO_RULES = OutputRules()
@@ -301,4 +302,5 @@ def sampling_of(
         penalties=None if penalties == Penalties() else penalties,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
+        cache_root=rules.cache_root,
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from baton.protocol.blocks import BlockKey, prompt_keys
+from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys, salted_root
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import ResumeState
@@ -81,13 +81,14 @@ class TextRouter:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
+        cache_salt: str = "",
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
         which is the caller's name for the request or, by default, the router's. With `kept`, a
         client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
-        have apart from their text.
+        have apart from their text. Only requests with the same `cache_salt` share cached blocks.
         """
         max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
@@ -99,12 +100,13 @@ class TextRouter:
         check_prompt(token_ids, self._core.limits())
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
-        keys = await self._keys_of(token_ids) if is_cached else ()
-        rules = await self._rules_of(params)
+        root = salted_root(cache_salt) if cache_salt else b""
+        keys = await self._keys_of(token_ids, root) if is_cached else ()
+        rules = await self._rules_of(params, root)
         if rules.grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids)
             grammar = after_reasoning(rules.grammar, is_open=is_open)
-            rules = OutputRules(grammar, rules.bad_words)
+            rules = msgspec.structs.replace(rules, grammar=grammar)
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
@@ -115,7 +117,7 @@ class TextRouter:
         stream.request_id = request_id or minted
         return stream
 
-    async def _rules_of(self, params: SamplingParams) -> OutputRules:
+    async def _rules_of(self, params: SamplingParams, cache_root: BlockHash) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
         vocab_size = self._core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
@@ -129,16 +131,17 @@ class TextRouter:
         if (form := params.structured_outputs) is not None:
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._checks, checked_grammar, form)
-        return OutputRules(grammar, tuple(dict.fromkeys(map(tuple, filter(None, words)))))
+        bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
+        return OutputRules(grammar, bad_words, cache_root)
 
-    async def _keys_of(self, token_ids: list[int]) -> tuple[BlockKey, ...]:
+    async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
         block_size = self._core.limits().block_size
         if len(token_ids) < block_size:
             return ()
         if len(token_ids) <= MAX_HASHED_ON_LOOP:
-            return prompt_keys(token_ids, block_size)
-        return await asyncio.to_thread(prompt_keys, token_ids, block_size)
+            return prompt_keys(token_ids, block_size, root)
+        return await asyncio.to_thread(prompt_keys, token_ids, block_size, root)
 
     async def reattach(self, claim: Claim, read_form: ReadForm) -> RequestStream:
         """Take over a stream whose router is gone. Raises `RequestError` if no node holds it.

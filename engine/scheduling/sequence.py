@@ -74,7 +74,9 @@ class Sequence:
         """Return the hashes of the full blocks among the first `num_tokens`, extending `hashes`."""
         num_blocks = num_tokens // block_size
         if num_blocks > len(self.hashes):
-            self.hashes = block_hashes(self.token_ids[:num_tokens], block_size, self.hashes)
+            known = self.token_ids[:num_tokens]
+            root = self.sampling.cache_root
+            self.hashes = block_hashes(known, block_size, self.hashes, root)
         return self.hashes[:num_blocks]
 
     def start_at(self, position: int) -> None:

@@ -202,7 +202,7 @@ class Handlers:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
                 with blaming(work.ask.sent):
                     stream = await self._engine.submit(
-                        ready, work.params, name, work.kept, work.parsing
+                        ready, work.params, name, work.kept, work.parsing, work.ask.cache_salt
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)

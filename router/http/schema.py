@@ -91,6 +91,7 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Biases | None = None
+    cache_salt: Annotated[str, Meta(min_length=1)] | None = None
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
     length_penalty: float | None = None
     use_beam_search: bool | None = None
@@ -204,6 +205,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tools: ToolUse | None = None
     include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
+    cache_salt: str = ""  # empty shares cached blocks with all requests without one
     settings: bytes = b""  # what a response object repeats of its request, as JSON
 
     @property
@@ -316,6 +318,7 @@ def _ask(
         echo=echo,
         generates=generates,
         form_param="response_format" if body.response_format else "structured_outputs",
+        cache_salt=body.cache_salt or "",
     )
     _check_params(ask, limit_name)
     return ask

@@ -137,7 +137,8 @@ class AsyncLLM:
             given = given_prompt(prompt)
             params = self._complete(sampling_params)
             await self.begin()
-            stream = await self._router.submit(given.content, params, name)
+            salt = given.cache_salt
+            stream = await self._router.submit(given.content, params, name, cache_salt=salt)
             stream.prompt = given.text
             self._live[name] = stream
             if name in self._aborted:

@@ -7,7 +7,10 @@ from baton.protocol.errors import RequestError
 
 
 class TextPrompt(TypedDict):
+    """Text. Only prompts with the same `cache_salt` share blocks of the prefix caches."""
+
     prompt: str
+    cache_salt: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
@@ -15,6 +18,7 @@ class TokensPrompt(TypedDict):
 
     prompt_token_ids: list[int]
     prompt: NotRequired[str | None]
+    cache_salt: NotRequired[str]
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
@@ -23,10 +27,17 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 class GivenPrompt(NamedTuple):
     content: str | list[int]  # what the model reads
     text: str | None  # what outputs show as the prompt
+    cache_salt: str = ""
 
 
 def given_prompt(prompt: Prompt) -> GivenPrompt:
     """Return the content of `prompt`. Raises `RequestError` if it has none of the forms."""
+    if isinstance(prompt, dict) and "cache_salt" in prompt:
+        salt = prompt["cache_salt"]
+        if not isinstance(salt, str) or not salt:
+            raise RequestError("cache_salt must be a text that is not empty", param="cache_salt")
+        unsalted = {name: value for name, value in prompt.items() if name != "cache_salt"}
+        return given_prompt(unsalted)._replace(cache_salt=salt)  # type: ignore[arg-type]
     match prompt:
         case str():
             return GivenPrompt(prompt, prompt)

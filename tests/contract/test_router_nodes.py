@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from baton.protocol.blocks import block_hashes, pack_keys
+from baton.protocol.blocks import block_hashes, pack_keys, salted_root
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
@@ -91,6 +91,21 @@ async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after
     decodes[1].die()
     await bench.until(lambda: caches.num_blocks(NodeId("d1")) == 0)
     await bench.settled()
+
+
+@routed(RouterConfig(local_prefill_tokens=4))
+async def test_prompts_are_looked_for_in_caches_by_their_salt(bench: RouterBench) -> None:
+    prompt = list(range(1, 41))
+    await bench.toy(node_info("p0", "prefill"))
+    decode = await bench.toy(node_info("d0", "decode"))
+    await decode.hear(WatchCache)
+    hashes = block_hashes(prompt, BLOCK_SIZE, root=salted_root("mine"))
+    decode.say(CacheChanges(0, pack_keys(hashes)))
+    await bench.until(lambda: bench.core.registry.caches.num_blocks(NodeId("d0")) == len(hashes))
+    for salt, num_cached in (("mine", 36), ("yours", 0), ("", 0)):
+        stream = await bench.router.submit(prompt, GREEDY, cache_salt=salt)
+        output = await collected(stream)
+        assert output.metrics.num_predicted_tokens == num_cached
 
 
 @routed()

@@ -11,6 +11,8 @@ import psutil
 import pytest
 
 from baton import LLM, SamplingParams
+from baton.protocol.errors import RequestError
+from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import model_folder
 from tests.support.sources import REPOSITORY
 
@@ -77,6 +79,20 @@ def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm
     assert (first.metrics.num_cached_tokens, again.metrics.num_cached_tokens) == (0, 32)
     assert first.metrics.path == "disaggregated"
     assert first.metrics.transfer_bytes > 0
+
+
+def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm: LLM) -> None:
+    ids = list(range(120, 160))
+
+    def asked(**given: str) -> RequestOutput:
+        return llm.generate({"prompt_token_ids": ids, **given}, GREEDY, use_tqdm=False)[0]
+
+    salted = [asked(cache_salt=salt) for salt in ("a", "a", "b")]
+    outputs = [*salted, asked(), asked()]
+    assert [one.num_cached_tokens for one in outputs] == [0, 32, 0, 0, 32]
+    assert all(one.outputs == outputs[0].outputs for one in outputs)
+    with pytest.raises(RequestError, match="cache_salt must be a text that is not empty"):
+        asked(cache_salt="")
 
 
 def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:

@@ -6,7 +6,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.protocol.blocks import BlockHash, block_hashes, blocks_needed, tokens_held
+from baton.protocol.blocks import (
+    BlockHash,
+    block_hashes,
+    blocks_needed,
+    salted_root,
+    tokens_held,
+)
 from baton.protocol.errors import InvariantBroken
 
 NUM_BLOCKS = 12
@@ -121,3 +127,14 @@ def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
     sizes = (block_size, num_tokens)
     assert held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
     assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks
+
+
+def test_chains_of_different_salts_share_no_block_whatever_the_salt() -> None:
+    plain = block_hashes(list(range(12)), BLOCK_SIZE)
+    chains = [
+        block_hashes(list(range(12)), BLOCK_SIZE, root=salted_root(salt))
+        for salt in ("a", "b", "", "\ud800")
+    ]
+    assert len({block_hash for chain in [plain, *chains] for block_hash in chain}) == 15
+    again = block_hashes(list(range(12)), BLOCK_SIZE, chains[0][:1], salted_root("a"))
+    assert again == chains[0]

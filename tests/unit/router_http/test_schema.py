@@ -75,6 +75,7 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
         (body_of(logprobs=21, echo=True), "logprobs"),
         (body_of(prompt_logprobs=-1), "prompt_logprobs"),
         (body_of(prompt_logprobs=0, stream=True), "prompt_logprobs"),
+        (body_of(cache_salt=""), "cache_salt"),
         (body_of(best_of=2), "best_of"),
         (body_of(suffix="x"), "suffix"),
         (body_of(kv_transfer_params={"host": "10.0.0.1"}), "kv_transfer_params"),
