@@ -84,6 +84,7 @@ class ScriptedEngine:
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
         self.kept: ResumeState | None = None  # what nodes would keep of the last request
+        self.cache_salt = ""  # of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
 
@@ -94,7 +95,9 @@ class ScriptedEngine:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
+        cache_salt: str = "",
     ) -> RequestStream:
+        self.cache_salt = cache_salt
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal

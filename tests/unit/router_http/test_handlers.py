@@ -140,7 +140,8 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(
         "max_tokens": 9, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [4],
         "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
-    assert (await bench.post({"prompt": [5], **given})).status == 200
+    assert (await bench.post({"prompt": [5], "cache_salt": "mine", **given})).status == 200
+    assert engine.cache_salt == "mine"
     params = engine.streams[0].params
     assert {name: getattr(params, name) for name in given} == given
     assert (await bench.post({"prompt": [5], **dict.fromkeys(given)})).status == 200
