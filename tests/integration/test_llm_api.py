@@ -19,7 +19,6 @@ from tests.support.sources import REPOSITORY
 DOCS = REPOSITORY / "docs"
 # What each example of a page prints, among other things.
 EXAMPLES = {
-    "api.md": ("4071", "42"),
     "python.md": ("42.", "8153.", "3 choices", "True ready", "context_length_exceeded"),
 }
 GONE_TIMEOUT_S = 30.0
