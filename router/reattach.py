@@ -100,6 +100,7 @@ class FoundRequest(msgspec.Struct, frozen=True):
     attached: Attached  # the answer of one node, which does not list the choices of all nodes
     choices: dict[int, FoundChoice]
     first_attempt: int = 0  # an attempt that no earlier router of the request has made
+    may_be_elsewhere: bool = False  # nodes that have not answered may hold another attempt
 
 
 class Search:
@@ -197,7 +198,8 @@ class Search:
             best = {i: found for i in range(first.num_choices) if (found := self._best(i))}
             wanted = [i for i in range(first.num_choices) if not self.received_of(i).has_ended]
             if all(i in best for i in wanted):
-                result = FoundRequest(first, best, self._first_attempt)
+                is_open = self._may_be_held(now_s)
+                result = FoundRequest(first, best, self._first_attempt, is_open)
             # Another node may have a later attempt, so the search waits for each node that was
             # asked.
             if result is not None and not self._silent and all(best[i].is_live for i in wanted):
@@ -207,9 +209,11 @@ class Search:
             return None
         if result is not None:
             return result
-        may_be_held = self._silent or self._missing or now_s < self._unmet_s
         text = "a decode node that may hold this stream does not answer: try again"
-        return unknown(text) if may_be_held else gone()
+        return unknown(text) if self._may_be_held(now_s) else gone()
+
+    def _may_be_held(self, now_s: float) -> bool:
+        return bool(self._silent or self._missing) or now_s < self._unmet_s
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:
@@ -296,15 +300,17 @@ class Reattaching:
         self._searching: dict[RequestId, Searching] = {}
         self._doubted: dict[RequestId, None] = {}
 
-    def doubt(self, request_id: RequestId) -> Failure:
+    def doubt(self, request_id: RequestId, may_be_elsewhere: bool) -> Failure:
         """Return how a stream ends whose next attempt begins with another token than the client's.
 
-        Another node may hold the client's, so the client may try again, but only once: where nodes
-        compute different bits, no attempt may ever have that token.
+        Another node may hold the client's, so the client may try again. Once all nodes have
+        answered it may do so only once: where nodes compute different bits, no attempt may ever
+        have that token.
         """
-        if request_id in self._doubted:
+        if request_id in self._doubted and not may_be_elsewhere:
             return gone()
-        self._doubted[request_id] = None
+        if not may_be_elsewhere:
+            self._doubted[request_id] = None
         if len(self._doubted) > MAX_SEARCHES:
             del self._doubted[next(iter(self._doubted))]
         return unknown("an attempt at this stream began with another token: try again")
@@ -436,7 +442,7 @@ def adopted_choices(
     found: FoundRequest,
     stream: RequestStream,
     registry: Registry,
-    doubt: Callable[[RequestId], Failure],
+    doubt: Callable[[RequestId, bool], Failure],
 ) -> tuple[AdoptedChoice, ...]:
     """Return every choice of the request, and bring `stream` to its caller's position.
 
@@ -461,7 +467,7 @@ def adopted_choices(
         if received.has_ended:  # nothing more comes of it
             stream.metrics.received(int(is_ahead))
         elif is_ahead:
-            failure = failure or doubt(claim.request_id)
+            failure = failure or doubt(claim.request_id, found.may_be_elsewhere)
             stream.expect_again(index, digest_of(held.token_ids), received.digest, failure)
         has_ended = received.has_ended or is_stopped
         process = None if node is None else node.process

@@ -5,7 +5,8 @@ import asyncio
 import msgspec
 import pytest
 
-from baton.protocol.errors import Overloaded, RequestError
+from baton.protocol.config import NodeConfig
+from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Attach,
@@ -303,24 +304,33 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
     await bench.settled()
 
 
+@pytest.mark.parametrize(
+    ("waited_s", "codes"),
+    [
+        # A node that has not been met yet may have the client's token.
+        (REJOIN_S, ["stream_unknown", "stream_unknown"]),
+        (NodeConfig().detached_s, ["stream_unknown", "stream_gone"]),
+    ],
+)
 @routed()
 async def test_a_prompt_that_lands_with_another_token_than_the_clients_is_not_gone_on_with(
-    bench: RouterBench,
+    bench: RouterBench, waited_s: float, codes: list[str]
 ) -> None:
     _, decode = await bench.pair()
-    bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim(part([ANSWER[0] ^ 1])))
-    await asked(decode)
-    answer = attached(HeldChoice(Key(ID), [], is_running=True))
-    decode.say(msgspec.structs.replace(answer, landing=(0,)))
-    stream, deltas = await task
-    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT), ANSWER[:2])]))
-    with pytest.raises(Overloaded) as error:
-        await stream.ended()
-    assert (error.value.code, token_ids(deltas)) == ("stream_unknown", [])
-    assert (await decode.hear(Cancel)).keys == (Key(ID),)
-    decode.say(CancelDone((Key(ID),)))
-    await bench.settled()
+    bench.clock.advance(waited_s)
+    for code in codes:
+        task = taking(bench, claim(part([ANSWER[0] ^ 1])))
+        await asked(decode)
+        answer = attached(HeldChoice(Key(ID), [], is_running=True))
+        decode.say(msgspec.structs.replace(answer, landing=(0,)))
+        stream, deltas = await task
+        decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT), ANSWER[:2])]))
+        with pytest.raises(BatonError) as error:
+            await stream.ended()
+        assert (error.value.code, token_ids(deltas)) == (code, [])
+        assert (await decode.hear(Cancel)).keys == (Key(ID),)
+        decode.say(CancelDone((Key(ID),)))
+        await bench.settled()
 
 
 @routed()

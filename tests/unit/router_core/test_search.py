@@ -211,3 +211,17 @@ def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
     assert one.asks(B)
     one.heard(B, attached(held(is_running=True)))
     assert isinstance(one.verdict(ANSWER_S), FoundRequest)
+
+
+def test_a_stream_that_was_found_may_be_elsewhere_until_all_nodes_have_answered() -> None:
+    one = Search(ID, None, 0.0, 0.0, (B,))
+    assert one.asks(A)
+    one.heard(A, attached(held(is_running=True)))
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert verdict.may_be_elsewhere
+    assert one.asks(B)
+    one.heard(B, NOTHING)
+    verdict = one.verdict(0.0)
+    assert isinstance(verdict, FoundRequest)
+    assert not verdict.may_be_elsewhere
