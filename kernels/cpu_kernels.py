@@ -6,6 +6,7 @@ their number cannot change a bit. `reference` defines the meaning of the attenti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -244,6 +245,37 @@ class CpuLinears:
         self._threads.run(self._library.kernels["multiply"], calls)
         return out
 
+    def multiply_groups(
+        self, layers: Sequence[CpuLinear], x: Tensor, ends: Sequence[int]
+    ) -> Tensor:
+        """Return `[num_rows, outputs]` for `[num_rows, inputs]`; row i goes to the first layer that
+        ends after i. The layers have equal shapes and no bias.
+        """
+        x, (num_panels, words, _) = x.contiguous(), layers[0].panels.shape
+        out = x.new_empty(len(x), layers[0].outputs)
+        groups = [
+            (first, end, layer.panels.data_ptr())
+            for layer, (first, end) in zip(layers, pairwise((0, *ends)), strict=True)
+            if first < end
+        ]
+        numbers = 2 * layers[0].panels.numel()
+        cost_ns = numbers * (NS_PER_WEIGHT * len(groups) + NS_PER_MULTIPLICATION * len(x))
+        count = torch.get_num_threads() if cost_ns >= MIN_SHARED_NS else 1
+        cuts = [num_panels * i // count for i in range(count + 1)]
+        memory = torch.empty(count, SHEET * PANEL)
+        kernel, addresses = self._library.kernels["multiply"], (x.data_ptr(), out.data_ptr())
+
+        def compute(first_panel: int, last_panel: int, sums: int) -> None:
+            for first, end, panels in groups:
+                kernel(
+                    first, end, first_panel, last_panel, sums, addresses[0], panels, 0, False,
+                    words, layers[0].outputs, addresses[1],
+                )  # fmt: skip
+
+        parts = [(*part, memory[i].data_ptr()) for i, part in enumerate(pairwise(cuts))]
+        self._threads.run(compute, parts)
+        return out
+
     def _slices(self, num_rows: int, panels: Tensor) -> list[tuple[int, int, int, int]]:
         """Return the first and last row, and the first and last panel, of each thread."""
         num_panels, whole = len(panels), (0, num_rows, 0, len(panels))
@@ -267,7 +299,7 @@ class CpuLinear:
     bias: Tensor | None
     outputs: int
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         return self.of.multiply(x, self)
 
 

@@ -117,6 +117,22 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype)
 
 
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Return `x[i] @ weight[expert of i].T`; `ends` says where each expert's rows end."""
+    places = torch.arange(len(x), device=x.device)
+    of_row = weight[torch.searchsorted(ends.long(), places, right=True)]  # [rows, out, in]
+    return (of_row.double() @ x.double()[:, :, None])[:, :, 0].to(x.dtype)
+
+
+def add_experts(rows: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted sum of `[tokens, top_k, hidden]`, added in fp32 in order of `top_k`."""
+    first, *others = (rows.float() * weights[..., None]).unbind(1)
+    total = first.contiguous()
+    for other in others:
+        total += other
+    return total.to(rows.dtype)
+
+
 def _visible_kv(
     pool: Tensor, layer: int, block_table: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:

@@ -113,6 +113,13 @@ class Backend(Protocol):
         """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
         ...
 
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """Return the sum of each token's experts, `[num_tokens, hidden]`, added in their order.
+
+        `rows` is `[num_tokens, top_k, hidden]`, `weights` `[num_tokens, top_k]` in fp32.
+        """
+        ...
+
 
 QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
 
@@ -178,3 +185,6 @@ class PlainBackend:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return reference.silu_mul(gate_up)
+
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return reference.add_experts(rows, weights)

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.engine.compute.attention import Batch
+from baton.kernels import reference
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.protocol.config import KernelChoice
@@ -115,3 +116,6 @@ class CpuBackend:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return self._kernels.silu_mul(gate_up)
+
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return reference.add_experts(rows, weights)  # far less work than the experts' products

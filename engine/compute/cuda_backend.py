@@ -10,6 +10,7 @@ from torch import Tensor
 
 from baton.engine.compute.attention import Batch
 from baton.kernels.decode_attention import paged_decode_attention
+from baton.kernels.grouped_product import add_experts
 from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
 from baton.kernels.pool_writes import rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
@@ -84,6 +85,9 @@ class CudaBackend:
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         return silu_mul(gate_up)
+
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return add_experts(rows, weights)
 
 
 def missing_for(pool_shape: tuple[int, ...], num_heads: int) -> str:

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama, Mistral, Qwen2 and Qwen3, from one configuration.
+"""The decoder of the Llama family, dense or with a mixture of experts, from one configuration.
 
 All positions of a packed batch run through the layers at once; what follows the last layer's keys
 and values is computed only where a token is sampled. It knows neither blocks nor requests.
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from baton.engine.compute.attention import Backend, Batch
 from baton.engine.compute.linear import Linear
+from baton.engine.compute.mlp import Mlp
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.row_rule import ByRows, at_once
 from baton.engine.compute.tensor_parallel import Ranks
@@ -29,8 +30,7 @@ class DecoderLayer:
     head_norms: Tensor | None  # [num_heads + kv_heads, head_dim]
     output: Linear
     mlp_norm: Tensor  # [hidden]
-    gate_up: Linear  # gates first
-    down: Linear
+    mlp: Mlp
 
 
 @dataclass(slots=True, frozen=True)
@@ -53,7 +53,7 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.output, layer.gate_up, layer.down)
+            yield from (layer.qkv, layer.output, *layer.mlp.linears())
         yield self.head
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
@@ -110,8 +110,7 @@ class Decoder:
         layer = self.layers[number]
         x = self.ranks.all_reduce(layer.output(x))
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-        x = layer.down(backend.silu_mul(layer.gate_up(x)))
-        return self.ranks.all_reduce(x), residual
+        return self.ranks.all_reduce(layer.mlp(x, backend)), residual
 
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:

@@ -9,7 +9,8 @@ the search, and never from a measured time.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +20,9 @@ from torch import Tensor
 
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.linear import Linear, packed
+from baton.engine.compute.mlp import HostExperts
 from baton.engine.compute.row_rule import TILES, RowRule, find_rule, tiles_for
-from baton.kernels.cpu_kernels import CpuLinears
+from baton.kernels.cpu_kernels import CpuLinear, CpuLinears
 from baton.runtime.log import logger
 
 log = logger("linear")
@@ -74,7 +76,7 @@ class HostLinears:
         outputs, inputs = weight.shape
         if self._compiled is not None and inputs % 2 == 0 and weight.dtype == torch.bfloat16:
             layer = self._compiled.layer(weight, bias)
-            return Linear(layer.panels, None, ordered=lambda x, _: layer(x), trial=self._trial)
+            return Linear(layer.panels, None, ordered=layer, trial=self._trial)
         kind = WeightKind(outputs, inputs, weight.dtype, bias is not None, max_rows or TILES[-1])
         if kind not in self._found:
             self._progress("row rules", len(self._found), self._num_kinds)
@@ -84,6 +86,14 @@ class HostLinears:
         form = packed(weight) if is_packed else weight
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
+
+    def experts(self, weights: Iterable[Tensor]) -> HostExperts:
+        """Return the layers of all experts, whose weights have equal shapes."""
+        layers = tuple(self.make(weight) for weight in weights)
+        packs = [layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)]
+        if self._compiled is None or not packs:
+            return HostExperts(layers)
+        return HostExperts(layers, partial(self._compiled.multiply_groups, packs))
 
     def over(self, weight: Tensor, bias: Tensor | None) -> Linear:
         """Return a layer over a weight that stays as it is, because others use it too."""

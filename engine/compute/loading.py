@@ -4,6 +4,7 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
 import torch
@@ -11,19 +12,36 @@ from torch import Tensor
 
 from baton.engine.compute.decoder import Decoder, DecoderLayer
 from baton.engine.compute.executor import Progress
+from baton.engine.compute.expert_config import ExpertsConfig
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.kv_cache import AnyConfig
 from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
+from baton.engine.compute.mlp import (
+    ExpertMlp,
+    GatedMlp,
+    GroupedLinear,
+    GroupedProduct,
+    StackedExperts,
+)
 from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.row_rule import RowThreads, at_once
 from baton.engine.compute.tensor_parallel import Ranks
-from baton.engine.compute.weight_files import EMBEDDING, HEAD, check_tensors
+from baton.engine.compute.weight_files import (
+    EMBEDDING,
+    HEAD,
+    STACKED_BLOCK,
+    STACKED_DOWN,
+    STACKED_GATE_UP,
+    check_tensors,
+    has_stacked_experts,
+)
 from baton.engine.compute.weights import Checkpoint
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.protocol.errors import ConfigError
 
 # QKV, attention output, gate and up, down, head.
 NUM_LINEAR_KINDS = 5
+NUM_EXPERT_KINDS = 3  # router, gate and up, down
 
 
 class Placement(NamedTuple):
@@ -34,6 +52,7 @@ class Placement(NamedTuple):
     thread_counts: tuple[int, ...] = ()
     ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
+    grouped: GroupedProduct | None = None  # for the experts on a GPU
 
 
 class LinearMaker(Protocol):
@@ -51,16 +70,19 @@ def load_decoder(
 ) -> Decoder:
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
-    linears = linears_for(place, progress)
+    num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
+    linears = linears_for(place, progress, num_kinds)
     return _Loader(config, checkpoint, ranks, place, linears).load(progress)
 
 
-def linears_for(place: Placement, progress: Progress) -> LinearMaker | None:
+def linears_for(
+    place: Placement, progress: Progress, num_kinds: int = NUM_LINEAR_KINDS
+) -> LinearMaker | None:
     """Return what makes the linear layers of a rank; None where torch's are as good."""
     if place.device.type == "cpu":
-        return HostLinears(NUM_LINEAR_KINDS, progress, place.thread_counts, place.compiled)
+        return HostLinears(num_kinds, progress, place.thread_counts, place.compiled)
     if place.ordered is not None:
-        return OrderedLinears(place.ordered, NUM_LINEAR_KINDS, progress)
+        return OrderedLinears(place.ordered, num_kinds, progress)
     return None
 
 
@@ -72,7 +94,12 @@ def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
 def check_split(config: DecoderConfig, size: int) -> None:
     """Raise `ConfigError` unless `size` ranks can share the model evenly."""
     kv_heads = config.num_kv_heads
-    for name, units in (("heads", config.num_heads), ("MLP width", config.intermediate_size)):
+    widths = [("heads", config.num_heads)]
+    if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
+        widths.append(("MLP width", config.intermediate_size))
+    if config.experts is not None:
+        widths.append(("width of an expert", config.experts.moe_intermediate_size))
+    for name, units in widths:
         if units % size:
             raise ConfigError(
                 f"engine.tensor_parallel_size: {size} does not divide the {name}, {units}"
@@ -99,13 +126,15 @@ class _Loader:
         self.heads = share(config.num_heads, rank, size, config.head_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
+        self.grouped = place.grouped
+        self.has_stacked_experts = has_stacked_experts(checkpoint.names())
 
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
         layers = []
         for number in range(config.num_layers):
             progress("weights", number, total)
-            layers.append(self._layer(f"model.layers.{number}."))
+            layers.append(self._layer(number))
         progress("weights", config.num_layers, total)
         embedding = self._read(EMBEDDING)
         norm = self._read("model.norm.weight")
@@ -117,23 +146,65 @@ class _Loader:
             RowThreads() if is_alone_on_cpu else at_once,
         )  # fmt: skip
 
-    def _layer(self, name: str) -> DecoderLayer:
-        config, attention, mlp = self.config, name + "self_attn.", name + "mlp."
+    def _layer(self, number: int) -> DecoderLayer:
+        config, name = self.config, f"model.layers.{number}."
+        attention, experts = name + "self_attn.", config.experts_of(number)
         qkv = [
             (attention + "q_proj", self.heads),
             (attention + "k_proj", self.kv_heads),
             (attention + "v_proj", self.kv_heads),
         ]
-        gate_up = [(mlp + "gate_proj", self.features), (mlp + "up_proj", self.features)]
         return DecoderLayer(
             attention_norm=self._read(name + "input_layernorm.weight"),
             qkv=self._columns(qkv, has_bias=config.qkv_bias),
             head_norms=self._head_norms(attention) if config.qk_norm else None,
             output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
             mlp_norm=self._read(name + "post_attention_layernorm.weight"),
-            gate_up=self._columns(gate_up, has_bias=config.mlp_bias),
-            down=self._rows(mlp + "down_proj", self.features, has_bias=config.mlp_bias),
+            mlp=self._mlp(name + "mlp.") if experts is None else self._experts(name, experts),
         )
+
+    def _mlp(self, name: str) -> GatedMlp:
+        has_bias = self.config.mlp_bias
+        parts = [(name + "gate_proj", self.features), (name + "up_proj", self.features)]
+        gate_up = self._columns(parts, has_bias=has_bias)
+        return GatedMlp(gate_up, self._rows(name + "down_proj", self.features, has_bias=has_bias))
+
+    def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
+        """Return the experts, each of which is split over the ranks as a dense MLP is."""
+        block = layer + (STACKED_BLOCK if self.has_stacked_experts else experts.names.block) + "."
+        numbers = range(experts.num_experts)
+        return ExpertMlp(
+            router=self._linear(self._read(block + "gate.weight")),
+            numbers=torch.arange(experts.num_experts, device=self.device),
+            gate_up=self._grouped(self._gate_up_of(block, experts, one) for one in numbers),
+            down=self._grouped(self._down_of(block, experts, one) for one in numbers),
+            num_experts_per_tok=experts.num_experts_per_tok,
+            norm_topk_prob=experts.norm_topk_prob,
+        )
+
+    def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
+        width = experts.moe_intermediate_size
+        own = share(width, self.ranks.rank, self.ranks.size)
+        if self.has_stacked_experts:
+            places = own, slice(width + own.start, width + own.stop)
+            name = block + STACKED_GATE_UP
+            return torch.cat([self._read(name, rows=rows, item=number) for rows in places])
+        expert = f"{block}experts.{number}."
+        names = expert + experts.names.gate, expert + experts.names.up
+        return torch.cat([self._read(name + ".weight", rows=own) for name in names])
+
+    def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
+        own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
+        if self.has_stacked_experts:
+            return self._read(block + STACKED_DOWN, columns=own, item=number)
+        name = f"{block}experts.{number}.{experts.names.down}.weight"
+        return self._read(name, columns=own)
+
+    def _grouped(self, weights: Iterator[Tensor]) -> GroupedLinear:
+        if isinstance(self.linears, HostLinears):
+            return self.linears.experts(weights)
+        assert self.grouped is not None, "a rank on a GPU has the experts' kernel"
+        return StackedExperts(torch.stack(list(weights)), self.grouped)
 
     def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
@@ -193,10 +264,15 @@ class _Loader:
         return self.linears.make(weight, bias, max_rows)
 
     def _read(
-        self, name: str, *, rows: slice | None = None, columns: slice | None = None
+        self,
+        name: str,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
     ) -> Tensor:
         """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
-        if self.ranks.size == 1:
+        if self.ranks.size == 1 and item is None:
             rows = columns = None
-        tensor = self.checkpoint.read(name, rows=rows, columns=columns)
+        tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
         return tensor.to(self.device, self.dtype, copy=True).contiguous()

@@ -10,9 +10,15 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
+from baton.engine.compute.expert_config import (
+    EXPERT_NAMES,
+    ExpertsConfig,
+    RawExperts,
+    experts_config,
+)
 from baton.protocol.errors import ConfigError
 
-ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3"]
+ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
 RopeScaling = Literal["default", "linear", "llama3"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -23,16 +29,22 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
 }
 # transformers uses this value where the field is absent.
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-ABSENT_KV_HEADS: dict[ModelFamily, int] = {"mistral": 8, "qwen2": 32, "qwen3": 32}
+ABSENT_KV_HEADS: dict[ModelFamily, int] = {
+    "mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8,
+}  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-ROPE_THETA = 10000.0
+ROPE_THETA, RMS_NORM_EPS = 10000.0, 1e-6
+ROPE_THETA_OF: dict[ModelFamily, float] = {"mixtral": 1e6}
+RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5}
 # The rotary embedding has a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
 # Fields that transformers honours in every family, where they say more than nothing.
@@ -77,6 +89,13 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     dtype: DecoderDtype
     is_widened: bool  # the checkpoint's weights are float16
     eos_token_ids: tuple[int, ...]
+    experts: ExpertsConfig | None = None
+
+    def experts_of(self, layer: int) -> ExpertsConfig | None:
+        """Return the experts of a layer; None where it has a dense MLP."""
+        if self.experts is None or layer in self.experts.mlp_only_layers:
+            return None
+        return self.experts
 
 
 def read_decoder_config(folder: Path) -> DecoderConfig:
@@ -95,7 +114,13 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     default = QWEN3_HEAD_DIM if family == "qwen3" else raw.hidden_size // raw.num_attention_heads
     head_dim = raw.head_dim or default
     _check(file, raw, num_kv_heads, head_dim)
-    has_bias = raw.attention_bias and family in ("llama", "qwen3")
+    has_bias = raw.attention_bias and family in ("llama", "qwen3", "qwen3_moe")
+    eps = raw.rms_norm_eps
+    if isinstance(eps, UnsetType):
+        eps = RMS_NORM_EPS_OF.get(family, RMS_NORM_EPS)
+    experts = None
+    if family in EXPERT_NAMES:
+        experts = experts_config(file, family, _decode(file, RawExperts))
     return DecoderConfig(
         family=family,
         vocab_size=raw.vocab_size,
@@ -106,17 +131,18 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=raw.max_position_embeddings,
-        rms_norm_eps=raw.rms_norm_eps,
-        rope=_rope(file, raw),
+        rms_norm_eps=eps,
+        rope=_rope(file, family, raw),
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=has_bias or family == "qwen2",
         output_bias=has_bias,
         mlp_bias=raw.mlp_bias and family == "llama",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(file, family, raw),
         dtype=_dtype(file, raw),
         is_widened=(raw.dtype or raw.torch_dtype) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
+        experts=experts,
     )
 
 
@@ -155,8 +181,8 @@ class _RawConfig(msgspec.Struct):
     num_key_value_heads: Positive | UnsetType | None = UNSET
     head_dim: Positive | None = None
     hidden_act: str = "silu"
-    rms_norm_eps: float = 1e-6
-    rope_theta: float | None = ROPE_THETA
+    rms_norm_eps: float | UnsetType = UNSET
+    rope_theta: float | UnsetType | None = UNSET
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: float = 1.0
@@ -236,14 +262,17 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
             raise ConfigError(f"{file}: {text}")
 
 
-def _rope(file: Path, raw: _RawConfig) -> Rope:
+def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
     fields = ("rope_parameters", "rope_scaling")
     field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
     if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
         raise ConfigError(
             f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
         )
-    values = {"rope_theta": raw.rope_theta, **(raw.rope_parameters or raw.rope_scaling or {})}
+    theta: object = raw.rope_theta
+    if isinstance(theta, UnsetType):
+        theta = ROPE_THETA_OF.get(family, ROPE_THETA)
+    values = {"rope_theta": theta, **(raw.rope_parameters or raw.rope_scaling or {})}
     values.setdefault("rope_type", values.get("type", "default"))
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")
@@ -251,16 +280,16 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
         given = msgspec.convert(values, _RawRope)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {field}: {error}") from None
-    theta, factor = given.rope_theta, given.factor
+    base, factor = given.rope_theta, given.factor
     if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
     if given.rope_type in ("linear", "llama3") and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
         case "default":
-            return Rope(theta)
+            return Rope(base)
         case "linear":
-            return Rope(theta, "linear", factor or 1.0)
+            return Rope(base, "linear", factor or 1.0)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
             # transformers prefers the length beside the scaling to the one in it.
@@ -273,7 +302,7 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
                 )
             if low >= high:
                 raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
-            return Rope(theta, "llama3", factor or 1.0, low, high, original)
+            return Rope(base, "llama3", factor or 1.0, low, high, original)
         case other:
             raise ConfigError(
                 f"{file}: {field} of type {other!r} is not supported, only default, linear, llama3"
@@ -282,9 +311,9 @@ def _rope(file: Path, raw: _RawConfig) -> Rope:
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
     """Return the window of all layers, or None without one shorter than the model's length."""
-    absent = None if family == "llama" else SLIDING_WINDOW
+    absent = None if family in ("llama", "mixtral") else SLIDING_WINDOW
     window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
-    if family in ("qwen2", "qwen3") and not raw.use_sliding_window:
+    if family.startswith("qwen") and not raw.use_sliding_window:
         window = None
     kinds = set(raw.layer_types or ())
     if kinds and (kinds - LAYER_TYPES or len(raw.layer_types or ()) != raw.num_hidden_layers):
@@ -298,13 +327,13 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
         return None
     if family == "llama":
         raise ConfigError(f"{file}: sliding_window is not supported in models of Llama")
-    if not kinds and family == "mistral":
+    if not kinds and family in ("mistral", *EXPERT_NAMES):
         return window
     if not kinds:
         full = min(max(raw.max_window_layers, 0), raw.num_hidden_layers)
         kinds |= {"full_attention"} if full else set()
         kinds |= {"sliding_attention"} if full < raw.num_hidden_layers else set()
-    if kinds == {"full_attention"}:
+    if kinds == {"full_attention"} and family not in EXPERT_NAMES:
         return None
     if kinds == {"sliding_attention"}:
         return window

@@ -44,6 +44,7 @@ from baton.engine.compute.loading import (
     load_decoder,
     local_heads,
 )
+from baton.engine.compute.mlp import GroupedProduct
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.engine.compute.sampler import Sampler, compiled
@@ -214,6 +215,7 @@ def load_runner(
         thread_counts(config.engine),
         _ordered_product(plan, config),
         _compiled_linears(library),
+        _grouped_product(plan),
     )
     decoder: StepDecoder
     if isinstance(plan.decoder, TransformersConfig):
@@ -266,6 +268,14 @@ def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
     from baton.kernels.fixed_product import fixed_product
 
     return fixed_product
+
+
+def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
+    if plan.device.type != "cuda" or isinstance(plan.decoder, TransformersConfig):
+        return None
+    from baton.kernels.grouped_product import grouped_product
+
+    return grouped_product
 
 
 def _on_gpu(

@@ -6,11 +6,13 @@ It reads headers alone and never imports torch.
 """
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError, safe_open
 
+from baton.engine.compute.expert_config import ExpertsConfig
 from baton.engine.compute.model_config import DecoderConfig
 from baton.protocol.errors import ConfigError
 
@@ -18,6 +20,9 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# As transformers keeps experts, and saves them with `save_original_format=False`.
+STACKED_BLOCK = "mlp"
+STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _CHUNK_BYTES = 1 << 24
@@ -108,14 +113,24 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
     return found
 
 
-def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
-    """Return the shape of each tensor that the decoder of `config` reads, by name."""
+def has_stacked_experts(names: Collection[str]) -> bool:
+    """Return whether one tensor holds all experts of a layer."""
+    return any(name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}") for name in names)
+
+
+def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict[str, Shape]:
+    """Return the shape of each tensor that the decoder of `config` reads, by name.
+
+    `is_stacked` says that one tensor holds all experts of a layer.
+    """
     hidden, width = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    linears = (
+    attention = (
         *((f"self_attn.{one}_proj", heads if one == "q" else kv_heads, hidden, config.qkv_bias)
           for one in "qkv"),
         ("self_attn.o_proj", hidden, heads, config.output_bias),
+    )  # fmt: skip
+    mlp = (
         ("mlp.gate_proj", width, hidden, config.mlp_bias),
         ("mlp.up_proj", width, hidden, config.mlp_bias),
         ("mlp.down_proj", hidden, width, config.mlp_bias),
@@ -123,7 +138,11 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
     for number in range(config.num_layers):
         layer = f"model.layers.{number}."
-        for name, outputs, inputs, has_bias in linears:
+        experts = config.experts_of(number)
+        if experts is not None:
+            of_experts = _expert_tensors(experts, hidden, is_stacked=is_stacked)
+            shapes |= {layer + name: shape for name, shape in of_experts.items()}
+        for name, outputs, inputs, has_bias in (*attention, *(() if experts else mlp)):
             shapes[f"{layer}{name}.weight"] = (outputs, inputs)
             if has_bias:
                 shapes[f"{layer}{name}.bias"] = (outputs,)
@@ -137,9 +156,29 @@ def expected_tensors(config: DecoderConfig) -> dict[str, Shape]:
     return shapes
 
 
+def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:
+    """Return the shapes of one layer's router and experts, by their names within the layer."""
+    count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
+    if is_stacked:
+        return {
+            f"{STACKED_BLOCK}.gate.weight": (count, hidden),
+            f"{STACKED_BLOCK}.{STACKED_GATE_UP}": (count, 2 * width, hidden),
+            f"{STACKED_BLOCK}.{STACKED_DOWN}": (count, hidden, width),
+        }
+    shapes: dict[str, Shape] = {f"{names.block}.gate.weight": (count, hidden)}
+    for number in range(count):
+        expert = f"{names.block}.experts.{number}."
+        shapes[f"{expert}{names.gate}.weight"] = shapes[f"{expert}{names.up}.weight"] = (
+            width, hidden,
+        )  # fmt: skip
+        shapes[f"{expert}{names.down}.weight"] = (hidden, width)
+    return shapes
+
+
 def check_tensors(folder: Path, config: DecoderConfig) -> None:
     """Raise a one-line `ConfigError` unless the files hold what the decoder reads, and no more."""
-    stored, expected = stored_tensors(folder), expected_tensors(config)
+    stored = stored_tensors(folder)
+    expected = expected_tensors(config, is_stacked=has_stacked_experts(stored))
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]

@@ -37,8 +37,17 @@ class Checkpoint:
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)
 
-    def read(self, name: str, *, rows: slice | None = None, columns: slice | None = None) -> Tensor:
+    def read(
+        self,
+        name: str,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+    ) -> Tensor:
         """Return a tensor or slice in the checkpoint's dtype; `columns` needs two dimensions.
+
+        `item` takes one matrix of a tensor with three dimensions.
 
         The tensor may be a view of the memory map, shared with other processes: never write to it.
         Raises `ConfigError` if there is no such tensor or its file is damaged.
@@ -49,10 +58,12 @@ class Checkpoint:
         shard = stored.file
         try:
             handle = self._handle(shard)
-            if rows is None and columns is None:
+            if rows is None and columns is None and item is None:
                 return handle.get_tensor(name)
             view = handle.get_slice(name)
             rows = rows or slice(None)
+            if item is not None:
+                return view[item, rows, columns or slice(None)]
             return view[rows] if columns is None else view[rows, columns]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
@@ -80,7 +91,9 @@ def fingerprint(folder: Path, dtype: str) -> str:
 
 
 class _View(Protocol):
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor: ...
+    def __getitem__(
+        self, index: slice | tuple[slice, slice] | tuple[int, slice, slice]
+    ) -> Tensor: ...
 
 
 class _OpenFile(Protocol):

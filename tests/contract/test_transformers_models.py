@@ -20,6 +20,7 @@ from tests.support.oracle import Oracle, count_ties, prompt
 
 pytestmark = pytest.mark.timeout(300)  # the first one imports transformers' modelling
 NUM_TOKENS = 20
+IMPL = {"model_impl": "transformers"}  # for the families that baton's own decoder has, too
 RUNS = ("qwen3_moe", "olmo2", "gemma3_text", "deepseek_v3")
 OTHERS = ("mixtral", "phi3", "granite", "cohere", "smollm3", "glm4", "gpt2")
 REFUSED = {
@@ -33,7 +34,7 @@ REFUSED = {
 
 
 def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
-    config = compute_config(foreign_folder(kind), dtype)
+    config, model = compute_config(foreign_folder(kind), dtype), {**IMPL, **model}
     return msgspec.structs.replace(config, model=msgspec.structs.replace(config.model, **model))
 
 
@@ -78,8 +79,8 @@ def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str
 
 def test_a_family_of_batons_own_can_be_computed_by_transformers() -> None:
     with (
-        loaded(settings("qwen3")) as own,
-        loaded(settings("qwen3", model_impl="transformers")) as other,
+        loaded(settings("qwen3", model_impl="auto")) as own,
+        loaded(settings("qwen3")) as other,
     ):
         text = Text("a", prompt(50), range(4))
         ours, theirs = (logits(runner, text.chunk(0, 50))[0] for runner in (own, other))
@@ -161,8 +162,9 @@ def test_a_folder_is_refused_before_a_process_starts(
         with_model(config)
 
 
-def test_a_mixture_of_experts_runs_in_prefill_and_decode_processes() -> None:
-    folder = foreign_folder("qwen3_moe")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2"])
+def test_own_experts_and_transformers_code_run_in_prefill_and_decode_processes(kind: str) -> None:
+    folder = foreign_folder(kind)
     expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2, logprobs=1)
     limits = {"max_num_batched_tokens": 64, "device": "cpu"}

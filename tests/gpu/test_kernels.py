@@ -104,6 +104,15 @@ def test_fixed_products_agree_with_their_reference_and_keep_their_bits(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("tokens", [1, 300])
+def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(
+    dtype: torch.dtype, tokens: int
+) -> None:
+    cases.check_grouped_product((tokens, 0, 5, 0, tokens // 2, 64), 2048, 1536, dtype, "cuda")
+    cases.check_add_experts(tokens + 1, 8, 2048, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
     cases.check_block_copy(numel, dtype, "cuda")

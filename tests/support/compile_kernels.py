@@ -74,6 +74,9 @@ def cases() -> dict[str, Callable[[], object]]:
         "norm bf16": _norm,
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
+        "experts bf16": partial(_experts, bf16),
+        "experts fp32": partial(_experts, fp32),
+        "sum of experts": _sum_of_experts,
         "silu bf16": _silu,
         "blocks": _blocks,
         "sampling bf16": partial(_sampling, bf16, 151_936),
@@ -103,6 +106,21 @@ def _product(dtype: torch.dtype) -> object:
     from baton.kernels.fixed_product import fixed_product
 
     return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
+
+
+def _experts(dtype: torch.dtype) -> object:
+    """The first product of an expert of Qwen3-30B-A3B for one token."""
+    from baton.kernels.grouped_product import grouped_product
+
+    x, weight = torch.empty(8, 2048, dtype=dtype), torch.empty(128, 1536, 2048, dtype=dtype)
+    return grouped_product(x, weight, torch.zeros(128, dtype=torch.int32))
+
+
+def _sum_of_experts() -> object:
+    from baton.kernels.grouped_product import add_experts
+
+    rows = torch.empty(3, 8, 2048, dtype=torch.bfloat16)
+    return add_experts(rows, torch.empty(3, 8))
 
 
 def _silu() -> object:

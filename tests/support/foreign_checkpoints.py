@@ -84,9 +84,11 @@ def small_config(kind: str) -> Any:
 
 
 @cache
-def foreign_folder(kind: str) -> Path:
+def foreign_folder(kind: str, *, save_original_format: bool = True, **fields: Any) -> Path:
     """The folder of a model with weights with which attention and experts matter."""
-    return _written(kind, AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind]}))
+    fields = {name: list(of) if isinstance(of, tuple) else of for name, of in fields.items()}
+    config = AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind], **fields})
+    return _written(kind, config, save_original_format=save_original_format)
 
 
 def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:
@@ -99,7 +101,7 @@ def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:
     return _written(kind, config)
 
 
-def _written(kind: str, config: Any) -> Path:
+def _written(kind: str, config: Any, **saving: bool) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
     generator = torch.Generator().manual_seed(1)
@@ -110,6 +112,6 @@ def _written(kind: str, config: Any) -> Path:
             else:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
     folder = scratch_folder(kind)
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, **saving)
     write_tokenizer(folder, config.vocab_size)
     return folder

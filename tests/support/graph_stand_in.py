@@ -16,9 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from baton.engine.compute.attention import Batch
-from baton.engine.compute.decoder import rope_table
+from baton.engine.compute.decoder import Decoder, rope_table
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
+from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, StackedExperts
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler
@@ -206,6 +207,9 @@ class TableBackend:
         stream = x if residual is None else x + residual
         return stream * torch.rsqrt(stream.square().mean(-1, keepdim=True) + eps) * weight, stream
 
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return reference.add_experts(rows, weights)
+
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
@@ -221,6 +225,22 @@ def sample_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Ten
     mixed = (ints[:, SEED] * 7919 + ints[:, POSITION] * 104_729)[:, None] + tokens * 31
     noise = (mixed * mixed % 10_007) / 10_007
     return (logits + noise * reals[:, TEMPERATURE, None]).argmax(-1)
+
+
+def with_experts(decoder: Decoder, product: GroupedProduct, num_experts: int = 3) -> Decoder:
+    """Return the decoder whose last layer has experts as wide as its MLP, two for each token."""
+    *layers, last = decoder.layers
+    gate_up, down = last.mlp.linears()
+    stacked = [
+        StackedExperts(
+            torch.stack([one.weight.roll(part, 0) for part in range(num_experts)]), product
+        )
+        for one in (gate_up, down)
+    ]
+    router = replace(gate_up, weight=gate_up.weight[:num_experts].contiguous())
+    numbers = torch.arange(num_experts, device=router.weight.device)
+    experts = ExpertMlp(router, numbers, *stacked, num_experts_per_tok=2, norm_topk_prob=True)
+    return replace(decoder, layers=(*layers, replace(last, mlp=experts)))
 
 
 def stand_in(
@@ -241,8 +261,11 @@ def stand_in(
         linear.weight.mul_(8.0)  # so that every token depends on those before it
     if ranks is not None:
         for layer in decoder.layers:
+            *_, down = layer.mlp.linears()
             layer.output.weight.div_(ranks.size)
-            layer.down.weight.div_(ranks.size)
+            down.weight.div_(ranks.size)
+    decoder = with_experts(decoder, reference.grouped_product)
+    if ranks is not None:
         rows = share(SHAPE.vocab_size, ranks.rank, ranks.size)
         head = Linear(decoder.head.weight[rows])
         decoder = replace(decoder, head=head, head_is_split=True, ranks=ranks)

@@ -8,7 +8,7 @@ of block 0, which unused table entries and masked ids name: who reads too much c
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -246,6 +246,42 @@ def check_fixed_product(
         assert_equal_bits(fixed_product(x[part], weight), whole[part])
 
 
+def check_grouped_product(
+    counts: Sequence[int], inner: int, columns: int, dtype: torch.dtype, device: str
+) -> None:
+    """Experts without a row, with a few and with several tiles; and rows among other neighbours."""
+    from baton.kernels import reference
+    from baton.kernels.grouped_product import grouped_product
+
+    generator, rows = torch.Generator().manual_seed(8), sum(counts)
+    x = torch.randn(rows, inner, generator=generator).to(device, dtype)
+    weight = torch.randn(len(counts), columns, inner, generator=generator) / inner**0.5
+    weight = weight.to(device, dtype)
+
+    def ends(numbers: Tensor) -> Tensor:
+        return numbers.cumsum(0).to(device, torch.int32)
+
+    numbers = torch.tensor(counts)
+    whole = grouped_product(x, weight, ends(numbers))
+    assert_close(whole, reference.grouped_product(x, weight, ends(numbers)))
+    expert_of = torch.arange(len(counts)).repeat_interleave(numbers)
+    for kept in (torch.arange(rows) % 3 == 1, torch.arange(rows) == rows // 2):
+        left = torch.bincount(expert_of[kept], minlength=len(counts))
+        part = grouped_product(x[kept.to(device)], weight, ends(left))
+        assert_equal_bits(part, whole[kept.to(device)])
+
+
+def check_add_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtype, dev: str) -> None:
+    from baton.kernels import grouped_product, reference
+
+    generator = torch.Generator().manual_seed(9)
+    rows = torch.randn(tokens, top_k, hidden, generator=generator).to(dev, dtype)
+    weights = torch.rand(tokens, 2 * top_k, generator=generator).to(dev)[:, :top_k]
+    whole = grouped_product.add_experts(rows, weights)
+    assert_close(whole, reference.add_experts(rows, weights))
+    assert_equal_bits(grouped_product.add_experts(rows[1:2], weights[1:2]), whole[1:2])
+
+
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
     from baton.kernels.pool_writes import move_blocks
@@ -339,6 +375,9 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
+        "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
+        "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
+        "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }
 

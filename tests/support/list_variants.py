@@ -22,6 +22,7 @@ from baton.engine.compute.cuda_start import prepare
 from baton.engine.compute.decoder import Decoder, rope_table
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
+from baton.engine.compute.mlp import GatedMlp
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.rank import is_batch_invariant
 from baton.engine.compute.runner import Runner
@@ -29,10 +30,11 @@ from baton.engine.compute.sampler import Sampler
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
+from baton.kernels.grouped_product import grouped_product
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from baton.runtime.clock import monotonic
-from tests.support.graph_stand_in import RecordingQueue, Watch
+from tests.support.graph_stand_in import RecordingQueue, Watch, with_experts
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
 
@@ -76,6 +78,7 @@ def runner(queue: RecordingQueue, *, is_ordered: bool) -> Runner:
     decoder = random_decoder(SHAPE, dtype, device)
     if is_ordered:
         decoder = with_ordered_products(decoder)
+    decoder = with_experts(decoder, grouped_product, 16)
     return Runner(decoder, backend, cache, Sampler((2,), sample_tokens), queue, monotonic)
 
 
@@ -88,7 +91,7 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
     layers = tuple(
         replace(
             layer, qkv=ordered(layer.qkv), output=ordered(layer.output),
-            gate_up=ordered(layer.gate_up), down=ordered(layer.down),
+            mlp=GatedMlp(*map(ordered, layer.mlp.linears())),
         )
         for layer in decoder.layers
     )  # fmt: skip

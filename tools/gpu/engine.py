@@ -18,6 +18,7 @@ from baton.engine.compute.attention import Backend, PlainBackend
 from baton.engine.compute.decoder import Decoder, DecoderLayer, rope_table
 from baton.engine.compute.kv_cache import KVCache, device_cache
 from baton.engine.compute.linear import Linear
+from baton.engine.compute.mlp import GatedMlp
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import Sampler
@@ -172,8 +173,7 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
             head_norms=ones(heads + kv_heads, dim) if shape.has_qk_norm else None,
             output=linear(hidden, heads * dim),
             mlp_norm=ones(hidden),
-            gate_up=linear(2 * inner, hidden),
-            down=linear(hidden, inner),
+            mlp=GatedMlp(linear(2 * inner, hidden), linear(hidden, inner)),
         )
         for _ in range(shape.num_layers)
     )
@@ -226,8 +226,7 @@ def _moved(decoder: Decoder, device: torch.device) -> Decoder:
             None if layer.head_norms is None else layer.head_norms.to(device),
             linear(layer.output),
             layer.mlp_norm.to(device),
-            linear(layer.gate_up),
-            linear(layer.down),
+            GatedMlp(*map(linear, layer.mlp.linears())),
         )
         for layer in decoder.layers
     )

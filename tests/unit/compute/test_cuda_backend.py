@@ -10,7 +10,8 @@ from tests.support.module_process import said_by
 
 STEP_KERNELS = {
     "_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel",
-    "_add_rms_norm_kernel", "_silu_mul_kernel", "_scan_kernel", "_weigh_kernel", "_choose_kernel",
+    "_add_rms_norm_kernel", "_silu_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
+    "_scan_kernel", "_weigh_kernel", "_choose_kernel",
 }  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use

@@ -12,6 +12,7 @@ import yaml
 from baton.engine.compute import cuda_start, rank
 from baton.engine.compute.cuda_start import GpuMemory
 from baton.engine.compute.linear import Linear
+from baton.engine.compute.mlp import GatedMlp
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.engine.compute.worker_executor import environment_of
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
@@ -231,7 +232,9 @@ def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
         assert compute_path(one) == compute_path(again)
         assert compute_path(one).startswith(f"{one.backend.name}-")
         layer = one.decoder.layers[1]
-        unruled = dataclasses.replace(layer, down=Linear(layer.down.weight))
+        gate_up, down = layer.mlp.linears()
+        mlp = GatedMlp(gate_up, Linear(down.weight))
+        unruled = dataclasses.replace(layer, mlp=mlp)
         one.decoder = dataclasses.replace(one.decoder, layers=(one.decoder.layers[0], unruled))
         assert not is_batch_invariant(one)
     other = compute_config(model_folder("qwen3", num_layers=2), "bfloat16", num_blocks=32)

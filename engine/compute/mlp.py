@@ -1,0 +1,124 @@
+"""The MLP of a layer: dense, or a mixture of experts of which each token chooses a few.
+
+Rows are grouped by expert, so a step reads the weights of each chosen expert once. A token's bits
+do not depend on the batch: a tie between experts goes to the lower number, each product gives a row
+the same bits among any rows, and a token's experts are added in fp32 in the order of its choice.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.engine.compute.attention import Backend
+from baton.engine.compute.linear import Linear
+
+# Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in] and the end of
+# each expert's rows [num_experts] int32 -> [num_rows, out]. It never waits for the device.
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class Mlp(Protocol):
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        """Return `[num_rows, hidden]` for `[num_rows, hidden]`: this rank's part of the sum."""
+        ...
+
+    def linears(self) -> Iterator[Linear]: ...
+
+
+@dataclass(slots=True, frozen=True)
+class GatedMlp:
+    gate_up: Linear  # gates first
+    down: Linear
+
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        return self.down(backend.silu_mul(self.gate_up(x)))
+
+    def linears(self) -> Iterator[Linear]:
+        yield from (self.gate_up, self.down)
+
+
+class GroupedLinear(Protocol):
+    """One linear layer of each expert, without biases."""
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        """Return `[num_rows, outputs]` for `[num_rows, inputs]` in the order of the experts.
+
+        `ends`, `[num_experts]` int32, counts the rows up to the last one of each expert.
+        """
+        ...
+
+    def linears(self) -> Iterator[Linear]:
+        """Return the layers whose bits a search at load has to vouch for."""
+        ...
+
+
+@dataclass(slots=True, frozen=True)
+class HostExperts:
+    """The layers on a CPU, one after the other, or all in one call of the compiled kernels."""
+
+    layers: tuple[Linear, ...]
+    at_once: Callable[[Tensor, Sequence[int]], Tensor] | None = None  # rows, `ends`
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        bounds = ends.tolist()
+        if self.at_once is not None:
+            return self.at_once(x, bounds)
+        parts = zip(self.layers, pairwise((0, *bounds)), strict=True)
+        return torch.cat([layer(x[first:end]) for layer, (first, end) in parts if first < end])
+
+    def linears(self) -> Iterator[Linear]:
+        yield from self.layers
+
+
+@dataclass(slots=True, frozen=True)
+class StackedExperts:
+    """The layers on a GPU, where one kernel finds the rows of each expert."""
+
+    weight: Tensor  # [num_experts, outputs, inputs]
+    product: GroupedProduct
+
+    def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.product(x, self.weight, ends)
+
+    def linears(self) -> Iterator[Linear]:
+        return iter(())  # the kernel has one order of sums
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertMlp:
+    """A softmax router and the experts that it chooses from."""
+
+    router: Linear  # [num_experts, hidden]
+    numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
+    gate_up: GroupedLinear  # gates first
+    down: GroupedLinear
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        weights, chosen = self._choose(x)
+        numbers, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
+        rows = x[order // self.num_experts_per_tok]
+        rows = self.down(backend.silu_mul(self.gate_up(rows, ends)), ends)
+        by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+        return backend.add_experts(by_token.view(*chosen.shape, -1), weights)
+
+    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fp32 weights and experts of each row, the best first: `[num_rows, top_k]`."""
+        shares = self.router(x).softmax(dim=-1, dtype=torch.float32)
+        # Unlike `topk`, a stable sort says which of two equal experts comes first.
+        shares, chosen = shares.sort(dim=-1, descending=True, stable=True)
+        weights = shares[:, : self.num_experts_per_tok]
+        if self.norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return weights, chosen[:, : self.num_experts_per_tok]
+
+    def linears(self) -> Iterator[Linear]:
+        yield self.router
+        yield from self.gate_up.linears()
+        yield from self.down.linears()

@@ -1,0 +1,203 @@
+"""Mixtures of experts in baton's own decoder: right, and with bits that no batch changes."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.rank import is_batch_invariant, plan_rank
+from baton.engine.compute.row_rule import MIN_ROWS, num_threads
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.errors import ConfigError
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    greedy,
+    loaded,
+    logits,
+    needs_rules,
+)
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.oracle import Oracle, count_ties, prompt
+from tests.support.thread_ranks import on_all, thread_ranks
+
+LENGTH = 150
+KINDS = ("qwen3_moe", "mixtral")
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "weights that sum to one": ("qwen3_moe", {"norm_topk_prob": True}),
+    "a dense layer": ("qwen3_moe", {"mlp_only_layers": (1,)}),
+    "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "more experts": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 7}),
+    "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "biases and a window": (
+        "qwen3_moe", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "a window": ("mixtral", {"sliding_window": 24}),
+    "stacked qwen3_moe": ("qwen3_moe", {"save_original_format": False}),
+    "stacked mixtral": ("mixtral", {"save_original_format": False}),
+}  # fmt: skip
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    with torch.inference_mode():
+        out: Tensor = model(torch.tensor([prompt(LENGTH)])).logits[0].float()
+    return out
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    worst = (ours - theirs).abs().max() / theirs.abs().max()
+    assert worst < 2e-5, f"relative error {worst:.2e}"
+
+
+def whole(folder: Path, dtype: str = "auto") -> Tensor:
+    with loaded(compute_config(folder, dtype)) as runner:
+        assert isinstance(runner.decoder, Decoder)
+        return logits(runner, Text("a", prompt(LENGTH), range(3, 20)).chunk(0, LENGTH))[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32_logits_equal_those_of_transformers(variant: str) -> None:
+    kind, fields = VARIANTS[variant]
+    folder = foreign_folder(kind, **fields)
+    assert_close(whole(folder), reference(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
+    exact = reference(foreign_folder(kind))
+    allowed = 1.5 * (reference(foreign_folder(kind), torch.bfloat16) - exact).abs().mean()
+    assert (whole(foreign_folder(kind), "bfloat16") - exact).abs().mean() < allowed
+
+
+def test_fields_that_config_leaves_out_have_transformers_values(tmp_path: Path) -> None:
+    absent = (
+        "rms_norm_eps", "rope_parameters", "num_experts_per_tok", "num_local_experts", "head_dim",
+        "sliding_window", "hidden_act",
+    )  # fmt: skip
+    folder = changed(tmp_path, "mixtral", absent)
+    assert_close(whole(folder), reference(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
+    folder = foreign_folder(kind, num_experts_per_tok=3)
+    with loaded(compute_config(folder, dtype)) as runner:
+        needs_rules(runner)
+        assert is_batch_invariant(runner)
+        text = Text("a", prompt(90), range(10))
+        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
+        (expected,) = logits(runner, text.chunk(0, 90))
+        beside = [one.chunk(0, 29) for one in crowd]
+        parts = [
+            logits(runner, text.chunk(0, 33))[0],
+            logits(runner, *beside, text.chunk(33, 89))[-1],
+            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
+        ]
+        assert torch.equal(torch.cat(parts), expected)
+        for start in (1, 88):
+            assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
+    """Wide enough that threads share the experts of a decode step, too."""
+    folder = foreign_folder("mixtral", hidden_size=256, intermediate_size=512)
+    config = compute_config(folder, dtype)
+    one = Text("one", prompt(2 * MIN_ROWS + 100), range(30))
+    with loaded(config) as runner:
+        needs_rules(runner)
+        expected = chunked_logits(runner, one, [len(one.tokens)])
+    with num_threads(2), loaded(config) as runner:
+        found = chunked_logits(runner, one, [2 * MIN_ROWS + 3, 1, 9, 87])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str) -> None:
+    folder = foreign_folder(kind)
+    expected = Oracle(folder).greedy(prompt(100), 20)
+    config = compute_config(folder)
+    with loaded(config) as prefill, loaded(config) as decode:
+        logits(prefill, Text("a", prompt(100), range(10, 20)).chunk(0, 99))
+        decode.cache.pool[30:37] = prefill.cache.pool[10:17]
+        found = greedy(decode, Text("a", prompt(100), range(30, 45)), 20)
+        assert found == greedy(prefill, Text("a", prompt(100), range(10, 25)), 20)
+        assert count_ties(expected, found) == 0
+
+
+@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "stacked mixtral", "a dense layer"])
+def test_ranks_together_compute_what_one_computes(variant: str) -> None:
+    kind, fields = VARIANTS[variant]
+    folder = foreign_folder(kind, **fields)
+    config, text = compute_config(folder), Text("a", prompt(100), range(10))
+
+    def compute(rank: SharedMemoryRanks) -> Tensor:
+        with loaded(config, rank) as runner:
+            return logits(runner, text.chunk(0, 100))[0]
+
+    with loaded(config) as runner:
+        alone = logits(runner, text.chunk(0, 100))[0]
+    with thread_ranks(2) as members:
+        shares = on_all(members, compute)
+    assert_close(shares[0], alone)
+    assert torch.equal(*shares)
+
+
+def test_ranks_that_cannot_share_an_expert_are_refused() -> None:
+    folder = foreign_folder("qwen3_moe", moe_intermediate_size=33)
+    with pytest.raises(ConfigError, match="2 does not divide the width of an expert, 33"):
+        plan_rank(compute_config(folder), 2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"num_experts": 9}, "num_experts and num_local_experts differ"),
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most the 8 experts, not 9"),
+        ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({"num_local_experts": 9}, r"mlp\.gate\.weight has the shape \[8, 64\]"),
+        ({"mlp_only_layers": [0, 1, 2]}, "has no tensor"),
+        ({"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
+        ({"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(
+    fields: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path, "qwen3_moe", **fields)
+    with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
+        pass
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    folder = changed(tmp_path, "mixtral")
+    file, name = folder / "model.safetensors", "model.layers.1.block_sparse_moe.experts.5.w3.weight"
+    tensors = load_file(file)
+    del tensors[name]
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=name), loaded(compute_config(folder)):
+        pass
+
+
+def changed(tmp_path: Path, kind: str, absent: tuple[str, ...] = (), **fields: object) -> Path:
+    """A copy of a folder with other fields in its config.json, or without some."""
+    folder = tmp_path / kind
+    shutil.copytree(foreign_folder(kind), folder)
+    file = folder / "config.json"
+    config = {**json.loads(file.read_bytes()), **fields}
+    for name in absent:
+        del config[name]
+    file.write_text(json.dumps(config))
+    return folder
