@@ -28,6 +28,7 @@ from baton.engine.compute.weight_files import (
 )
 from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError
+from baton.router.special_tokens import check_tokens
 from baton.runtime.fields import with_values
 from baton.runtime.log import logger
 
@@ -141,12 +142,13 @@ def _check_weights(folder: Path) -> None:
 
 
 def check_tokenizer(folder: Path) -> None:
-    """Raise `ConfigError` if a folder has no tokenizer.json, which routers need."""
+    """Raise `ConfigError` if a folder has no tokenizer.json, or one that lacks tokens."""
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"model {folder} has no tokenizer.json, which baton needs: fetch it, or have "
             "transformers write one with save_pretrained"
         )
+    check_tokens(folder)
 
 
 def _check_fetched(file: Path) -> None:

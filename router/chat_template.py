@@ -8,19 +8,16 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from msgspec import UNSET, UnsetType
 
 from baton.protocol.errors import ConfigError, RequestError
+from baton.router.special_tokens import named_tokens
 from baton.runtime.log import clip
-
-T = TypeVar("T")
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -28,30 +25,10 @@ class _NamedTemplate(msgspec.Struct):
     template: str
 
 
-class _AddedToken(msgspec.Struct):
-    content: str = ""
-
-
 class _TokenizerConfig(msgspec.Struct):
     """The fields of tokenizer_config.json that concern chats."""
 
     chat_template: str | list[_NamedTemplate] | None = None
-
-
-class _NamedTokens(msgspec.Struct):
-    """The tokens that templates know by name, if the model has them."""
-
-    bos_token: str | _AddedToken | None = None
-    eos_token: str | _AddedToken | None = None
-    unk_token: str | _AddedToken | None = None
-    sep_token: str | _AddedToken | None = None
-    pad_token: str | _AddedToken | None = None
-    cls_token: str | _AddedToken | None = None
-    mask_token: str | _AddedToken | None = None
-    added_tokens_decoder: dict[str, msgspec.Raw] | UnsetType = UNSET
-
-
-_NAMES = [name for name in _NamedTokens.__struct_fields__ if name.endswith("_token")]
 
 
 class ChatTemplate:
@@ -82,8 +59,10 @@ class ChatTemplate:
         """
         folder = Path(model_path)
         try:
-            config = _read(folder / "tokenizer_config.json", _TokenizerConfig)
-            tokens = _named_tokens(folder)
+            config_file = folder / "tokenizer_config.json"
+            data = config_file.read_bytes() if config_file.is_file() else b"{}"
+            config = msgspec.json.decode(data, type=_TokenizerConfig)
+            tokens = named_tokens(folder)
             alone = Path(file) if file else folder / "chat_template.jinja"
             if file and not alone.is_file():
                 raise ConfigError(f"there is no chat template {file} (model.chat_template)")
@@ -130,31 +109,10 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _read(file: Path, kind: type[T]) -> T:
-    return msgspec.json.decode(file.read_bytes() if file.is_file() else b"{}", type=kind)
-
-
-def _named_tokens(folder: Path) -> dict[str, str]:
-    """Return the text of each named token, from the files from which transformers takes it."""
-    given = _read(folder / "tokenizer_config.json", _NamedTokens)
-    sources = [given]
-    if isinstance(given.added_tokens_decoder, UnsetType):  # an older folder
-        sources.append(_read(folder / "special_tokens_map.json", _NamedTokens))
-    found: dict[str, str] = {}
-    for tokens in sources:
-        named = ((name, getattr(tokens, name)) for name in _NAMES)
-        found |= {name: _text(token) for name, token in named if token is not None}
-    return found
-
-
 def _default(templates: str | list[_NamedTemplate] | None) -> str | None:
     if isinstance(templates, list):
         return next((one.template for one in templates if one.name == "default"), None)
     return templates
-
-
-def _text(token: str | _AddedToken) -> str:
-    return token.content if isinstance(token, _AddedToken) else token
 
 
 def _to_json(

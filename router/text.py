@@ -15,6 +15,7 @@ from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.detokenizer import Decoding, Detokenizer, decoding_of
 from baton.router.response_parser import END_THINK, THINK, Parsing, ParsingDetokenizer
+from baton.router.special_tokens import check_tokens
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2
@@ -56,6 +57,7 @@ class Text:
             ) from error
         except ValueError as error:
             raise ConfigError(f"{path} is not a tokenizer that baton can use: {error}") from error
+        check_tokens(path.parent)
         # Some folders were saved with the limits of a training run, which would silently cut
         # prompts.
         tokenizer.no_truncation()
