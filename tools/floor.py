@@ -89,6 +89,7 @@ def measure_steps(
     )
     plan = plan_rank(config, 1)
     assert isinstance(plan.decoder, DecoderConfig), "the floors are those of baton's own decoder"
+    assert plan.decoder.experts is None, "the floors are those of dense layers"
     runner, pool = load_runner(plan, config, SingleRank(), lambda *_: None)
     # The CPU time of one thread, else the clock's.
     now = time.process_time if threads == 1 else time.perf_counter
