@@ -21,6 +21,7 @@ from baton.engine.compute.mlp import (
     GatedMlp,
     GroupedLinear,
     GroupedProduct,
+    SharedExpert,
     StackedExperts,
 )
 from baton.engine.compute.model_config import DecoderConfig
@@ -41,7 +42,7 @@ from baton.protocol.errors import ConfigError
 
 # QKV, attention output, gate and up, down, head.
 NUM_LINEAR_KINDS = 5
-NUM_EXPERT_KINDS = 3  # router, gate and up, down
+NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 
 
 class Placement(NamedTuple):
@@ -99,6 +100,8 @@ def check_split(config: DecoderConfig, size: int) -> None:
         widths.append(("MLP width", config.intermediate_size))
     if config.experts is not None:
         widths.append(("width of an expert", config.experts.moe_intermediate_size))
+        shared = config.experts.shared_expert_intermediate_size
+        widths.append(("width of the shared expert", shared))
     for name, units in widths:
         if units % size:
             raise ConfigError(
@@ -160,14 +163,18 @@ class _Loader:
             head_norms=self._head_norms(attention) if config.qk_norm else None,
             output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
             mlp_norm=self._read(name + "post_attention_layernorm.weight"),
-            mlp=self._mlp(name + "mlp.") if experts is None else self._experts(name, experts),
+            mlp=(
+                self._mlp(name + "mlp.", self.features)
+                if experts is None
+                else self._experts(name, experts)
+            ),
         )
 
-    def _mlp(self, name: str) -> GatedMlp:
+    def _mlp(self, name: str, features: slice) -> GatedMlp:
         has_bias = self.config.mlp_bias
-        parts = [(name + "gate_proj", self.features), (name + "up_proj", self.features)]
+        parts = [(name + "gate_proj", features), (name + "up_proj", features)]
         gate_up = self._columns(parts, has_bias=has_bias)
-        return GatedMlp(gate_up, self._rows(name + "down_proj", self.features, has_bias=has_bias))
+        return GatedMlp(gate_up, self._rows(name + "down_proj", features, has_bias=has_bias))
 
     def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
@@ -180,7 +187,16 @@ class _Loader:
             down=self._grouped(self._down_of(block, experts, one) for one in numbers),
             num_experts_per_tok=experts.num_experts_per_tok,
             norm_topk_prob=experts.norm_topk_prob,
+            shared=self._shared(layer, experts),
         )
+
+    def _shared(self, layer: str, experts: ExpertsConfig) -> SharedExpert | None:
+        ranks, width = self.ranks, experts.shared_expert_intermediate_size
+        if not width:
+            return None
+        block, own = f"{layer}{experts.names.block}.", share(width, ranks.rank, ranks.size)
+        gate = self._linear(self._read(block + "shared_expert_gate.weight"))
+        return SharedExpert(gate, self._mlp(block + "shared_expert.", own))
 
     def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
         width = experts.moe_intermediate_size

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.compute.attention import Backend
@@ -89,6 +90,22 @@ class StackedExperts:
 
 
 @dataclass(slots=True, frozen=True)
+class SharedExpert:
+    """An expert that every token takes, with a weight of its own."""
+
+    gate: Linear  # [1, hidden]
+    mlp: GatedMlp
+
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        """Return `sigmoid(gate(x)) * mlp(x)` in fp32.
+
+        On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
+        """
+        share = F.pad(self.gate(x).float(), (0, 1)).softmax(dim=-1)[:, :1]
+        return share * self.mlp(x, backend)
+
+
+@dataclass(slots=True, frozen=True)
 class ExpertMlp:
     """A softmax router and the experts that it chooses from."""
 
@@ -98,6 +115,7 @@ class ExpertMlp:
     down: GroupedLinear
     num_experts_per_tok: int
     norm_topk_prob: bool
+    shared: SharedExpert | None = None
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         weights, chosen = self._choose(x)
@@ -106,7 +124,8 @@ class ExpertMlp:
         rows = x[order // self.num_experts_per_tok]
         rows = self.down(backend.silu_mul(self.gate_up(rows, ends)), ends)
         by_token = torch.empty_like(rows).index_copy_(0, order, rows)
-        return backend.add_experts(by_token.view(*chosen.shape, -1), weights)
+        total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)
+        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
 
     def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return fp32 weights and experts of each row, the best first: `[num_rows, top_k]`."""
@@ -122,3 +141,6 @@ class ExpertMlp:
         yield self.router
         yield from self.gate_up.linears()
         yield from self.down.linears()
+        if self.shared is not None:
+            yield self.shared.gate
+            yield from self.shared.mlp.linears()

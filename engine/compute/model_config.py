@@ -11,14 +11,14 @@ import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
 from baton.engine.compute.expert_config import (
-    EXPERT_NAMES,
+    EXPERT_FAMILIES,
     ExpertsConfig,
     RawExperts,
     experts_config,
 )
 from baton.protocol.errors import ConfigError
 
-ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"]
+ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"]
 RopeScaling = Literal["default", "linear", "llama3"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -29,6 +29,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
 }
@@ -36,9 +37,10 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
+WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
-    "mistral": 8, "qwen2": 32, "qwen3": 32, "qwen3_moe": 4, "mixtral": 8,
+    "mistral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4, "mixtral": 8,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -119,7 +121,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     if isinstance(eps, UnsetType):
         eps = RMS_NORM_EPS_OF.get(family, RMS_NORM_EPS)
     experts = None
-    if family in EXPERT_NAMES:
+    if family in EXPERT_FAMILIES:
         experts = experts_config(file, family, _decode(file, RawExperts))
     return DecoderConfig(
         family=family,
@@ -134,7 +136,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         rms_norm_eps=eps,
         rope=_rope(file, family, raw),
         tie_word_embeddings=raw.tie_word_embeddings,
-        qkv_bias=has_bias or family == "qwen2",
+        qkv_bias=has_bias or family == "qwen2" or (family == "qwen2_moe" and raw.qkv_bias),
         output_bias=has_bias,
         mlp_bias=raw.mlp_bias and family == "llama",
         qk_norm=family in ("qwen3", "qwen3_moe"),
@@ -189,9 +191,10 @@ class _RawConfig(msgspec.Struct):
     original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
+    qkv_bias: bool = True
     mlp_bias: bool = False
     use_sliding_window: bool = False
-    sliding_window: Positive | UnsetType | None = UNSET
+    sliding_window: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
     layer_types: tuple[str, ...] | None = None
     is_causal: bool = True
@@ -323,17 +326,21 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
         )
     if window is None and "sliding_attention" in kinds:
         raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
+    if window == 0:
+        raise ConfigError(f"{file}: sliding_window must be at least 1")
     if window is None or window >= raw.max_position_embeddings:
         return None
     if family == "llama":
         raise ConfigError(f"{file}: sliding_window is not supported in models of Llama")
-    if not kinds and family in ("mistral", *EXPERT_NAMES):
+    if not kinds and family in ("mistral", *WINDOWS_EVERYWHERE):
         return window
-    if not kinds:
+    if not kinds and family == "qwen2_moe":
+        kinds = LAYER_TYPES  # transformers takes turns
+    elif not kinds:
         full = min(max(raw.max_window_layers, 0), raw.num_hidden_layers)
         kinds |= {"full_attention"} if full else set()
         kinds |= {"sliding_attention"} if full < raw.num_hidden_layers else set()
-    if kinds == {"full_attention"} and family not in EXPERT_NAMES:
+    if kinds == {"full_attention"} and family not in WINDOWS_EVERYWHERE:
         return None
     if kinds == {"sliding_attention"}:
         return window

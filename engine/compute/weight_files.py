@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from safetensors import SafetensorError, safe_open
 
-from baton.engine.compute.expert_config import ExpertsConfig
+from baton.engine.compute.expert_config import ExpertNames, ExpertsConfig
 from baton.engine.compute.model_config import DecoderConfig
 from baton.protocol.errors import ConfigError
 
@@ -159,20 +159,27 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
 def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:
     """Return the shapes of one layer's router and experts, by their names within the layer."""
     count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
+    shapes: dict[str, Shape] = {}
+    if shared := experts.shared_expert_intermediate_size:
+        shapes[f"{names.block}.shared_expert_gate.weight"] = (1, hidden)
+        expert = f"{names.block}.shared_expert."
+        shapes |= _gated_tensors(expert, names, shared, hidden)
     if is_stacked:
-        return {
+        return shapes | {
             f"{STACKED_BLOCK}.gate.weight": (count, hidden),
             f"{STACKED_BLOCK}.{STACKED_GATE_UP}": (count, 2 * width, hidden),
             f"{STACKED_BLOCK}.{STACKED_DOWN}": (count, hidden, width),
         }
-    shapes: dict[str, Shape] = {f"{names.block}.gate.weight": (count, hidden)}
+    shapes[f"{names.block}.gate.weight"] = (count, hidden)
     for number in range(count):
-        expert = f"{names.block}.experts.{number}."
-        shapes[f"{expert}{names.gate}.weight"] = shapes[f"{expert}{names.up}.weight"] = (
-            width, hidden,
-        )  # fmt: skip
-        shapes[f"{expert}{names.down}.weight"] = (hidden, width)
+        shapes |= _gated_tensors(f"{names.block}.experts.{number}.", names, width, hidden)
     return shapes
+
+
+def _gated_tensors(expert: str, names: ExpertNames, width: int, hidden: int) -> dict[str, Shape]:
+    inner, outer = (width, hidden), (hidden, width)
+    parts = ((names.gate, inner), (names.up, inner), (names.down, outer))
+    return {f"{expert}{name}.weight": shape for name, shape in parts}
 
 
 def check_tensors(folder: Path, config: DecoderConfig) -> None:

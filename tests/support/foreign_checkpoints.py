@@ -24,6 +24,7 @@ HALF_WINDOWS = {"sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16}
 MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MoE, "head_dim": 16},
+    "qwen2_moe": {**MoE, "shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "olmo2": {},
     "gemma3_text": {**HALF_WINDOWS, "query_pre_attn_scalar": 16},

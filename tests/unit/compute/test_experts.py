@@ -30,10 +30,12 @@ from tests.support.oracle import Oracle, count_ties, prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 LENGTH = 150
-KINDS = ("qwen3_moe", "mixtral")
+KINDS = ("qwen3_moe", "mixtral", "qwen2_moe")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "a shared expert without biases": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": (0,)}),
     "weights that sum to one": ("qwen3_moe", {"norm_topk_prob": True}),
     "a dense layer": ("qwen3_moe", {"mlp_only_layers": (1,)}),
     "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
@@ -45,6 +47,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a window": ("mixtral", {"sliding_window": 24}),
     "stacked qwen3_moe": ("qwen3_moe", {"save_original_format": False}),
     "stacked mixtral": ("mixtral", {"save_original_format": False}),
+    "stacked qwen2_moe": ("qwen2_moe", {"save_original_format": False}),
 }  # fmt: skip
 
 
@@ -110,6 +113,21 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype
             assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind: str, dtype: str) -> None:
+    """Vector code treats the last rows of many numbers in its own way."""
+    with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
+        needs_rules(runner)
+        assert isinstance(runner.decoder, Decoder)
+        mlp = runner.decoder.layers[0].mlp
+        rows = torch.randn(59, 64, generator=torch.Generator().manual_seed(2))
+        rows = rows.to(runner.cache.pool.dtype)
+        alone = torch.cat([mlp(row[None], runner.backend) for row in rows])
+        for count in range(2, 60):
+            assert torch.equal(mlp(rows[:count], runner.backend), alone[:count])
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
     """Wide enough that threads share the experts of a decode step, too."""
@@ -137,7 +155,7 @@ def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str
         assert count_ties(expected, found) == 0
 
 
-@pytest.mark.parametrize("variant", ["qwen3_moe", "mixtral", "stacked mixtral", "a dense layer"])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "stacked mixtral", "a dense layer", "qwen2_moe"])
 def test_ranks_together_compute_what_one_computes(variant: str) -> None:
     kind, fields = VARIANTS[variant]
     folder = foreign_folder(kind, **fields)
@@ -169,6 +187,7 @@ def test_ranks_that_cannot_share_an_expert_are_refused() -> None:
         ({"decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({"num_local_experts": 9}, r"mlp\.gate\.weight has the shape \[8, 64\]"),
         ({"mlp_only_layers": [0, 1, 2]}, "has no tensor"),
+        ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window must be at least 1"),
         ({"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
         ({"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj"),
     ],
@@ -179,6 +198,14 @@ def test_experts_that_do_not_fit_are_refused(
     folder = changed(tmp_path, "qwen3_moe", **fields)
     with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
         pass
+
+
+def test_windows_in_turns_are_refused(tmp_path: Path) -> None:
+    folder = changed(
+        tmp_path, "qwen2_moe", ("layer_types",), use_sliding_window=True, sliding_window=24
+    )
+    with pytest.raises(ConfigError, match="layers with different attention"):
+        plan_rank(compute_config(folder), 1)
 
 
 def test_a_missing_expert_is_named(tmp_path: Path) -> None:
