@@ -120,8 +120,12 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """Return `x[i] @ weight[expert of i].T`; `ends` says where each expert's rows end."""
     places = torch.arange(len(x), device=x.device)
-    of_row = weight[torch.searchsorted(ends.long(), places, right=True)]  # [rows, out, in]
-    return (of_row.double() @ x.double()[:, :, None])[:, :, 0].to(x.dtype)
+    expert_of = torch.searchsorted(ends.long(), places, right=True)
+    out = x.new_zeros(len(x), weight.shape[1])
+    for number, own in enumerate(weight):
+        product = (x.double() @ own.double().T).to(x.dtype)
+        out = torch.where((expert_of == number)[:, None], product, out)
+    return out
 
 
 def add_experts(rows: Tensor, weights: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """The mixture of experts that config.json describes: how many, how chosen, in which layers.
 
-A family is a row in each table here. This module never imports torch.
+A family is a row of `EXPERT_FAMILIES`. This module never imports torch.
 """
 
 from pathlib import Path

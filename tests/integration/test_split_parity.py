@@ -17,6 +17,7 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import FAMILIES, model_folder, tiny_cluster
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
 
@@ -162,3 +163,21 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     num_bytes *= max(1, decode // kv_heads)
     assert cluster.num_bytes_read("decode-0") == num_bytes
     assert sum(output.metrics.transfer_bytes for output in outputs) == num_bytes
+
+
+@pytest.mark.parametrize(("kind", "prefill", "decode"), [("qwen2_moe", 1, 1), ("mixtral", 1, 2)])
+def test_a_crowd_of_sequences_shares_experts(
+    kind: str, prefill: int, decode: int, tmp_path: Path
+) -> None:
+    """The second time with cached prefixes, on ranks that hold a part of each expert."""
+    folder = foreign_folder(kind)
+    ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
+    cluster = NodeThreads(tmp_path, never_local(settings(folder)), ranks=ranks)
+
+    async def twice(llm: AsyncLLM) -> list[RequestOutput]:
+        again = [await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS)) for _ in range(2)]
+        return again[0] + again[1]
+
+    for length, output in zip(LENGTHS * 2, cluster.run(twice), strict=True):
+        assert count_ties(expected_of(folder, length), output.outputs[0].token_ids) == 0
+    assert cluster.prompt_tokens_computed("decode-0") == 0

@@ -19,6 +19,7 @@ from baton.kernels import reference
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
+from baton.kernels.grouped_product import add_experts, grouped_product
 from baton.kernels.pool_writes import move_blocks, rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rows import add_rms_norm, silu_mul
@@ -230,6 +231,23 @@ def _silu(model: Model, layout: Layout) -> Check:
     return _close(f"SiLU · mul, {model.name}", silu_mul(gate_up), reference.silu_mul(gate_up))
 
 
+def _experts(model: Model, layout: Layout) -> Check:
+    """Compare experts with one row, none and several tiles; then the sums of pairs of rows."""
+    counts = torch.tensor([1, 0, 70, 5], device=layout.device)
+    ends, rows = counts.cumsum(0).to(torch.int32), int(counts.sum())
+    sizes = (len(counts), model.hidden_size // 4, model.hidden_size)
+    x = torch.randn(rows, model.hidden_size, device=layout.device, dtype=layout.dtype)
+    weight = torch.randn(sizes, device=layout.device, dtype=layout.dtype)
+    weight /= model.hidden_size**0.5
+    key = f"products of experts, {model.name}"
+    found = grouped_product(x, weight, ends)
+    products = _close(key, found, reference.grouped_product(x, weight, ends))
+    pairs = found.view(-1, 2, sizes[1])
+    shares = torch.rand(len(pairs), 2, device=layout.device)
+    sums = _close(key, add_experts(pairs, shares), reference.add_experts(pairs, shares))
+    return products if not products.passed else sums
+
+
 def _copy(model: Model, layout: Layout) -> Check:
     """Check that copies keep every bit, NaN included, and that unnamed blocks stay."""
     bits = torch.randint(-(2**31), 2**31 - 1, (9, model.block_values // 2), dtype=torch.int32)
@@ -296,6 +314,7 @@ OTHERS = {
     "QK norm + rotation + store": _rope,
     "add + norm": _norm,
     "SiLU · mul": _silu,
+    "products of experts": _experts,
     "gather and scatter of blocks": _copy,
     "sampling: tokens in any batch": _sampling,
     "sampling: device = CPU": _sampling_on_host,
