@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.engine.compute.lora_files import folders_of, read_adapters
 from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
 from baton.engine.compute.transformers_config import (
     check_for_transformers,
@@ -57,6 +58,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
     """
     if not config.model.path:
         folder, name = CHECKPOINT, DEMO_NAME
+        decoder: DecoderConfig | None = read_decoder_config(folder)
     else:
         folder, name = _folder_of(config.model.path, needs_weights=needs_weights)
         decoder, is_widened = _checked(folder, config.model.model_impl)
@@ -73,9 +75,21 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
                 # The processes that this one starts need not say it again.
                 config = with_values(config, {"model.dtype": "float32"})
     model = msgspec.structs.replace(
-        config.model, path=str(folder), served_model_name=config.model.served_model_name or name
+        config.model,
+        path=str(folder),
+        served_model_name=config.model.served_model_name or name,
+        lora_modules=_adapters(config.model.lora_modules, decoder) if needs_weights else (),
     )
     return msgspec.structs.replace(config, model=model)
+
+
+def _adapters(modules: tuple[str, ...], decoder: DecoderConfig | None) -> tuple[str, ...]:
+    """Return the adapters with absolute folders. Raises `ConfigError` for one that does not fit."""
+    found = folders_of(modules).items()
+    whole = tuple(f"{name}={folder.expanduser().absolute()}" for name, folder in found)
+    if decoder is not None:
+        read_adapters(whole, decoder)
+    return whole
 
 
 def _folder_of(path: str, *, needs_weights: bool) -> tuple[Path, str]:

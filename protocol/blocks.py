@@ -45,15 +45,6 @@ def tokens_held(num_blocks: int, block_size: int, num_tokens: int, num_choices: 
     return max((shared + own) * block_size - num_tokens, 0)
 
 
-def salted_root(cache_salt: str) -> BlockHash:
-    """Return the root for requests with this salt, which no salt shares with an unsalted block.
-
-    Blake2's personalization keeps the two kinds of hashes apart, whatever text a client sends.
-    """
-    data = cache_salt.encode("utf-8", "surrogatepass")
-    return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"cache_salt").digest()
-
-
 def block_hashes(
     token_ids: Sequence[int],
     block_size: int,

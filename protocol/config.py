@@ -81,6 +81,10 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_model_len: Annotated[
         int, about("longest prompt and output together; 0 takes the model's limit", "tokens", ge=0)
     ] = 0
+    lora_modules: Annotated[
+        tuple[str, ...],
+        about("LoRA adapters, each as name=folder; a request chooses one by its name as the model"),
+    ] = ()
 
     @property
     def shown_name(self) -> str:

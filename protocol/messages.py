@@ -75,6 +75,7 @@ class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     features: tuple[str, ...] = ()  # the features that are switched on
     model_name: str = ""
     step: StepLimits = StepLimits()
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -5,6 +5,7 @@ which never see text and therefore have no stop strings. A parameter that baton 
 refused, unless its value asks for nothing.
 """
 
+import hashlib
 import operator
 import reprlib
 from collections.abc import Mapping
@@ -48,6 +49,30 @@ class Penalties(msgspec.Struct, frozen=True, omit_defaults=True):
     bias: tuple[tuple[Count, float], ...] = ()  # by token id
 
 
+class Scope(msgspec.Struct, frozen=True):
+    """What requests must have in common to share cached blocks.
+
+    An adapter's name stands for its weights, because nodes with other weights never pair.
+    """
+
+    lora: str = ""
+    cache_salt: str = ""
+
+    @property
+    def root(self) -> BlockHash:
+        """Return the root of the hashes of its blocks; empty without adapter and salt.
+
+        Blake2's personalization keeps roots and blocks apart, whatever text a client sends.
+        """
+        if not self.lora and not self.cache_salt:
+            return b""
+        data = f"{self.lora}\0{self.cache_salt}".encode("utf-8", "surrogatepass")
+        return hashlib.blake2b(data, digest_size=HASH_BYTES, person=b"cache_root").digest()
+
+
+EVERYONE = Scope()
+
+
 class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     """How an engine samples and ends one sequence. The seed is always set."""
 
@@ -68,6 +93,7 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: Count | None = None  # the same of the prompt's tokens
     # The root of its blocks' hashes, so that only sequences with the same root share blocks.
     cache_root: Annotated[BlockHash, Meta(max_length=HASH_BYTES)] = b""
+    lora: str = ""  # the adapter's name
 
     @property
     def depends_on_output(self) -> bool:

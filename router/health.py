@@ -28,6 +28,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     block_size: int
     eos_token_ids: tuple[int, ...] = ()
     dtype: str = ""
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters
     sampling: dict[str, object] = {}  # the default of HTTP requests
 
 

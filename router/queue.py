@@ -11,11 +11,18 @@ from functools import cached_property
 
 import msgspec
 
-from baton.protocol.blocks import BlockHash, tokens_held
+from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.protocol.sampling import MAX_PROMPT_LOGPROBS, Penalties, Sampling, SamplingParams
+from baton.protocol.sampling import (
+    EVERYONE,
+    MAX_PROMPT_LOGPROBS,
+    Penalties,
+    Sampling,
+    SamplingParams,
+    Scope,
+)
 from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request import Place
@@ -270,7 +277,7 @@ class OutputRules(msgspec.Struct, frozen=True):
 
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
-    cache_root: BlockHash = b""  # of the hashes of its blocks
+    scope: Scope = EVERYONE
 
 
 NO_RULES = OutputRules()
@@ -302,5 +309,6 @@ def sampling_of(
         penalties=None if penalties == Penalties() else penalties,
         logprobs=params.logprobs,
         prompt_logprobs=params.prompt_logprobs,
-        cache_root=rules.cache_root,
+        cache_root=rules.scope.root,
+        lora=rules.scope.lora,
     )

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys, salted_root
+from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
 from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
 from baton.router.core import RouterCore
 from baton.router.grammars import after_reasoning, checked_grammar
 from baton.router.health import Health, ServedModel
@@ -81,14 +81,14 @@ class TextRouter:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
-        cache_salt: str = "",
+        scope: Scope = EVERYONE,
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
         which is the caller's name for the request or, by default, the router's. With `kept`, a
         client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
-        have apart from their text. Only requests with the same `cache_salt` share cached blocks.
+        have apart from their text. Only requests with the same `scope` share cached blocks.
         """
         max_tokens = self._core.limits().max_model_len - 1
         if isinstance(prompt, str):
@@ -100,9 +100,8 @@ class TextRouter:
         check_prompt(token_ids, self._core.limits())
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
-        root = salted_root(cache_salt) if cache_salt else b""
-        keys = await self._keys_of(token_ids, root) if is_cached else ()
-        rules = await self._rules_of(params, root)
+        keys = await self._keys_of(token_ids, scope.root) if is_cached else ()
+        rules = await self._rules_of(params, scope)
         if rules.grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids)
             grammar = after_reasoning(rules.grammar, is_open=is_open)
@@ -117,7 +116,7 @@ class TextRouter:
         stream.request_id = request_id or minted
         return stream
 
-    async def _rules_of(self, params: SamplingParams, cache_root: BlockHash) -> OutputRules:
+    async def _rules_of(self, params: SamplingParams, scope: Scope) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
         vocab_size = self._core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
@@ -132,7 +131,7 @@ class TextRouter:
             loop = asyncio.get_running_loop()
             grammar = await loop.run_in_executor(self._checks, checked_grammar, form)
         bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
-        return OutputRules(grammar, bad_words, cache_root)
+        return OutputRules(grammar, bad_words, scope)
 
     async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
@@ -217,6 +216,7 @@ class TextRouter:
             block_size=model.layout.block_size,
             eos_token_ids=model.eos_token_ids,
             dtype=model.facts.dtype,
+            lora_modules=model.facts.lora_modules,
             sampling=self._sampling,
         )
 

@@ -48,6 +48,14 @@ class Tables:
 
 
 @dataclass(slots=True, frozen=True)
+class AdaptedRows:
+    """The rows that adapters change, in the order of the adapters."""
+
+    order: Tensor  # [num_adapted] int64
+    ends: Tensor  # [num_adapters] int32: counts the rows up to the last one of each
+
+
+@dataclass(slots=True, frozen=True)
 class Batch:
     """The tokens of one step, packed: a row for each.
 
@@ -59,6 +67,9 @@ class Batch:
     slots: Tensor  # [num_tokens] int64: block * block_size + offset, -1: not stored
     chunks: tuple[Chunk, ...]
     tables: Tables | None = None
+    # Of all rows, and of those alone of which the step wants the output; None if there are none.
+    adapted: AdaptedRows | None = None
+    adapted_outputs: AdaptedRows | None = None
 
     @property
     def num_tokens(self) -> int:

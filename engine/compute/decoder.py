@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.compute.attention import Backend, Batch
+from baton.engine.compute.attention import AdaptedRows, Backend, Batch
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import Mlp
 from baton.engine.compute.model_config import Rope
@@ -46,6 +46,8 @@ class Decoder:
     ranks: Ranks
     by_rows: ByRows = at_once
     source: str = ""  # whose code computes, if it is not baton's
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters
+    of_adapters: tuple[Linear, ...] = ()  # their layers
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -55,6 +57,7 @@ class Decoder:
         for layer in self.layers:
             yield from (layer.qkv, layer.output, *layer.mlp.linears())
         yield self.head
+        yield from self.of_adapters
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
@@ -77,40 +80,57 @@ class Decoder:
         """
         backend.begin(batch)
         embedded = F.embedding(batch.token_ids, self.embedding)
-        x, residual = self._into_attention(0, backend, embedded, None)
+        adapted, by_rows = batch.adapted, self.by_rows if batch.adapted is None else at_once
+        x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
         for number in range(last):
             x = backend.attend(number, x, self.layers[number].head_norms)
-            x, residual = self.by_rows(partial(self._to_next, number, backend), x, residual)
+            x, residual = by_rows(partial(self._to_next, number, backend, adapted), x, residual)
         x = backend.attend(last, x, self.layers[last].head_norms, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
             return residual[rows]
-        x, residual = self.by_rows(partial(self._after_attention, last, backend), x, residual[rows])
+        work = partial(self._after_attention, last, backend, batch.adapted_outputs)
+        x, residual = by_rows(work, x, residual[rows])
         x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
         return x
 
     def _to_next(
-        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+        self,
+        number: int,
+        backend: Backend,
+        adapted: AdaptedRows | None,
+        x: Tensor,
+        residual: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Compute from the attention of a layer to that of the next."""
-        x, residual = self._after_attention(number, backend, x, residual)
-        return self._into_attention(number + 1, backend, x, residual)
+        x, residual = self._after_attention(number, backend, adapted, x, residual)
+        return self._into_attention(number + 1, backend, adapted, x, residual)
 
     def _into_attention(
-        self, number: int, backend: Backend, x: Tensor, residual: Tensor | None
+        self,
+        number: int,
+        backend: Backend,
+        adapted: AdaptedRows | None,
+        x: Tensor,
+        residual: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
-        return layer.qkv(x), residual
+        return layer.qkv(x, adapted), residual
 
     def _after_attention(
-        self, number: int, backend: Backend, x: Tensor, residual: Tensor
+        self,
+        number: int,
+        backend: Backend,
+        adapted: AdaptedRows | None,
+        x: Tensor,
+        residual: Tensor,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
-        x = self.ranks.all_reduce(layer.output(x))
+        x = self.ranks.all_reduce(layer.output(x, adapted))
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-        return self.ranks.all_reduce(layer.mlp(x, backend)), residual
+        return self.ranks.all_reduce(layer.mlp(x, backend, adapted)), residual
 
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:

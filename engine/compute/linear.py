@@ -13,12 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.engine.compute.attention import AdaptedRows
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.row_rule import RowRule, num_threads
 from baton.kernels.cpu_threads import MIN_SHARED_NS
 from baton.runtime.log import logger
 
 Product = Callable[[Tensor, Tensor], Tensor]  # rows [M, in], weight [out, in] -> [M, out]
+# Adds to the outputs [M, out] what adapters make of the inputs [M, in] of their rows.
+Adaptation = Callable[[Tensor, Tensor, AdaptedRows], Tensor]
 # The numbers of rows for which decode steps are captured, and some of mixed steps between them.
 COUNTS = (
     *(1, 2, 3, 4, 8, 12, 16, 17, 24, 32, 33, 40, 48, 56, 64, 65, 80, 96, 112, 128, 129),
@@ -62,6 +65,7 @@ class Linear:
     rule: RowRule | None = None  # None: all rows are computed in one call
     ordered: Product | None = None  # gives a row the same bits in every batch
     trial: bytes = b""  # a digest of the bits of `ordered` where CPUs may differ
+    adapt: Adaptation | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -72,8 +76,12 @@ class Linear:
         """Return a text that differs between layers that are known to compute different bits."""
         return self.trial if self.rule is None else self.rule.digest
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, adapted: AdaptedRows | None = None) -> Tensor:
         """Return the outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
+        y = self._by_rule(x)
+        return y if adapted is None or self.adapt is None else self.adapt(y, x, adapted)
+
+    def _by_rule(self, x: Tensor) -> Tensor:
         if self.rule is None or not x.shape[0]:
             return self.product(x)
         if self._cost_ns(x.shape[0]) < MIN_SHARED_NS and torch.get_num_threads() > 1:

@@ -4,7 +4,8 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,8 @@ from baton.engine.compute.expert_config import ExpertsConfig
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.kv_cache import AnyConfig
 from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
+from baton.engine.compute.lora import Lora, LoraLoader
+from baton.engine.compute.lora_files import Adapter
 from baton.engine.compute.mlp import (
     ExpertMlp,
     GatedMlp,
@@ -43,6 +46,7 @@ from baton.protocol.errors import ConfigError
 # QKV, attention output, gate and up, down, head.
 NUM_LINEAR_KINDS = 5
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
+NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
 
 class Placement(NamedTuple):
@@ -68,12 +72,15 @@ def load_decoder(
     ranks: Ranks,
     place: Placement,
     progress: Progress,
+    adapters: Sequence[Adapter] = (),
 ) -> Decoder:
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
+    num_kinds += NUM_LORA_KINDS if adapters else 0
     linears = linears_for(place, progress, num_kinds)
-    return _Loader(config, checkpoint, ranks, place, linears).load(progress)
+    loras = LoraLoader(adapters, place.device, place.dtype)
+    return _Loader(config, checkpoint, ranks, place, linears, loras).load(progress)
 
 
 def linears_for(
@@ -121,6 +128,7 @@ class _Loader:
         ranks: Ranks,
         place: Placement,
         linears: LinearMaker | None,
+        loras: LoraLoader,
     ) -> None:
         check_split(config, ranks.size)
         self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
@@ -130,6 +138,8 @@ class _Loader:
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
         self.grouped = place.grouped
+        self.loras = loras
+        self.made: list[Lora] = []
         self.has_stacked_experts = has_stacked_experts(checkpoint.names())
 
     def load(self, progress: Progress) -> Decoder:
@@ -147,6 +157,8 @@ class _Loader:
         return Decoder(
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
+            lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
+            of_adapters=tuple(linear for lora in self.made for linear in lora.linears()),
         )  # fmt: skip
 
     def _layer(self, number: int) -> DecoderLayer:
@@ -259,17 +271,30 @@ class _Loader:
     def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
         """Return several column-parallel layers as one."""
         weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
-        if not has_bias:
-            return self._linear(weight)
-        bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
-        return self._linear(weight, bias)
+        bias = None
+        if has_bias:
+            bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
+        names, rows = zip(*parts, strict=True)
+        return self._adapted(self._linear(weight, bias), names, rows, slice(0, weight.shape[1]))
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
         weight = self._read(name + ".weight", columns=columns)
         # The ranks' results are summed, so one rank alone adds the bias.
-        if not has_bias or self.ranks.rank != 0:
-            return self._linear(weight)
-        return self._linear(weight, self._read(name + ".bias"))
+        bias = self._read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
+        rows = [slice(0, len(weight))]
+        return self._adapted(self._linear(weight, bias), [name], rows, columns)
+
+    def _adapted(
+        self, linear: Linear, names: Sequence[str], rows: Sequence[slice], columns: slice
+    ) -> Linear:
+        """Return a layer with what the adapters add to it, of the same rows and columns."""
+        if not self.loras.changes(names):
+            return linear
+        inputs = columns.stop - columns.start
+        shrink = self._grouped(self.loras.shrinks(names, columns, inputs))
+        expand = self._grouped(self.loras.expands(names, rows))
+        self.made.append(Lora(shrink, expand))
+        return replace(linear, adapt=self.made[-1])
 
     def _linear(
         self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.compute.attention import Backend
+from baton.engine.compute.attention import AdaptedRows, Backend
 from baton.engine.compute.linear import Linear
 
 # Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in] and the end of
@@ -23,7 +23,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Mlp(Protocol):
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
         """Return `[num_rows, hidden]` for `[num_rows, hidden]`: this rank's part of the sum."""
         ...
 
@@ -35,8 +35,8 @@ class GatedMlp:
     gate_up: Linear  # gates first
     down: Linear
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
-        return self.down(backend.silu_mul(self.gate_up(x)))
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
+        return self.down(backend.silu_mul(self.gate_up(x, adapted)), adapted)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)
@@ -107,7 +107,7 @@ class SharedExpert:
 
 @dataclass(slots=True, frozen=True)
 class ExpertMlp:
-    """A softmax router and the experts that it chooses from."""
+    """A softmax router and the experts that it chooses from, which no adapter changes."""
 
     router: Linear  # [num_experts, hidden]
     numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
@@ -117,7 +117,7 @@ class ExpertMlp:
     norm_topk_prob: bool
     shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
         weights, chosen = self._choose(x)
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)

@@ -3,16 +3,12 @@
 One copy takes the piece to the device. A token that is not known yet is named by its place in the
 ring of sampled tokens on the device. A decode step can be padded to a bucket, so that all steps of
 that bucket have their inputs at the same places: padding adds rows, never sequences.
-
-`DeviceTables` are the block tables in the device's memory. A sequence keeps its row from step to
-step, and a step sends only new blocks. A new sequence takes the row of the sequence that was used
-least recently, whose whole table is sent again if it returns.
 """
 
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -21,7 +17,8 @@ import torch
 from numpy.typing import ArrayLike
 from torch import Tensor
 
-from baton.engine.compute.attention import Batch, Chunk, Tables
+from baton.engine.compute.attention import AdaptedRows, Batch, Chunk, Tables
+from baton.engine.compute.device_tables import IDLE_ROW, DeviceTables
 from baton.engine.compute.penalties import CountedTokens, packed
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
@@ -30,42 +27,12 @@ from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
 from baton.protocol.sampling import Sampling
 
-IDLE_ROW = 0  # no sequence has this row, which padding reads
-
-
-class DeviceTables:
-    """`blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks."""
-
-    def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
-        self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
-        self._num_blocks = num_blocks
-        self._free = list(range(num_sequences, IDLE_ROW, -1))
-        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
-
-    def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
-        """Return the row of a sequence with this table; add the changes as (place, block)."""
-        row, known = self._rows.pop(key, (0, ()))
-        if not row:
-            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
-        if table != known:
-            start = len(known) if table[: len(known)] == known else 0
-            first = row * self._num_blocks
-            places, blocks = changes
-            places.extend(range(first + start, first + len(table)))
-            blocks.extend(table[start:])
-        self._rows[key] = row, table
-        return row
-
-    def write(self, places: Tensor, blocks: Tensor) -> None:
-        """Write the changes of a step, in the order of the device's work."""
-        self.blocks.view(-1).index_copy_(0, places, blocks)
-
-
 # The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
 # step is unsettled (two steps at most), so no plan needs older ones.
 REMEMBERED_STEPS = 4
 RING_TOKENS = 1 << 17
 IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding samples
+NO_ADAPTER = -1
 BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
 NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
@@ -90,6 +57,9 @@ class ArrayPlace(NamedTuple):
         return part.view(self.shape)
 
 
+AdaptedPlaces = tuple[ArrayPlace, ArrayPlace] | None  # `order` and `ends` of rows, if any
+
+
 @dataclass(slots=True)
 class StepInputs:
     """The inputs of a step in `words`, in host memory or, after one copy, on the device."""
@@ -107,6 +77,12 @@ class StepInputs:
     penalties: tuple[ArrayPlace, ArrayPlace] | None = None  # as `penalties.packed` returns them
     # Rows whose next token's log probability is wanted, and these tokens.
     targets: tuple[ArrayPlace, ArrayPlace] | None = None
+    # Of the adapted tokens, and of those among `rows` and before `targets`.
+    adapted: tuple[AdaptedPlaces, AdaptedPlaces] = (None, None)
+
+    def adapted_rows(self) -> Iterator[AdaptedRows | None]:
+        for places in self.adapted:
+            yield places and AdaptedRows(*(place.of(self.words) for place in places))
 
     def sampled(self) -> SamplingTensors:
         ints, reals, held_back = (place.of(self.words) for place in self.samples)
@@ -139,11 +115,11 @@ class PackedStep:
         """Return the batch of `inputs`, which may be a copy of this step's inputs."""
         _, positions, slots = inputs.tokens.of(inputs.words)
         if tables is None or inputs.tables is None:
-            return Batch(token_ids, positions, slots, self.chunks)
+            return Batch(token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows())
         rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
         blocks = tables.blocks[:, : self.table_blocks][rows]
         there = Tables(blocks, lengths, starts, self.num_decoding)
-        return Batch(token_ids, positions, slots, self.chunks, there)
+        return Batch(token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows())
 
 
 @dataclass(slots=True)
@@ -168,6 +144,12 @@ class _Lists:
     scored: dict[int, list[int]] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # the rows before `targets`
     targets: list[int] = field(default_factory=list)
+    # The number of each token's adapter, or NO_ADAPTER.
+    adapters: list[int] = field(default_factory=list)
+
+    @property
+    def is_adapted(self) -> bool:
+        return any(number != NO_ADAPTER for number in self.adapters)
 
     def pad(self, bucket: int) -> None:
         missing = bucket - len(self.ids)
@@ -181,6 +163,12 @@ class _Lists:
         self.lengths += [0] * missing
 
 
+class ModelFacts(NamedTuple):
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters, in the order of their numbers
+
+
 class Packer:
     """Packs the plans of one runner.
 
@@ -191,17 +179,17 @@ class Packer:
 
     def __init__(
         self,
-        block_size: int,
-        eos_token_ids: tuple[int, ...],
+        model: ModelFacts,
         tables: DeviceTables | None,
         allocate: Callable[[int], Tensor],
         masks: TokenMasks | None = None,
         sampled_at: Callable[[int], int] | None = None,
     ) -> None:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
+        self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
         self.buckets: Sequence[int] = ()
-        self._block_size = block_size
-        self._eos_token_ids = eos_token_ids
+        self._block_size = model.block_size
+        self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
         self._sampled = _SampledPlaces()
@@ -216,6 +204,7 @@ class Packer:
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
+            lists.adapters += [self._adapters[part.lora]] * part.length
             self._add_tokens(lists, part)
             if self._masks is not None:
                 self._add_mask(lists, index, part, self._masks)
@@ -227,7 +216,9 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        is_special = lists.masks or lists.counted or lists.scored or lists.targets
+        is_special = (
+            lists.masks or lists.counted or lists.scored or lists.targets or lists.is_adapted
+        )
         bucket = 0 if is_special else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
@@ -346,6 +337,7 @@ class Packer:
             + sum(2 + len(mask) for mask in lists.masks.values())
             + sum(5 * len(one.ids) for one in lists.counted.values())
             + 2 * len(lists.targets)
+            + (len(lists.ids) + len(lists.rows) + len(lists.before) + 2 * len(self._adapters))
         )  # fmt: skip
         into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
@@ -376,6 +368,9 @@ class Packer:
                 into.put(lists.before, len(lists.before)),
                 into.put(lists.targets, len(lists.targets)),
             )
+        if lists.is_adapted:
+            outputs = [lists.adapters[row] for row in (*lists.rows, *lists.before)]
+            inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
         if lists.masks:
             masks = list(lists.masks.values())
             inputs.masks = (
@@ -396,6 +391,15 @@ class Packer:
                 )
         inputs.words = into.used()
         return inputs
+
+    def _adapted(self, into: "_PackedWords", adapters: list[int]) -> AdaptedPlaces:
+        """Lay the rows that have an adapter, in the order of the adapters."""
+        of_row, numbers = np.array(adapters, np.int64), np.arange(len(self._adapters) - 1)
+        order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
+        if not len(order):
+            return None
+        ends = np.searchsorted(of_row[order], numbers, side="right")
+        return into.put(order, len(order)), into.put(ends, len(ends), dtype=torch.int32)
 
 
 class _SampledPlaces:

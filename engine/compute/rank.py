@@ -6,6 +6,7 @@ settings that cannot work before anything large is allocated.
 
 import ctypes
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -44,8 +45,9 @@ from baton.engine.compute.loading import (
     load_decoder,
     local_heads,
 )
+from baton.engine.compute.lora_files import Adapter, fingerprint_of, read_adapters
 from baton.engine.compute.mlp import GroupedProduct
-from baton.engine.compute.model_config import read_decoder_config
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
 from baton.engine.compute.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.engine.compute.sampler import Sampler, compiled
 from baton.engine.compute.step_queue import CudaQueue, HostQueue
@@ -91,6 +93,7 @@ class RankPlan:
     num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
     max_num_batched_tokens: int
     max_num_seqs: int
+    adapters: tuple[Adapter, ...] = ()
 
 
 @dataclass(slots=True, frozen=True)
@@ -132,13 +135,15 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         num_blocks=len(runner.cache.pool),
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, dtype),
+        model=fingerprint(plan.folder, dtype, fingerprint_of(plan.adapters)),
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
-        facts=NodeFacts(dtype, plan.device.type),
+        facts=NodeFacts(
+            dtype, plan.device.type, lora_modules=tuple(one.name for one in plan.adapters)
+        ),
         max_num_batched_tokens=plan.max_num_batched_tokens,
         max_num_seqs=plan.max_num_seqs,
     )
@@ -171,10 +176,18 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         num_blocks=0,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
+        adapters=adapters_of(config.model.lora_modules, decoder),
     )
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
         return plan
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def adapters_of(modules: Sequence[str], decoder: AnyConfig) -> tuple[Adapter, ...]:
+    """Return the adapters of the settings. Raises `ConfigError` for one that does not fit."""
+    if modules and isinstance(decoder, TransformersConfig):
+        raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
+    return read_adapters(modules, decoder) if isinstance(decoder, DecoderConfig) else ()
 
 
 def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
@@ -228,7 +241,7 @@ def load_runner(
             plan.folder, plan.decoder, ranks, plan.dtype, linears, plan.device
         )
     else:
-        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress)
+        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, plan.adapters)
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         return _on_gpu(plan, config, decoder, progress)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.attention import Backend, Batch
+from baton.engine.compute.device_tables import DeviceTables
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
@@ -24,7 +25,7 @@ from baton.engine.compute.logprobs import (
     packed_prompt,
     unpacked_logprobs,
 )
-from baton.engine.compute.packing import RING_TOKENS, DeviceTables, PackedStep, Packer, StepInputs
+from baton.engine.compute.packing import RING_TOKENS, ModelFacts, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import Ranks
@@ -46,6 +47,11 @@ class StepDecoder(Protocol):
 
     @property
     def source(self) -> str: ...
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The names of the adapters, in the order of their numbers."""
+        ...
 
     @property
     def is_batch_invariant(self) -> bool: ...
@@ -89,10 +95,10 @@ class Runner:
         if backend.table_blocks:
             self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        facts = ModelFacts(cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules)
         self._packer = Packer(
-            cache.pool.shape[4], sampler.eos_token_ids, self._tables, self._queue.allocate,
-            sampler.masks, self._sampled,
-        )  # fmt: skip
+            facts, self._tables, self._queue.allocate, sampler.masks, self._sampled
+        )
         self._graphs: DecodeGraphs | None = None
         # Each with the time of its launch.
         self._launched: deque[tuple[PackedStep, float]] = deque()

@@ -148,6 +148,8 @@ class BareLinears(TorchFunctionMode):
 class TransformersDecoder:
     """A model of transformers behind the interface that a runner has to its decoder."""
 
+    lora_modules: tuple[str, ...] = ()  # its code takes none
+
     def __init__(
         self, model: Any, attention: PagedAttention, ranks: Ranks, made: list[Linear]
     ) -> None:

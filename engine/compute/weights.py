@@ -32,7 +32,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._stored = stored_tensors(folder)
-        self._open: dict[Path, _OpenFile] = {}
+        self._open: dict[Path, OpenFile] = {}
 
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)
@@ -68,20 +68,22 @@ class Checkpoint:
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
 
-    def _handle(self, shard: Path) -> "_OpenFile":
+    def _handle(self, shard: Path) -> "OpenFile":
         if shard not in self._open:
             self._open[shard] = safe_open(shard, framework="pt", device="cpu")
         return self._open[shard]
 
 
-def fingerprint(folder: Path, dtype: str) -> str:
+def fingerprint(folder: Path, dtype: str, adapters: bytes = b"") -> str:
     """Return a text that is equal for equal models in `dtype`, in any split into files.
+
+    `adapters` is the digest of those that are loaded beside it.
 
     It covers the configuration, all names, shapes and types, and bytes sampled from every tensor.
     So two trainings of one architecture differ, and a folder of any size takes well under a second.
     """
     digest = hashlib.blake2b(digest_size=16)
-    digest.update(dtype.encode())
+    digest.update(dtype.encode() + adapters)
     digest.update(_significant_config(folder / "config.json"))
     for name, stored in sorted(stored_tensors(folder).items()):
         digest.update(f"\0{name} {stored.entry.dtype} {stored.entry.shape}".encode())
@@ -96,7 +98,7 @@ class _View(Protocol):
     ) -> Tensor: ...
 
 
-class _OpenFile(Protocol):
+class OpenFile(Protocol):
     """The part of `safe_open` that is used here, because safetensors declares no types."""
 
     def get_tensor(self, name: str) -> Tensor: ...

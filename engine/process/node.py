@@ -164,6 +164,7 @@ class EngineNode:
             self.config.engine.num_speculative_tokens,
             self.config.engine.prompt_lookup_max,
             self.config.engine.prompt_lookup_min,
+            info.facts.lora_modules,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

@@ -40,6 +40,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     # The last of `token_ids` are guesses. The position before each is sampled too, so a sample has
     # one token more than there are guesses.
     num_guesses: int = 0
+    lora: str = ""  # the adapter's name
 
     @property
     def num_sampled(self) -> int:

@@ -34,6 +34,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     num_speculative_tokens: int = 0  # at most, in a decode step of one sequence
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
+    lora_modules: tuple[str, ...] = ()
 
 
 def problem_of(
@@ -60,6 +61,9 @@ def problem_of(
         return RequestError(text, code="context_length_exceeded", param="prompt")
     if num_output >= message.sampling.max_tokens:
         return RequestError("no token is left to generate", param="max_tokens")
+    if (lora := message.sampling.lora) and lora not in limits.lora_modules:
+        text = f"this node has no adapter {lora!r}"
+        return RequestError(text, code="model_not_found", param="model", http_status=404)
     if is_in_use(Choices.of(message)):
         return MalformedMessage(f"{message.key} is in use")
     return None

@@ -121,6 +121,7 @@ class Sequence:
             targets=targets,
             num_top=num_top or 0,
             num_guesses=len(guesses),
+            lora=self.sampling.lora,
         )
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:

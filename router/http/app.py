@@ -123,27 +123,31 @@ class App:
         return _json(document())
 
     async def _models(self, request: web.Request) -> web.Response:
-        return _json(msgspec.json.encode({"object": "list", "data": [self._card()]}))
+        return _json(msgspec.json.encode({"object": "list", "data": self._cards()}))
 
     async def _model(self, request: web.Request) -> web.Response:
-        card, name = self._card(), request.match_info["name"]
-        if name != card["id"]:
-            text = f"the model {clip(name)!r} does not exist"
-            raise RequestError(text, code="model_not_found", param="model", http_status=404)
-        return _json(msgspec.json.encode(card))
+        name = request.match_info["name"]
+        for card in self._cards():
+            if card["id"] == name:
+                return _json(msgspec.json.encode(card))
+        text = f"the model {clip(name)!r} does not exist"
+        raise RequestError(text, code="model_not_found", param="model", http_status=404)
 
-    def _card(self) -> dict[str, object]:
+    def _cards(self) -> list[dict[str, object]]:
+        """Return the model's card, and those of its adapters."""
         try:
             model = self._engine.get_model_config()
         except NodeError as error:
             raise Overloaded("no node is ready yet", code="not_ready") from error
-        return {
+        card = {
             "id": model.name,
             "object": "model",
             "created": self._created,
             "owned_by": "baton",
             "max_model_len": model.max_model_len,
         }
+        adapters = [card | {"id": name, "parent": model.name} for name in model.lora_modules]
+        return [card, *adapters]
 
     async def _health(self, request: web.Request) -> web.Response:
         health = self._health_now()

@@ -79,10 +79,23 @@ def parsed(job: Job, data: bytes) -> Ask:
     """Return the checked body of a request to the model. Raises `RequestError`."""
     parse, model = _PARSERS[job.endpoint], job.model
     ask = parse(data, model.sampling)
-    if ask.model and ask.model not in (model.name, model.path):
-        text = f"the model {clip(ask.model)!r} does not exist; this server has {model.name!r}"
-        raise RequestError(text, code="model_not_found", param="model", http_status=404)
-    return ask
+    if not (lora := lora_of(ask.model, model)):
+        return ask
+    return msgspec.structs.replace(ask, scope=msgspec.structs.replace(ask.scope, lora=lora))
+
+
+def lora_of(name: str | None, model: ServedModel) -> str:
+    """Return the adapter that a body's `model` names, or "" for the model itself.
+
+    Raises `RequestError` if this server has neither.
+    """
+    if not name or name in (model.name, model.path):
+        return ""
+    if name in model.lora_modules:
+        return name
+    known = ", ".join(map(repr, (model.name, *model.lora_modules)))
+    text = f"the model {clip(name)!r} does not exist; this server has {known}"
+    raise RequestError(text, code="model_not_found", param="model", http_status=404)
 
 
 def check_ids(token_ids: list[int], model: ServedModel) -> None:

@@ -202,7 +202,7 @@ class Handlers:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
                 with blaming(work.ask.sent):
                     stream = await self._engine.submit(
-                        ready, work.params, name, work.kept, work.parsing, work.ask.cache_salt
+                        ready, work.params, name, work.kept, work.parsing, work.ask.scope
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
@@ -234,7 +234,7 @@ class Handlers:
             raise RequestError(text, param="echo")
         answer = Answer(
             id=f"{_ID_PREFIXES[ask.endpoint]}{secrets.token_hex(12)}",
-            model=job.model.name,
+            model=ask.scope.lora or job.model.name,
             created=int(time.time()),
             is_chat=ask.is_chat,
             include_usage=ask.include_usage,

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import NEUTRAL, SamplingParams
+from baton.protocol.sampling import EVERYONE, NEUTRAL, SamplingParams, Scope
 from baton.router.http.decoding import FORM_PARAM, decoded
 from baton.router.http.turns import (
     Anything,
@@ -205,7 +205,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tools: ToolUse | None = None
     include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
-    cache_salt: str = ""  # empty shares cached blocks with all requests without one
+    scope: Scope = EVERYONE
     settings: bytes = b""  # what a response object repeats of its request, as JSON
 
     @property
@@ -318,7 +318,7 @@ def _ask(
         echo=echo,
         generates=generates,
         form_param="response_format" if body.response_format else "structured_outputs",
-        cache_salt=body.cache_salt or "",
+        scope=Scope(cache_salt=body.cache_salt or ""),
     )
     _check_params(ask, limit_name)
     return ask

@@ -12,13 +12,12 @@ from baton.protocol.errors import NodeError, Overloaded, RequestError
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.bodies import MIB, Bodies, body_limit
-from baton.router.http.body_process import check_ids, rendered
+from baton.router.http.body_process import check_ids, lora_of, rendered
 from baton.router.http.connections import connection_of
 from baton.router.http.decoding import blaming, decoded
 from baton.router.http.schema import Chat
 from baton.router.http.turns import ToolList, Turn, plain_tools, plain_turn
 from baton.router.text_router import TextRouter
-from baton.runtime.log import clip
 
 # These bodies are parsed on the event loop.
 MAX_BODY_BYTES = 4 * MIB
@@ -122,9 +121,7 @@ class TokenEndpoints:
             data = await self._bodies.read(request, room, max_bytes)
             connection_of(request).began()
             body = decoded(decoder, data)
-        if body.model and body.model not in (model.name, model.path):
-            text = f"the model {clip(body.model)!r} does not exist"
-            raise RequestError(text, code="model_not_found", param="model", http_status=404)
+        lora_of(body.model, model)
         return body
 
 

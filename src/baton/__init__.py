@@ -13,7 +13,7 @@ from baton.protocol import VERSION
 if TYPE_CHECKING:
     from baton.async_llm import AsyncLLM
     from baton.llm import LLM
-    from baton.prompts import TextPrompt, TokensPrompt
+    from baton.prompts import LoRARequest, TextPrompt, TokensPrompt
     from baton.protocol.sampling import (
         RequestOutputKind,
         SamplingParams,
@@ -26,6 +26,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "LoRARequest",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
@@ -40,6 +41,7 @@ _HOMES = {
     "LLM": "baton.llm",
     "AsyncLLM": "baton.async_llm",
     "CompletionOutput": "baton.router.outputs",
+    "LoRARequest": "baton.prompts",
     "Logprob": "baton.router.outputs",
     "RequestOutput": "baton.router.outputs",
     "RequestOutputKind": "baton.protocol.sampling",

@@ -6,16 +6,17 @@ computes anything itself and never loads torch.
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from baton.llm_settings import Model, config_of
-from baton.prompts import Prompt, given_prompt
+from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
-from baton.protocol.sampling import SEED_BITS, SamplingParams
+from baton.protocol.sampling import SEED_BITS, SamplingParams, Scope
 from baton.router.health import Health, ServedModel
 from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
@@ -121,11 +122,13 @@ class AsyncLLM:
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yield outputs as they arrive, in the form of `output_kind`. Leaving early aborts.
 
         `get_default_sampling_params` replaces missing `sampling_params`. `request_id` is the
         caller's own name for the request and must not be the name of another live request.
+        `lora_request` chooses one of the adapters in `model.lora_modules`.
         Raises `RequestError`, `Overloaded` or the error that ended the request.
         """
         self._num_requests += 1
@@ -137,8 +140,8 @@ class AsyncLLM:
             given = given_prompt(prompt)
             params = self._complete(sampling_params)
             await self.begin()
-            salt = given.cache_salt
-            stream = await self._router.submit(given.content, params, name, cache_salt=salt)
+            scope = Scope(self._lora_of(lora_request), given.cache_salt)
+            stream = await self._router.submit(given.content, params, name, scope=scope)
             stream.prompt = given.text
             self._live[name] = stream
             if name in self._aborted:
@@ -206,6 +209,20 @@ class AsyncLLM:
 
     async def __aexit__(self, *_: object) -> None:
         await self.shutdown()
+
+    def _lora_of(self, request: LoRARequest | None) -> str:
+        """Return the name of the adapter. Raises `RequestError` for one that is not loaded."""
+        if request is None:
+            return ""
+        loaded = dict(module.split("=", 1) for module in self.config.model.lora_modules)
+        folder, path = loaded.get(request.lora_name, ""), request.lora_path
+        if folder and (not path or os.path.realpath(path) == os.path.realpath(folder)):
+            return request.lora_name
+        module = f"{request.lora_name}={request.lora_path or 'folder'}"
+        text = (
+            f"the adapter {request.lora_name!r} is not loaded: LLM(..., lora_modules=[{module!r}])"
+        )
+        raise RequestError(text, code="model_not_found", param="lora_request", http_status=404)
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params` with the defaults and the seed that the callers left open."""

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.async_llm import AsyncLLM, Launcher
 from baton.llm_settings import Model, config_of
-from baton.prompts import Prompt, TokensPrompt, as_list
+from baton.prompts import LoRARequest, Prompt, TokensPrompt, as_list
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
@@ -64,15 +64,23 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Return one output per prompt, in the order of the prompts.
 
         A list of ints is one prompt of token ids. A list of `sampling_params` has one for each
         prompt; `get_default_sampling_params` replaces missing ones. The first error of any prompt
-        ends the others and is raised. `use_tqdm` shows a progress bar.
+        ends the others and is raised. `use_tqdm` shows a progress bar. `lora_request` chooses an
+        adapter of `model.lora_modules`, for all prompts or, as a list, for each.
         """
         many = as_list(prompts)
         params = self._params_of(many, sampling_params)
+        if lora_request is None or isinstance(lora_request, LoRARequest):
+            adapters = [lora_request] * len(many)
+        else:
+            adapters = list(lora_request)
+        if len(adapters) != len(many):
+            raise ValueError(f"there are {len(many)} prompts, but {len(adapters)} lora_requests")
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -89,9 +97,9 @@ class LLM:
                 num_tokens += output.metrics.num_output_tokens
                 progress.update(bar, advance=1, tokens=num_tokens)
 
-            return self._run(self._generate(many, params, ended))
+            return self._run(self._generate(list(zip(many, params, adapters, strict=True)), ended))
 
-    def chat(
+    def chat(  # noqa: PLR0913  (the arguments are vLLM's)
         self,
         messages: Conversation | Sequence[Conversation],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
@@ -100,6 +108,7 @@ class LLM:
         add_generation_prompt: bool = True,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Return one output per conversation: the model's answer to its last message.
 
@@ -119,7 +128,7 @@ class LLM:
             )
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(TokensPrompt(prompt=text, prompt_token_ids=ids))
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix caches of all nodes. Requests that run keep what they use."""
@@ -169,24 +178,25 @@ class LLM:
 
     async def _generate(
         self,
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        asked: Sequence[tuple[Prompt, SamplingParams, LoRARequest | None]],
         ended: Callable[[RequestOutput], None],
     ) -> list[RequestOutput]:
         # Further requests would only wait in the router's line, which is bounded.
         room = asyncio.Semaphore(self.config.router.max_inflight)
 
-        async def one(prompt: Prompt, wanted: SamplingParams) -> RequestOutput:
+        async def one(
+            prompt: Prompt, wanted: SamplingParams, lora: LoRARequest | None
+        ) -> RequestOutput:
             async with room:
                 final = wanted.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                (output,) = [output async for output in self._llm.generate(prompt, final)]
+                outputs = self._llm.generate(prompt, final, lora_request=lora)
+                (output,) = [output async for output in outputs]
             ended(output)
             return output
 
         try:
             async with asyncio.TaskGroup() as group:
-                pairs = zip(prompts, params, strict=True)
-                tasks = [group.create_task(one(prompt, wanted)) for prompt, wanted in pairs]
+                tasks = [group.create_task(one(*each)) for each in asked]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -18,10 +18,13 @@ from baton.runtime.settings import SHORT_FLAGS, checked
 Model = str | os.PathLike[str] | ModelConfig | Mapping[str, object]
 
 # Keywords of vLLM that change nothing here, whatever their value.
-IGNORED = ("trust_remote_code", "enforce_eager", "disable_log_stats")
+IGNORED = (
+    "trust_remote_code", "enforce_eager", "disable_log_stats",
+    "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",  # lora_modules says all of it
+)  # fmt: skip
 # Others, each with the value that asks for nothing, besides None.
 NEUTRAL: dict[str, object] = {
-    "cpu_offload_gb": 0, "enable_lora": False, "kv_cache_dtype": "auto", "load_format": "auto",
+    "cpu_offload_gb": 0, "kv_cache_dtype": "auto", "load_format": "auto",
     "pipeline_parallel_size": 1, "skip_tokenizer_init": False, "swap_space": 0,
     "tokenizer_mode": "auto",
 }  # fmt: skip

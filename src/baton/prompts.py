@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, NotRequired, TypedDict
 
+import msgspec
+
 from baton.protocol.errors import RequestError
 
 
@@ -22,6 +24,14 @@ class TokensPrompt(TypedDict):
 
 
 Prompt = str | list[int] | TextPrompt | TokensPrompt
+
+
+class LoRARequest(msgspec.Struct, frozen=True):
+    """Names an adapter of `model.lora_modules`. `lora_int_id` has no meaning here."""
+
+    lora_name: str
+    lora_int_id: int = 1
+    lora_path: str = ""  # its folder, if it is to be checked
 
 
 class GivenPrompt(NamedTuple):

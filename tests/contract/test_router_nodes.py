@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from baton.protocol.blocks import block_hashes, pack_keys, salted_root
+from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
@@ -21,7 +21,7 @@ from baton.protocol.messages import (
     Tokens,
     WatchCache,
 )
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams, Scope
 from baton.router.outputs import RequestOutput
 from tests.support.http_bench import HttpBench
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
@@ -99,11 +99,11 @@ async def test_prompts_are_looked_for_in_caches_by_their_salt(bench: RouterBench
     await bench.toy(node_info("p0", "prefill"))
     decode = await bench.toy(node_info("d0", "decode"))
     await decode.hear(WatchCache)
-    hashes = block_hashes(prompt, BLOCK_SIZE, root=salted_root("mine"))
+    hashes = block_hashes(prompt, BLOCK_SIZE, root=Scope(cache_salt="mine").root)
     decode.say(CacheChanges(0, pack_keys(hashes)))
     await bench.until(lambda: bench.core.registry.caches.num_blocks(NodeId("d0")) == len(hashes))
     for salt, num_cached in (("mine", 36), ("yours", 0), ("", 0)):
-        stream = await bench.router.submit(prompt, GREEDY, cache_salt=salt)
+        stream = await bench.router.submit(prompt, GREEDY, scope=Scope(cache_salt=salt))
         output = await collected(stream)
         assert output.metrics.num_predicted_tokens == num_cached
 

@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton import LLM, SamplingParams
+from baton import LLM, LoRARequest, SamplingParams
+from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.errors import RequestError
 from baton.router.outputs import RequestOutput
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
 from tests.support.sources import REPOSITORY
 
@@ -49,7 +51,9 @@ if __name__ == "__main__":
 def llm() -> Iterator[LLM]:
     """The demo model, which needs no argument, with arguments of vLLM."""
     keywords = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": 1, "seed": 3}
-    with LLM(**keywords, router={"local_prefill": "never"}) as started:
+    folders = [write_adapter(CHECKPOINT, rank=rank, seed=rank) for rank in (4, 8)]
+    modules = [f"{rank}={folder}" for rank, folder in zip((4, 8), folders, strict=True)]
+    with LLM(**keywords, router={"local_prefill": "never"}, lora_modules=modules) as started:
         yield started
 
 
@@ -92,6 +96,21 @@ def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm: LLM) 
     assert all(one.outputs == outputs[0].outputs for one in outputs)
     with pytest.raises(RequestError, match="cache_salt must be a text that is not empty"):
         asked(cache_salt="")
+
+
+def test_adapters_run_beside_each_other_and_share_no_blocks(llm: LLM) -> None:
+    ids = list(range(70, 110))
+    adapters = [None, LoRARequest("4"), LoRARequest("8", 2)]
+    together = llm.generate([ids] * 3, GREEDY, use_tqdm=False, lora_request=adapters)
+    tokens = [output.outputs[0].token_ids for output in together]
+    assert len(set(map(tuple, tokens))) == 3
+    for adapter, expected in zip(adapters, tokens, strict=True):
+        (alone,) = llm.generate(ids, GREEDY, use_tqdm=False, lora_request=adapter)
+        assert alone.outputs[0].token_ids == expected
+        assert alone.num_cached_tokens == 32
+    for unknown in (LoRARequest("2"), LoRARequest("4", 1, "/elsewhere")):
+        with pytest.raises(RequestError, match="is not loaded"):
+            llm.generate(ids, GREEDY, use_tqdm=False, lora_request=unknown)
 
 
 def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,14 @@ GREEDY = Sampling(seed=0, max_tokens=1 << 20, temperature=0.0)
 
 
 def compute_config(
-    folder: Path, dtype: str = "auto", num_blocks: int = 128, block_size: int = 16
+    folder: Path,
+    dtype: str = "auto",
+    num_blocks: int = 128,
+    block_size: int = 16,
+    lora_modules: tuple[str, ...] = (),
 ) -> ClusterConfig:
     return ClusterConfig(
-        model=ModelConfig(path=str(folder), dtype=dtype),  # type: ignore[arg-type]
+        model=ModelConfig(str(folder), dtype=dtype, lora_modules=lora_modules),  # type: ignore[arg-type]
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
         engine=EngineConfig(device="cpu", threads=1),
     )
@@ -61,7 +66,10 @@ def random_tokens(count: int, seed: int = 0, vocab: int = 1024) -> list[int]:
 class Text:
     """A sequence with blocks of its own, computed a chunk at a time."""
 
-    def __init__(self, name: str, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+    def __init__(
+        self, name: str, tokens: Sequence[int], blocks: Sequence[int], lora: str = ""
+    ) -> None:
+        self.lora = lora
         self.key = Key(RequestId(name))
         self.tokens = list(tokens)
         self.blocks = tuple(blocks)
@@ -69,7 +77,7 @@ class Text:
     def chunk(self, start: int, end: int, *, sample: bool = False) -> Slice:
         return Slice(
             self.key, start, end - start, tuple(self.tokens[start:end]), self.blocks,
-            (0,) if sample else (), GREEDY if sample else None, len(self.tokens),
+            (0,) if sample else (), GREEDY if sample else None, len(self.tokens), lora=self.lora,
         )  # fmt: skip
 
 
@@ -82,6 +90,7 @@ def next_step(text: Text, position: int, choice: int = 0) -> Slice:
 def logits(runner: Runner, *slices: Slice) -> list[Tensor]:
     """Compute the slices in one batch; the logits of every token of each, `[length, vocab]`."""
     batch = runner.pack(slices)
+    batch = replace(batch, adapted_outputs=batch.adapted)  # all rows are wanted
     with torch.inference_mode():
         rows = runner.decoder.forward(batch, torch.arange(len(batch.token_ids)), runner.backend)
     return [rows[chunk.row : chunk.row + chunk.length] for chunk in batch.chunks]

@@ -16,7 +16,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, ResumeState
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.app import App
@@ -32,7 +32,9 @@ from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.small_tokenizers import small_text
 
 TEXT = small_text()
-MODEL = ServedModel("tiny", "/models/tiny", "model", "layout", 256, 400, 16)
+MODEL = ServedModel(
+    "tiny", "/models/tiny", "model", "layout", 256, 400, 16, lora_modules=("sql", "poems")
+)
 WAIT_S = 20.0
 JSON = {"Content-Type": "application/json"}
 
@@ -84,7 +86,7 @@ class ScriptedEngine:
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
         self.kept: ResumeState | None = None  # what nodes would keep of the last request
-        self.cache_salt = ""  # of the last request
+        self.scope = EVERYONE  # of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
 
@@ -95,9 +97,9 @@ class ScriptedEngine:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
-        cache_salt: str = "",
+        scope: Scope = EVERYONE,
     ) -> RequestStream:
-        self.cache_salt = cache_salt
+        self.scope = scope
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal

@@ -377,6 +377,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
         "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
+        "adapters": lambda: check_grouped_product((5, 0, 9), 16, 144, bf16, "cpu"),
         "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }

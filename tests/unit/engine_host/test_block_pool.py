@@ -10,10 +10,10 @@ from baton.protocol.blocks import (
     BlockHash,
     block_hashes,
     blocks_needed,
-    salted_root,
     tokens_held,
 )
 from baton.protocol.errors import InvariantBroken
+from baton.protocol.sampling import Scope
 
 NUM_BLOCKS = 12
 BLOCK_SIZE = 4
@@ -129,12 +129,10 @@ def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
     assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks
 
 
-def test_chains_of_different_salts_share_no_block_whatever_the_salt() -> None:
-    plain = block_hashes(list(range(12)), BLOCK_SIZE)
-    chains = [
-        block_hashes(list(range(12)), BLOCK_SIZE, root=salted_root(salt))
-        for salt in ("a", "b", "", "\ud800")
-    ]
-    assert len({block_hash for chain in [plain, *chains] for block_hash in chain}) == 15
-    again = block_hashes(list(range(12)), BLOCK_SIZE, chains[0][:1], salted_root("a"))
-    assert again == chains[0]
+def test_chains_of_different_scopes_share_no_block_whatever_the_salt() -> None:
+    scopes = [Scope(), Scope("a"), Scope("", "a"), Scope("a", "a"), Scope("", "\ud800")]
+    chains = [block_hashes(list(range(12)), BLOCK_SIZE, root=scope.root) for scope in scopes]
+    assert chains[0] == block_hashes(list(range(12)), BLOCK_SIZE)
+    assert len({block_hash for chain in chains for block_hash in chain}) == 15
+    again = block_hashes(list(range(12)), BLOCK_SIZE, chains[1][:1], scopes[1].root)
+    assert again == chains[1]

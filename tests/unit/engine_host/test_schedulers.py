@@ -296,6 +296,7 @@ WRONG: dict[str, dict[str, object]] = {
     "more prompt than tokens": {"num_prompt_tokens": 6},
     "a token beyond the vocabulary": {"token_ids": [1, 2, 3, 4, 1000]},
     "nothing to generate": {"sampling": sampling(0)},
+    "an adapter that the node does not have": {"sampling": sampling(lora="sql")},
     "a resume with nothing left to generate": {"num_prompt_tokens": 2, "sampling": sampling(3)},
     "no room for a token": {"token_ids": [7] * 32, "num_prompt_tokens": 32},
 }

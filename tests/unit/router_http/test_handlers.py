@@ -7,6 +7,7 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import Overloaded, RequestError
+from baton.protocol.sampling import Scope
 from baton.router.stream import RequestStream, digest_of
 from tests.support.http_bench import (
     TEXT,
@@ -141,7 +142,7 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(
         "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
     assert (await bench.post({"prompt": [5], "cache_salt": "mine", **given})).status == 200
-    assert engine.cache_salt == "mine"
+    assert engine.scope == Scope(cache_salt="mine")
     params = engine.streams[0].params
     assert {name: getattr(params, name) for name in given} == given
     assert (await bench.post({"prompt": [5], **dict.fromkeys(given)})).status == 200
@@ -280,6 +281,20 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
 async def test_a_body_that_is_too_large_is_413(bench: HttpBench) -> None:
     reply = await bench.post({"prompt": "x" * 1_100_000})
     assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+
+
+@served(script=hello)
+async def test_an_adapter_is_chosen_as_the_model(bench: HttpBench, engine: ScriptedEngine) -> None:
+    for model, lora in (("sql", "sql"), ("tiny", "")):
+        reply = await bench.post({"model": model, "prompt": [5], "cache_salt": "mine"})
+        assert reply.json["model"] == model
+        assert engine.scope == Scope(lora, "mine")
+    listed = (await bench.get("/v1/models")).json["data"]
+    named = [(card["id"], card.get("parent")) for card in listed]
+    assert named == [("tiny", None), ("sql", "tiny"), ("poems", "tiny")]
+    assert (await bench.get("/v1/models/poems")).json == listed[2]
+    body = {"model": "sql", "prompt": "the end"}
+    assert (await bench.post(body, path="/tokenize")).json["count"] > 0
 
 
 @served()

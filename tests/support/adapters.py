@@ -1,0 +1,51 @@
+"""LoRA adapters as PEFT saves them, for checkpoints of `model_folder`."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.checkpoints import scratch_folder
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def write_adapter(
+    model: Path,
+    targets: tuple[str, ...] = ALL,
+    rank: int = 8,
+    seed: int = 0,
+    **fields: object,
+) -> Path:
+    """Write an adapter that changes what the model says; `fields` go into its configuration."""
+    folder, generator = scratch_folder("adapter"), torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, weight in load_file(model / "model.safetensors").items():
+        layer = name.removesuffix(".weight")
+        if layer.rpartition(".")[2] in targets:
+            outputs, inputs = weight.shape
+            begin = f"base_model.model.{layer}.lora_"
+            a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(outputs, rank, generator=generator) * 0.1
+            tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    return folder
+
+
+def merged(model: Path, adapter: Path, scaling: float) -> Path:
+    """Return a copy of the model whose weights hold the adapter."""
+    folder = scratch_folder("merged")
+    shutil.copytree(model, folder, dirs_exist_ok=True)
+    weights = load_file(model / "model.safetensors")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, a in tensors.items():
+        if name.endswith("lora_A.weight"):
+            layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            b = tensors[name.replace("lora_A", "lora_B")]
+            weights[f"{layer}.weight"] += scaling * (b @ a)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
