@@ -102,7 +102,7 @@ class SharedExpert:
         On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
         """
         share = F.pad(self.gate(x).float(), (0, 1)).softmax(dim=-1)[:, :1]
-        return share * self.mlp(x, backend)
+        return share * self.mlp(x, backend, None)
 
 
 @dataclass(slots=True, frozen=True)
