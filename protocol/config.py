@@ -188,7 +188,10 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     )
     dev_endpoints: Annotated[
         bool,
-        about("serve POST /reset_prefix_cache, which slows down every client's next requests"),
+        about(
+            "serve POST /reset_prefix_cache, /start_profile and /stop_profile, which slow down "
+            "every client's requests"
+        ),
     ] = False
     shares_port: Annotated[
         bool, about("let other routers of this user listen on the same port")

@@ -178,6 +178,13 @@ class ResetPrefixCache(Message, frozen=True):
     """Asks a node to forget its prefix cache. Requests that follow find none of its blocks."""
 
 
+class Profile(Message, frozen=True):
+    """Asks a node to record its steps from now on, or to end that and to write its traces."""
+
+    # Its files' names begin with this name. An empty one ends the profile.
+    name: Annotated[str, Meta(max_length=64, pattern=r"^[\w-]*$")] = ""
+
+
 class Attach(Message, frozen=True):
     """Asks a node for a request, for its owner. `Attached` or `NotAttached` answers.
 
@@ -220,7 +227,7 @@ class DrainState(Message, frozen=True):
 
 ToNode = (
     Peers | Prefill | Decode | Cancel | Refused | Attach | Drain | DrainState | WatchCache
-    | Keep | ResetPrefixCache
+    | Keep | ResetPrefixCache | Profile
 )  # fmt: skip
 
 

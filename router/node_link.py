@@ -6,13 +6,14 @@ as much.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Iterator
 from typing import assert_never
 
 import msgspec
 
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     Cancel,
@@ -21,6 +22,7 @@ from baton.protocol.messages import (
     DrainState,
     Hello,
     Peers,
+    Profile,
     Refused,
     ResetPrefixCache,
     Role,
@@ -209,6 +211,14 @@ class NodeLink:
             )
 
 
+class ProfileState(msgspec.Struct, frozen=True):
+    """A profile. Each rank of a node writes and logs `NAME-NODE-rankN.json`."""
+
+    name: str
+    nodes: tuple[NodeId, ...]
+    lost: tuple[NodeId, ...] = ()  # were profiled, but ended before the profile did
+
+
 class NodeNotifier:
     """Tells nodes and the log what has changed about the nodes of this router.
 
@@ -225,6 +235,8 @@ class NodeNotifier:
         self._registry = registry
         self._send = send
         self._watches_caches = watches_caches
+        self._profile: ProfileState | None = None
+        self._profiled: dict[NodeId, Epoch] = {}
 
     def announce(self, change: Change) -> None:
         match change:
@@ -255,6 +267,35 @@ class NodeNotifier:
         for node in self._registry.nodes:
             if node.info is not None:
                 self._send(node.node_id, ResetPrefixCache())
+
+    def start_profile(self) -> ProfileState:
+        """Let every ready node record its steps. Raises `RequestError` during another profile."""
+        if self._profile is not None:
+            text = f"{self._profile.name} is being recorded: stop it first (/stop_profile)"
+            raise RequestError(text, code="profile_running")
+        name = f"profile-{secrets.token_hex(4)}"
+        self._profiled = {n.node_id: n.epoch for n in self._registry.nodes if n.info is not None}
+        self._profile = ProfileState(name, tuple(self._profiled))
+        for node in self._profiled:
+            self._send(node, Profile(name))
+        return self._profile
+
+    def stop_profile(self) -> ProfileState:
+        """Let the nodes of the profile write their traces. Raises `RequestError` if there is none.
+
+        A node that has ended or started anew since then writes nothing, and is among `lost`.
+        """
+        if self._profile is None:
+            text = "no profile is being recorded: start one first (/start_profile)"
+            raise RequestError(text, code="no_profile")
+        alive = {n.node_id: n.epoch for n in self._registry.nodes if n.info is not None}
+        nodes = tuple(n for n, epoch in self._profiled.items() if alive.get(n) == epoch)
+        lost = tuple(n for n in self._profiled if n not in nodes)
+        state = ProfileState(self._profile.name, nodes, lost)
+        self._profile = None
+        for node in nodes:
+            self._send(node, Profile())
+        return state
 
     def drain(self, node_id: NodeId) -> DrainState:
         """Tell a node to drain, again if necessary, and return how far it is."""

@@ -19,6 +19,7 @@ from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
 from baton.router.core import RouterCore
 from baton.router.grammars import after_reasoning, checked_grammar
 from baton.router.health import Health, ServedModel
+from baton.router.node_link import ProfileState
 from baton.router.queue import OutputRules, check_num_logprobs, check_prompt
 from baton.router.reattach import Claim, FoundRequest
 from baton.router.response_parser import Parsing
@@ -167,6 +168,14 @@ class TextRouter:
     def reset_prefix_cache(self) -> None:
         """Let every node forget its prefix cache, before any request that is submitted later."""
         self._core.notifier.reset_prefix_caches()
+
+    def start_profile(self) -> ProfileState:
+        """Let every node record its steps. Raises `RequestError` during another profile."""
+        return self._core.notifier.start_profile()
+
+    def stop_profile(self) -> ProfileState:
+        """End the profile, and let its nodes write traces. Raises `RequestError` without one."""
+        return self._core.notifier.stop_profile()
 
     def fail(self, failure: Failure) -> None:
         """Stop serving: every running request and every new one fails with this reason."""

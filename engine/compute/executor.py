@@ -55,6 +55,13 @@ class Executor(Protocol):
         """
         ...
 
+    def profile(self, name: str) -> None:
+        """Record the steps that follow, or write the profile's traces if `name` is empty.
+
+        Each rank logs its file's name. No error in it ends the node.
+        """
+        ...
+
     @property
     def ports(self) -> Sequence[TransferPort]:
         """Return one port per rank, in rank order; valid after `start`."""

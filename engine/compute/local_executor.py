@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from baton.engine.compute.executor import ExecutorInfo, Progress
+from baton.engine.compute.profiler import StepProfiler
 from baton.engine.compute.rank import LoadedRank, load_rank
 from baton.engine.compute.step_threads import StepCpus, StepThreads
 from baton.engine.compute.tensor_parallel import SingleRank
@@ -34,7 +35,8 @@ class InProcessExecutor:
         self._event_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def start(self, progress: Progress) -> ExecutorInfo:
-        self._threads = StepThreads(StepCpus(self._config.engine), self._hear)
+        profiler = StepProfiler(self._config, self._epoch)
+        self._threads = StepThreads(StepCpus(self._config.engine), self._hear, profiler)
         load = partial(load_rank, self._config, self._epoch, SingleRank())
         self._rank = self._threads.start(load, progress)
         return self._rank.info
@@ -42,6 +44,10 @@ class InProcessExecutor:
     def submit(self, plan: StepPlan) -> None:
         assert self._threads is not None, "plans come after start"
         self._threads.submit(plan)
+
+    def profile(self, name: str) -> None:
+        assert self._threads is not None, "profiles come after start"
+        self._threads.submit(name)
 
     def poll(self) -> StepResult | None:
         if not self._results:

@@ -20,6 +20,7 @@ from typing import TypeVar
 import torch
 
 from baton.engine.compute.executor import Progress
+from baton.engine.compute.profiler import StepProfiler
 from baton.engine.compute.rank import LoadedRank
 from baton.engine.compute.runner import Runner
 from baton.engine.scheduling.plan import StepPlan, StepResult
@@ -111,11 +112,12 @@ T = TypeVar("T")
 class StepThreads:
     """The threads. The one that collects calls `hear` with results, and last with an error."""
 
-    def __init__(self, cpus: StepCpus, hear: Hear) -> None:
+    def __init__(self, cpus: StepCpus, hear: Hear, profiler: StepProfiler) -> None:
         self._cpus = cpus
+        self._profiler = profiler
         self._hear = hear
         self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
-        self._plans: queue.SimpleQueue[StepPlan | None] = queue.SimpleQueue()
+        self._plans: queue.SimpleQueue[StepPlan | str | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
 
@@ -137,7 +139,8 @@ class StepThreads:
             last = found
             progress(*last)
 
-    def submit(self, plan: StepPlan) -> None:
+    def submit(self, plan: StepPlan | str) -> None:
+        """Queue a step, or the name of a profile to record from here on, which is empty to end."""
         self._plans.put(plan)
 
     def close(self, wait_s: float) -> bool:
@@ -166,11 +169,18 @@ class StepThreads:
         else:
             self._execute(rank.runner)
 
+    def _next_plan(self) -> StepPlan | None:
+        """Return the next plan. A profile begins and ends here, because it is of one thread."""
+        while isinstance(found := self._plans.get(), str):
+            self._profiler.turn(found)
+        return found
+
     def _execute(self, runner: Runner) -> None:
-        while (plan := self._plans.get()) is not None:
+        while (plan := self._next_plan()) is not None:
             try:
                 self._cpus.begin(sum(part.length for part in plan.slices))
-                result = runner.execute(plan)
+                with self._profiler.step(plan):
+                    result = runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
                 self._hear(_failure(plan.step_id, error))
                 return
@@ -179,9 +189,10 @@ class StepThreads:
             self._hear(result)
 
     def _launch(self, runner: Runner) -> None:
-        while (plan := self._plans.get()) is not None:
+        while (plan := self._next_plan()) is not None:
             try:
-                runner.launch(plan)
+                with self._profiler.step(plan):
+                    runner.launch(plan)
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
                 self._launched.put(_failure(plan.step_id, error))
                 return

@@ -13,7 +13,9 @@ import sys
 import threading
 from collections.abc import Callable
 from functools import partial
+from typing import assert_never
 
+from baton.engine.compute.profiler import StepProfiler
 from baton.engine.compute.rank import load_rank, plan_rank
 from baton.engine.compute.step_threads import StepCpus, StepThreads
 from baton.engine.compute.tensor_parallel import (
@@ -29,6 +31,7 @@ from baton.engine.compute.worker_messages import (
     Loading,
     LoadRank,
     MessageSocket,
+    ProfileRank,
     RunStep,
     StepDone,
     ToWorker,
@@ -72,7 +75,8 @@ class Worker:
         return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
-        threads = StepThreads(StepCpus(load.config.engine), self._hear)
+        profiler = StepProfiler(load.config, load.epoch, load.rank)
+        threads = StepThreads(StepCpus(load.config.engine), self._hear, profiler)
         ranks = _join(load)
         start = partial(load_rank, load.config, load.epoch, ranks)
         rank = threads.start(start, self._progress)
@@ -81,9 +85,15 @@ class Worker:
         try:
             self._tell(Loaded(rank.info))
             while (message := self._steps.wait()) is not None:
-                if not isinstance(message, RunStep):
-                    raise InvariantBroken("a worker is loaded once")
-                threads.submit(message.plan)
+                match message:
+                    case RunStep(plan=plan):
+                        threads.submit(plan)
+                    case ProfileRank(name=name):
+                        threads.submit(name)
+                    case LoadRank():
+                        raise InvariantBroken("a worker is loaded once")
+                    case _:
+                        assert_never(message)
         finally:
             has_ended = threads.close(CLOSE_S)
             pump.stop()

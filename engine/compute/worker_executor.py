@@ -24,8 +24,10 @@ from baton.engine.compute.worker_messages import (
     Loading,
     LoadRank,
     MessageSocket,
+    ProfileRank,
     RunStep,
     StepDone,
+    ToWorker,
     WorkerFailed,
 )
 from baton.engine.scheduling.plan import StepPlan, StepResult
@@ -80,6 +82,10 @@ class WorkerExecutor:
         for worker in self._workers:
             self._send(worker, RunStep(plan))
 
+    def profile(self, name: str) -> None:
+        for worker in self._workers:
+            self._send(worker, ProfileRank(name))
+
     def poll(self) -> StepResult | None:
         self._hear(0.0)
         if self._workers and all(worker.results for worker in self._workers):
@@ -112,7 +118,7 @@ class WorkerExecutor:
         self._workers = []
         self._epoll.close()
 
-    def _send(self, worker: "_RankProcess", message: LoadRank | RunStep) -> None:
+    def _send(self, worker: "_RankProcess", message: ToWorker) -> None:
         worker.steps.send(message)
         self._watch(worker)
 

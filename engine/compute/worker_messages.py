@@ -47,7 +47,11 @@ class RunStep(WorkerMessage, frozen=True):
     plan: StepPlan  # one `StepDone` answers each, in order
 
 
-ToWorker = LoadRank | RunStep
+class ProfileRank(WorkerMessage, frozen=True):
+    name: str  # empty ends the profile
+
+
+ToWorker = LoadRank | RunStep | ProfileRank
 
 
 class Loading(WorkerMessage, frozen=True):

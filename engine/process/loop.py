@@ -38,6 +38,7 @@ from baton.protocol.messages import (
     Keep,
     Peers,
     Prefill,
+    Profile,
     Refused,
     ResetPrefixCache,
     ToNode,
@@ -183,6 +184,8 @@ class EngineLoop:
                 pass
             case ResetPrefixCache():
                 self.scheduler.pool.reset_prefix_cache()
+            case Profile(name=name):
+                self.executor.profile(name)
             case WatchCache():
                 self.scheduler.pool.cache.watch(origin)
             case Refused():  # the links ask again

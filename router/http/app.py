@@ -18,7 +18,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
-from baton.router.http.auth import Access, Cors
+from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Connection, connection_of
 from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
@@ -102,6 +102,8 @@ class App:
         router.add_get("/openapi.json", self._openapi)
         if self._has_dev_endpoints:
             router.add_post("/reset_prefix_cache", self._reset_prefix_cache)
+            router.add_post("/start_profile", self._start_profile)
+            router.add_post("/stop_profile", self._stop_profile)
         if self._status is not None:
             router.add_get("/", self._status.page)
             router.add_get("/status.json", self._status_document)
@@ -171,8 +173,17 @@ class App:
         return _json(msgspec.json.encode(load))
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
+        refuse_pages(request)
         self._engine.reset_prefix_cache()
         return web.Response()
+
+    async def _start_profile(self, request: web.Request) -> web.Response:
+        refuse_pages(request)
+        return _json(msgspec.json.encode(self._engine.start_profile()))
+
+    async def _stop_profile(self, request: web.Request) -> web.Response:
+        refuse_pages(request)
+        return _json(msgspec.json.encode(self._engine.stop_profile()))
 
     async def _live(self, request: web.Request) -> web.Response:
         # This is not readiness: status 503 means that only a restart can help.

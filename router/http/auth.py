@@ -79,6 +79,13 @@ class Access:
         return digest_of(given.strip().encode(errors="surrogateescape")) in self._digests
 
 
+def refuse_pages(request: web.Request) -> None:
+    """Raise `RequestError` if a web page sent this, for a POST without a body asks no preflight."""
+    if hdrs.ORIGIN in request.headers:
+        text = "web pages may not call this endpoint: send no header Origin"
+        raise RequestError(text, code="wrong_origin", http_status=403)
+
+
 class Cors:
     """Tells browsers which web pages may call the router; by default, none may.
 

@@ -18,6 +18,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SEED_BITS, SamplingParams, Scope
 from baton.router.health import Health, ServedModel
+from baton.router.node_link import ProfileState
 from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter, default_params
@@ -158,6 +159,15 @@ class AsyncLLM:
         await self.begin()
         self._router.reset_prefix_cache()
         return True
+
+    async def start_profile(self) -> ProfileState:
+        """Let every node record its steps with torch's profiler, until `stop_profile`."""
+        await self.begin()
+        return self._router.start_profile()
+
+    async def stop_profile(self) -> ProfileState:
+        """End the profile. Its nodes write their traces and log the files' names meanwhile."""
+        return self._router.stop_profile()
 
     async def abort(self, request_id: str) -> None:
         """End a live request, whose reader gets `Cancelled`. An unknown id is ignored."""

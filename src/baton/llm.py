@@ -20,6 +20,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
 from baton.router.health import ServedModel
+from baton.router.node_link import ProfileState
 from baton.router.outputs import RequestOutput
 from baton.tokenizer import Conversation, ModelTokenizer
 
@@ -133,6 +134,14 @@ class LLM:
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix caches of all nodes. Requests that run keep what they use."""
         return self._run(self._llm.reset_prefix_cache())
+
+    def start_profile(self) -> ProfileState:
+        """Let every node record its steps with torch's profiler, until `stop_profile`."""
+        return self._run(self._llm.start_profile())
+
+    def stop_profile(self) -> ProfileState:
+        """End the profile. Its nodes write their traces and log the files' names meanwhile."""
+        return self._run(self._llm.stop_profile())
 
     def get_tokenizer(self) -> ModelTokenizer:
         return self._llm.get_tokenizer()

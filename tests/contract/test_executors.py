@@ -135,6 +135,21 @@ def test_chunks_and_chained_tokens_say_what_transformers_says(
     assert count_ties(expected, got) == 0
 
 
+def test_a_profile_that_cannot_be_written_costs_no_step(
+    executor: Executor, expected: Expected
+) -> None:
+    steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
+    executor.profile("a")
+    got = steps.tokens(prompt_slice(key, blocks))
+    executor.profile("b/is-in-no-folder")  # writes the first and begins another
+    got += steps.tokens(decode_slice(key, blocks, len(PROMPT)))
+    executor.profile("")
+    executor.profile("")
+    for position in range(len(PROMPT) + 1, len(PROMPT) + 23):
+        got += steps.tokens(decode_slice(key, blocks, position))
+    assert count_ties(expected, got) == 0
+
+
 def test_two_steps_may_be_unsettled_and_settle_in_order(
     executor: Executor, expected: Expected
 ) -> None:

@@ -1,6 +1,8 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
+import json
 import time
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from baton.protocol.messages import (
     Failed,
     Peers,
     Prefill,
+    Profile,
     Refused,
     ResetPrefixCache,
     TokenEntry,
@@ -117,9 +120,40 @@ async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(
         config = ClusterConfig(router=RouterConfig(dev_endpoints=is_on))
         async with HttpBench(bench.router, config) as http:
             assert (await http.post({}, "/reset_prefix_cache")).status == (200 if is_on else 404)
+            for path in ("/reset_prefix_cache", "/start_profile", "/stop_profile"):
+                page = await http.post({}, path, Origin="http://127.0.0.1:3000")
+                assert page.status == (403 if is_on else 404)
     for node in nodes:
         await node.hear(ResetPrefixCache)
         assert not any(isinstance(message, ResetPrefixCache) for message in node.heard)
+
+
+@routed()
+async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_record_it(
+    bench: RouterBench,
+) -> None:
+    prefill, decode = await bench.pair()
+    config = ClusterConfig(router=RouterConfig(dev_endpoints=True))
+    async with HttpBench(bench.router, config) as http:
+
+        async def asked(path: str, status: int = 200) -> dict[str, Any]:
+            reply = await http.post({}, path)
+            assert reply.status == status
+            body: dict[str, Any] = json.loads(reply.text)
+            return body
+
+        assert (await asked("/stop_profile", 400))["error"]["code"] == "no_profile"
+        begun = await asked("/start_profile")
+        assert (set(begun["nodes"]), begun["lost"]) == ({"p0", "d0"}, [])
+        assert (await decode.hear(Profile)).name == begun["name"]
+        assert (await asked("/start_profile", 400))["error"]["code"] == "profile_running"
+        prefill.die()
+        await bench.until(lambda: bench.core.registry.node(NodeId("p0")) is None)
+        again = await bench.scripted(node_info("p0", "prefill", epoch="another"))
+        assert await asked("/stop_profile") == {**begun, "nodes": ["d0"], "lost": ["p0"]}
+        assert (await decode.hear(Profile)).name == ""
+        assert not any(isinstance(message, Profile) for message in again.heard)
+        assert (await asked("/start_profile"))["name"] != begun["name"]
 
 
 @routed(RouterConfig(routing="least-loaded", local_prefill="never"))

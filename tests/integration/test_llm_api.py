@@ -1,5 +1,6 @@
 """`LLM` and `AsyncLLM` as users call them, over real node processes."""
 
+import json
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from baton.router.outputs import RequestOutput
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
 from tests.support.sources import REPOSITORY
+from tests.support.waiting import until
 
 DOCS = REPOSITORY / "docs"
 # What each example of a page prints, among other things.
@@ -48,12 +50,18 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("records")
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
     """The demo model, which needs no argument, with arguments of vLLM."""
     keywords = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": 1, "seed": 3}
     folders = [write_adapter(CHECKPOINT, rank=rank, seed=rank) for rank in (4, 8)]
     modules = [f"{rank}={folder}" for rank, folder in zip((4, 8), folders, strict=True)]
-    with LLM(**keywords, router={"local_prefill": "never"}, lora_modules=modules) as started:
+    nested = {"router": {"local_prefill": "never"}, "log": {"records": str(folder)}}
+    with LLM(**keywords, **nested, lora_modules=modules) as started:
         yield started
 
 
@@ -131,6 +139,21 @@ def test_a_chat_ends_where_the_model_ends_it(llm: LLM) -> None:
     assert answer.outputs[0].finish_reason == "stop"
     assert llm.get_tokenizer().decode(answer.prompt_token_ids) == answer.prompt
     assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == ("demo", 256)
+
+
+def test_a_profile_is_a_trace_of_each_nodes_steps(llm: LLM, folder: Path) -> None:
+    profile = llm.start_profile()
+    llm.generate(PROMPT, GREEDY, use_tqdm=False)
+    assert llm.stop_profile() == profile
+    with pytest.raises(RequestError, match="no profile is being recorded"):
+        llm.stop_profile()
+    files = [folder / f"{profile.name}-{node}-rank0.json" for node in profile.nodes]
+    until(lambda: all(file.exists() for file in files))
+    for file in files:
+        names = [event["name"] for event in json.loads(file.read_text())["traceEvents"]]
+        assert any(re.fullmatch(r"step \d+: \d+ tokens", name) for name in names)
+        assert any(name.startswith("aten::") for name in names)
+    assert len(files) == 2
 
 
 def test_the_offline_programs_of_vllm_run_with_another_import() -> None:

@@ -204,9 +204,12 @@ class HttpBench:
         await self.server.drain(0.0)
         await self.server.stop()
 
-    async def post(self, body: dict[str, object] | bytes, path: str = "/v1/completions") -> "Reply":
+    async def post(
+        self, body: dict[str, object] | bytes, path: str = "/v1/completions", **more: str
+    ) -> "Reply":
+        """POST a body with JSON's headers and `more`."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        async with self.session.post(path, data=io.BytesIO(data), headers=JSON) as reply:
+        async with self.session.post(path, data=io.BytesIO(data), headers=JSON | more) as reply:
             return Reply(reply.status, reply.headers, await reply.text())
 
     async def dial(self, limit: int = 2**16) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
