@@ -4,7 +4,6 @@ All positions of a packed batch run through the layers at once; what follows the
 and values is computed only where a token is sampled. It knows neither blocks nor requests.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +15,6 @@ from torch import Tensor
 from baton.engine.compute.attention import AdaptedRows, Backend, Batch
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import Mlp
-from baton.engine.compute.model_config import Rope
 from baton.engine.compute.row_rule import ByRows, at_once
 from baton.engine.compute.tensor_parallel import Ranks
 
@@ -131,42 +129,3 @@ class Decoder:
         x = self.ranks.all_reduce(layer.output(x, adapted))
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
         return self.ranks.all_reduce(layer.mlp(x, backend, adapted)), residual
-
-
-def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
-    angles = torch.arange(num_positions).float()[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1)
-
-
-def unrotated(head_dim: int, num_positions: int) -> Tensor:
-    """Return a table that turns nothing, for a model that has rotated its queries and keys."""
-    half = torch.ones(num_positions, head_dim // 2)
-    return torch.cat((half, torch.zeros_like(half)), dim=1)
-
-
-def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
-    match rope.scaling:
-        case "default":
-            return frequencies
-        case "linear":
-            return frequencies / rope.factor
-        case "llama3":
-            return _llama3(rope, frequencies)
-
-
-def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
-    """Stretch low frequencies, keep high ones, and blend those between them (Llama 3.1)."""
-    original = rope.original_max_position_embeddings
-    wavelengths = 2 * math.pi / frequencies
-    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
-    blend = (original / wavelengths - rope.low_freq_factor) / (
-        rope.high_freq_factor - rope.low_freq_factor
-    )
-    stretched = frequencies / rope.factor
-    blended = (1 - blend) * stretched + blend * frequencies
-    scaled = torch.where(wavelengths > longest, stretched, frequencies)
-    is_between = (wavelengths <= longest) & (wavelengths >= shortest)
-    return torch.where(is_between, blended, scaled)

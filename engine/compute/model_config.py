@@ -4,8 +4,9 @@ It refuses what baton cannot compute exactly, before any weight is loaded: a mod
 activation or rotary scaling would run and give wrong text. It never imports torch.
 """
 
+import math
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -19,7 +20,7 @@ from baton.engine.compute.expert_config import (
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"]
-RopeScaling = Literal["default", "linear", "llama3"]
+RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 T = TypeVar("T")
@@ -54,7 +55,7 @@ UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
 
 
 class Rope(msgspec.Struct, frozen=True):
-    """The rotary embedding. Only llama3 uses the last three; linear uses `factor` too."""
+    """The rotary embedding. Each scaling uses some of the fields, with transformers' names."""
 
     theta: float
     scaling: RopeScaling = "default"
@@ -62,6 +63,17 @@ class Rope(msgspec.Struct, frozen=True):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_factor: float = 1.0  # of all cosines and sines
+
+    @property
+    def num_positions(self) -> int:
+        """Return to how many positions it stretches the model, as vLLM understands YaRN."""
+        if self.scaling != "yarn":
+            return 0
+        return int(self.original_max_position_embeddings * self.factor)
 
 
 class DecoderConfig(msgspec.Struct, frozen=True):
@@ -123,6 +135,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     experts = None
     if family in EXPERT_FAMILIES:
         experts = experts_config(file, family, _decode(file, RawExperts))
+    rope = _rope(file, family, raw)
     return DecoderConfig(
         family=family,
         vocab_size=raw.vocab_size,
@@ -132,9 +145,9 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_heads=raw.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=raw.max_position_embeddings,
+        max_position_embeddings=max(raw.max_position_embeddings, rope.num_positions),
         rms_norm_eps=eps,
-        rope=_rope(file, family, raw),
+        rope=rope,
         tie_word_embeddings=raw.tie_word_embeddings,
         qkv_bias=has_bias or family == "qwen2" or (family == "qwen2_moe" and raw.qkv_bias),
         output_bias=has_bias,
@@ -165,6 +178,12 @@ class _RawRope(msgspec.Struct):
     high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     original_max_position_embeddings: Positive | None = None
     partial_rotary_factor: float = 1.0
+    beta_fast: Annotated[float, Meta(ge=0)] | None = None
+    beta_slow: Annotated[float, Meta(ge=0)] | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    attention_factor: Annotated[float, Meta(gt=0)] | None = None
+    truncate: bool = True
 
 
 class _RawQuantization(msgspec.Struct):
@@ -286,7 +305,9 @@ def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
     base, factor = given.rope_theta, given.factor
     if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
-    if given.rope_type in ("linear", "llama3") and factor is None:
+    # transformers prefers the length beside the scaling to the one in it.
+    original = raw.original_max_position_embeddings or given.original_max_position_embeddings
+    if given.rope_type != "default" and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
         case "default":
@@ -295,9 +316,6 @@ def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
             return Rope(base, "linear", factor or 1.0)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
-            # transformers prefers the length beside the scaling to the one in it.
-            original = raw.original_max_position_embeddings
-            original = original or given.original_max_position_embeddings
             if low is None or high is None or original is None:
                 raise ConfigError(
                     f"{file}: {field} of type llama3 needs low_freq_factor, high_freq_factor "
@@ -306,10 +324,37 @@ def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
             if low >= high:
                 raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
             return Rope(base, "llama3", factor or 1.0, low, high, original)
+        case "yarn":
+            if original is None or base <= 1:
+                text = f"{field} of type yarn needs original_max_position_embeddings"
+                raise ConfigError(f"{file}: {text}, and a rope_theta above 1")
+            if not original * (factor or 1.0) <= MAX_POSITIONS:
+                raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
+            return _yarn(given, factor or 1.0, original)
         case other:
-            raise ConfigError(
-                f"{file}: {field} of type {other!r} is not supported, only default, linear, llama3"
-            )
+            known = ", ".join(get_args(RopeScaling))
+            raise ConfigError(f"{file}: {field} of type {other!r} is not supported, only {known}")
+
+
+def _yarn(given: _RawRope, factor: float, original: int) -> Rope:
+    """Return YaRN's fields, with the values that transformers infers for those left out."""
+
+    def logarithm(scale: float) -> float:
+        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+    attention_factor = given.attention_factor
+    if attention_factor is None and given.mscale and given.mscale_all_dim:
+        attention_factor = logarithm(given.mscale) / logarithm(given.mscale_all_dim)
+    return Rope(
+        given.rope_theta,
+        "yarn",
+        factor,
+        original_max_position_embeddings=original,
+        beta_fast=given.beta_fast or 32.0,
+        beta_slow=given.beta_slow or 1.0,
+        truncate=given.truncate,
+        attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
+    )
 
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:

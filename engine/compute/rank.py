@@ -25,7 +25,7 @@ from baton.engine.compute.cuda_start import (
     prepare,
     why_no_gpu,
 )
-from baton.engine.compute.decoder import Decoder, rope_table, unrotated
+from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.executor import ExecutorInfo, Progress
 from baton.engine.compute.kv_cache import (
     SPARE_BLOCKS,
@@ -48,6 +48,7 @@ from baton.engine.compute.loading import (
 from baton.engine.compute.lora_files import Adapter, fingerprint_of, read_adapters
 from baton.engine.compute.mlp import GroupedProduct
 from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
+from baton.engine.compute.rotary import rope_table, unrotated
 from baton.engine.compute.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.engine.compute.sampler import Sampler, compiled
 from baton.engine.compute.step_queue import CudaQueue, HostQueue

@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
 from baton.engine.compute.attention import PlainBackend
-from baton.engine.compute.decoder import unrotated
 from baton.engine.compute.linear import Linear
+from baton.engine.compute.rotary import unrotated
 from baton.engine.compute.tensor_parallel import SingleRank
 from baton.engine.compute.transformers_config import TransformersConfig, check_for_transformers
 from baton.engine.compute.transformers_decoder import (

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from baton.engine.compute.attention import Batch
-from baton.engine.compute.decoder import Decoder, rope_table
+from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
 from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, StackedExperts
 from baton.engine.compute.model_config import Rope
+from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler
 from baton.engine.compute.step_queue import StepWork

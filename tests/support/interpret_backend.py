@@ -13,8 +13,8 @@ import torch
 from baton.engine.compute.attention import Batch
 from baton.engine.compute.cuda_backend import CudaBackend
 from baton.engine.compute.cuda_start import warm_up
-from baton.engine.compute.decoder import rope_table
 from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.step_queue import HostQueue
 from baton.runtime.clock import monotonic

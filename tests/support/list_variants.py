@@ -19,12 +19,13 @@ from triton.backends.compiler import GPUTarget
 
 from baton.engine.compute.cuda_backend import CudaBackend
 from baton.engine.compute.cuda_start import prepare
-from baton.engine.compute.decoder import Decoder, rope_table
+from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import GatedMlp
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import Sampler
 from baton.engine.scheduling.plan import Slice, StepPlan

@@ -24,6 +24,11 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
     "rope_theta": 10000.0,
 }
+# As in the folders of Qwen 3 and DeepSeek; the second writes all that may be left out.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WHOLE_YARN = YARN | {
+    "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False,
+}  # fmt: skip
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -63,6 +68,12 @@ def test_bf16_logits_are_near_those_of_transformers_in_fp32(family: str) -> None
 VARIANTS: dict[str, tuple[str, Shape]] = {
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
     "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR})}),
+    "yarn": ("qwen3", {"extra": json.dumps({"rope_scaling": YARN})}),
+    "yarn with all fields": ("qwen3", {"extra": json.dumps({"rope_scaling": WHOLE_YARN})}),
+    "yarn with a factor": (
+        "llama",
+        {"extra": json.dumps({"rope_parameters": YARN | {"attention_factor": 0.9}})},
+    ),
     "qwen3 with biases": ("qwen3", {"attention_bias": True}),
     "tied embeddings": ("qwen2", {"tie": True}),
     "a sliding window": ("mistral", {"sliding_window": 50}),

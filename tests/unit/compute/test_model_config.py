@@ -22,6 +22,7 @@ LLAMA: dict[str, object] = {
     "max_position_embeddings": 8192,
     "torch_dtype": "bfloat16",
 }
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA3_ROPE: dict[str, object] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -76,6 +77,8 @@ def test_biases_go_where_the_family_has_them(tmp_path: Path) -> None:
 def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
     scaled = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     assert read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE).rope == scaled
+    longer = read(tmp_path, rope_scaling=YARN, max_position_embeddings=100)
+    assert longer.max_position_embeddings == 256
     assert read(tmp_path, rope_parameters={**LLAMA3_ROPE, "rope_theta": 5e5}).rope == scaled
     linear = {"type": "linear", "factor": 2.0}
     assert read(tmp_path, rope_scaling=linear).rope == Rope(10000.0, "linear", 2.0)
@@ -136,7 +139,10 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"head_dim": 33}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
+        ({"rope_scaling": {**YARN, "factor": 1e9}}, "more than"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta above 1"),
+        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),

@@ -1,0 +1,67 @@
+"""The table of a rotary embedding: the cosines and sines of every position."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from baton.engine.compute.model_config import Rope
+
+
+def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
+    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
+    angles = torch.arange(num_positions).float()[:, None] * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+
+
+def unrotated(head_dim: int, num_positions: int) -> Tensor:
+    """Return a table that turns nothing, for a model that has rotated its queries and keys."""
+    half = torch.ones(num_positions, head_dim // 2)
+    return torch.cat((half, torch.zeros_like(half)), dim=1)
+
+
+def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
+    match rope.scaling:
+        case "default":
+            return frequencies
+        case "linear":
+            return frequencies / rope.factor
+        case "llama3":
+            return _llama3(rope, frequencies)
+        case "yarn":
+            return _yarn(rope, frequencies)
+
+
+def _llama3(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Stretch low frequencies, keep high ones, and blend those between them (Llama 3.1)."""
+    original = rope.original_max_position_embeddings
+    wavelengths = 2 * math.pi / frequencies
+    longest, shortest = original / rope.low_freq_factor, original / rope.high_freq_factor
+    blend = (original / wavelengths - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    stretched = frequencies / rope.factor
+    blended = (1 - blend) * stretched + blend * frequencies
+    scaled = torch.where(wavelengths > longest, stretched, frequencies)
+    is_between = (wavelengths <= longest) & (wavelengths >= shortest)
+    return torch.where(is_between, blended, scaled)
+
+
+def _yarn(rope: Rope, frequencies: Tensor) -> Tensor:
+    """Stretch the frequencies that turn seldom within the original length, and blend (YaRN)."""
+    num = len(frequencies)
+
+    def place(rotations: float) -> float:
+        """Return the place of the frequency that turns so often within the original length."""
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return num * math.log(turns) / math.log(rope.theta)
+
+    first, last = place(rope.beta_fast), place(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num - 1)
+    places = torch.arange(num, dtype=torch.float32)
+    share = ((places - first) / (last - first or 0.001)).clamp(0, 1)
+    return frequencies / rope.factor * share + frequencies * (1 - share)
