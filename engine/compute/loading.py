@@ -39,7 +39,7 @@ from baton.engine.compute.weight_files import (
     check_tensors,
     has_stacked_experts,
 )
-from baton.engine.compute.weights import Checkpoint
+from baton.engine.compute.weights import Checkpoint, scaled
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.protocol.errors import ConfigError
 
@@ -315,5 +315,11 @@ class _Loader:
         """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1 and item is None:
             rows = columns = None
-        tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
+        how = self.config.quantization
+        if how is not None and self.checkpoint.dtype_of(name) == how.stored:
+            scales = self.checkpoint.read(how.scale_of(name))
+            whole = scaled(self.checkpoint.read(name), scales, how.block)
+            tensor = whole[rows or slice(None), columns or slice(None)]
+        else:
+            tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
         return tensor.to(self.device, self.dtype, copy=True).contiguous()

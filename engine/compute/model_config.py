@@ -17,6 +17,7 @@ from baton.engine.compute.expert_config import (
     RawExperts,
     experts_config,
 )
+from baton.engine.compute.quantization import Quantization, read_quantization
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"]
@@ -103,6 +104,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     dtype: DecoderDtype
     is_widened: bool  # the checkpoint's weights are float16
     eos_token_ids: tuple[int, ...]
+    quantization: Quantization | None = None
     experts: ExpertsConfig | None = None
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
@@ -154,6 +156,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         mlp_bias=raw.mlp_bias and family == "llama",
         qk_norm=family in ("qwen3", "qwen3_moe"),
         sliding_window=_sliding_window(file, family, raw),
+        quantization=_quantization(file, raw),
         dtype=_dtype(file, raw),
         is_widened=(raw.dtype or raw.torch_dtype) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
@@ -186,10 +189,6 @@ class _RawRope(msgspec.Struct):
     truncate: bool = True
 
 
-class _RawQuantization(msgspec.Struct):
-    quant_method: str = ""
-
-
 class _RawConfig(msgspec.Struct):
     """The fields of config.json that affect the computation; all others are ignored."""
 
@@ -220,8 +219,8 @@ class _RawConfig(msgspec.Struct):
     attention_chunk_size: object = None
     per_layer_config: object = None
     text_config: object = None
-    quantization_config: _RawQuantization | None = None
-    compression_config: _RawQuantization | None = None
+    quantization_config: dict[str, object] | None = None
+    compression_config: dict[str, object] | None = None
     dtype: str | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
@@ -259,18 +258,8 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
 
 
 def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
-    quantization = raw.quantization_config or raw.compression_config
-    other = [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]
-    if other and quantization is None:
-        quantization = _RawQuantization(f"named by {other[0]}")
-    method = quantization and (quantization.quant_method or "an unnamed method")
     refusals = (
         (raw.hidden_act != "silu", f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'"),
-        (
-            quantization is not None,
-            f"quantization_config: the weights are quantized ({method}), and baton computes with "
-            "bfloat16 and float32 weights only",
-        ),
         (
             raw.num_attention_heads % num_kv_heads != 0,
             "num_key_value_heads must divide num_attention_heads",
@@ -355,6 +344,19 @@ def _yarn(given: _RawRope, factor: float, original: int) -> Rope:
         truncate=given.truncate,
         attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
     )
+
+
+def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
+    other = [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]
+    if other:
+        raise ConfigError(
+            f"{file}: {other[0]} is there, so the weights are quantized in a way "
+            "that baton does not load"
+        )
+    given = raw.quantization_config
+    if given is None:
+        given = raw.compression_config
+    return None if given is None else read_quantization(file, given)
 
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:

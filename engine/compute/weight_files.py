@@ -10,10 +10,13 @@ from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from baton.engine.compute.expert_config import ExpertNames, ExpertsConfig
 from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.quantization import Quantization
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -189,25 +192,78 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]
+    scales = _check_scales(folder, config.quantization, stored, expected)
     for name, shape in expected.items():
         if (there := stored.get(name)) is None:
             raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
-        if there.entry.dtype not in _DTYPES:
+        how = config.quantization
+        if there.entry.dtype not in _DTYPES and (how is None or how.scale_of(name) not in scales):
             raise ConfigError(
                 f"{there.file}: {name} is {there.entry.dtype}: the weights are quantized, and "
-                "baton computes with bfloat16 and float32 weights only"
+                "config.json does not say how"
             )
         if there.entry.shape != shape:
             raise ConfigError(
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
                 f"implies {list(shape)}"
             )
-    for name in sorted(stored.keys() - expected.keys()):
+    for name in sorted(stored.keys() - expected.keys() - scales):
         if not _DERIVABLE.fullmatch(name):
             raise ConfigError(
                 f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "
                 "it the model would compute something else"
             )
+
+
+def _check_scales(
+    folder: Path,
+    quantization: Quantization | None,
+    stored: dict[str, Stored],
+    expected: dict[str, Shape],
+) -> frozenset[str]:
+    """Return the tensors of scales, each of which must fit a weight that is quantized."""
+    if quantization is None:
+        return frozenset()
+    found = set()
+    for name, shape in expected.items():
+        there = stored.get(name)
+        if there is None or there.entry.dtype != quantization.stored or not _is_linear(name, shape):
+            continue
+        scale = quantization.scale_of(name)
+        if (values := stored.get(scale)) is None:
+            raise ConfigError(f"{there.file}: {name} is quantized, but there is no {scale}")
+        if values.entry.shape not in quantization.scale_shapes(shape):
+            raise ConfigError(f"{values.file}: {scale} has the shape {list(values.entry.shape)}")
+        numbers = _numbers_of(values)
+        if not (np.isfinite(numbers) & (numbers > 0)).all():
+            raise ConfigError(f"{values.file}: {scale} has a scale that is not above 0 and finite")
+        found.add(scale)
+    if not found:
+        raise ConfigError(
+            f"{folder}: config.json has a quantization_config, but no weight has scales"
+        )
+    return frozenset(found)
+
+
+def _is_linear(name: str, shape: Shape) -> bool:
+    return len(shape) == 2 and name != EMBEDDING
+
+
+def _numbers_of(stored: Stored) -> NDArray[np.float32]:
+    """Return the numbers of a small tensor. Raises `ConfigError` for another type."""
+    first, last = stored.entry.data_offsets
+    with stored.file.open("rb") as stream:
+        stream.seek(first)
+        data = stream.read(last - first)
+    match stored.entry.dtype:
+        case "F32":
+            return np.frombuffer(data, "<f4")
+        case "F16":
+            return np.frombuffer(data, "<f2").astype(np.float32)
+        case "BF16":
+            return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        case other:
+            raise ConfigError(f"{stored.file}: scales of type {other} are not supported")
 
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:

@@ -34,6 +34,11 @@ class Checkpoint:
         self._stored = stored_tensors(folder)
         self._open: dict[Path, OpenFile] = {}
 
+    def dtype_of(self, name: str) -> str:
+        """Return the type in which a tensor is stored, or "" if there is none."""
+        stored = self._stored.get(name)
+        return "" if stored is None else stored.entry.dtype
+
     def names(self) -> frozenset[str]:
         return frozenset(self._stored)
 
@@ -90,6 +95,20 @@ def fingerprint(folder: Path, dtype: str, adapters: bytes = b"") -> str:
         for sample in _samples(stored):
             digest.update(sample)
     return digest.hexdigest()
+
+
+def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Return the fp32 numbers `[outputs, inputs]` that a quantized weight stands for.
+
+    The scales are one, one for each output, or one for each block of rows and columns.
+    """
+    scales = scales.float()
+    if block is not None:
+        for dim, side in enumerate(block):
+            scales = scales.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
+    elif scales.numel() > 1:
+        scales = scales.view(-1, 1)
+    return weight.float() * scales
 
 
 class _View(Protocol):

@@ -148,7 +148,7 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        ({"compression_config": {"quant_method": "compressed-tensors"}}, "compressed-tensors"),
+        ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}}, "differ"),

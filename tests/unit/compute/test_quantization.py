@@ -1,0 +1,139 @@
+"""Weights of eight bits compute what their numbers stand for, or are refused by name."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.engine.compute.weight_files import check_tensors
+from baton.engine.compute.weights import fingerprint
+from baton.protocol.errors import ConfigError
+from tests.support.checkpoints import model_folder
+from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.quantized import CONFIGS, FINE_GRAINED, change_config, compressed, quantized
+from tests.support.thread_ranks import on_all, thread_ranks
+
+TOKENS = random_tokens(40)
+SCALES = "model.layers.1.mlp.up_proj.weight_scale"
+
+
+def model() -> Path:
+    return model_folder("qwen3", num_layers=2)
+
+
+def computed(folder: Path, ranks: SharedMemoryRanks | None = None) -> torch.Tensor:
+    with loaded(compute_config(folder), ranks) as runner:
+        return logits(runner, Text("a", TOKENS, range(3)).chunk(0, len(TOKENS)))[0]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
+    ours, plain = quantized(model(), name)
+    expected = computed(plain)
+    assert torch.equal(computed(ours), expected)
+    assert not torch.equal(expected, computed(model()))
+    assert fingerprint(ours, "float32") != fingerprint(plain, "float32")
+
+    def of_rank(folder: Path) -> torch.Tensor:
+        with thread_ranks(2) as members:
+            return on_all(members, lambda member: computed(folder, member))
+
+    assert torch.equal(of_rank(ours), of_rank(plain))
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "gptq"}, "quantized by gptq"),
+        ({}, "an unnamed method"),
+        (FINE_GRAINED | {"weight_block_size": None}, "needs weight_block_size"),
+        (FINE_GRAINED | {"activation_scheme": "static"}, "dynamic activations"),
+        (FINE_GRAINED | {"weight_block_size": [0, 128]}, "weight_block_size"),
+        (FINE_GRAINED | {"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
+        (compressed("int", "group", num_bits=4), "weights of 4 bits"),
+        (compressed("int", "channel", symmetric=False), "symmetric"),
+        (compressed("int", "channel") | {"format": "pack-quantized"}, "only float-quantized"),
+        (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
+        (compressed("int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
+        (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
+        (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
+    ],
+)
+def test_other_ways_are_refused_by_name(config: dict[str, object], reason: str) -> None:
+    folder, _ = quantized(model(), "int8 by channel")
+    change_config(folder, quantization_config=config)
+    with pytest.raises(ConfigError, match=f"quantization_config: .*{reason}") as error:
+        plan_rank(compute_config(folder), 1)
+    assert "\n" not in str(error.value)
+
+
+def test_static_scales_of_activations_are_refused() -> None:
+    folder, _ = quantized(model(), "fp8 by tensor")
+    config = compressed("float", "tensor")
+    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False  # type: ignore[index]
+    change_config(folder, quantization_config=config)
+    with pytest.raises(ConfigError, match="only dynamic scales of input_activations"):
+        plan_rank(compute_config(folder), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop(SCALES), f"there is no {SCALES}"),
+        (lambda tensors: tensors[SCALES].mul_(float("nan")), "not above 0 and finite"),
+        (lambda tensors: tensors[SCALES][3:4].zero_(), "not above 0 and finite"),
+        (lambda tensors: tensors.update({SCALES: torch.ones(7, 1)}), r"the shape \[7, 1\]"),
+        (
+            lambda tensors: tensors.update({SCALES: torch.ones(256, 1, dtype=torch.int8)}),
+            "scales of type I8",
+        ),
+        (
+            lambda tensors: tensors.update({"model.norm.weight": torch.ones(128).to(torch.int8)}),
+            "model.norm.weight is I8",
+        ),
+        (
+            lambda tensors: tensors.update({"lm_head.weight_scale": torch.ones(1024, 1)}),
+            "nothing in config.json calls for tensor lm_head.weight_scale",
+        ),
+        (
+            lambda tensors: tensors.update(
+                {"model.layers.0.mlp.up_proj.weight_zero_point": torch.zeros(256, 1)}
+            ),
+            "weight_zero_point",
+        ),
+    ],
+)
+def test_scales_that_do_not_fit_are_refused_before_a_process_starts(
+    change: object, reason: str
+) -> None:
+    folder, _ = quantized(model(), "int8 by channel")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)  # type: ignore[operator]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=reason) as error:
+        check_tensors(folder, plan_rank(compute_config(folder), 1).decoder)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_only_says_it_is_quantized_is_refused() -> None:
+    _, plain = quantized(model(), "int8 by channel")
+    change_config(plain, quantization_config=CONFIGS["int8 by channel"])
+    decoder = plan_rank(compute_config(plain), 1).decoder
+    with pytest.raises(ConfigError, match="has a quantization_config, but no weight has scales"):
+        check_tensors(plain, msgspec.structs.replace(decoder))  # type: ignore[arg-type, type-var]
+
+
+def test_scales_of_all_float_types_are_read() -> None:
+    folder, plain = quantized(model(), "fp8 by tensor")
+    expected = computed(plain)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if re.search("k_proj.weight_scale|v_proj.weight_scale", name):
+            tensors[name] = tensors[name].to(torch.bfloat16 if "k_proj" in name else torch.float16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert (computed(folder) - expected).abs().max() < 0.1 * expected.abs().max()
