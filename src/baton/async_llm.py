@@ -12,6 +12,8 @@ import shutil
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+import msgspec
+
 from baton.llm_settings import Model, config_of
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
@@ -60,20 +62,24 @@ class AsyncLLM:
         """
         if seed is not None and type(seed) is not int:
             raise ConfigError(f"seed must be an integer, not {seed!r}")
-        self.config = config_of(model, settings, config)
+        self._launcher = (launcher or LocalCluster) if start_nodes else None
+        self._open(config_of(model, settings, config))
         self._seeds = None if seed is None else random.Random(seed)
         self._defaults = default_params(self.config.model.path)
-        self._router = TextRouter.from_config(self.config)
-        self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), self.config.model)
-        self._nodes: StartedNodes | None = None
-        if start_nodes:
-            self._nodes = StartedNodes(self.config, self._router, launcher or LocalCluster)
         self._live: dict[str, RequestStream | None] = {}  # None while it is being tokenized
         self._aborted: set[str] = set()  # requests that were aborted while being tokenized
         self._num_requests = 0
         self._begins = asyncio.Lock()
         self._is_started = self._is_closed = False
         self._is_awaited = False  # whether `begin` has started nodes that are not yet in service
+
+    def _open(self, config: ClusterConfig) -> None:
+        self.config = config
+        self._router = TextRouter.from_config(config)
+        self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), config.model)
+        self._nodes: StartedNodes | None = None
+        if self._launcher is not None:
+            self._nodes = StartedNodes(config, self._router, self._launcher)
 
     async def begin(self) -> None:
         """Start, and wait until the nodes are in service, unless `start` was called before."""
@@ -129,7 +135,7 @@ class AsyncLLM:
 
         `get_default_sampling_params` replaces missing `sampling_params`. `request_id` is the
         caller's own name for the request and must not be the name of another live request.
-        `lora_request` chooses one of the adapters in `model.lora_modules`.
+        `lora_request` chooses an adapter of `model.lora_modules`, or one that `add_lora` has added.
         Raises `RequestError`, `Overloaded` or the error that ended the request.
         """
         self._num_requests += 1
@@ -168,6 +174,28 @@ class AsyncLLM:
     async def stop_profile(self) -> ProfileState:
         """End the profile. Its nodes write their traces and log the files' names meanwhile."""
         return self._router.stop_profile()
+
+    async def add_lora(self, lora_request: LoRARequest) -> bool:
+        """Start the nodes again with another adapter, unless they have it. No request may run.
+
+        Raises `ConfigError` for an adapter that does not fit, which changes nothing.
+        """
+        if self._is_loaded(lora_request):
+            return True
+        name, modules = lora_request.lora_name, self.config.model.lora_modules
+        module = f"{name}={lora_request.lora_path}"
+        model = msgspec.structs.replace(self.config.model, lora_modules=(*modules, module))
+        config = config_of("", {}, msgspec.structs.replace(self.config, model=model))
+        if self._live or self._nodes is None or self._is_closed:
+            text = "an adapter is added to the nodes of an LLM while no request runs"
+            raise RequestError(text, param="lora_request")
+        async with self._begins:
+            self._router.close()
+            await self._nodes.stop()
+            self._open(config)
+            self._is_started = False
+        await self.begin()
+        return True
 
     async def abort(self, request_id: str) -> None:
         """End a live request, whose reader gets `Cancelled`. An unknown id is ignored."""
@@ -224,15 +252,15 @@ class AsyncLLM:
         """Return the name of the adapter. Raises `RequestError` for one that is not loaded."""
         if request is None:
             return ""
+        if self._is_loaded(request):
+            return request.lora_name
+        text = f"the adapter {request.lora_name!r} is not loaded: await llm.add_lora(...) first"
+        raise RequestError(text, code="model_not_found", param="lora_request", http_status=404)
+
+    def _is_loaded(self, request: LoRARequest) -> bool:
         loaded = dict(module.split("=", 1) for module in self.config.model.lora_modules)
         folder, path = loaded.get(request.lora_name, ""), request.lora_path
-        if folder and (not path or os.path.realpath(path) == os.path.realpath(folder)):
-            return request.lora_name
-        module = f"{request.lora_name}={request.lora_path or 'folder'}"
-        text = (
-            f"the adapter {request.lora_name!r} is not loaded: LLM(..., lora_modules=[{module!r}])"
-        )
-        raise RequestError(text, code="model_not_found", param="lora_request", http_status=404)
+        return bool(folder) and (not path or os.path.realpath(path) == os.path.realpath(folder))
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params` with the defaults and the seed that the callers left open."""

@@ -48,8 +48,8 @@ class LLM:
 
         The arguments are those of `AsyncLLM`: `LLM(path, decode=2, cache={"memory_mib": 1024})`.
         """
-        self.config = config_of(model, settings, config)
-        self._llm = AsyncLLM(config=self.config, seed=seed, launcher=launcher)
+        whole = config_of(model, settings, config)
+        self._llm = AsyncLLM(config=whole, seed=seed, launcher=launcher)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
         self._thread.start()
@@ -59,6 +59,10 @@ class LLM:
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def config(self) -> ClusterConfig:
+        return self._llm.config
 
     def generate(
         self,
@@ -72,7 +76,8 @@ class LLM:
         A list of ints is one prompt of token ids. A list of `sampling_params` has one for each
         prompt; `get_default_sampling_params` replaces missing ones. The first error of any prompt
         ends the others and is raised. `use_tqdm` shows a progress bar. `lora_request` chooses an
-        adapter of `model.lora_modules`, for all prompts or, as a list, for each.
+        adapter, for all prompts or, as a list, for each. The first use of one that is not in
+        `model.lora_modules` starts the nodes again.
         """
         many = as_list(prompts)
         params = self._params_of(many, sampling_params)
@@ -82,6 +87,8 @@ class LLM:
             adapters = list(lora_request)
         if len(adapters) != len(many):
             raise ValueError(f"there are {len(many)} prompts, but {len(adapters)} lora_requests")
+        for adapter in dict.fromkeys(filter(None, adapters)):
+            self._run(self._llm.add_lora(adapter))
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

@@ -27,11 +27,11 @@ Prompt = str | list[int] | TextPrompt | TokensPrompt
 
 
 class LoRARequest(msgspec.Struct, frozen=True):
-    """Names an adapter of `model.lora_modules`. `lora_int_id` has no meaning here."""
+    """Names an adapter, which `LLM` loads when it is first asked for. The number means nothing."""
 
     lora_name: str
     lora_int_id: int = 1
-    lora_path: str = ""  # its folder, if it is to be checked
+    lora_path: str = ""  # its folder; it may be left out for one of `model.lora_modules`
 
 
 class GivenPrompt(NamedTuple):

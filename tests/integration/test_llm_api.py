@@ -13,7 +13,7 @@ import pytest
 
 from baton import LLM, LoRARequest, SamplingParams
 from baton.deploy.model_folder import CHECKPOINT
-from baton.protocol.errors import RequestError
+from baton.protocol.errors import ConfigError, RequestError
 from baton.router.outputs import RequestOutput
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
@@ -116,9 +116,15 @@ def test_adapters_run_beside_each_other_and_share_no_blocks(llm: LLM) -> None:
         (alone,) = llm.generate(ids, GREEDY, use_tqdm=False, lora_request=adapter)
         assert alone.outputs[0].token_ids == expected
         assert alone.num_cached_tokens == 32
-    for unknown in (LoRARequest("2"), LoRARequest("4", 1, "/elsewhere")):
-        with pytest.raises(RequestError, match="is not loaded"):
-            llm.generate(ids, GREEDY, use_tqdm=False, lora_request=unknown)
+    wrong = {"2": ("", "name=folder"), "4": ("/elsewhere", "two adapters"), "5": ("/no", "cannot")}
+    for name, (folder, reason) in wrong.items():
+        with pytest.raises(ConfigError, match=reason):
+            llm.generate(ids, GREEDY, use_tqdm=False, lora_request=LoRARequest(name, 1, folder))
+    # One that is named at its first use, as programs for vLLM do it.
+    third = LoRARequest("third", 3, str(write_adapter(CHECKPOINT, rank=8, seed=2)))
+    outputs = llm.generate([ids] * 2, GREEDY, use_tqdm=False, lora_request=[third, adapters[1]])
+    assert outputs[0].outputs[0].token_ids not in tokens
+    assert outputs[1].outputs[0].token_ids == tokens[1]
 
 
 def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:
