@@ -7,6 +7,7 @@ bench serve` only the client is run, from the file of vLLM's wheel: the rest nee
 import json
 import os
 import re
+import shutil
 import site
 import subprocess
 import venv
@@ -147,6 +148,12 @@ def guidellm_counts(_: str, folder: Path) -> None:
     assert (totals["successful"], totals["errored"], totals["total"]) == (4, 0, 4)
 
 
+def aiperf_counts(_: str, folder: Path) -> None:
+    (report,) = folder.glob("**/profile_export_aiperf.json")
+    found = json.loads(report.read_text())
+    assert (found["completed_request_count"]["avg"], found["error_summary"]) == (NUM_REQUESTS, [])
+
+
 def lm_eval_is_right(printed: str, _: Path) -> None:
     (score,) = re.findall(r"\|acc\s*\|\S*\s*\|\s*([\d.]+)\|", printed)
     assert float(score) == 1.0
@@ -156,6 +163,14 @@ def write_task(environment: Environment) -> None:
     (environment.folder / "codes.yaml").write_text(TASK)
     lines = [json.dumps(QUESTION)] * NUM_REQUESTS
     (environment.folder / "codes.jsonl").write_text("\n".join(lines))
+
+
+def cache_tokenizer(environment: Environment) -> None:
+    """Lay the model out as a download of the name `baton/demo`: offline, aiperf takes no folder."""
+    cached = environment.folder / "hub" / "models--baton--demo"
+    shutil.copytree(CHECKPOINT, cached / "snapshots" / "1")
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("1")
 
 
 def take_vllm_client(environment: Environment) -> None:
@@ -187,6 +202,15 @@ TOOLS = {
          "--data", "kind=synthetic_text,prompt_tokens=32,output_tokens=8",
          "--output", "kind=json,path=report.json", "--disable-console"),
         guidellm_counts,
+    ),
+    "aiperf": Tool(
+        ("aiperf",),
+        ("aiperf", "profile", "-m", "tiny", "--url", "{}", "--endpoint-type", "chat",
+         "--streaming", "--tokenizer", "baton/demo", "--request-count", str(NUM_REQUESTS),
+         "--concurrency", "1", "--synthetic-input-tokens-mean", "32",
+         "--output-tokens-mean", "8", "--ui", "none"),
+        aiperf_counts,
+        cache_tokenizer,
     ),
     "lm-eval": Tool(
         ("lm-eval[api]",),
