@@ -13,12 +13,14 @@ from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.engine.compute.weight_files import check_tensors
 from baton.engine.compute.weights import fingerprint
 from baton.protocol.errors import ConfigError
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.quantized import CONFIGS, FINE_GRAINED, change_config, compressed, quantized
 from tests.support.thread_ranks import on_all, thread_ranks
 
-TOKENS = random_tokens(40)
+TOKENS = random_tokens(40, vocab=60)
 SCALES = "model.layers.1.mlp.up_proj.weight_scale"
 
 
@@ -44,6 +46,21 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
             return on_all(members, lambda member: computed(folder, member))
 
     assert torch.equal(of_rank(ours), of_rank(plain))
+
+
+def test_experts_may_be_quantized_too() -> None:
+    ours, plain = quantized(foreign_folder("qwen3_moe"), "fp8 by block")
+    assert torch.equal(computed(ours), computed(plain))
+
+
+def test_an_adapter_adds_to_quantized_weights() -> None:
+    adapter = write_adapter(model())
+    found = []
+    for folder in quantized(model(), "int8 by channel"):
+        with loaded(compute_config(folder, lora_modules=(f"mine={adapter}",))) as runner:
+            text = Text("a", TOKENS, range(3), "mine")
+            found.append(logits(runner, text.chunk(0, len(TOKENS)))[0])
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize(
