@@ -23,7 +23,7 @@ GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Mlp(Protocol):
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         """Return `[num_rows, hidden]` for `[num_rows, hidden]`: this rank's part of the sum."""
         ...
 
@@ -35,7 +35,7 @@ class GatedMlp:
     gate_up: Linear  # gates first
     down: Linear
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         return self.down(backend.silu_mul(self.gate_up(x, adapted)), adapted)
 
     def linears(self) -> Iterator[Linear]:
@@ -102,7 +102,7 @@ class SharedExpert:
         On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
         """
         share = F.pad(self.gate(x).float(), (0, 1)).softmax(dim=-1)[:, :1]
-        return share * self.mlp(x, backend, None)
+        return share * self.mlp(x, backend)
 
 
 @dataclass(slots=True, frozen=True)
@@ -117,7 +117,7 @@ class ExpertMlp:
     norm_topk_prob: bool
     shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None) -> Tensor:
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         weights, chosen = self._choose(x)
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
