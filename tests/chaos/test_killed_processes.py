@@ -115,6 +115,7 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
         assert reader.token_ids == expected(len(reader.token_ids))
 
 
+@pytest.mark.release
 def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path: Path) -> None:
     config = tiny_cluster(
         model_folder("qwen3", eos_token_id=2), cache={"num_blocks": 600},
@@ -146,6 +147,7 @@ def is_ended(process: psutil.Process) -> bool:
         return True
 
 
+@pytest.mark.release
 def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path: Path) -> None:
     """Another rank waits for the dead one for ever, as a collective of NCCL does."""
     ranks = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}

@@ -160,7 +160,7 @@ def test_a_folder_is_refused_before_a_process_starts(
         with_model(config)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2"])
+@pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.release), "olmo2"])
 def test_own_experts_and_transformers_code_run_in_prefill_and_decode_processes(kind: str) -> None:
     folder = foreign_folder(kind)
     expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)

@@ -77,6 +77,7 @@ def stream(deployed: Deployed) -> HTTPResponse:
     return deployed.ask(max_tokens=600, ignore_eos=True, stream=True)
 
 
+@pytest.mark.release
 def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(
     ray_env: dict[str, str], tmp_path: Path
 ) -> None:

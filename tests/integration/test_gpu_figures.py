@@ -40,6 +40,7 @@ def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
     assert "does not fit" in checks[0].detail
 
 
+@pytest.mark.release
 @pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")
 def test_a_section_that_fails_is_reported_and_the_next_one_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

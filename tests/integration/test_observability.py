@@ -79,6 +79,7 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
         until(lambda own=own, node=node: values(page(cluster), node=node) == own)
 
 
+@pytest.mark.release
 def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
     cluster: Cluster,
 ) -> None:

@@ -64,7 +64,8 @@ def test_processes_say_what_transformers_says(cluster: Cluster) -> None:
     assert_prompts_are_moved_and_answered(cluster, "llama")
 
 
-@pytest.mark.parametrize("ranks", [(1, 2), pytest.param((2, 1), marks=pytest.mark.release)])
+@pytest.mark.release
+@pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
 def test_ranks_read_through_nixl(ranks: tuple[int, int], tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     config = tiny_cluster(

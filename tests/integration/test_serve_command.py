@@ -21,6 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.support.certificates import make_certificate
 from tests.support.completions import ask
@@ -156,6 +157,7 @@ def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_
         assert serve.all_gone()
 
 
+@pytest.mark.release
 def test_router_processes_share_one_port_and_die_alone(tmp_path: Path) -> None:
     """There are two of them before one pair of nodes: either gives the same answers."""
     with ExitStack() as open_ones:

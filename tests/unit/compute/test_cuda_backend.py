@@ -54,6 +54,7 @@ def launched() -> dict[str, Any]:
     return said
 
 
+@pytest.mark.release
 def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[str, Any]) -> None:
     """A kernel that is compiled while requests are served holds them all up for seconds."""
     for name, kernels in (

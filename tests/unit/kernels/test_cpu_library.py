@@ -48,6 +48,7 @@ def loaded() -> tuple[CpuLibrary, list[tuple[int, int]]]:
     return library, said
 
 
+@pytest.mark.release
 def test_kernels_are_compiled_once_and_said_so(cache: Path) -> None:
     _, said = loaded()
     assert said == [(0, 1), *((done, 5) for done in range(6))]

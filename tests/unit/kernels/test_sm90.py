@@ -29,6 +29,7 @@ def compiled(folder: Path, *cases: str) -> Reports:
     return found
 
 
+@pytest.mark.release
 def test_both_attentions_compile_and_spill_no_register(tmp_path: Path) -> None:
     reports = compiled(tmp_path, "decode bf16 128", "prefill bf16 128")
     assert {r["kernel"] for r in reports} >= {"_split_kernel", "_prefill_kernel"}

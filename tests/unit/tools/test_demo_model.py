@@ -54,6 +54,7 @@ def _note_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "WARM_UP_STEPS", 4)
 
 
+@pytest.mark.release
 def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None:
     trainer = Trainer(0, [LESSONS])
     trainer.run(LESSONS)
