@@ -307,12 +307,12 @@ class Reattaching:
         answered it may do so only once: where nodes compute different bits, no attempt may ever
         have that token.
         """
-        if request_id in self._doubted and not may_be_elsewhere:
-            return gone()
         if not may_be_elsewhere:
+            if request_id in self._doubted:
+                return gone()
             self._doubted[request_id] = None
-        if len(self._doubted) > MAX_SEARCHES:
-            del self._doubted[next(iter(self._doubted))]
+            if len(self._doubted) > MAX_SEARCHES:
+                del self._doubted[next(iter(self._doubted))]
         return unknown("an attempt at this stream began with another token: try again")
 
     async def take(
