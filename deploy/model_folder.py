@@ -85,11 +85,8 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
 
 def _adapters(modules: tuple[str, ...], decoder: DecoderConfig | None) -> tuple[str, ...]:
     """Return the adapters with absolute folders. Raises `ConfigError` for one that does not fit."""
-    found = folders_of(modules).items()
-    whole = tuple(f"{name}={folder.expanduser().absolute()}" for name, folder in found)
-    if decoder is not None:
-        read_adapters(whole, decoder)
-    return whole
+    read_adapters(modules, decoder)
+    return tuple(f"{name}={folder}" for name, folder in folders_of(modules).items())
 
 
 def _folder_of(path: str, *, needs_weights: bool) -> tuple[Path, str]:

@@ -46,6 +46,11 @@ class _Names(msgspec.Struct):
     add_prefix_space: bool | None = None
     tokenizer_class: str | None = None
 
+    def named(self) -> Iterator[tuple[str, str]]:
+        for name in _NAMES:
+            if (token := getattr(self, name)) is not None:
+                yield name, _text(token)
+
     def extra(self) -> Iterator[str]:
         extra = self.extra_special_tokens or []
         yield from map(_text, self.additional_special_tokens or [])
@@ -73,11 +78,7 @@ def named_tokens(folder: Path) -> dict[str, str]:
 
     Raises `OSError`, or `msgspec.DecodeError` for a file that is not what transformers writes.
     """
-    found: dict[str, str] = {}
-    for names in _sources(folder):
-        named = ((name, getattr(names, name)) for name in _NAMES)
-        found |= {name: _text(token) for name, token in named if token is not None}
-    return found
+    return {name: token for names in _sources(folder) for name, token in names.named()}
 
 
 def check_tokens(folder: Path) -> None:
@@ -85,9 +86,9 @@ def check_tokens(folder: Path) -> None:
     try:
         known = _read(folder / "tokenizer.json", _Tokenizer)
         sources = _sources(folder)
-        wanted = set(named_tokens(folder).values())
+        wanted: set[str] = set()
         for names in sources:
-            wanted.update(names.extra())
+            wanted.update(names.extra(), dict(names.named()).values())
         config = sources[0]
         if isinstance(config.added_tokens_decoder, UnsetType):
             wanted.update(_read(folder / "added_tokens.json", dict[str, int]))

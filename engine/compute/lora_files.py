@@ -63,7 +63,7 @@ class Adapter(NamedTuple):
 
 
 def folders_of(modules: Sequence[str]) -> dict[str, Path]:
-    """Return the folder of each adapter by its name. Raises `ConfigError`."""
+    """Return the absolute folder of each adapter by its name. Raises `ConfigError`."""
     found: dict[str, Path] = {}
     for module in modules:
         name, equals, folder = module.partition("=")
@@ -71,13 +71,19 @@ def folders_of(modules: Sequence[str]) -> dict[str, Path]:
             raise ConfigError(f"model.lora_modules: write {module!r} as name=folder")
         if name in found:
             raise ConfigError(f"model.lora_modules: two adapters have the name {name!r}")
-        found[name] = Path(folder)
+        found[name] = Path(folder).expanduser().absolute()
     return found
 
 
-def read_adapters(modules: Sequence[str], config: DecoderConfig) -> tuple[Adapter, ...]:
-    """Return the adapters in the order of the settings. Raises a one-line `ConfigError`."""
-    return tuple(_read(name, folder, config) for name, folder in folders_of(modules).items())
+def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple[Adapter, ...]:
+    """Return the adapters in the order of the settings. Raises a one-line `ConfigError`.
+
+    There is no `config` where transformers' code computes the model, which takes none.
+    """
+    folders = folders_of(modules)
+    if config is None and folders:
+        raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
+    return tuple(_read(name, folder, config) for name, folder in folders.items() if config)
 
 
 def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -144,12 +145,8 @@ class _Lists:
     scored: dict[int, list[int]] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # the rows before `targets`
     targets: list[int] = field(default_factory=list)
-    # The number of each token's adapter, or NO_ADAPTER.
+    # The number of each token's adapter, or NO_ADAPTER; empty where no token has one.
     adapters: list[int] = field(default_factory=list)
-
-    @property
-    def is_adapted(self) -> bool:
-        return any(number != NO_ADAPTER for number in self.adapters)
 
     def pad(self, bucket: int) -> None:
         missing = bucket - len(self.ids)
@@ -204,11 +201,13 @@ class Packer:
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
-            lists.adapters += [self._adapters[part.lora]] * part.length
             self._add_tokens(lists, part)
             if self._masks is not None:
                 self._add_mask(lists, index, part, self._masks)
             self._add_samples(lists, part)
+        if any(part.lora for part in plan.slices):
+            numbers = ([self._adapters[part.lora]] * part.length for part in plan.slices)
+            lists.adapters = [*chain.from_iterable(numbers)]
         lists.places = self._sampled.add(plan.slices)
         num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
         width = 0
@@ -216,9 +215,7 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        is_special = (
-            lists.masks or lists.counted or lists.scored or lists.targets or lists.is_adapted
-        )
+        is_special = lists.masks or lists.counted or lists.scored or lists.targets or lists.adapters
         bucket = 0 if is_special else self._bucket(plan.slices, held_back)
         if bucket:
             return self._padded(plan, lists, held_back, bucket)
@@ -337,8 +334,10 @@ class Packer:
             + sum(2 + len(mask) for mask in lists.masks.values())
             + sum(5 * len(one.ids) for one in lists.counted.values())
             + 2 * len(lists.targets)
-            + (len(lists.ids) + len(lists.rows) + len(lists.before) + 2 * len(self._adapters))
         )  # fmt: skip
+        if lists.adapters:
+            numbers += len(lists.ids) + len(lists.rows) + len(lists.before)
+            numbers += 2 * len(self._adapters)
         into = _PackedWords(self._allocate(numbers))
         inputs = StepInputs(
             into.words,
@@ -368,7 +367,7 @@ class Packer:
                 into.put(lists.before, len(lists.before)),
                 into.put(lists.targets, len(lists.targets)),
             )
-        if lists.is_adapted:
+        if lists.adapters:
             outputs = [lists.adapters[row] for row in (*lists.rows, *lists.before)]
             inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
         if lists.masks:

@@ -59,8 +59,8 @@ class StepProfiler:
         assert self._profile is not None
         found, self._profile = self._profile, None
         found.stop()
-        # A long trace takes seconds to write, and the next steps must not wait for it.
-        threading.Thread(target=self._write, args=(found, self._name), daemon=True).start()
+        # A long trace takes seconds to write: the next steps must not wait for it, the end must.
+        threading.Thread(target=self._write, args=(found, self._name)).start()
 
     def _write(self, found: profile, name: str) -> None:
         try:

@@ -6,7 +6,6 @@ settings that cannot work before anything large is allocated.
 
 import ctypes
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -177,18 +176,13 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         num_blocks=0,
         max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
         max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
-        adapters=adapters_of(config.model.lora_modules, decoder),
+        adapters=read_adapters(
+            config.model.lora_modules, decoder if isinstance(decoder, DecoderConfig) else None
+        ),
     )
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
         return plan
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
-
-
-def adapters_of(modules: Sequence[str], decoder: AnyConfig) -> tuple[Adapter, ...]:
-    """Return the adapters of the settings. Raises `ConfigError` for one that does not fit."""
-    if modules and isinstance(decoder, TransformersConfig):
-        raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
-    return read_adapters(modules, decoder) if isinstance(decoder, DecoderConfig) else ()
 
 
 def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:

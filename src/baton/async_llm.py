@@ -6,7 +6,6 @@ computes anything itself and never loads torch.
 
 import asyncio
 import contextlib
-import os
 import random
 import shutil
 from collections.abc import AsyncGenerator, Callable
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import msgspec
 
+from baton.engine.compute.lora_files import folders_of
 from baton.llm_settings import Model, config_of
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
@@ -84,12 +84,15 @@ class AsyncLLM:
     async def begin(self) -> None:
         """Start, and wait until the nodes are in service, unless `start` was called before."""
         async with self._begins:
-            if not self._is_started:
-                await self.start()
-                self._is_awaited = True
-            if self._is_awaited:
-                await self.ready(self.config.node.start_timeout_s)
-                self._is_awaited = False
+            await self._begin()
+
+    async def _begin(self) -> None:
+        if not self._is_started:
+            await self.start()
+            self._is_awaited = True
+        if self._is_awaited:
+            await self.ready(self.config.node.start_timeout_s)
+            self._is_awaited = False
 
     async def start(self) -> None:
         """Open the control endpoint and start the nodes, without waiting for them."""
@@ -178,23 +181,28 @@ class AsyncLLM:
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Start the nodes again with another adapter, unless they have it. No request may run.
 
-        Raises `ConfigError` for an adapter that does not fit, which changes nothing.
+        Raises `ConfigError` for an adapter that does not fit, which changes nothing. An error of
+        the start ends the LLM.
         """
-        if self._is_loaded(lora_request):
-            return True
-        name, modules = lora_request.lora_name, self.config.model.lora_modules
-        module = f"{name}={lora_request.lora_path}"
-        model = msgspec.structs.replace(self.config.model, lora_modules=(*modules, module))
-        config = config_of("", {}, msgspec.structs.replace(self.config, model=model))
-        if self._live or self._nodes is None or self._is_closed:
-            text = "an adapter is added to the nodes of an LLM while no request runs"
-            raise RequestError(text, param="lora_request")
-        async with self._begins:
-            self._router.close()
-            await self._nodes.stop()
-            self._open(config)
-            self._is_started = False
-        await self.begin()
+        async with self._begins:  # where a request that begins now waits
+            if self._is_loaded(lora_request):
+                return True
+            name, modules = lora_request.lora_name, self.config.model.lora_modules
+            module = f"{name}={lora_request.lora_path}"
+            model = msgspec.structs.replace(self.config.model, lora_modules=(*modules, module))
+            config = config_of("", {}, msgspec.structs.replace(self.config, model=model))
+            if self._live or self._nodes is None or self._is_closed:
+                text = "an adapter is added to the nodes of an LLM while no request runs"
+                raise RequestError(text, param="lora_request")
+            try:
+                self._router.close()
+                await self._nodes.stop()
+                self._open(config)
+                self._is_started = False
+                await self._begin()
+            except BaseException:
+                await self.shutdown()
+                raise
         return True
 
     async def abort(self, request_id: str) -> None:
@@ -258,9 +266,9 @@ class AsyncLLM:
         raise RequestError(text, code="model_not_found", param="lora_request", http_status=404)
 
     def _is_loaded(self, request: LoRARequest) -> bool:
-        loaded = dict(module.split("=", 1) for module in self.config.model.lora_modules)
-        folder, path = loaded.get(request.lora_name, ""), request.lora_path
-        return bool(folder) and (not path or os.path.realpath(path) == os.path.realpath(folder))
+        folder = folders_of(self.config.model.lora_modules).get(request.lora_name)
+        path = Path(request.lora_path).expanduser()
+        return folder is not None and (not request.lora_path or path.resolve() == folder.resolve())
 
     def _complete(self, params: SamplingParams | None) -> SamplingParams:
         """Return `params` with the defaults and the seed that the callers left open."""

@@ -1,5 +1,6 @@
 """Every executor keeps the contract on which a node's loop relies."""
 
+import json
 import os
 import select
 import signal
@@ -148,6 +149,16 @@ def test_a_profile_that_cannot_be_written_costs_no_step(
     for position in range(len(PROMPT) + 1, len(PROMPT) + 23):
         got += steps.tokens(decode_slice(key, blocks, position))
     assert count_ties(expected, got) == 0
+
+
+def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path: Path) -> None:
+    config = config_of("one worker", log={"records": str(tmp_path)}, node={"id": "d0"})
+    with closing(executor_of("one worker", config)) as executor:
+        executor.start(no_progress)
+        executor.profile("a")
+        Steps(executor).tokens(prompt_slice(new_key(), (5, 3, 9)))
+        executor.profile("")
+    assert json.loads((tmp_path / "a-d0-rank0.json").read_text())["traceEvents"]
 
 
 def test_two_steps_may_be_unsettled_and_settle_in_order(

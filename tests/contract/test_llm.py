@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from baton import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
+from baton import LLM, AsyncLLM, LoRARequest, RequestOutput, RequestOutputKind, SamplingParams
 from baton.async_llm import Launcher
+from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, ConfigError, NodeError, RequestError
+from tests.support.adapters import write_adapter
 from tests.support.async_tests import on_a_loop
 from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
 from tests.support.small_tokenizers import END, Family
@@ -215,6 +217,32 @@ async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_pa
             own += output.outputs[0].token_ids
         assert own == [1, 2, *toy_answer([1, 2], 6)]
     assert not llm.is_running
+
+
+@on_a_loop
+async def test_adapters_may_be_added_at_once_and_none_while_a_request_begins(
+    tmp_path: Path,
+) -> None:
+    one, other, third = (
+        LoRARequest(name, lora_path=str(write_adapter(CHECKPOINT, ("q_proj",), seed=seed)))
+        for seed, name in enumerate(("one", "other", "third"))
+    )
+    launchers = iter([ToyCluster, ToyCluster, ToyCluster, BrokenCluster])
+
+    def launch(config: ClusterConfig, endpoint: str) -> ToyCluster:
+        return next(launchers)(config, endpoint)
+
+    async with AsyncLLM(toy_model(tmp_path), launcher=launch) as llm:
+        await asyncio.gather(llm.add_lora(one), llm.add_lora(other), llm.add_lora(one))
+        names = [module.partition("=")[0] for module in llm.config.model.lora_modules]
+        assert names == ["one", "other"]
+        adding = asyncio.ensure_future(llm.add_lora(third))
+        await last(llm.generate([1, 2], GREEDY))  # which is the first to run
+        with pytest.raises(RequestError, match="while no request runs"):
+            await adding
+        with pytest.raises(NodeError):
+            await llm.add_lora(third)
+        assert not llm.is_running
 
 
 async def last(outputs: AsyncIterator[RequestOutput]) -> RequestOutput:

@@ -168,6 +168,8 @@ def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
 def test_tensors_that_do_not_fit_are_refused(adapter: object, reason: str) -> None:
     folder = adapter()  # type: ignore[operator]
     config = read_decoder_config(model_folder(MODEL, num_layers=2))
+    with pytest.raises(ConfigError, match=r"transformers' code computes this model, without any"):
+        read_adapters((f"mine={folder}",), None)
     with pytest.raises(ConfigError, match=reason) as error:
         read_adapters((f"mine={folder}",), config)
     assert "\n" not in str(error.value)
