@@ -15,6 +15,7 @@ ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpack
 # takes DEPTH pairs of inputs at a time.
 PANEL, SHEET, FEW, DEPTH = 64, 256, 64, 256
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
+LARGEST_BYTE = 127.0  # to which the largest input of a row is rounded, as the least is to -127
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window
 ROW_INTS, ROW_REALS = 4, 3  # parameters of a row that is sampled

@@ -11,14 +11,23 @@ from collections.abc import Callable
 import llvmlite.binding as llvm
 from numba import types
 
-from baton.kernels import cpu_attention, cpu_pair_attention, cpu_products, cpu_rows, cpu_sampling
+from baton.kernels import (
+    cpu_attention,
+    cpu_bytes,
+    cpu_pair_attention,
+    cpu_products,
+    cpu_rows,
+    cpu_sampling,
+)
 from baton.kernels.cpu_vectors import FEATURES
 
 # The kernels that depend on `in_pairs`.
-PRODUCTS = {
+PRODUCTS: dict[bool, tuple[Callable[..., None], ...]] = {
     False: (cpu_attention.attend,),
     True: (cpu_pair_attention.attend, cpu_products.multiply),
 }
+if FEATURES.get("avx512vnni"):
+    PRODUCTS[True] += cpu_bytes.round_rows, cpu_bytes.multiply_bytes
 KERNELS = (
     cpu_rows.rope_and_store,
     cpu_rows.add_rms_norm,

@@ -29,7 +29,7 @@ from baton.kernels.constants import (
     padded,
     scratch_floats,
 )
-from baton.kernels.cpu_library import CpuLibrary
+from baton.kernels.cpu_library import CpuLibrary, Kernel
 from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
 
 # ruff: noqa: PLR0913, PLR0917  (the signatures follow the references': tensors, not records)
@@ -51,6 +51,16 @@ class AttentionWork:
     items: NDArray[np.int64]  # [num_items, 4]: first row, tokens, first position, start of a table
     addresses: tuple[int, int]  # of the two
     cuts: tuple[int, ...]  # the bounds of the threads' slices of all items and KV heads
+
+
+def run_over_rows(
+    threads: CpuThreads, kernel: Kernel, num_rows: int, row_numbers: int, *arguments: float
+) -> None:
+    """Run a kernel that computes rows of `row_numbers` numbers each by themselves."""
+    most = int(num_rows * row_numbers * NS_PER_NUMBER) // MIN_SLICE_NS
+    count = min(most, torch.get_num_threads(), num_rows) if most > 1 else 1
+    cuts = [num_rows * i // count for i in range(count + 1)]
+    threads.run(kernel, [(first, end, *arguments) for first, end in pairwise(cuts)])
 
 
 class CpuKernels:
@@ -195,19 +205,13 @@ class CpuKernels:
         return out
 
     def _run_rows(self, name: str, num_rows: int, row_numbers: int, *arguments: float) -> None:
-        kernel = self._library.kernels[name]
-        most = int(num_rows * row_numbers * NS_PER_NUMBER) // MIN_SLICE_NS
-        count = min(most, torch.get_num_threads(), num_rows) if most > 1 else 1
-        if count == 1:
-            kernel(0, num_rows, *arguments)
-            return
-        cuts = [num_rows * i // count for i in range(count + 1)]
-        self._threads.run(kernel, [(first, end, *arguments) for first, end in pairwise(cuts)])
+        run_over_rows(self._threads, self._library.kernels[name], num_rows, row_numbers, *arguments)
 
 
 # Measured on a Zen 5 core. Elsewhere the number of threads of a product may be a poor choice; no
 # bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
+MAX_BYTES = 1 << 16  # inputs, whose sums fit 32 bits
 MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
 
 
@@ -288,6 +292,60 @@ class CpuLinears:
         count = min(count, num_panels)
         cuts = [num_panels * i // count for i in range(count + 1)]
         return [(0, num_rows, first, end) for first, end in pairwise(cuts)]
+
+    def layer_of_bytes(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> CpuByteLinear:
+        """Return a layer with its own copy of `weight`, `[outputs, inputs]` in int8.
+
+        Each output has an fp32 scale. `takes_bytes` must hold.
+        """
+        outputs, inputs = weight.shape
+        assert self.takes_bytes(inputs)
+        missing = -outputs % PANEL
+        words = F.pad(weight, (0, 0, 0, missing)).contiguous().view(torch.int32)
+        panels = words.view(-1, PANEL, inputs // 4).transpose(1, 2).contiguous()
+        offsets = F.pad(weight.sum(dim=1, dtype=torch.int32) * 128, (0, missing))
+        return CpuByteLinear(self, panels, F.pad(scales, (0, missing)), offsets, bias, outputs)
+
+    def takes_bytes(self, inputs: int) -> bool:
+        """Return whether the CPU multiplies bytes, and rows of `inputs` of them fit the kernel."""
+        is_there = "multiply_bytes" in self._library.kernels
+        return is_there and not inputs % WIDTH and inputs <= MAX_BYTES
+
+    def multiply_bytes(self, x: Tensor, layer: CpuByteLinear) -> Tensor:
+        """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
+        x, bias, panels = x.contiguous(), layer.bias, layer.panels
+        num_rows, inputs = x.shape
+        out = x.new_empty(num_rows, layer.outputs)
+        rounded, row_scales = torch.empty(num_rows, inputs, dtype=torch.int8), torch.empty(num_rows)
+        run_over_rows(
+            self._threads, self._library.kernels["round_rows"], num_rows, inputs, x.data_ptr(),
+            inputs, rounded.data_ptr(), row_scales.data_ptr(),
+        )  # fmt: skip
+        slices = self._slices(num_rows, panels)
+        memory = torch.empty(len(slices), SHEET * PANEL)
+        arguments = (
+            rounded.data_ptr(), row_scales.data_ptr(), panels.data_ptr(), layer.scales.data_ptr(),
+            layer.offsets.data_ptr(), 0 if bias is None else bias.data_ptr(), bias is not None,
+            panels.shape[1], layer.outputs, out.data_ptr(),
+        )  # fmt: skip
+        calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
+        self._threads.run(self._library.kernels["multiply_bytes"], calls)
+        return out
+
+
+@dataclass(slots=True, frozen=True)
+class CpuByteLinear:
+    """One layer's weight in bytes, packed in the order in which the kernel reads it."""
+
+    of: CpuLinears
+    panels: Tensor  # [num_panels, inputs / 4, PANEL] words of four inputs; missing outputs are 0
+    scales: Tensor  # [num_panels * PANEL] fp32
+    offsets: Tensor  # [num_panels * PANEL] int32: 128 times the sum of an output's weights
+    bias: Tensor | None
+    outputs: int
+
+    def __call__(self, x: Tensor, _: Tensor | None = None) -> Tensor:
+        return self.of.multiply_bytes(x, self)
 
 
 @dataclass(slots=True, frozen=True)

@@ -57,6 +57,12 @@ def dotted(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.V
     return call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, c, *pairs)
 
 
+def dotted_bytes(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """Return the integers `c` plus the products of the four bytes in each word; those of `a` have
+    no sign."""
+    return call(builder, "llvm.x86.avx512.vpdpbusd.512", WORDS, c, a, b)
+
+
 @intrinsic
 def as_words(context: object, pointer: types.Type) -> object:
     """Return the same memory as words."""

@@ -2,8 +2,8 @@
 
 The sums of a product stay in registers while its terms are added, and every sum takes its terms one
 after the other, from the first on. So neither the number of rows that are computed at once nor the
-registers of a CPU change a bit. The type of the factors decides what a term is: a float, or a pair
-of bf16 numbers in a word (`cpu_pairs`).
+registers of a CPU change a bit. The types of the sums and of the factors decide what a term is: a
+float, a pair of bf16 numbers in a word (`cpu_pairs`), or four bytes in a word (`cpu_bytes`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from baton.kernels.constants import DEPTH, FEW, MAX_STRIP, PANEL, SHEET, WIDTH
-from baton.kernels.cpu_pairs import dotted
+from baton.kernels.cpu_pairs import dotted, dotted_bytes
 from baton.kernels.cpu_vectors import (
     FEATURES,
     FLOAT,
@@ -32,6 +32,7 @@ from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,
     Numbers,
+    Sums,
     constant,
     element_of,
     fused,
@@ -63,10 +64,16 @@ class Terms(NamedTuple):
 
     one: ir.Type
     lanes: ir.Type
+    sums: ir.Type
     multiply: Emit
 
 
-TERMS = {FLOAT: Terms(FLOAT, FLOATS, fused), INT32: Terms(INT32, WORDS, dotted)}
+# By the types of a sum and of a factor.
+TERMS = {
+    (FLOAT, FLOAT): Terms(FLOAT, FLOATS, FLOATS, fused),
+    (FLOAT, INT32): Terms(INT32, WORDS, FLOATS, dotted),
+    (INT32, INT32): Terms(INT32, WORDS, WORDS, dotted_bytes),
+}
 
 
 def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., None]:
@@ -82,9 +89,10 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
             for vector in range(num_vectors):
                 start = builder.mul(INT64(row), sum_stride)
                 at = place(builder, sums, builder.add(start, INT64(vector * WIDTH)), FLOAT)
-                held[row, vector] = (at, cgutils.alloca_once(builder, FLOATS))
+                held[row, vector] = (at, cgutils.alloca_once(builder, terms.sums))
+        zeros = ir.Constant(terms.sums, None)
         for at, sum_ in held.values():
-            before = constant(FLOATS, 0.0) if is_fresh else builder.load(at, align=4, typ=FLOATS)
+            before = zeros if is_fresh else builder.load(at, align=4, typ=terms.sums)
             builder.store(before, sum_)
         with cgutils.for_range(builder, depth) as term:
             first = builder.mul(term.index, column_stride)
@@ -100,10 +108,10 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
                 factors = spread(builder, factor, terms.lanes)
                 for vector in range(num_vectors):
                     _, sum_ = held[row, vector]
-                    old = builder.load(sum_, typ=FLOATS)
+                    old = builder.load(sum_, typ=terms.sums)
                     builder.store(terms.multiply(builder, factors, vectors[vector], old), sum_)
         for at, sum_ in held.values():
-            builder.store(builder.load(sum_, typ=FLOATS), at, align=4)
+            builder.store(builder.load(sum_, typ=terms.sums), at, align=4)
         return NOTHING
 
     @intrinsic
@@ -113,7 +121,7 @@ def _strip(num_rows: int, num_vectors: int, *, is_fresh: bool) -> Callable[..., 
         columns: types.Type, column_stride: types.Type, vector_stride: types.Type,
         depth: types.Type,
     ) -> object:  # fmt: skip
-        n, terms = types.int64, TERMS[element_of(rows)]
+        n, terms = types.int64, TERMS[element_of(sums), element_of(rows)]
         signature = types.none(sums, n, rows, n, columns, n, n, n)
         return instruction(signature, lambda builder, *args: emit(builder, terms, *args))
 
@@ -300,26 +308,27 @@ def multiply(
     out: Numbers,  # [num_rows, outputs]
 ) -> None:
     for panel in range(first_panel, end_panel):
+        columns = shift(weight, panel * pairs * PANEL)
         for top in range(first_row, end_row, SHEET):
             count = min(SHEET, end_row - top)
-            most = DEPTH if count > FEW else pairs
-            for pair in range(0, pairs, most):
-                rows = shift(x, top * pairs + pair)
-                columns = shift(weight, (panel * pairs + pair) * PANEL)
-                depth = min(most, pairs - pair)
-                if pair == 0:
-                    set_product(
-                        sums, PANEL, rows, pairs, count, columns, PANEL, WIDTH, PANEL, depth
-                    )
-                else:
-                    add_product(
-                        sums, PANEL, rows, pairs, count, columns, PANEL, WIDTH, PANEL, depth
-                    )
-            _give_results(sums, count, bias, has_bias, panel * PANEL, outputs, out, top)
+            set_sums(sums, shift(x, top * pairs), count, columns, pairs)
+            give_results(sums, count, bias, has_bias, panel * PANEL, outputs, out, top)
 
 
 @kernel
-def _give_results(
+def set_sums(sums: Sums, x: Int32s, count: int, panel: Int32s, words: int) -> None:
+    """Set the sums of one panel of `words` and of up to SHEET rows."""
+    most = DEPTH if count > FEW else words
+    for word in range(0, words, most):
+        rows, columns, depth = shift(x, word), shift(panel, word * PANEL), min(most, words - word)
+        if word == 0:
+            set_product(sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth)
+        else:
+            add_product(sums, PANEL, rows, words, count, columns, PANEL, WIDTH, PANEL, depth)
+
+
+@kernel
+def give_results(
     sums: Floats, count: int, bias: Numbers, has_bias: int, first: int, outputs: int,
     out: Numbers, top: int,
 ) -> None:  # fmt: skip

@@ -19,17 +19,19 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-# The types of a kernel's pointers: Numbers are in the model's dtype, Factors are floats or words.
+# The types of a kernel's pointers: Numbers are in the model's dtype; Factors and Sums are floats or
+# words.
 from numba.types import CPointer as Doubles
 from numba.types import CPointer as Factors
 from numba.types import CPointer as Floats
 from numba.types import CPointer as Int32s
 from numba.types import CPointer as Int64s
 from numba.types import CPointer as Numbers
+from numba.types import CPointer as Sums
 
 from baton.kernels.constants import EXP2, ROUNDER, WIDTH
 
-__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers"]
+__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers", "Sums"]
 
 FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))

@@ -87,6 +87,16 @@ class HostLinears:
         assert form is not None, "a weight of this kind was packed before"
         return Linear(form, bias, rule)
 
+    def of_bytes(self, weight: Tensor, scales: Tensor, bias: Tensor | None) -> Linear | None:
+        """Return a layer of int8 weights that rounds its inputs to int8; None if none can be made.
+
+        `weight` is `[outputs, inputs]`, and `scales` has an fp32 number for each output.
+        """
+        if self._compiled is None or not self._compiled.takes_bytes(weight.shape[1]):
+            return None
+        layer = self._compiled.layer_of_bytes(weight, scales, bias)
+        return Linear(layer.panels, None, ordered=layer, trial=b"int8")
+
     def experts(self, weights: Iterable[Tensor]) -> HostExperts:
         """Return the layers of all experts, whose weights have equal shapes."""
         layers = tuple(self.make(weight) for weight in weights)

@@ -270,19 +270,45 @@ class _Loader:
 
     def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
         """Return several column-parallel layers as one."""
-        weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
         bias = None
         if has_bias:
             bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
         names, rows = zip(*parts, strict=True)
-        return self._adapted(self._linear(weight, bias), names, rows, slice(0, weight.shape[1]))
+        linear = self._of_bytes(names, rows, None, bias)
+        if linear is None:
+            weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
+            linear = self._linear(weight, bias)
+        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size))
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
-        weight = self._read(name + ".weight", columns=columns)
         # The ranks' results are summed, so one rank alone adds the bias.
         bias = self._read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
-        rows = [slice(0, len(weight))]
-        return self._adapted(self._linear(weight, bias), [name], rows, columns)
+        rows = [slice(0, self.config.hidden_size)]
+        linear = self._of_bytes([name], rows, columns, bias) or self._linear(
+            self._read(name + ".weight", columns=columns), bias
+        )
+        return self._adapted(linear, [name], rows, columns)
+
+    def _of_bytes(
+        self,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice | None,
+        bias: Tensor | None,
+    ) -> Linear | None:
+        """Return joined layers that a CPU computes in int8; None if it does not."""
+        how, read = self.config.quantization, self.checkpoint.read
+        weights = [name + ".weight" for name in names]
+        if how is None or not how.rounds_inputs or not isinstance(self.linears, HostLinears):
+            return None
+        if any(self.checkpoint.dtype_of(weight) != how.stored for weight in weights):
+            return None
+        numbers, scales = [], []
+        for weight, own in zip(weights, rows, strict=True):
+            numbers.append(read(weight, rows=own, columns=columns))
+            whole = read(how.scale_of(weight)).float().view(-1)
+            scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
+        return self.linears.of_bytes(torch.cat(numbers), torch.cat(scales), bias)
 
     def _adapted(
         self, linear: Linear, names: Sequence[str], rows: Sequence[slice], columns: slice

@@ -1,7 +1,8 @@
 """How config.json says that the weights of linear layers are quantized: to eight bits and scales.
 
-The weights are multiplied by their scales when they are loaded, so products take the type of the
-other tensors. Activations are not quantized, which is more exact than what such a folder asks for.
+Weights are multiplied by their scales when they are loaded, so products take the type of the other
+tensors, and activations are not quantized, which is more exact than what such a folder asks for.
+A CPU that multiplies int8 numbers by themselves does so where the folder wants both in int8.
 It never imports torch.
 """
 
@@ -30,6 +31,8 @@ class Quantization(msgspec.Struct, frozen=True):
     scale_suffix: str
     strategy: str  # tensor, channel or block
     block: tuple[int, int] | None = None  # rows and columns that share a scale
+    # Each row of inputs is rounded to int8, too, where a device multiplies such integers.
+    rounds_inputs: bool = False
 
     def scale_of(self, name: str) -> str:
         return name.removesuffix("weight") + self.scale_suffix
@@ -52,6 +55,14 @@ class _Weights(msgspec.Struct):
 
 class _Activations(msgspec.Struct):
     dynamic: bool | str = False
+    num_bits: int = 8
+    type: str = "int"
+    strategy: str = "tensor"
+    symmetric: bool = True
+
+    @property
+    def is_bytes_by_row(self) -> bool:
+        return (self.num_bits, self.type, self.strategy) == (8, "int", "token") and self.symmetric
 
 
 class _Group(msgspec.Struct):
@@ -119,4 +130,11 @@ def _compressed(where: str, given: _Config) -> Quantization:
             "channel or block"
         )
     block = weights.block_structure if weights.strategy == "block" else None
-    return Quantization(stored, "weight_scale", weights.strategy, block)
+    rounds = (
+        stored == "I8"
+        and not block
+        and all(
+            group.input_activations and group.input_activations.is_bytes_by_row for group in groups
+        )
+    )
+    return Quantization(stored, "weight_scale", weights.strategy, block, rounds)

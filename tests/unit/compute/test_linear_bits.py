@@ -87,6 +87,33 @@ def test_threads_change_no_bits(shape: tuple[int, int], form: Form) -> None:
                     assert torch.equal(several(x[:count]), expected[:count])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("shape", [(1024, 512), (343, 640), (64, 16)], ids=str)
+def test_a_layer_of_bytes_computes_the_integers_it_says(
+    shape: tuple[int, int], threads: int
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
+    scales, bias = torch.rand(shape[0], generator=generator), torch.randn(shape[0]).bfloat16()
+    layer = linears(FORMS[-1]).of_bytes(weight, scales, bias)
+    assert (layer is not None) == (FORMS[-1] == (torch.bfloat16, True))
+    if layer is None:
+        return
+    for count in COUNTS:
+        x = torch.randn(count, shape[1], generator=generator).bfloat16()
+        x[0, 3] = float("nan") if count == 5 else 1e4  # far from the others, which become 0
+        steps = x.float().abs().amax(1, keepdim=True) / 127
+        rounded = (x.float() / steps).round()
+        sums = (rounded.double() @ weight.double().T).float()
+        with num_threads(threads):
+            found = layer(x)
+        expected = (sums * steps * scales + bias.float()).bfloat16()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    zeros = torch.zeros(2, shape[1]).bfloat16()
+    assert torch.equal(layer(zeros), bias.expand(2, -1))
+    assert linears(FORMS[-1]).of_bytes(weight[:, :-1], scales, None) is None
+
+
 WEIGHT = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))
 
 

@@ -8,14 +8,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.engine.compute.weight_files import check_tensors
 from baton.engine.compute.weights import fingerprint
+from baton.kernels.cpu_library import has_bf16_products, has_bf16_tiles
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
-from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    loaded,
+    logits,
+    random_tokens,
+)
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.quantized import CONFIGS, FINE_GRAINED, change_config, compressed, quantized
 from tests.support.thread_ranks import on_all, thread_ranks
@@ -46,6 +54,36 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
             return on_all(members, lambda member: computed(folder, member))
 
     assert torch.equal(of_rank(ours), of_rank(plain))
+
+
+def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so() -> None:
+    ours, plain = quantized(model(), "int8 by channel")
+    change_config(plain, dtype="bfloat16")
+    change_config(ours, dtype="bfloat16")
+    adapter = write_adapter(model())
+    text = Text("a", TOKENS, range(3))
+    found, paths = [], []
+    for folder in (plain, ours):
+        config = compute_config(folder, lora_modules=(f"mine={adapter}",))
+        with loaded(config) as runner:
+            whole = logits(runner, text.chunk(0, len(TOKENS)))[0]
+            if is_batch_invariant(runner):
+                assert torch.equal(chunked_logits(runner, text, [1, 7, 16]), whole)
+            adapted = Text("b", TOKENS, range(3, 6), "mine")
+            found.append((whole, logits(runner, adapted.chunk(0, len(TOKENS)))[0]))
+            paths.append(compute_path(runner))
+    ours_in_bytes = has_bf16_products() and not has_bf16_tiles()
+    assert (paths[0] != paths[1]) == ours_in_bytes
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got) != ours_in_bytes
+        assert (expected - got).norm() < 0.1 * expected.norm()
+    with thread_ranks(2) as members:
+        split = on_all(members, lambda member: computed(ours, member))
+    assert (split - found[1][0]).norm() < 0.1 * split.norm()
+    weights_only = compressed("int", "channel")
+    weights_only["config_groups"]["group_0"]["input_activations"] = None  # type: ignore[index]
+    change_config(ours, quantization_config=weights_only)
+    assert torch.equal(computed(ours), found[0][0])
 
 
 def test_experts_may_be_quantized_too() -> None:
