@@ -37,9 +37,10 @@ from baton.engine.compute.weight_files import (
     STACKED_DOWN,
     STACKED_GATE_UP,
     check_tensors,
+    expected_tensors,
     has_stacked_experts,
 )
-from baton.engine.compute.weights import Checkpoint, scaled
+from baton.engine.compute.weights import Checkpoint, scaled, unpacked
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.protocol.errors import ConfigError
 
@@ -141,6 +142,7 @@ class _Loader:
         self.loras = loras
         self.made: list[Lora] = []
         self.has_stacked_experts = has_stacked_experts(checkpoint.names())
+        self.shapes = expected_tensors(config, is_stacked=self.has_stacked_experts)
 
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
@@ -341,11 +343,22 @@ class _Loader:
         """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1 and item is None:
             rows = columns = None
-        how = self.config.quantization
-        if how is not None and self.checkpoint.dtype_of(name) == how.stored:
-            scales = self.checkpoint.read(how.scale_of(name))
-            whole = scaled(self.checkpoint.read(name), scales, how.block)
+        if (whole := self._dequantized(name)) is not None:
             tensor = whole[rows or slice(None), columns or slice(None)]
         else:
             tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
         return tensor.to(self.device, self.dtype, copy=True).contiguous()
+
+    def _dequantized(self, name: str) -> Tensor | None:
+        """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""
+        how, read = self.config.quantization, self.checkpoint.read
+        if how is None:
+            return None
+        layer, stored = name.removesuffix("weight"), self.checkpoint.dtype_of(name)
+        if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
+            return unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
+        return (
+            scaled(read(name), read(how.scale_of(name)), how.block)
+            if stored == how.stored
+            else None
+        )

@@ -347,16 +347,17 @@ def _yarn(given: _RawRope, factor: float, original: int) -> Rope:
 
 
 def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
-    other = [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]
-    if other:
-        raise ConfigError(
-            f"{file}: {other[0]} is there, so the weights are quantized in a way "
-            "that baton does not load"
-        )
     given = raw.quantization_config
     if given is None:
         given = raw.compression_config
-    return None if given is None else read_quantization(file, given)
+    if given is not None:
+        return read_quantization(file, given)
+    if other := [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]:
+        raise ConfigError(
+            f"{file} has no quantization_config, but {other[0]} is there: baton reads how weights "
+            "are quantized from config.json alone"
+        )
+    return None
 
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:

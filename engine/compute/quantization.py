@@ -1,4 +1,4 @@
-"""How config.json says that the weights of linear layers are quantized: to eight bits and scales.
+"""How config.json says that the weights of linear layers are quantized: to integers or FP8.
 
 Weights are multiplied by their scales when they are loaded, so products take the type of the other
 tensors, and activations are not quantized, which is more exact than what such a folder asks for.
@@ -12,30 +12,44 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.engine.compute.packed_weights import Packing
 from baton.protocol.errors import ConfigError
 
 Side = Annotated[int, Meta(gt=0)]
 # Fields of a quantization_config that do not change what the stored numbers mean.
 _HARMLESS = frozenset({
-    "activation_scheme", "config_groups", "dequantize", "fmt", "format", "global_compression_ratio",
-    "ignore", "ignored_layers", "modules_to_not_convert", "quant_method", "quantization_status",
-    "scale_fmt", "sparsity_config", "version", "weight_block_size",
+    "activation_scheme", "backend", "batch_size", "bits", "cache_block_size", "checkpoint_format",
+    "config_groups", "damp_percent", "dataset", "dequantize", "desc_act", "exllama_config", "fmt",
+    "format", "fuse_max_seq_len", "global_compression_ratio", "group_size", "ignore",
+    "ignored_layers", "is_marlin_format", "max_input_length", "meta", "model_file_base_name",
+    "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize", "modules_to_not_convert",
+    "pad_token_id", "producer", "quant_algo", "quant_method", "quantization_status", "scale_fmt",
+    "sparsity_config", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
+    "use_exllama", "version", "weight_block_size", "zero_point",
 })  # fmt: skip
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
+# The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.
+_GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
+_METHODS = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq")
 
 
 class Quantization(msgspec.Struct, frozen=True):
     """A weight whose stored type is `stored` has a tensor of scales beside it."""
 
-    stored: str  # F8_E4M3 or I8
-    scale_suffix: str
-    strategy: str  # tensor, channel or block
+    stored: str  # F8_E4M3, I8, or I32 with a `packing`
+    scale_suffix: str = "weight_scale"
+    strategy: str = "tensor"  # or channel or block
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     # Each row of inputs is rounded to int8, too, where a device multiplies such integers.
     rounds_inputs: bool = False
+    packing: Packing | None = None  # of tensors that take the place of the weight
 
     def scale_of(self, name: str) -> str:
         return name.removesuffix("weight") + self.scale_suffix
+
+    def input_scale_of(self, name: str) -> str:
+        """Return a tensor that a folder may have, and which is not needed."""
+        return name.removesuffix("weight") + "input_scale"
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a weight `[outputs, inputs]` may have."""
@@ -51,6 +65,8 @@ class _Weights(msgspec.Struct):
     symmetric: bool = True
     dynamic: bool = False
     block_structure: tuple[Side, Side] | None = None
+    group_size: int | None = None
+    actorder: str | bool | None = None
 
 
 class _Activations(msgspec.Struct):
@@ -62,7 +78,8 @@ class _Activations(msgspec.Struct):
 
     @property
     def is_bytes_by_row(self) -> bool:
-        return (self.num_bits, self.type, self.strategy) == (8, "int", "token") and self.symmetric
+        kind = self.num_bits, self.type, self.strategy, self.dynamic
+        return kind == (8, "int", "token", True) and self.symmetric
 
 
 class _Group(msgspec.Struct):
@@ -84,16 +101,25 @@ class _Config(msgspec.Struct):
     format: str = ""
     config_groups: dict[str, _Group] = {}
     sparsity_config: _Sparsity | None = None
+    # Of ModelOpt.
+    quant_algo: str = ""
+    # Of AWQ and GPTQ.
+    bits: int = 4
+    group_size: int = 128
+    version: str = "gemm"
+    zero_point: bool = True
+    checkpoint_format: str = "gptq"
+    is_marlin_format: bool = False
 
 
 def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
     """Return what a quantization_config says. Raises `ConfigError` for what baton cannot load."""
     where = f"{file}: quantization_config"
     method = raw.get("quant_method")
-    if method not in ("fp8", "compressed-tensors"):
+    if method not in _METHODS:
         raise ConfigError(
             f"{where}: the weights are quantized by {method or 'an unnamed method'}, and baton "
-            "loads fp8 with blocks and compressed-tensors of eight bits"
+            f"loads {', '.join(_METHODS)}"
         )
     try:
         given = msgspec.convert(raw, _Config)
@@ -102,11 +128,35 @@ def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
     for field, value in raw.items():
         if value and field not in _HARMLESS:
             raise ConfigError(f"{where}: {field} is not supported")
-    if method == "fp8":
-        if given.weight_block_size is None or given.activation_scheme != "dynamic":
-            raise ConfigError(f"{where}: fp8 needs weight_block_size and dynamic activations")
-        return Quantization("F8_E4M3", "weight_scale_inv", "block", given.weight_block_size)
+    match method:
+        case "fp8" if given.weight_block_size is not None:
+            return Quantization("F8_E4M3", "weight_scale_inv", "block", given.weight_block_size)
+        case "modelopt" if given.quant_algo != "FP8":
+            raise ConfigError(
+                f"{where}: quant_algo {given.quant_algo!r} is not supported, only FP8"
+            )
+        case "fp8" | "modelopt":
+            return Quantization("F8_E4M3")
+        case "awq" | "gptq":
+            return _grouped(where, given)
     return _compressed(where, given)
+
+
+def _grouped(where: str, given: _Config) -> Quantization:
+    """Return what AWQ and GPTQ say."""
+    is_awq = given.quant_method == "awq"
+    if given.bits not in ((4,) if is_awq else (4, 8)):
+        raise ConfigError(f"{where}: {given.quant_method} of {given.bits} bits is not supported")
+    if given.group_size != -1 and given.group_size < 1:
+        raise ConfigError(f"{where}: group_size {given.group_size} is neither -1 nor above 0")
+    if is_awq and (given.version.lower() != "gemm" or not given.zero_point):
+        raise ConfigError(f"{where}: only version gemm of awq with zero_point is supported")
+    if not is_awq and (given.is_marlin_format or given.checkpoint_format not in _GPTQ_OFFSETS):
+        raise ConfigError(f"{where}: only checkpoint_format {' or '.join(_GPTQ_OFFSETS)} is known")
+    offset = 0 if is_awq else _GPTQ_OFFSETS[given.checkpoint_format]
+    group_size = max(0, given.group_size)
+    packing = Packing("awq" if is_awq else "gptq", given.bits, group_size, zero_offset=offset)
+    return Quantization("I32", packing.scales, "group", packing=packing)
 
 
 def _compressed(where: str, given: _Config) -> Quantization:
@@ -115,11 +165,11 @@ def _compressed(where: str, given: _Config) -> Quantization:
         raise ConfigError(f"{where}: config_groups must quantize all weights in one way")
     if given.format not in _FORMATS or (given.sparsity_config or _Sparsity()).format != "dense":
         raise ConfigError(f"{where}: only {', '.join(_FORMATS)} without sparsity are supported")
-    for group in groups:
-        inputs = group.input_activations
-        if group.output_activations or (inputs and not inputs.dynamic):
-            raise ConfigError(f"{where}: only dynamic scales of input_activations are supported")
+    if any(group.output_activations for group in groups):
+        raise ConfigError(f"{where}: output_activations are not supported")
     weights = groups[0].weights
+    if given.format == "pack-quantized":
+        return _packed(where, weights)
     stored = {"float": "F8_E4M3", "int": "I8"}.get(weights.type)
     is_plain = weights.num_bits == 8 and weights.symmetric and not weights.dynamic
     known = ("tensor", "channel", *(["block"] if weights.block_structure else []))
@@ -138,3 +188,18 @@ def _compressed(where: str, given: _Config) -> Quantization:
         )
     )
     return Quantization(stored, "weight_scale", weights.strategy, block, rounds)
+
+
+def _packed(where: str, weights: _Weights) -> Quantization:
+    size = {"channel": 0, "group": weights.group_size or 0}.get(weights.strategy)
+    is_known = weights.type == "int" and weights.num_bits in (4, 8) and not weights.dynamic
+    if not is_known or size is None or size < (weights.strategy == "group"):
+        raise ConfigError(
+            f"{where}: packed weights of {weights.num_bits} bits, type {weights.type} and strategy "
+            f"{weights.strategy} are not supported, only integers of 4 or 8 bits by channel or "
+            "group"
+        )
+    if weights.actorder in ("group", "dynamic", True):
+        raise ConfigError(f"{where}: actorder {weights.actorder!r} is not supported")
+    packing = Packing("compressed-tensors", weights.num_bits, size, has_zeros=not weights.symmetric)
+    return Quantization("I32", packing.scales, weights.strategy, packing=packing)

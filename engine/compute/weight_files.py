@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.engine.compute.expert_config import ExpertNames, ExpertsConfig
 from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.packed_weights import Packing
 from baton.engine.compute.quantization import Quantization
 from baton.protocol.errors import ConfigError
 
@@ -192,12 +193,17 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]
-    scales = _check_scales(folder, config.quantization, stored, expected)
+    how = config.quantization
+    scales, dtypes = frozenset[str](), dict[str, tuple[str, ...]]()
+    if how is not None and how.packing is not None:
+        dtypes = _expect_packed(folder, how.packing, stored, expected)
+    elif how is not None:
+        scales = _check_scales(folder, how, stored, expected)
     for name, shape in expected.items():
         if (there := stored.get(name)) is None:
             raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
-        how = config.quantization
-        if there.entry.dtype not in _DTYPES and (how is None or how.scale_of(name) not in scales):
+        is_scaled = how is not None and how.scale_of(name) in scales
+        if there.entry.dtype not in dtypes.get(name, _DTYPES) and not is_scaled:
             raise ConfigError(
                 f"{there.file}: {name} is {there.entry.dtype}: the weights are quantized, and "
                 "config.json does not say how"
@@ -207,6 +213,8 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
                 f"implies {list(shape)}"
             )
+    if how is not None and how.packing is not None:
+        _check_packed(how.packing, stored, expected)
     for name in sorted(stored.keys() - expected.keys() - scales):
         if not _DERIVABLE.fullmatch(name):
             raise ConfigError(
@@ -217,13 +225,11 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
 
 def _check_scales(
     folder: Path,
-    quantization: Quantization | None,
+    quantization: Quantization,
     stored: dict[str, Stored],
     expected: dict[str, Shape],
 ) -> frozenset[str]:
     """Return the tensors of scales, each of which must fit a weight that is quantized."""
-    if quantization is None:
-        return frozenset()
     found = set()
     for name, shape in expected.items():
         there = stored.get(name)
@@ -234,15 +240,50 @@ def _check_scales(
             raise ConfigError(f"{there.file}: {name} is quantized, but there is no {scale}")
         if values.entry.shape not in quantization.scale_shapes(shape):
             raise ConfigError(f"{values.file}: {scale} has the shape {list(values.entry.shape)}")
-        numbers = _numbers_of(values)
-        if not (np.isfinite(numbers) & (numbers > 0)).all():
-            raise ConfigError(f"{values.file}: {scale} has a scale that is not above 0 and finite")
-        found.add(scale)
+        _check_above_0(scale, values)
+        found |= {scale, quantization.input_scale_of(name)}
     if not found:
-        raise ConfigError(
-            f"{folder}: config.json has a quantization_config, but no weight has scales"
-        )
+        raise _unquantized(folder)
     return frozenset(found)
+
+
+def _expect_packed(
+    folder: Path, packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]
+) -> dict[str, tuple[str, ...]]:
+    """Expect the parts of packed weights in their place, and return the types of each part."""
+    dtypes = {}
+    for name, shape in list(expected.items()):
+        layer = name.removesuffix("weight")
+        if layer + packing.first in stored and _is_linear(name, shape):
+            del expected[name]
+            for suffix, part in packing.parts(shape).items():
+                expected[layer + suffix], dtypes[layer + suffix] = part
+    if not dtypes:
+        raise _unquantized(folder)
+    return dtypes
+
+
+def _check_packed(packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
+    """Check the scales of packed weights, and the groups that each of their inputs names."""
+    for name in expected:
+        layer, _, suffix = name.rpartition(".")
+        if suffix == packing.scales:
+            _check_above_0(name, stored[name])
+        elif suffix == "g_idx":
+            groups = _numbers_of(stored[name])
+            num_groups = stored[f"{layer}.scales"].entry.shape[0]
+            if not ((groups >= 0) & (groups < num_groups)).all():
+                raise ConfigError(f"{stored[name].file}: {name} names a group that is not there")
+
+
+def _check_above_0(name: str, values: Stored) -> None:
+    numbers = _numbers_of(values)
+    if not (np.isfinite(numbers) & (numbers > 0)).all():
+        raise ConfigError(f"{values.file}: {name} has a scale that is not above 0 and finite")
+
+
+def _unquantized(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder}: config.json has a quantization_config, but no weight has scales")
 
 
 def _is_linear(name: str, shape: Shape) -> bool:
@@ -262,6 +303,8 @@ def _numbers_of(stored: Stored) -> NDArray[np.float32]:
             return np.frombuffer(data, "<f2").astype(np.float32)
         case "BF16":
             return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        case "I32":
+            return np.frombuffer(data, "<i4").astype(np.float32)
         case other:
             raise ConfigError(f"{stored.file}: scales of type {other} are not supported")
 

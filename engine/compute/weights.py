@@ -5,14 +5,16 @@ know names, shapes or layout of a model, and never writes a file.
 """
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine.compute.packed_weights import Packing
 from baton.engine.compute.weight_files import Stored, stored_tensors
 from baton.protocol.errors import ConfigError
 
@@ -109,6 +111,42 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
     elif scales.numel() > 1:
         scales = scales.view(-1, 1)
     return weight.float() * scales
+
+
+# Where AWQ puts each of eight neighbouring outputs in a word.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Tensor:
+    """Return the fp32 numbers `[outputs, inputs]` that packed tensors stand for.
+
+    `read` returns a tensor by the last part of its name.
+    """
+    outputs, inputs = shape
+    bits = packing.bits
+    scales = read(packing.scales).float()
+    groups = torch.arange(inputs) // (packing.group_size or inputs)
+    if packing.form == "compressed-tensors":
+        numbers = _integers(read("weight_packed"), bits, 1)[:, :inputs]
+        zeros = torch.tensor([[1 << (bits - 1)]]).expand(scales.shape)
+        if packing.has_zeros:
+            zeros = _integers(read("weight_zero_point"), bits, 0)[:outputs]
+    else:
+        is_awq = packing.form == "awq"
+        order = _AWQ_ORDER if is_awq else None
+        numbers = _integers(read("qweight"), bits, int(is_awq), order).T
+        zeros = _integers(read("qzeros"), bits, 1, order).T + packing.zero_offset
+        zeros, scales = zeros & ((1 << bits) - 1), scales.T
+        if not is_awq:
+            groups = read("g_idx").long()
+    return (numbers - zeros[:, groups]) * scales[:, groups]
+
+
+def _integers(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return the integers of `bits` in each word, side by side along `dim`, the lowest first."""
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    places = places.view(-1, *(1,) * (1 - dim))
+    return ((words.unsqueeze(dim + 1) >> places) & ((1 << bits) - 1)).flatten(dim, dim + 1)
 
 
 class _View(Protocol):

@@ -25,10 +25,12 @@ from tests.support.compute import (
     random_tokens,
 )
 from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.packed import AWQ, FORMATS, GPTQ, packed
 from tests.support.quantized import CONFIGS, FINE_GRAINED, change_config, compressed, quantized
 from tests.support.thread_ranks import on_all, thread_ranks
 
 TOKENS = random_tokens(40, vocab=60)
+GROUPS = "model.layers.1.mlp.up_proj.g_idx"
 SCALES = "model.layers.1.mlp.up_proj.weight_scale"
 
 
@@ -91,6 +93,39 @@ def test_experts_may_be_quantized_too() -> None:
     assert torch.equal(computed(ours), computed(plain))
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_weights_have_the_bits_of_their_numbers(name: str) -> None:
+    ours, plain = packed(model(), name)
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    expected = computed(plain)
+    assert torch.equal(computed(ours), expected)
+    assert not torch.equal(expected, computed(model()))
+    if name == "gptq":
+        with thread_ranks(2) as members:
+            assert torch.equal(
+                on_all(members, lambda member: computed(ours, member)),
+                on_all(members, lambda member: computed(plain, member)),
+            )
+
+
+@pytest.mark.parametrize("layers", [".self_attn.", "_proj."])
+def test_scales_of_inputs_are_not_needed(layers: str) -> None:
+    """As in folders of ModelOpt and AutoFP8; activations are not quantized."""
+    ours, plain = quantized(model(), "fp8 by tensor")
+    tensors = load_file(ours / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale") and layers in name]:
+        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
+    save_file(tensors, ours / "model.safetensors", {"format": "pt"})
+    expected = computed(plain)
+    for config in (
+        {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}},
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ):
+        change_config(ours, quantization_config=config)
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+        assert torch.equal(computed(ours), expected)
+
+
 def test_an_adapter_adds_to_quantized_weights() -> None:
     adapter = write_adapter(model())
     found = []
@@ -104,15 +139,26 @@ def test_an_adapter_adds_to_quantized_weights() -> None:
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        ({"quant_method": "gptq"}, "quantized by gptq"),
+        ({"quant_method": "bitsandbytes"}, "quantized by bitsandbytes"),
+        (GPTQ | {"bits": 3}, "gptq of 3 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (GPTQ | {"lm_head": True}, "lm_head"),
+        (GPTQ | {"group_size": 0}, "group_size 0"),
+        (AWQ | {"version": "gemv"}, "version gemm"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        (FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
         ({}, "an unnamed method"),
-        (FINE_GRAINED | {"weight_block_size": None}, "needs weight_block_size"),
-        (FINE_GRAINED | {"activation_scheme": "static"}, "dynamic activations"),
         (FINE_GRAINED | {"weight_block_size": [0, 128]}, "weight_block_size"),
         (FINE_GRAINED | {"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         (compressed("int", "group", num_bits=4), "weights of 4 bits"),
         (compressed("int", "channel", symmetric=False), "symmetric"),
-        (compressed("int", "channel") | {"format": "pack-quantized"}, "only float-quantized"),
+        (compressed("int", "channel") | {"format": "marlin-24"}, "only float-quantized"),
+        (compressed("int", "group") | {"format": "pack-quantized"}, "packed weights of 8 bits"),
+        (
+            compressed("int", "channel", actorder="group") | {"format": "pack-quantized"},
+            "actorder 'group'",
+        ),
         (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
         (compressed("int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
@@ -125,15 +171,6 @@ def test_other_ways_are_refused_by_name(config: dict[str, object], reason: str) 
     with pytest.raises(ConfigError, match=f"quantization_config: .*{reason}") as error:
         plan_rank(compute_config(folder), 1)
     assert "\n" not in str(error.value)
-
-
-def test_static_scales_of_activations_are_refused() -> None:
-    folder, _ = quantized(model(), "fp8 by tensor")
-    config = compressed("float", "tensor")
-    config["config_groups"]["group_0"]["input_activations"]["dynamic"] = False  # type: ignore[index]
-    change_config(folder, quantization_config=config)
-    with pytest.raises(ConfigError, match="only dynamic scales of input_activations"):
-        plan_rank(compute_config(folder), 1)
 
 
 @pytest.mark.parametrize(
@@ -181,6 +218,42 @@ def test_a_folder_that_only_says_it_is_quantized_is_refused() -> None:
     decoder = plan_rank(compute_config(plain), 1).decoder
     with pytest.raises(ConfigError, match="has a quantization_config, but no weight has scales"):
         check_tensors(plain, msgspec.structs.replace(decoder))  # type: ignore[arg-type, type-var]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda tensors: tensors.pop(GROUPS), f"no tensor {GROUPS}"),
+        (lambda tensors: tensors[GROUPS][5:6].fill_(9), "names a group that is not there"),
+        (lambda tensors: tensors[GROUPS][5:6].fill_(-1), "names a group that is not there"),
+        (
+            lambda tensors: tensors.update({GROUPS: torch.zeros(128)}),
+            f"{GROUPS} is F32",
+        ),
+        (
+            lambda tensors: tensors.update({GROUPS: torch.zeros(64, dtype=torch.int32)}),
+            r"the shape \[64\]",
+        ),
+        (
+            lambda tensors: tensors[GROUPS.replace("g_idx", "scales")].mul_(float("nan")),
+            "not above 0 and finite",
+        ),
+        (
+            lambda tensors: tensors.update({GROUPS.replace("g_idx", "weight"): torch.ones(1)}),
+            "nothing in config.json calls for",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_a_process_starts(
+    change: object, reason: str
+) -> None:
+    folder, _ = packed(model(), "gptq")
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)  # type: ignore[operator]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=reason) as error:
+        check_tensors(folder, plan_rank(compute_config(folder), 1).decoder)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
 
 
 def test_scales_of_all_float_types_are_read() -> None:
