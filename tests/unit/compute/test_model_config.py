@@ -147,7 +147,7 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
