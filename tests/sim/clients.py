@@ -238,11 +238,17 @@ class Client:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.
 
         A router that has long been up does not know of one that it has never met, and takes one
-        process for another of the same name.
+        process for another of the same name: once that has left, it knows of no other until the
+        node has joined it again.
         """
         if self._has_lied:
             return
-        twins = {twin.name for twin in self.world.twins if not twin.process.is_dead}
+        joined = router.core.registry.joined("decode")
+        twins = {
+            twin.name
+            for twin in self.world.twins
+            if not twin.process.is_dead or twin.name not in joined
+        }
         held = {
             one.key.choice
             for node in self.world.nodes
