@@ -1,7 +1,7 @@
 """The web application: paths, health, models, and what happens around every request.
 
-Every error is turned into OpenAI's form here, except in a stream that has begun: that sends the
-error itself.
+Every error is turned into the form of its endpoint here, except in a stream that has begun: that
+sends the error itself.
 """
 
 import asyncio
@@ -21,6 +21,7 @@ from baton.router.health import Health, ServedModel
 from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Connection, connection_of
 from baton.router.http.handlers import Handlers, request_id_of
+from baton.router.http.message_events import message_error
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.openapi import document
 from baton.router.http.request_log import RUNNING, RequestLog
@@ -36,6 +37,7 @@ from baton.runtime.metrics import CONTENT_TYPE
 # The paths that are answered on connections above the limit.
 PROBES = ("/live", "/health", "/ping", "/metrics")
 CLIENT_GONE = 499
+MESSAGES = "/v1/messages"
 # The route of requests to paths that do not exist.
 UNKNOWN = "unknown"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -86,6 +88,8 @@ class App:
         router.add_post("/v1/completions", handlers.completions)
         router.add_post("/v1/chat/completions", handlers.chat)
         router.add_post("/v1/responses", handlers.responses)
+        router.add_post(MESSAGES, handlers.messages)
+        router.add_post(f"{MESSAGES}/count_tokens", self._tokens.of_message)
         router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
@@ -256,17 +260,17 @@ class App:
         except web.HTTPMethodNotAllowed as error:
             text = f"{clip(request.path)} does not take {clip(request.method)}"
             refusal = RequestError(text, code="method_not_allowed", http_status=405)
-            return self._error(refusal, {"Allow": ",".join(sorted(error.allowed_methods))})
+            return self._error(request, refusal, {"Allow": ",".join(sorted(error.allowed_methods))})
         except web.HTTPNotFound:
             text = f"there is no {request.method} {clip(request.path)}"
-            return self._error(RequestError(text, code="unknown_url", http_status=404))
+            return self._error(request, RequestError(text, code="unknown_url", http_status=404))
         except BatonError as error:
-            return self._error(error)
+            return self._error(request, error)
         except ConnectionError:  # the client has left
             return web.Response(status=CLIENT_GONE)
         except Exception:
             log.exception("a request broke", route=_route_of(request))
-            return self._error(BatonError("the router failed to handle this request"))
+            return self._error(request, BatonError("the router failed to handle this request"))
 
     def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
         """Count a request that is over, and report it to the logs, traces and records."""
@@ -285,12 +289,16 @@ class App:
             running.request_id = running.request_id or name
             self._tracer.record(request.headers, route, status, took_s, running)
 
-    def _error(self, error: BatonError, headers: dict[str, str] | None = None) -> web.Response:
+    def _error(
+        self, request: web.Request, error: BatonError, headers: dict[str, str] | None = None
+    ) -> web.Response:
         self.metrics.failed(error)
         headers = {**retry_headers(error), **(headers or {})}
         if error.http_status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return _json(error_of(error), error.http_status, headers)
+        is_message = request.path.startswith(MESSAGES)
+        body = message_error(error) if is_message else error_of(error)
+        return _json(body, error.http_status, headers)
 
 
 def _route_of(request: web.Request) -> str:

@@ -62,7 +62,7 @@ class Access:
                 "router.allowed_hosts"
             )
             raise RequestError(text, code="wrong_host", http_status=421)
-        if self._wants_key and not self._is_known(request.headers.get("Authorization", "")):
+        if self._wants_key and not self._is_known(authorization_of(request)):
             text = "send a valid API key in the header `Authorization: Bearer KEY`"
             raise RequestError(text, code="invalid_api_key", http_status=401)
 
@@ -77,6 +77,12 @@ class Access:
         if scheme.lower() != _SCHEME:
             return False
         return digest_of(given.strip().encode(errors="surrogateescape")) in self._digests
+
+
+def authorization_of(request: web.Request) -> str:
+    """Return the header Authorization, or what it would be with the key of `x-api-key`."""
+    given = request.headers.get(hdrs.AUTHORIZATION)
+    return f"Bearer {request.headers.get('x-api-key', '')}" if given is None else given
 
 
 def refuse_pages(request: web.Request) -> None:

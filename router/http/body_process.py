@@ -18,6 +18,7 @@ from baton.protocol.errors import BatonError, ConfigError, Failure, RequestError
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.decoding import blaming
+from baton.router.http.message_body import parse_message
 from baton.router.http.response_body import parse_response
 from baton.router.http.schema import (
     Ask,
@@ -43,6 +44,7 @@ _PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], Ask]] = {
     "completions": parse_completion,
     "chat": parse_chat,
     "responses": parse_response,
+    "messages": parse_message,
 }
 
 

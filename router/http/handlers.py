@@ -22,12 +22,14 @@ from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
+from baton.router.http.auth import authorization_of
 from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.body_process import Job, check_ids, parsed, rendered, unpacked
 from baton.router.http.connections import connection_of
 from baton.router.http.decoding import blaming
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.logprob_forms import ShownPrompt
+from baton.router.http.message_events import MessageEvents
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.model_format import ModelFormat
 from baton.router.http.request_log import GONE, RUNNING, Running
@@ -46,7 +48,7 @@ from baton.router.http.responses import (
     system_fingerprint,
 )
 from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint
-from baton.router.http.sse import SILENCE_S, EventStream
+from baton.router.http.sse import SILENCE_S, EventStream, TypedEvents
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.queue import check_num_logprobs
 from baton.router.reattach import Claim
@@ -64,7 +66,11 @@ _ID_PREFIXES: dict[Endpoint, str] = {
     "completions": "cmpl-",
     "chat": "chatcmpl-",
     "responses": "resp_",
+    "messages": "msg_",
 }
+
+# Their streams can be resumed.
+_CHUNKED: tuple[Endpoint, ...] = ("completions", "chat")
 
 log = logger("router")
 
@@ -81,7 +87,6 @@ class Work:
     request_id: str  # the client's own, or the answer's
     kept: ResumeState | None = None  # for a stream that the client can resume
     parsing: Parsing | None = None
-    typed: ResponseEvents | None = None  # for the endpoint of responses
 
 
 class Handlers:
@@ -108,10 +113,11 @@ class Handlers:
         # Held while a body with the log probabilities of prompts is made, which takes much memory.
         self._scoring = asyncio.Lock()
         self._large = LargeBodies(config.model.path, config.model.chat_template)
-        # Answer POST /v1/completions, POST /v1/chat/completions and POST /v1/responses.
+        # Answer a POST to /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages.
         self.completions = partial(self._serve, endpoint="completions")
         self.chat = partial(self._serve, endpoint="chat")
         self.responses = partial(self._serve, endpoint="responses")
+        self.messages = partial(self._serve, endpoint="messages")
 
     def close(self) -> None:
         self._large.close()
@@ -119,7 +125,7 @@ class Handlers:
     async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         place = None
-        if LAST_EVENT_ID in request.headers and endpoint != "responses":
+        if LAST_EVENT_ID in request.headers and endpoint in _CHUNKED:
             place = place_of(request.headers[LAST_EVENT_ID])
             # The form of the answer is known, so the body is not used.
             with self._bodies.room() as room:
@@ -153,7 +159,7 @@ class Handlers:
         if place.tail == "/d":
             return web.Response(status=204)  # this status ends the retries of an EventSource
         self._refuse_if_draining()
-        owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
+        owner = owner_of(authorization_of(request), wants_key=self._wants_key)
         claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
         forms: list[Form] = []
 
@@ -251,14 +257,11 @@ class Handlers:
         # it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
-        typed = None
-        if ask.endpoint == "responses":
-            typed = ResponseEvents(answer, ask.settings, is_streamed=ask.is_streamed)
-        is_plain = not ask.echo and ask.params.logprobs is None and typed is None
+        is_plain = not ask.echo and ask.params.logprobs is None and ask.endpoint in _CHUNKED
         if ask.is_streamed and len(prompts) == 1 and is_plain:
-            owner = owner_of(request.headers.get("Authorization", ""), wants_key=self._wants_key)
+            owner = owner_of(authorization_of(request), wants_key=self._wants_key)
             kept = kept_of(Form(answer, ask.kept_sampling, name, parsing), owner, ask.params.n)
-        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing, typed)
+        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing)
 
     async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
         """Return a prompt for the engine, which makes the checks that only it can make."""
@@ -280,10 +283,10 @@ class Handlers:
 
     async def _whole(self, work: Work, running: Running) -> web.Response:
         streams = running.streams
-        if work.typed is not None:
-            streams[0].send_to(self._counted(work.typed.take))
+        if (typed := _typed(work, streams)) is not None:
+            streams[0].send_to(self._counted(typed.take))
             await streams[0].ended()
-            body = work.typed.whole(streams[0].metrics)
+            body = typed.whole(streams[0].metrics)
             return self._finished(work, running, body)
         num_choices = work.params.n
         wholes = [Merged(num_choices) for _ in streams]
@@ -385,8 +388,8 @@ class Handlers:
         metrics = [stream.metrics for stream in streams]
         prompts = await self._prompts(work, streams)
         events = self._events(work.answer, work.params.n, prompts, metrics)
-        if work.typed is not None:
-            events.make_with(work.typed)
+        if (typed := _typed(work, streams)) is not None:
+            events.make_with(typed)
         if work.kept is not None:
             events.resume_at(ReaderPlace(work.answer.id, None))
         return events
@@ -467,6 +470,17 @@ def request_id_of(request: web.Request) -> str:
     given = request.headers.get("X-Request-Id", "")
     is_fit = given.isascii() and given.isprintable() and len(given) <= MAX_REQUEST_ID_CHARS
     return given if is_fit else ""
+
+
+def _typed(work: Work, streams: Sequence[RequestStream]) -> TypedEvents | None:
+    """Return what makes the answers of the endpoints that do not answer in chunks."""
+    answer, is_streamed = work.answer, work.ask.is_streamed
+    match work.ask.endpoint:
+        case "responses":
+            return ResponseEvents(answer, work.ask.settings, is_streamed=is_streamed)
+        case "messages":
+            return MessageEvents(answer, streams[0].metrics, is_streamed=is_streamed)
+    return None
 
 
 def _headers(work: Work, metrics: Sequence[RequestMetrics]) -> dict[str, str]:

@@ -5,6 +5,7 @@ from functools import cache
 import msgspec
 
 from baton.protocol import VERSION
+from baton.router.http.message_body import CountBody, MessageBody
 from baton.router.http.response_body import ResponseBody
 from baton.router.http.schema import ChatBody, CompletionBody
 from baton.router.http.tokens import DetokenizeBody, TokenizeBody
@@ -13,6 +14,8 @@ _POSTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts."),
     "/v1/chat/completions": (ChatBody, "Answer the last turn of a chat."),
     "/v1/responses": (ResponseBody, "Answer a list of items, in OpenAI's newer form."),
+    "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
     "/detokenize": (DetokenizeBody, "Return the text of token ids."),
 }

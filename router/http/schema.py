@@ -46,7 +46,7 @@ TokenIdList = Annotated[
 
 AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
-Endpoint = Literal["completions", "chat", "responses"]
+Endpoint = Literal["completions", "chat", "responses", "messages"]
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -182,7 +182,7 @@ class Chat(msgspec.Struct, frozen=True):
 _RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
 BodyPrompt = str | list[int] | Chat
 _PROMPTS: Mapping[Endpoint, str] = {
-    "completions": "prompt", "chat": "messages", "responses": "input",
+    "completions": "prompt", "chat": "messages", "responses": "input", "messages": "messages",
 }  # fmt: skip
 
 
@@ -257,7 +257,6 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     model has left.
     """
     body = decoded(_chat_decoder, data)
-    check(body)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
     messages = [plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages)]
@@ -274,6 +273,7 @@ def chat_ask(
 
     `limit_name` is the name that clients use for `max_completion_tokens`.
     """
+    check(body)
     generates = body.add_generation_prompt is not False
     tools = plain_tools(body.tools)
     use = tool_use_of(body.tools, body.tool_choice, body.parallel_tool_calls)

@@ -15,6 +15,7 @@ from baton.protocol.errors import BatonError
 from baton.router.http.connections import connection_of
 from baton.router.http.decoding import FORM_PARAM, blaming
 from baton.router.http.logprob_forms import ShownPrompt
+from baton.router.http.message_events import MessageEvents
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.response_events import ResponseEvents
 from baton.router.http.responses import (
@@ -39,6 +40,9 @@ _COMMENT = b": waiting\n"
 _DONE = b"[DONE]"
 
 
+TypedEvents = ResponseEvents | MessageEvents
+
+
 class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
@@ -61,7 +65,7 @@ class EventStream:
     ) -> None:
         """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
         self._answer = answer
-        self._typed: ResponseEvents | None = None
+        self._typed: TypedEvents | None = None
         self._ids = EventIds(answer.id)
         self._has_ids = False
         self._has_usage = False  # the client has it
@@ -92,7 +96,7 @@ class EventStream:
                     index, self._num_prompt_tokens[0], one.num_tokens
                 )
 
-    def make_with(self, typed: ResponseEvents) -> None:
+    def make_with(self, typed: TypedEvents) -> None:
         """Send the events that `typed` makes, which have no ids, in the place of chunks."""
         self._typed = typed
 

@@ -15,6 +15,7 @@ from baton.router.http.bodies import MIB, Bodies, body_limit
 from baton.router.http.body_process import check_ids, lora_of, rendered
 from baton.router.http.connections import connection_of
 from baton.router.http.decoding import blaming, decoded
+from baton.router.http.message_body import CountBody, ask_of, count_decoder
 from baton.router.http.schema import Chat
 from baton.router.http.turns import ToolList, Turn, plain_tools, plain_turn
 from baton.router.text_router import TextRouter
@@ -43,7 +44,7 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     model: str | None = None
 
 
-S = TypeVar("S", TokenizeBody, DetokenizeBody)
+S = TypeVar("S", TokenizeBody, DetokenizeBody, CountBody)
 
 _tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
 _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
@@ -88,6 +89,19 @@ class TokenEndpoints:
                 "token_strs": text.spellings(token_ids) if body.return_token_strs else None,
             }
         )
+
+    async def of_message(self, request: web.Request) -> web.Response:
+        """Answer POST /v1/messages/count_tokens."""
+        model = self._model()
+        body = await self._read(request, model, count_decoder)
+        (chat,) = ask_of(body, {}).prompts
+        assert isinstance(chat, Chat)
+        prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
+        with blaming({"prompt": "messages"}):
+            token_ids = await self._engine.get_tokenizer().encode(
+                prompt, add_special_tokens=False, max_tokens=model.max_model_len
+            )
+        return _json({"input_tokens": len(token_ids)})
 
     async def detokenize(self, request: web.Request) -> web.Response:
         model, text = self._model(), self._engine.get_tokenizer()

@@ -10,6 +10,7 @@ from baton.runtime.log import clip
 
 MAX_TOOLS = 1024
 Anything = msgspec.Raw | msgspec.UnsetType
+ToolName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,128}\Z")]
 
 
 class ContentPart(msgspec.Struct):
@@ -59,7 +60,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call."""
 
-    name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,128}\Z")]
+    name: ToolName
     description: str | None = None
     parameters: dict[str, object] | None = None  # a JSON schema of an object
     strict: bool | None = None

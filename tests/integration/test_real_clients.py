@@ -50,6 +50,29 @@ with openai.OpenAI(base_url=sys.argv[1] + "/v1", api_key="none", max_retries=0) 
     print(called.choices[0].message.tool_calls[0].function.name)
     print(client.responses.create(input={TEXT!r}, max_output_tokens=8, **asked).output_text)
 """
+ANTHROPIC = f"""
+import sys, anthropic
+
+says = [{{"role": "user", "content": {TEXT!r}}}]
+asked = {{"model": "tiny", "max_tokens": 100, "extra_body": {{"temperature": 0}}}}
+client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
+whole = client.messages.create(messages=says, **asked)
+with client.messages.stream(messages=says, **asked) as stream:
+    text = "".join(stream.text_stream)
+    final = stream.get_final_message()
+assert text == whole.content[0].text
+assert final.usage.output_tokens == whole.usage.output_tokens
+count = client.messages.count_tokens(model="tiny", messages=says).input_tokens
+print(text, whole.stop_reason, whole.usage.input_tokens == count)
+schema = {{"type": "object", "properties": {{"sunny": {{"type": "boolean"}}}}}}
+tools = [{{"name": "tell", "input_schema": schema}}]
+called = client.messages.create(messages=says, tools=tools, tool_choice={{"type": "any"}}, **asked)
+print(called.content[0].name, called.stop_reason)
+result = {{"type": "tool_result", "tool_use_id": called.content[0].id, "content": "done"}}
+says.append({{"role": "assistant", "content": called.content}})
+says.append({{"role": "user", "content": [result]}})
+client.messages.create(messages=says, tools=tools, **asked)
+"""
 # A reader of EventSource's kind sees every event of a stream, each with an id, and its end.
 EVENTS = f"""
 import json, sys, urllib.request, sseclient
@@ -185,6 +208,11 @@ def take_vllm_client(environment: Environment) -> None:
 TOOLS = {
     "openai": Tool(
         ("openai",), ("python", "-c", OPENAI, "{}"), prints("<class 'bool'>", "tell", "42.")
+    ),
+    "anthropic": Tool(
+        ("anthropic",),
+        ("python", "-c", ANTHROPIC, "{}"),
+        prints("42. end_turn True", "tell tool_use"),
     ),
     "sseclient": Tool(("sseclient-py",), ("python", "-c", EVENTS, "{}"), prints("42.")),
     "vllm bench serve's client": Tool(

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 RESPONSES, TOKENIZE, DETOKENIZE = "/v1/responses", "/tokenize", "/detokenize"
+MESSAGES = "/v1/messages"
 JSON = "application/json"
 
 
@@ -43,6 +44,7 @@ WHOLE = {
     COMPLETIONS: {"prompt": '"x"', "max_tokens": "4"},
     CHAT: {"messages": '[{"role":"user","content":"x"}]', "max_tokens": "4"},
     RESPONSES: {"input": '"x"', "max_output_tokens": "4"},
+    MESSAGES: {"messages": '[{"role":"user","content":"x"}]', "max_tokens": "4"},
     TOKENIZE: {"prompt": '"x"'},
     DETOKENIZE: {"tokens": "[5]"},
 }
@@ -153,6 +155,24 @@ OF_ONE = {
         "messages": "[]",
         "max_tokens": "4",
     },
+    MESSAGES: {
+        "model": '"none" 1 []',
+        "messages": 'null 1 {} [] [1] [{}] [{"role":"user"}] [{"role":"tool","content":"x"}] '
+        '[{"role":"assistant","content":"x"}] [{"role":"user","content":[{"type":"image"}]}] '
+        '[{"role":"user","content":[{"type":"tool_use","id":"a","name":"b","input":{}}]}] '
+        f'{several("1", 10_001)} [{{"role":"user","content":"{LONG}"}}] {LISTS}',
+        "system": '1 {} [1] [{"type":"image"}]',
+        "max_tokens": '0 -1 1.5 "4" null 1e999',
+        "stop_sequences": f'1 "x" [1] ["{LONG}"]',
+        "thinking": '1 "enabled" {"type":"cow"}',
+        "tools": '1 [1] [{}] [{"type":"bash_20250124","name":"bash"}] [{"name":"a\\nb",'
+        '"input_schema":{}}]',
+        "tool_choice": '1 "auto" {"type":"cow"} {"type":"tool","name":"f"}',
+        "output_config": '1 {"format":{"type":"json_schema"}} {"cow":1}',
+        "temperature": '-1 NaN "1"',
+        "mcp_servers": "[]",
+        "container": '"a"',
+    },
     TOKENIZE: {
         "model": '"none" 1 []',
         "prompt": r'1 [] ["x"] null {} "\ud800"',
@@ -174,7 +194,7 @@ OF_ONE = {
 
 def of_fields() -> Iterator[BadRequest]:
     endpoints = {path: {**OF_BOTH, **OF_ONE[path]} for path in (COMPLETIONS, CHAT)}
-    endpoints |= {path: OF_ONE[path] for path in (RESPONSES, TOKENIZE, DETOKENIZE)}
+    endpoints |= {path: OF_ONE[path] for path in (RESPONSES, MESSAGES, TOKENIZE, DETOKENIZE)}
     endpoints[CHAT]["logprobs"] = "1 [] {}"
     for path, fields in endpoints.items():
         for name, values in fields.items():

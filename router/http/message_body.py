@@ -1,0 +1,198 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, translated into a chat."""
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.errors import RequestError
+from baton.router.http.decoding import decoded
+from baton.router.http.schema import Ask, ChatBody, Int, JsonSchema, ResponseFormat, chat_ask
+from baton.router.http.turns import (
+    MAX_TOOLS,
+    Anything,
+    CalledFunction,
+    Function,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolChoice,
+    ToolName,
+    TurnCall,
+    plain_call,
+)
+
+Object = dict[str, object]
+# The names that the fields of a chat have here.
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+
+
+class Text(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class Thinking(msgspec.Struct, tag_field="type", tag="thinking"):
+    thinking: str
+
+
+class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    pass
+
+
+class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: Object
+
+
+class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
+    tool_use_id: str
+    content: str | list[Text] = ""
+
+
+class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Text | Thinking | RedactedThinking | ToolUse | ToolResult]
+
+
+class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
+    name: ToolName
+    input_schema: Object
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+    # These change nothing about an answer.
+    cache_control: Anything = msgspec.UNSET
+    eager_input_streaming: Anything = msgspec.UNSET
+    input_examples: Anything = msgspec.UNSET
+
+
+class Choice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"] = "auto"
+    name: str = ""
+    disable_parallel_tool_use: bool = False
+
+
+class ThinkingMode(msgspec.Struct):
+    type: Literal["enabled", "adaptive", "disabled"] = "disabled"
+
+
+class MessageFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
+    schema: Object
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    format: MessageFormat | None = None
+    effort: str | None = None  # changes nothing
+
+
+class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """The body of POST /v1/messages/count_tokens."""
+
+    model: str | None = None
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=10_000)]
+    system: str | list[Text] | None = None
+    tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Choice | None = None
+    thinking: ThinkingMode | None = None
+    output_config: OutputConfig | None = None
+    # These change nothing about an answer.
+    cache_control: Anything = msgspec.UNSET
+    context_management: Anything = msgspec.UNSET
+
+
+class MessageBody(CountBody, kw_only=True):
+    """The body of POST /v1/messages."""
+
+    max_tokens: Int
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Int | None = None
+    stop_sequences: list[str] | None = None
+    # These change nothing about an answer.
+    metadata: Object | None = None
+    service_tier: str | None = None
+
+
+_decoder = msgspec.json.Decoder(MessageBody)
+count_decoder = msgspec.json.Decoder(CountBody)
+
+
+def parse_message(data: bytes, defaults: Mapping[str, object]) -> Ask:
+    """Return the checked body as what a chat asks for. Raises `RequestError`.
+
+    `defaults` are the model's sampling parameters, for fields that the body leaves out.
+    """
+    body = decoded(_decoder, data)
+    given = {name: getattr(body, name) for name in ("stream", "temperature", "top_p", "top_k")}
+    more = {"stop": body.stop_sequences, "max_completion_tokens": body.max_tokens}
+    return ask_of(body, defaults, **given, **more)
+
+
+def ask_of(body: CountBody, defaults: Mapping[str, object], **settings: object) -> Ask:
+    """Return what a chat with the turns of `body` asks for. Raises `RequestError`."""
+    choice, thinking = body.tool_choice or Choice(), body.thinking
+    thinks = thinking is not None and thinking.type != "disabled"
+    chosen: dict[str, ToolChoice] = {"any": "required", "auto": "auto", "none": "none"}
+    form = body.output_config.format if body.output_config is not None else None
+    chat = ChatBody(
+        model=body.model,
+        messages=[],
+        tools=[
+            Tool("function", Function(one.name, one.description, one.input_schema, one.strict))
+            for one in body.tools or ()
+        ],
+        tool_choice=chosen.get(choice.type) or NamedTool("function", FunctionName(choice.name)),
+        parallel_tool_calls=not choice.disable_parallel_tool_use,
+        response_format=ResponseFormat("json_schema", JsonSchema(form.schema)) if form else None,
+        include_reasoning=thinks,
+        chat_template_kwargs={"enable_thinking": thinks} if thinking else None,
+        **settings,  # type: ignore[arg-type]
+    )
+    try:
+        ask = chat_ask(chat, _turns_of(body), defaults, limit_name="max_tokens")
+    except RequestError as error:
+        param = (error.param or "").replace(".function.parameters", ".input_schema")
+        error.param = _NAMES.get(param, param.replace(".function", "")) or None
+        raise
+    form_param = _NAMES.get(ask.form_param, ask.form_param)
+    return msgspec.structs.replace(ask, endpoint="messages", form_param=form_param)
+
+
+def _turns_of(body: CountBody) -> list[Object]:
+    turns: list[Object] = []
+    if body.system:
+        turns.append({"role": "system", "content": _joined(body.system)})
+    for index, turn in enumerate(body.messages):
+        blocks = [Text(turn.content)] if isinstance(turn.content, str) else turn.content
+        calls: list[Object] = []
+        for number, block in enumerate(blocks):
+            place = f"messages[{index}].content[{number}]"
+            is_answer = turn.role == "assistant"
+            if isinstance(block, ToolResult) and not is_answer:
+                text = _joined(block.content)
+                turns.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
+            elif isinstance(block, ToolUse) and is_answer:
+                call = TurnCall(CalledFunction(block.name, block.input), id=block.id)
+                calls.append(plain_call(place, call))
+            elif isinstance(block, ToolResult | ToolUse):
+                raise RequestError(f"this block does not belong to {turn.role}", param=place)
+        texts = [block for block in blocks if isinstance(block, Text)]
+        thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, Thinking))
+        plain: Object = {"role": turn.role, "content": _joined(texts)}
+        if thoughts:
+            plain["reasoning_content"] = plain["reasoning"] = thoughts
+        if calls:
+            plain["tool_calls"] = calls
+        if texts or turn.role == "assistant":
+            turns.append(plain)
+    if body.messages[-1].role == "assistant":
+        text = "messages must end with a turn of the user: baton does not go on with an answer"
+        raise RequestError(text, code="unsupported", param="messages")
+    return turns
+
+
+def _joined(content: str | list[Text]) -> str:
+    return content if isinstance(content, str) else "\n".join(block.text for block in content)
