@@ -64,14 +64,16 @@ assert text == whole.content[0].text
 assert final.usage.output_tokens == whole.usage.output_tokens
 count = client.messages.count_tokens(model="tiny", messages=says).input_tokens
 print(text, whole.stop_reason, whole.usage.input_tokens == count)
-schema = {{"type": "object", "properties": {{"sunny": {{"type": "boolean"}}}}}}
+schema = {{"properties": {{"sunny": {{"type": "boolean"}}}}, "required": ["sunny"]}}
+schema |= {{"type": "object", "additionalProperties": False}}
 tools = [{{"name": "tell", "input_schema": schema}}]
-called = client.messages.create(messages=says, tools=tools, tool_choice={{"type": "any"}}, **asked)
+choice = {{"type": "any", "disable_parallel_tool_use": True}}
+called = client.messages.create(messages=says, tools=tools, tool_choice=choice, **asked)
 print(called.content[0].name, called.stop_reason)
 result = {{"type": "tool_result", "tool_use_id": called.content[0].id, "content": "done"}}
 says.append({{"role": "assistant", "content": called.content}})
 says.append({{"role": "user", "content": [result]}})
-client.messages.create(messages=says, tools=tools, **asked)
+client.messages.create(messages=says, tools=tools, tool_choice={{"type": "none"}}, **asked)
 """
 # A reader of EventSource's kind sees every event of a stream, each with an id, and its end.
 EVENTS = f"""

@@ -82,6 +82,19 @@ async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench: HttpB
     assert [one["index"] for one in events] == sorted(one["index"] for one in events)
 
 
+def inside_call(stream: RequestStream) -> None:
+    stream.push(0, TEXT.encode_now(CALL[:-16]), "length")
+    stream.finish()
+
+
+@served(script=inside_call, chat_template=TEMPLATE)
+async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
+    for choice in ("auto", "any"):
+        whole: Any = (await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)).json
+        assert [block["type"] for block in whole["content"]] == ["text"]
+        assert whole["stop_reason"] == "max_tokens"
+
+
 @served(script=token_by_token, chat_template=TEMPLATE)
 async def test_thinking_is_shown_only_if_it_is_asked_for(bench: HttpBench) -> None:
     for thinking in (None, {"type": "disabled"}):
