@@ -54,7 +54,7 @@ ANTHROPIC = f"""
 import sys, anthropic
 
 says = [{{"role": "user", "content": {TEXT!r}}}]
-asked = {{"model": "tiny", "max_tokens": 100, "extra_body": {{"temperature": 0}}}}
+asked = {{"model": "tiny", "max_tokens": 200, "extra_body": {{"temperature": 0}}}}
 client = anthropic.Anthropic(base_url=sys.argv[1], api_key="none", max_retries=0)
 whole = client.messages.create(messages=says, **asked)
 with client.messages.stream(messages=says, **asked) as stream:
