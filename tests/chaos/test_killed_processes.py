@@ -7,11 +7,13 @@ import json
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
+from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle
@@ -101,8 +103,16 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
 
 def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> None:
     """More kills than a request has attempts, and no other decode node to go to."""
-    with Cluster(tmp_path, settings()) as cluster:
-        readers = [StreamReader(cluster, body(PROMPT, MANY_TOKENS)) for _ in range(2)]
+    model = model_folder("qwen3")
+    adapters = [f"mine={write_adapter(model)}"]
+    named = {"path": str(model), "served_model_name": "tiny", "lora_modules": adapters}
+    with Cluster(tmp_path, settings(model=named)) as cluster:
+        whole: Any = cluster.complete(**body(PROMPT, NUM_TOKENS) | {"model": "mine"})
+        of_adapter = whole["choices"][0]["token_ids"]
+        readers = [
+            StreamReader(cluster, body(PROMPT, MANY_TOKENS) | {"model": name})
+            for name in ("tiny", "mine")
+        ]
         for _ in range(RouterConfig().max_attempts + 1):
             for reader in readers:
                 reader.wait_for_more(2)
@@ -112,7 +122,10 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
             reader.wait_for_more(2)
     for reader in readers:
         reader.join()
-        assert reader.token_ids == expected(len(reader.token_ids))
+    plain, adapted = (reader.token_ids for reader in readers)
+    assert plain == expected(len(plain))
+    num_tokens = min(len(adapted), NUM_TOKENS)
+    assert adapted[:num_tokens] == of_adapter[:num_tokens] != expected(num_tokens)
 
 
 @pytest.mark.release

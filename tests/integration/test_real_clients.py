@@ -1,4 +1,4 @@
-"""The tools that people point at a server, installed from PyPI and judged by what they report.
+"""The tools that people use with a server, installed from PyPI and judged by what they report.
 
 Each runs in an environment of its own, which adds its packages to those of these tests. Of `vllm
 bench serve` only the client is run, from the file of vLLM's wheel: the rest needs gigabytes.
@@ -19,8 +19,10 @@ from pathlib import Path
 import pytest
 
 from baton.deploy.model_folder import CHECKPOINT
-from tests.support.checkpoints import tiny_cluster
+from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.compute import Text, compute_config, greedy, loaded, logits
+from tests.support.oracle import Oracle, count_ties, prompt
 
 pytestmark = [pytest.mark.release, pytest.mark.timeout(900)]
 
@@ -105,6 +107,19 @@ async def main():
             print(done.success, done.output_tokens, len(done.itl), done.error)
 
 asyncio.run(main())
+"""
+PEFT = """
+import sys, torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+torch.manual_seed(0)
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)
+wanted = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules="all-linear",
+                    lora_dropout=0.1, task_type="CAUSAL_LM", init_lora_weights=False)
+adapted = get_peft_model(model, wanted)
+adapted.save_pretrained("adapter")
+adapted.merge_and_unload().save_pretrained("merged")
 """
 TASK = """
 task: codes
@@ -268,3 +283,18 @@ def test_a_tool_reports_no_failed_request(name: str, cluster: Cluster, tmp_path:
     done = environment.run(*(word.replace("{}", cluster.url("")) for word in tool.words))
     assert done.returncode == 0, done.stdout + done.stderr
     tool.check(done.stdout, tmp_path)
+
+
+def test_an_adapter_that_peft_saved_says_what_peft_says(tmp_path: Path) -> None:
+    model, environment = model_folder("llama"), Environment(tmp_path)
+    environment.pip("install", "peft")
+    done = environment.run("python", "-c", PEFT, str(model))
+    assert done.returncode == 0, done.stdout + done.stderr
+    question = prompt(50)
+    expected = Oracle(tmp_path / "merged").greedy(question, 20)
+    assert expected.token_ids != Oracle(model).greedy(question, 20).token_ids
+    modules = (f"mine={tmp_path / 'adapter'}",)
+    with loaded(compute_config(model, dtype="float32", lora_modules=modules)) as runner:
+        text = Text("a", question, range(8), "mine")
+        logits(runner, text.chunk(0, len(question) - 1))
+        assert count_ties(expected, greedy(runner, text, 20)) == 0

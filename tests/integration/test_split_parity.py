@@ -12,10 +12,12 @@ import msgspec
 import pytest
 
 from baton.async_llm import AsyncLLM
+from baton.prompts import LoRARequest
 from baton.protocol.config import ClusterConfig
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
+from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import FAMILIES, model_folder, tiny_cluster
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
@@ -51,10 +53,13 @@ def settings(checkpoint: str | Path, *, verify: bool = False, **cache: bool) -> 
 
 
 async def greedy(
-    llm: AsyncLLM, token_ids: list[int], num_tokens: int = NUM_TOKENS
+    llm: AsyncLLM,
+    token_ids: list[int],
+    num_tokens: int = NUM_TOKENS,
+    adapter: LoRARequest | None = None,
 ) -> RequestOutput:
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
-    async for output in llm.generate(token_ids, params):
+    async for output in llm.generate(token_ids, params, lora_request=adapter):
         last = output
     assert last.finished
     return last
@@ -146,18 +151,24 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     family: str, prefill: int, decode: int, kv_heads: int, verify: bool, tmp_path: Path
 ) -> None:
     folder = model_folder(family, num_kv_heads=kv_heads)
+    adapter = write_adapter(folder)
     config = settings(folder, verify=verify, enable_prefix_caching=False)
+    model = msgspec.structs.replace(config.model, lora_modules=(f"mine={adapter}",))
+    config = msgspec.structs.replace(config, model=model)
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
     cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
-    lengths = LENGTHS if prefill == decode else LENGTHS[2:]
+    # The same prompts again with the adapter, beside those without.
+    lengths, models = LENGTHS[2:] * 2, [folder] * 3 + [merged(folder, adapter, 2.0)] * 3
 
     async def some(llm: AsyncLLM) -> list[RequestOutput]:
-        return await asyncio.gather(*(greedy(llm, prompt(n)) for n in lengths))
+        chosen = [None if model == folder else LoRARequest("mine") for model in models]
+        pairs = zip(lengths, chosen, strict=True)
+        return await asyncio.gather(*(greedy(llm, prompt(n), adapter=one) for n, one in pairs))
 
     outputs = cluster.run(some)
-    for length, output in zip(lengths, outputs, strict=True):
-        want = expected_of(folder, length)
-        count_ties(want, output.outputs[0].token_ids)
+    for length, of_model, output in zip(lengths, models, outputs, strict=True):
+        count_ties(expected_of(of_model, length), output.outputs[0].token_ids)
+    assert outputs[0].outputs[0].token_ids != outputs[3].outputs[0].token_ids
     assert cluster.prompt_tokens_computed("decode-0") == 0
     # Every rank of decode gets its heads once, also those that another rank gets too.
     num_bytes = sum(-(-n // BLOCK) for n in lengths) * cluster.block_bytes
