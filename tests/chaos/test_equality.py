@@ -29,6 +29,13 @@ FEATURES: dict[str, dict[str, object]] = {
     "bias": {"logit_bias": {"50": 4.0, "60": -100, "77": 2.0}},
     "logprobs": {"logprobs": 5},
     "adapter": {"model": "one"},
+    "several": {
+        "model": "two",
+        "structured_outputs": {"regex": "[a-z ]{200,280}"},
+        "ignore_eos": False,
+        "presence_penalty": 0.5,
+        "logit_bias": {"50": 4.0},
+    },
 }
 WAYS: dict[str, dict[str, Any]] = {
     "aggregated": {"prefill": 0, "router": {"local_prefill": "always"}},
