@@ -396,7 +396,7 @@ class DecodeScheduler:
             position = sequence.num_computed_tokens
             stream = Stream(
                 sequence, prompt.key, prompt.origin, position, limit, now_s, times,
-                prompt.message.kept,
+                prompt.message.kept, prompt.left_by,
             )  # fmt: skip
             first = firsts[sequence.key.choice - prompt.key.choice]
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)

@@ -167,6 +167,23 @@ def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:
     assert drive.pool.num_free == 64
 
 
+def test_a_router_that_was_away_ends_what_landed_meanwhile() -> None:
+    """It moved the request on, and its cancel comes when it meets the node again."""
+    drive = decode_drive(limits=LIMITS)
+    drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 200)))
+    drive.scheduler.on_report(0.0, offered("r", len(PROMPT), 2))
+    drive.launch()
+    drive.scheduler.forget(OLD)
+    first = FirstToken(continuation(PROMPT, 200)[0])
+    drive.scheduler.on_report(0.0, KVReceived(key("r"), (first,), 0, 0.0, 0.0))
+    assert drive.scheduler.load().num_running == 1
+    drive.scheduler.cancel(NEW, (key("r"),))
+    assert drive.scheduler.load().num_running == 1
+    drive.scheduler.cancel(OLD, (key("r"),))
+    assert drive.scheduler.load().num_running == 0
+    assert drive.pool.num_free == 64
+
+
 def test_a_prompt_that_a_cancel_ends_can_be_begun_again() -> None:
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20)))
