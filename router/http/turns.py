@@ -168,11 +168,14 @@ def plain_tools(tools: list[Tool] | None) -> list[dict[str, object]] | None:
 def tool_use_of(
     tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """Return which tools a response may call. Raises `RequestError` for a choice without them."""
+    """Return which tools a response may call. Raises `RequestError` for a choice without them.
+
+    A tool that is named is called once.
+    """
     functions = tuple(tool.function for tool in tools or ())
     is_required = choice == "required"
     if isinstance(choice, NamedTool):
-        is_required, name = True, choice.function.name
+        is_required, parallel, name = True, False, choice.function.name
         functions = tuple(function for function in functions if function.name == name)
         if not functions:
             text = f"tools has no function {clip(name)!r}"

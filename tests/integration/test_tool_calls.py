@@ -37,7 +37,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster: Cluster, choice: Any) -> None:
     asked: Any = {
         "model": "", "messages": [{"role": "user", "content": "the weather?"}], "tools": TOOLS,
-        "tool_choice": choice, "parallel_tool_calls": False, "max_tokens": 150, "seed": 4,
+        "tool_choice": choice, "parallel_tool_calls": choice != "required", "max_tokens": 150,
+        "seed": 4,
     }  # fmt: skip
     with openai.OpenAI(base_url=cluster.url("/v1"), api_key="none", max_retries=0) as client:
         whole = client.chat.completions.create(**asked).choices[0]
