@@ -29,6 +29,7 @@ def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event
     return events
 
 
+@pytest.mark.release
 def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
     """A pool for which there is no room."""
     plan = SplitPlan(

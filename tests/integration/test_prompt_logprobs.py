@@ -86,6 +86,7 @@ def test_they_are_the_same_split_aggregated_cached_in_chunks_and_beside_others(
     check(found[0], expected)
 
 
+@pytest.mark.release
 def test_ranks_give_them_too(tmp_path: Path, expected: list[torch.Tensor]) -> None:
     ranks: dict[Role, int] = {"prefill": 2, "decode": 2}
     split = NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(scores)

@@ -5,6 +5,7 @@ It ends with Ctrl-C, against processes that do not answer, and at once, but not 
 
 import http.client
 import json
+import random
 import re
 import shlex
 import signal
@@ -135,12 +136,22 @@ def test_with_log_json_it_prints_nothing_else_and_a_second_signal_ends_it_at_onc
         assert serve.all_gone()
 
 
+def third_of_free_ports() -> socket.socket:
+    """A listener above two ports that are free, where no system gives out ports by itself."""
+    for last in random.sample(range(20_002, 30_000), 100):
+        with ExitStack() as stack, suppress(OSError):
+            for port in (last - 2, last - 1):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return socket.create_server(("127.0.0.1", last))
+    raise AssertionError("no three neighbouring ports are free")
+
+
 def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_ended_by_force(
     tmp_path: Path,
 ) -> None:
     """The router serves on the same port, and the others serve without the node that cannot."""
     with ExitStack() as stack:
-        taken = stack.enter_context(socket.create_server(("127.0.0.1", 0)))  # decode-1 needs it
+        taken = stack.enter_context(third_of_free_ports())  # decode-1 needs it
         http = f"node.http=127.0.0.1:{taken.getsockname()[1] - 2}"
         serve = stack.enter_context(serving(tmp_path, "--decode", "2", "--set", http))
         url = serve.wait_for(r"http://\S+(?=/v1)")

@@ -126,6 +126,7 @@ def test_every_form_is_kept_and_equal_split_and_aggregated(
         assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
 
 
+@pytest.mark.release
 def test_ranks_of_a_node_agree_on_every_form(tmp_path: Path) -> None:
     ranks: dict[Role, int] = {"prefill": 1, "decode": 2}
     check_all(NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms))
