@@ -32,7 +32,8 @@ KEY_START = "sk-baton-"
 _LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
 _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
-    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "Authorization, Content-Type, Last-Event-ID, X-Request-Id",
+    # The clients of OpenAI and Anthropic send many of their own; a star leaves out Authorization.
+    hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "*, Authorization",
     hdrs.ACCESS_CONTROL_MAX_AGE: "600",
 }
 _READABLE = "X-Request-Id, Retry-After, retry-after-ms"

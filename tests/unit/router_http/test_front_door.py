@@ -125,6 +125,10 @@ def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
     @served(script=hello, config=ClusterConfig(router=router))
     async def check(bench: HttpBench) -> None:
         assert await seen_by_page(bench, "OPTIONS", PAGE) == (204, PAGE)
+        asks = {"Origin": PAGE, "Access-Control-Request-Method": "POST"}
+        async with bench.session.options("/v1/messages", headers=asks) as reply:
+            # Clients send x-api-key, x-stainless-os and more.
+            assert reply.headers["Access-Control-Allow-Headers"] == "*, Authorization"
         status = 401 if keys else 200
         assert await seen_by_page(bench, "POST", PAGE) == (status, PAGE)
         assert (await seen_by_page(bench, "POST", STRANGER))[1] == stranger
