@@ -1,9 +1,9 @@
 """How config.json says that the weights of linear layers are quantized: to integers or FP8.
 
 Weights are multiplied by their scales when they are loaded, so products take the type of the other
-tensors, and activations are not quantized, which is more exact than what such a folder asks for.
-A CPU that multiplies int8 numbers by themselves does so where the folder wants both in int8.
-It never imports torch.
+tensors. Activations, keys and values are not quantized, which is more exact than what such a folder
+asks for. A CPU that multiplies int8 numbers by themselves does so where the folder wants both in int8. It never
+imports torch.
 """
 
 from pathlib import Path
@@ -21,9 +21,9 @@ _HARMLESS = frozenset({
     "activation_scheme", "backend", "batch_size", "bits", "cache_block_size", "checkpoint_format",
     "config_groups", "damp_percent", "dataset", "dequantize", "desc_act", "exllama_config", "fmt",
     "format", "fuse_max_seq_len", "global_compression_ratio", "group_size", "ignore",
-    "ignored_layers", "is_marlin_format", "max_input_length", "meta", "model_file_base_name",
-    "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize", "modules_to_not_convert",
-    "pad_token_id", "producer", "quant_algo", "quant_method", "quantization_status", "scale_fmt",
+    "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
+    "model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize",
+    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "quant_algo", "quant_method", "quantization_status", "scale_fmt",
     "sparsity_config", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
     "use_exllama", "version", "weight_block_size", "zero_point",
 })  # fmt: skip
@@ -43,6 +43,7 @@ class Quantization(msgspec.Struct, frozen=True):
     # Each row of inputs is rounded to int8, too, where a device multiplies such integers.
     rounds_inputs: bool = False
     packing: Packing | None = None  # of tensors that take the place of the weight
+    has_kv_scales: bool = False  # of keys and values, which are not needed
 
     def scale_of(self, name: str) -> str:
         return name.removesuffix("weight") + self.scale_suffix
@@ -61,7 +62,7 @@ class Quantization(msgspec.Struct, frozen=True):
 class _Weights(msgspec.Struct):
     num_bits: int
     type: str
-    strategy: str
+    strategy: str = "tensor"
     symmetric: bool = True
     dynamic: bool = False
     block_structure: tuple[Side, Side] | None = None
@@ -108,8 +109,11 @@ class _Config(msgspec.Struct):
     group_size: int = 128
     version: str = "gemm"
     zero_point: bool = True
-    checkpoint_format: str = "gptq"
+    checkpoint_format: str = ""
     is_marlin_format: bool = False
+    pack_dtype: str = "int32"
+    # Of compressed-tensors and ModelOpt.
+    kv_cache_scheme: dict[str, object] | None = None
 
 
 def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
@@ -128,7 +132,12 @@ def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
     for field, value in raw.items():
         if value and field not in _HARMLESS:
             raise ConfigError(f"{where}: {field} is not supported")
-    match method:
+    has_kv_scales = given.kv_cache_scheme is not None
+    return msgspec.structs.replace(_of_weights(where, given), has_kv_scales=has_kv_scales)
+
+
+def _of_weights(where: str, given: _Config) -> Quantization:
+    match given.quant_method:
         case "fp8" if given.weight_block_size is not None:
             return Quantization("F8_E4M3", "weight_scale_inv", "block", given.weight_block_size)
         case "modelopt" if given.quant_algo != "FP8":
@@ -151,12 +160,20 @@ def _grouped(where: str, given: _Config) -> Quantization:
         raise ConfigError(f"{where}: group_size {given.group_size} is neither -1 nor above 0")
     if is_awq and (given.version.lower() != "gemm" or not given.zero_point):
         raise ConfigError(f"{where}: only version gemm of awq with zero_point is supported")
-    if not is_awq and (given.is_marlin_format or given.checkpoint_format not in _GPTQ_OFFSETS):
-        raise ConfigError(f"{where}: only checkpoint_format {' or '.join(_GPTQ_OFFSETS)} is known")
-    offset = 0 if is_awq else _GPTQ_OFFSETS[given.checkpoint_format]
+    offset = 0 if is_awq else _gptq_offset(where, given)
     group_size = max(0, given.group_size)
     packing = Packing("awq" if is_awq else "gptq", given.bits, group_size, zero_offset=offset)
     return Quantization("I32", packing.scales, "group", packing=packing)
+
+
+def _gptq_offset(where: str, given: _Config) -> int:
+    """Return how much smaller zero points are stored than they are."""
+    formats = {given.checkpoint_format, given.format} - {""} or {"gptq"}
+    if given.is_marlin_format or len(formats) > 1 or not formats <= _GPTQ_OFFSETS.keys():
+        raise ConfigError(f"{where}: only checkpoint_format {' or '.join(_GPTQ_OFFSETS)} is known")
+    if given.pack_dtype != "int32":
+        raise ConfigError(f"{where}: pack_dtype {given.pack_dtype!r} is not supported, only int32")
+    return _GPTQ_OFFSETS[formats.pop()]
 
 
 def _compressed(where: str, given: _Config) -> Quantization:

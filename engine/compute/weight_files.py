@@ -29,6 +29,7 @@ STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
+_KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
 _CHUNK_BYTES = 1 << 24
 
 Shape = tuple[int, ...]
@@ -216,11 +217,22 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
     if how is not None and how.packing is not None:
         _check_packed(how.packing, stored, expected)
     for name in sorted(stored.keys() - expected.keys() - scales):
-        if not _DERIVABLE.fullmatch(name):
+        if not (_DERIVABLE.fullmatch(name) or _is_unneeded(how, name, stored)):
             raise ConfigError(
                 f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "
                 "it the model would compute something else"
             )
+
+
+def _is_unneeded(quantization: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:
+    """Return whether a tensor belongs to what is not quantized here, or adds nothing."""
+    if quantization is None:
+        return False
+    if quantization.packing is not None and name.endswith(".bias"):
+        # Some tools write biases for all layers that they pack.
+        is_packed = name.removesuffix("bias") + quantization.packing.first in stored
+        return is_packed and not _numbers_of(stored[name]).any()
+    return quantization.has_kv_scales and _KV_SCALE.fullmatch(name) is not None
 
 
 def _check_scales(
@@ -291,7 +303,7 @@ def _is_linear(name: str, shape: Shape) -> bool:
 
 
 def _numbers_of(stored: Stored) -> NDArray[np.float32]:
-    """Return the numbers of a small tensor. Raises `ConfigError` for another type."""
+    """Return the numbers of a small tensor. Raises `ConfigError` for a type that scales lack."""
     first, last = stored.entry.data_offsets
     with stored.file.open("rb") as stream:
         stream.seek(first)

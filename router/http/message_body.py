@@ -28,32 +28,35 @@ Object = dict[str, object]
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
-class Text(msgspec.Struct, tag_field="type", tag="text"):
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
-class Thinking(msgspec.Struct, tag_field="type", tag="thinking"):
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
     thinking: str
 
 
-class RedactedThinking(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
     pass
 
 
-class ToolUse(msgspec.Struct, tag_field="type", tag="tool_use"):
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
     id: str
     name: str
     input: Object
 
 
-class ToolResult(msgspec.Struct, tag_field="type", tag="tool_result"):
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
     tool_use_id: str
-    content: str | list[Text] = ""
+    content: str | list[TextBlock] = ""
+
+
+Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
 
 
 class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["user", "assistant", "system"]
-    content: str | list[Text | Thinking | RedactedThinking | ToolUse | ToolResult]
+    content: str | list[Block]
 
 
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
@@ -92,7 +95,7 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=10_000)]
-    system: str | list[Text] | None = None
+    system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingMode | None = None
@@ -148,7 +151,7 @@ def ask_of(body: CountBody, defaults: Mapping[str, object], **settings: object) 
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=ResponseFormat("json_schema", JsonSchema(form.schema)) if form else None,
         include_reasoning=thinks,
-        chat_template_kwargs={"enable_thinking": thinks} if thinking else None,
+        chat_template_kwargs={"enable_thinking": thinks},
         **settings,  # type: ignore[arg-type]
     )
     try:
@@ -166,21 +169,21 @@ def _turns_of(body: CountBody) -> list[Object]:
     if body.system:
         turns.append({"role": "system", "content": _joined(body.system)})
     for index, turn in enumerate(body.messages):
-        blocks = [Text(turn.content)] if isinstance(turn.content, str) else turn.content
+        blocks = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
         calls: list[Object] = []
         for number, block in enumerate(blocks):
             place = f"messages[{index}].content[{number}]"
             is_answer = turn.role == "assistant"
-            if isinstance(block, ToolResult) and not is_answer:
+            if isinstance(block, ToolResultBlock) and not is_answer:
                 text = _joined(block.content)
                 turns.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
-            elif isinstance(block, ToolUse) and is_answer:
+            elif isinstance(block, ToolUseBlock) and is_answer:
                 call = TurnCall(CalledFunction(block.name, block.input), id=block.id)
                 calls.append(plain_call(place, call))
-            elif isinstance(block, ToolResult | ToolUse):
+            elif isinstance(block, ToolResultBlock | ToolUseBlock):
                 raise RequestError(f"this block does not belong to {turn.role}", param=place)
-        texts = [block for block in blocks if isinstance(block, Text)]
-        thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, Thinking))
+        texts = [block for block in blocks if isinstance(block, TextBlock)]
+        thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
         plain: Object = {"role": turn.role, "content": _joined(texts)}
         if thoughts:
             plain["reasoning_content"] = plain["reasoning"] = thoughts
@@ -194,5 +197,5 @@ def _turns_of(body: CountBody) -> list[Object]:
     return turns
 
 
-def _joined(content: str | list[Text]) -> str:
+def _joined(content: str | list[TextBlock]) -> str:
     return content if isinstance(content, str) else "\n".join(block.text for block in content)

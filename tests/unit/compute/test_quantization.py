@@ -29,6 +29,17 @@ from tests.support.packed import AWQ, FORMATS, GPTQ, packed
 from tests.support.quantized import CONFIGS, FINE_GRAINED, change_config, compressed, quantized
 from tests.support.thread_ranks import on_all, thread_ranks
 
+# As ModelOpt writes it, with groups that name no strategy.
+MODELOPT: dict[str, object] = {
+    "quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"},
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "targets": ["Linear"],
+    }},
+}  # fmt: skip
+LAYERS_KV = [(number, one) for number in range(2) for one in "kv"]
 TOKENS = random_tokens(40, vocab=60)
 GROUPS = "model.layers.1.mlp.up_proj.g_idx"
 SCALES = "model.layers.1.mlp.up_proj.weight_scale"
@@ -36,6 +47,11 @@ SCALES = "model.layers.1.mlp.up_proj.weight_scale"
 
 def model() -> Path:
     return model_folder("qwen3", num_layers=2)
+
+
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
 
 
 def computed(folder: Path, ranks: SharedMemoryRanks | None = None) -> torch.Tensor:
@@ -108,6 +124,43 @@ def test_packed_weights_have_the_bits_of_their_numbers(name: str) -> None:
             )
 
 
+@pytest.mark.parametrize("names", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_scales_of_keys_and_values_are_not_needed(names: str) -> None:
+    """Blocks keep the type of activations."""
+    ours, plain = quantized(model(), "fp8 by tensor")
+    scales = {f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5) for n, one in LAYERS_KV}
+    add_tensors(ours, scales)
+    change_config(ours, quantization_config=MODELOPT | {"kv_cache_scheme": {"num_bits": 8}})
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    assert torch.equal(computed(ours), computed(plain))
+    change_config(ours, quantization_config=MODELOPT)
+    with pytest.raises(ConfigError, match="nothing in config.json calls for tensor .*k_scale"):
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+
+
+def test_biases_of_zero_beside_packed_weights_add_nothing() -> None:
+    """AutoGPTQ wrote them for layers that have none."""
+    ours, plain = packed(model(), "gptq")
+    bias = torch.zeros(128, dtype=torch.float16)
+    add_tensors(ours, {"model.layers.0.self_attn.o_proj.bias": bias})
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    assert torch.equal(computed(ours), computed(plain))
+    bias[3] = 0.5
+    add_tensors(ours, {"model.layers.0.self_attn.o_proj.bias": bias})
+    with pytest.raises(ConfigError, match="nothing in config.json calls for tensor .*o_proj.bias"):
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "names", [{"pack_dtype": "int32"}, {"checkpoint_format": None, "format": "gptq"}]
+)
+def test_gptq_names_its_format_in_several_ways(names: dict[str, str | None]) -> None:
+    ours, plain = packed(model(), "gptq")
+    config = {name: value for name, value in (GPTQ | names).items() if value is not None}
+    change_config(ours, quantization_config=config | {"sym": False})
+    assert torch.equal(computed(ours), computed(plain))
+
+
 @pytest.mark.parametrize("layers", [".self_attn.", "_proj."])
 def test_scales_of_inputs_are_not_needed(layers: str) -> None:
     """As in folders of ModelOpt and AutoFP8; activations are not quantized."""
@@ -118,7 +171,7 @@ def test_scales_of_inputs_are_not_needed(layers: str) -> None:
     save_file(tensors, ours / "model.safetensors", {"format": "pt"})
     expected = computed(plain)
     for config in (
-        {"quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"}},
+        MODELOPT,
         {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
     ):
         change_config(ours, quantization_config=config)
@@ -142,6 +195,8 @@ def test_an_adapter_adds_to_quantized_weights() -> None:
         ({"quant_method": "bitsandbytes"}, "quantized by bitsandbytes"),
         (GPTQ | {"bits": 3}, "gptq of 3 bits"),
         (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2"),
+        (GPTQ | {"format": "gptq_v2"}, "checkpoint_format gptq or gptq_v2"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
         (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
         (GPTQ | {"lm_head": True}, "lm_head"),
         (GPTQ | {"group_size": 0}, "group_size 0"),
@@ -160,7 +215,6 @@ def test_an_adapter_adds_to_quantized_weights() -> None:
             "actorder 'group'",
         ),
         (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
-        (compressed("int", "channel") | {"kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme"),
         (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
         (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
     ],

@@ -98,7 +98,11 @@ async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
 @served(script=token_by_token, chat_template=TEMPLATE)
 async def test_thinking_is_shown_only_if_it_is_asked_for(bench: HttpBench) -> None:
     for thinking in (None, {"type": "disabled"}):
-        whole: Any = (await bench.post({**BODY, "thinking": thinking}, PATH)).json
+        body = {**BODY, "thinking": thinking}
+        (chat,) = parse_message(json.dumps(body).encode(), {}).prompts
+        assert isinstance(chat, Chat)
+        assert chat.options == {"enable_thinking": False}
+        whole: Any = (await bench.post(body, PATH)).json
         assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
 
 
