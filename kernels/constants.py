@@ -49,6 +49,9 @@ LN_2_HIGH, LN_2_LOW = 0.693359375, -2.12194440e-4
 ROOT_HALF = 0x3F3504F3  # the bits of sqrt(1/2)
 TINY = 2.0**-126  # a smaller weight is never drawn
 
+# A word of `token_counts`: bit 0, the count, and 1 plus the index of a bias.
+MAX_COUNT, BIAS_SHIFT, BIAS_MASK = (1 << 20) - 1, 21, (1 << 11) - 1
+
 
 def padded(head_dim: int) -> int:
     """Return the length of a head's row in whole registers, in fp32 and in bf16."""

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, MAX_COUNT
+
 
 def paged_decode_attention(
     q: Tensor,  # [batch, num_heads, head_dim]
@@ -184,3 +186,24 @@ def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[positions.long()].float()[:, None].chunk(2, dim=-1)  # [tokens, 1, dim / 2]
     low, high = x.chunk(2, dim=-1)
     return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+
+
+def penalize_counted(
+    logits: Tensor, words: Tensor, factors: Tensor, biases: Tensor, counted: Tensor,
+    token_ids: Tensor,
+) -> None:  # fmt: skip
+    """Do what `token_counts.penalize_counted` does, with shapes that no value changes."""
+    tokens = torch.arange(words.shape[1], device=words.device)
+    has_row, rows = counted[:, :1] >= 0, counted[:, 0].clamp(min=0).long()
+    is_new = has_row & (counted[:, 1:] > 0) & (tokens == token_ids[:, None])
+    is_new &= ((words[rows] >> 1) & MAX_COUNT) < MAX_COUNT
+    words.index_add_(0, rows, 2 * is_new.to(torch.int32))
+    own = torch.where(has_row, words[rows], 0)
+    count, places = (own >> 1) & MAX_COUNT, ((own >> BIAS_SHIFT) & BIAS_MASK).long()
+    presence, frequency, repetition = factors[rows, :, None].unbind(1)
+    added = biases[rows].gather(1, (places - 1).clamp(min=0))
+    x = logits.double() + torch.where(places > 0, added, 0.0)
+    is_seen = (own & ((1 << BIAS_SHIFT) - 1)) > 0
+    x = torch.where(is_seen, torch.where(x > 0, x / repetition, x * repetition), x)
+    x -= torch.where(count > 0, frequency * count + presence, 0.0)
+    logits.copy_(x)

@@ -25,6 +25,7 @@ OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128
 SEED_BITS = 63
 MAX_BIAS = 100.0
+MAX_BIASES = 1024
 MAX_LOGPROBS = 20
 MAX_PROMPT_LOGPROBS = 1 << 19  # of a request's prompts together, those of likeliest tokens included
 
@@ -46,7 +47,7 @@ class Penalties(msgspec.Struct, frozen=True, omit_defaults=True):
     presence: float = 0.0
     frequency: float = 0.0
     repetition: float = 1.0
-    bias: tuple[tuple[Count, float], ...] = ()  # by token id
+    bias: Annotated[tuple[tuple[Count, float], ...], Meta(max_length=MAX_BIASES)] = ()  # by id
 
 
 class Scope(msgspec.Struct, frozen=True):
@@ -98,8 +99,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def depends_on_output(self) -> bool:
         """Return whether the next token's distribution is not a function of its logits alone."""
-        has_rules = self.grammar or self.allowed_token_ids or self.bad_words
-        return bool(has_rules) or self.penalties is not None
+        return self.has_mask or self.penalties is not None
+
+    @property
+    def has_mask(self) -> bool:
+        """Return whether some tokens may not come."""
+        return bool(self.grammar or self.allowed_token_ids or self.bad_words)
 
     @property
     def needs_prompt(self) -> bool:
@@ -289,6 +294,8 @@ def _biases(value: object) -> dict[int, float]:
         biases = {int(key): _number("logit_bias", bias) for key, bias in value.items()}
     except (TypeError, ValueError) as error:
         raise _wrong("logit_bias", "a mapping of token ids to numbers", value) from error
+    if len(biases) > MAX_BIASES:
+        raise RequestError(f"logit_bias takes at most {MAX_BIASES} tokens", param="logit_bias")
     if any(not 0 <= token_id <= MAX_COUNT for token_id in biases):
         raise RequestError("the token ids of logit_bias must be at least 0", param="logit_bias")
     if any(not -MAX_BIAS <= bias <= MAX_BIAS for bias in biases.values()):

@@ -16,7 +16,7 @@ from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.sampling import Sampling
+from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.host import num_gpus
 
 GIB = 1 << 30
@@ -220,11 +220,11 @@ def warm_up(runner: Runner) -> None:
     stores go to block 0, which has no owner yet and whose first owner stores before it reads.
     """
     key = Key(RequestId("warm-up"))
-    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9)
+    sampling = Sampling(seed=0, max_tokens=1, top_p=0.9, penalties=Penalties(presence=1.0))
     num_blocks = max(1, runner.backend.table_blocks)
     longest = (num_blocks - 1) * runner.cache.pool.shape[4]
     for start, length, width in ((0, 2, 1), (1, 1, 1), (longest, 1, num_blocks)):
-        part = Slice(key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2)
+        part = Slice(key, start, length, (0,) * length, (0,) * width, (0,), sampling, 2, past=())
         runner.execute(StepPlan(start, (part,)))
 
 

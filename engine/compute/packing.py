@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 
 from baton.engine.compute.attention import AdaptedRows, Batch, Chunk, Tables
+from baton.engine.compute.device_counts import NO_ROW, DeviceCounts, NewRows
 from baton.engine.compute.device_tables import IDLE_ROW, DeviceTables
 from baton.engine.compute.penalties import CountedTokens, packed
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
@@ -26,7 +27,7 @@ from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Key
-from baton.protocol.sampling import Sampling
+from baton.protocol.sampling import MAX_BIASES, Sampling
 
 # The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
 # step is unsettled (two steps at most), so no plan needs older ones.
@@ -76,6 +77,10 @@ class StepInputs:
     changes: tuple[ArrayPlace, ArrayPlace] | None = None
     masks: tuple[ArrayPlace, ArrayPlace] | None = None  # samples that have one, and the masks
     penalties: tuple[ArrayPlace, ArrayPlace] | None = None  # as `penalties.packed` returns them
+    # Where the device counts tokens: the row of each sample and whether its token is counted, and
+    # the fields of `NewRows`.
+    counted: ArrayPlace | None = None
+    new_rows: tuple[ArrayPlace, ...] = ()
     # Rows whose next token's log probability is wanted, and these tokens.
     targets: tuple[ArrayPlace, ArrayPlace] | None = None
     # Of the adapted tokens, and of those among `rows` and before `targets`.
@@ -85,11 +90,17 @@ class StepInputs:
         for places in self.adapted:
             yield places and AdaptedRows(*(place.of(self.words) for place in places))
 
-    def sampled(self) -> SamplingTensors:
+    def sampled(self, token_ids: Tensor) -> SamplingTensors:
+        """Return what a sampler takes. `token_ids` are those of the batch."""
         ints, reals, held_back = (place.of(self.words) for place in self.samples)
         tensors = SamplingTensors(ints, reals, held_back)
         if self.penalties is not None:
             tensors = replace(tensors, penalties=[place.of(self.words) for place in self.penalties])
+        if self.counted is not None:
+            last_ids = token_ids[self.rows.of(self.words)]
+            if self.repeats is not None:
+                last_ids = last_ids[self.repeats.of(self.words)]
+            tensors = replace(tensors, counted=[self.counted.of(self.words), last_ids])
         if self.masks is not None:
             masked, masks = (place.of(self.words) for place in self.masks)
             tensors = replace(tensors, masked=masked, masks=masks)
@@ -141,6 +152,8 @@ class _Lists:
     has_unknown_tokens: bool = False
     masks: dict[int, Words] = field(default_factory=dict)  # by sample
     counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
+    rows_of_counts: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by sample
+    new_rows: NewRows = field(default_factory=NewRows)
     unsampled: dict[int, str] = field(default_factory=dict)
     scored: dict[int, list[int]] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # the rows before `targets`
@@ -181,6 +194,7 @@ class Packer:
         allocate: Callable[[int], Tensor],
         masks: TokenMasks | None = None,
         sampled_at: Callable[[int], int] | None = None,
+        counts: DeviceCounts | None = None,
     ) -> None:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
         self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
@@ -190,19 +204,21 @@ class Packer:
         self._tables = tables
         self._allocate = allocate
         self._sampled = _SampledPlaces()
-        self._masks = masks
+        self._masks, self._counts = masks, counts
         self._sampled_at = sampled_at
 
     def pack(self, plan: StepPlan) -> PackedStep:
         lists, chunks = _Lists(), []
         if self._masks is not None:
             self._masks.begin_step()
+        if self._counts is not None:
+            self._counts.begin_step(plan.slices)
         for index, part in enumerate(plan.slices):
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
             self._add_tokens(lists, part)
-            if self._masks is not None:
+            if not self._is_only_counted(lists, part) and self._masks is not None:
                 self._add_mask(lists, index, part, self._masks)
             self._add_samples(lists, part)
         if any(part.lora for part in plan.slices):
@@ -236,7 +252,7 @@ class Packer:
     ) -> PackedStep:
         held_back += [()] * (bucket - len(lists.ids))
         lists.pad(bucket)
-        inputs = self._laid(lists, held_back, BUCKET_HELD_BACK)
+        inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
         return PackedStep(plan, inputs, (), bucket, None, True, bucket, lists.unsampled)
 
     def _bucket(self, slices: Sequence[Slice], held_back: Sequence[tuple[int, ...]]) -> int:
@@ -266,6 +282,17 @@ class Packer:
         lists.positions += own.tolist()
         lists.slots += (blocks * size + own % size).tolist()
 
+    def _is_only_counted(self, lists: _Lists, part: Slice) -> bool:
+        """Add the row of a slice where the device counts, before `_add_samples`.
+
+        Return whether nothing but penalties decides what may come.
+        """
+        if self._counts is None or not (counted := self._counts.follow(part, lists.new_rows)):
+            return False
+        for sample in range(len(lists.samples), len(lists.samples) + len(part.samples)):
+            lists.rows_of_counts[sample] = counted.row, counted.has_token
+        return not counted.has_mask
+
     def _add_mask(self, lists: _Lists, index: int, part: Slice, masks: TokenMasks) -> None:
         """Add the mask that the samples of a slice share, before `_add_samples`."""
         if part.sampling is None:
@@ -286,7 +313,7 @@ class Packer:
         samples = range(len(lists.samples), len(lists.samples) + len(part.samples))
         if mask is not None:
             lists.masks.update((sample, mask) for sample in samples)
-        if (counted := masks.counted(part.key)) is not None:
+        if self._counts is None and (counted := masks.counted(part.key)) is not None:
             lists.counted.update((sample, counted) for sample in samples)
 
     def _add_samples(self, lists: _Lists, part: Slice) -> None:
@@ -324,7 +351,14 @@ class Packer:
             lists.starts.append(start)
         return width
 
-    def _laid(self, lists: _Lists, held_back: Sequence[tuple[int, ...]], width: int) -> StepInputs:
+    def _laid(
+        self,
+        lists: _Lists,
+        held_back: Sequence[tuple[int, ...]],
+        width: int,
+        *,
+        is_padded: bool = False,
+    ) -> StepInputs:
         """Lay all inputs into one piece of memory; the changes of tables come last."""
         num_samples = len(lists.samples)
         numbers = (
@@ -333,7 +367,8 @@ class Packer:
             + len(lists.starts) + 2 * len(lists.changes[0])
             + sum(2 + len(mask) for mask in lists.masks.values())
             + sum(5 * len(one.ids) for one in lists.counted.values())
-            + 2 * len(lists.targets)
+            + num_samples + len(lists.new_rows.rows) * (4 + MAX_BIASES)
+            + 2 * len(lists.new_rows.places) + 2 * len(lists.targets)
         )  # fmt: skip
         if lists.adapters:
             numbers += len(lists.ids) + len(lists.rows) + len(lists.before)
@@ -362,6 +397,10 @@ class Packer:
                 into.put(changed, *changed.shape),
                 into.put(changes, *changes.shape, dtype=torch.float64),
             )
+        # A captured step has room for the row of every sample.
+        if self._counts is not None and (lists.rows_of_counts or is_padded):
+            rows = [lists.rows_of_counts.get(sample, NO_ROW) for sample in range(num_samples)]
+            inputs.counted = into.put(rows, num_samples, 2, dtype=torch.int32)
         if lists.targets:
             inputs.targets = (
                 into.put(lists.before, len(lists.before)),
@@ -388,8 +427,21 @@ class Packer:
                     into.put(places, len(places)),
                     into.put(blocks, len(blocks), dtype=torch.int32),
                 )
+        if (new := lists.new_rows).rows:
+            inputs.new_rows = self._new_rows(into, new)
         inputs.words = into.used()
         return inputs
+
+    def _new_rows(self, into: "_PackedWords", new: NewRows) -> tuple[ArrayPlace, ...]:
+        num_rows, width = len(new.rows), max(map(len, new.biases))
+        biases = [[*own, *[0.0] * (width - len(own))] for own in new.biases]
+        return (
+            into.put(new.rows, num_rows),
+            into.put(new.factors, num_rows, 3, dtype=torch.float64),
+            into.put(biases, num_rows, width, dtype=torch.float64),
+            into.put(new.places, len(new.places)),
+            into.put(new.words, len(new.words), dtype=torch.int32),
+        )
 
     def _adapted(self, into: "_PackedWords", adapters: list[int]) -> AdaptedPlaces:
         """Lay the rows that have an adapter, in the order of the adapters."""

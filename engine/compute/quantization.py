@@ -2,8 +2,8 @@
 
 Weights are multiplied by their scales when they are loaded, so products take the type of the other
 tensors. Activations, keys and values are not quantized, which is more exact than what such a folder
-asks for. A CPU that multiplies int8 numbers by themselves does so where the folder wants both in int8. It never
-imports torch.
+asks for. A CPU that multiplies int8 numbers by themselves does so where the folder wants both in
+int8. It never imports torch.
 """
 
 from pathlib import Path
@@ -23,9 +23,10 @@ _HARMLESS = frozenset({
     "format", "fuse_max_seq_len", "global_compression_ratio", "group_size", "ignore",
     "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
     "model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize",
-    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "quant_algo", "quant_method", "quantization_status", "scale_fmt",
-    "sparsity_config", "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16",
-    "use_exllama", "version", "weight_block_size", "zero_point",
+    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "quant_algo",
+    "quant_method", "quantization_status", "scale_fmt", "sparsity_config", "static_groups", "sym",
+    "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version", "weight_block_size",
+    "zero_point",
 })  # fmt: skip
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.

@@ -25,6 +25,7 @@ from baton.engine.compute.cuda_start import (
     why_no_gpu,
 )
 from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.executor import ExecutorInfo, Progress
 from baton.engine.compute.kv_cache import (
     SPARE_BLOCKS,
@@ -293,6 +294,7 @@ def _on_gpu(
     from baton.engine.compute.cuda_backend import CudaBackend
     from baton.engine.compute.peer_memory import CudaPeerMemory
     from baton.kernels.device_sampling import sample_tokens
+    from baton.kernels.token_counts import penalize_counted
 
     ranks = decoder.ranks
 
@@ -303,7 +305,9 @@ def _on_gpu(
         backend = CudaBackend(
             cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
         )
-        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan))
+        vocab = plan.decoder.vocab_size
+        counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)
+        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts)
         return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
 
     if not plan.num_blocks:

@@ -97,7 +97,7 @@ class Runner:
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
         facts = ModelFacts(cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules)
         self._packer = Packer(
-            facts, self._tables, self._queue.allocate, sampler.masks, self._sampled
+            facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )
         self._graphs: DecodeGraphs | None = None
         # Each with the time of its launch.
@@ -179,6 +179,8 @@ class Runner:
     def _write_tables(self, inputs: StepInputs) -> None:
         if self._tables is not None and inputs.changes is not None:
             self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
+        if self.sampler.counts is not None and inputs.new_rows:
+            self.sampler.counts.write([place.of(inputs.words) for place in inputs.new_rows])
 
     def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
         ids = inputs.tokens.of(inputs.words)[0]
@@ -194,7 +196,7 @@ class Runner:
             rows = torch.cat([rows, targets[0].of(inputs.words)])
         batch, are_many = self._batch(step, inputs), targets is not None
         hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
-        ids = self._sample(step, inputs, hidden[:num_rows])
+        ids = self._sample(step, inputs, hidden[:num_rows], batch.token_ids)
         if targets is None:
             return ids
         parts = [part for part in step.plan.slices if part.targets]
@@ -206,7 +208,9 @@ class Runner:
         )
         return torch.cat([ids, *found])
 
-    def _sample(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> Tensor:
+    def _sample(
+        self, step: PackedStep, inputs: StepInputs, hidden: Tensor, token_ids: Tensor
+    ) -> Tensor:
         """Return the sampled ids, and behind them log probabilities of those that want them.
 
         An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
@@ -221,7 +225,7 @@ class Runner:
             return places
         # Copies, because sampling may change them.
         raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
-        ids = self.sampler.sample(logits, inputs.sampled())
+        ids = self.sampler.sample(logits, inputs.sampled(token_ids))
         self._ring[places] = ids  # valid ids, which a step that is launched already may take
         shown = ids.masked_fill(is_broken, NO_TOKEN)
         if not raw:

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.penalties import penalize
 from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels.constants import (
@@ -73,6 +74,7 @@ class SamplingTensors:
     masked: Tensor | None = None  # [num_masks] int64: the samples that have masks
     masks: Tensor | None = None  # [num_masks, words] int32: a bit for each id that may be sampled
     penalties: Sequence[Tensor] = ()  # the places and changes that `penalize` takes
+    counted: Sequence[Tensor] = ()  # the rows and tokens that `DeviceCounts.penalize` takes
 
     @classmethod
     def of(
@@ -98,7 +100,8 @@ SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Sampler:
     """Samples for one model. `eos_token_ids` and stop ids are not sampled before `min_tokens`.
 
-    With a `kernel`, the kernel samples instead of torch. A packer takes `masks` from here.
+    With a `kernel`, the kernel samples instead of torch. A packer takes `masks` and `counts` from
+    here.
     """
 
     def __init__(
@@ -106,9 +109,11 @@ class Sampler:
         eos_token_ids: tuple[int, ...] = (),
         kernel: SampleKernel | None = None,
         masks: TokenMasks | None = None,
+        counts: DeviceCounts | None = None,
     ) -> None:
+        """`counts` takes the place of the penalties that a packer would compute."""
         self.eos_token_ids = eos_token_ids
-        self.masks = masks
+        self.masks, self.counts = masks, counts
         self._kernel = kernel
         self._steps: dict[tuple[int, torch.device], Tensor] = {}
 
@@ -129,6 +134,8 @@ class Sampler:
         """
         if samples.penalties:
             penalize(logits, *samples.penalties)
+        if self.counts is not None and samples.counted:
+            self.counts.penalize(logits, *samples.counted)
         if samples.masked is not None and samples.masks is not None:
             apply_masks(logits, samples.masked, samples.masks)
         if self._kernel is not None:

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import EVERYONE, NEUTRAL, SamplingParams, Scope
+from baton.protocol.sampling import EVERYONE, MAX_BIASES, NEUTRAL, SamplingParams, Scope
 from baton.router.http.decoding import FORM_PARAM, decoded
 from baton.router.http.turns import (
     Anything,
@@ -35,7 +35,6 @@ MAX_STOP_CHARS = 1024
 MAX_ALL_STOP_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 1024
 MAX_ALLOWED_TOKEN_IDS = 1 << 16
-MAX_BIASES = 1024
 DEFAULT_MAX_TOKENS = 16
 
 Int = Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)]

@@ -127,6 +127,11 @@ def test_sampling_gives_the_tokens_that_a_cpu_gives(
     check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_penalties_are_what_torch_computes(dtype: torch.dtype) -> None:
+    cases.check_penalties(151_936, dtype, "cuda")
+
+
 def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:
     from baton.kernels.decode_attention import paged_decode_attention
 

@@ -79,6 +79,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "sum of experts": _sum_of_experts,
         "silu bf16": _silu,
         "blocks": _blocks,
+        "penalties fp32": partial(_penalties, fp32),
+        "penalties bf16": partial(_penalties, bf16),
         "sampling bf16": partial(_sampling, bf16, 151_936),
         "sampling fp32": partial(_sampling, fp32, 128_256),
     }
@@ -145,6 +147,17 @@ def _sampling(dtype: torch.dtype, vocab: int) -> object:
     reals = torch.zeros(4, ROW_REALS, dtype=torch.float64)
     held_back = torch.full((4, 16), -1, dtype=torch.int32)
     return sample_tokens(torch.empty(4, vocab, dtype=dtype), ints, reals, held_back)
+
+
+def _penalties(dtype: torch.dtype) -> object:
+    from baton.kernels.token_counts import penalize_counted
+
+    words, factors = torch.zeros(8, 151_936, dtype=torch.int32), torch.ones(8, 3).double()
+    counted, token_ids = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)
+    logits = torch.empty(4, 151_936, dtype=dtype)
+    return penalize_counted(
+        logits, words, factors, torch.zeros(8, 1024).double(), counted, token_ids
+    )
 
 
 class Cubin(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from baton.engine.compute.attention import Batch
 from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
 from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, StackedExperts
@@ -42,6 +43,7 @@ VIEWS = ("slice", "view", "select", "unbind", "alias", "detach")
 SHAPE = Shape("tiny", 32, 48, 2, 4, 2, 8, 96, is_tied=False, has_qk_norm=False)
 BLOCK_SIZE = 4
 MAX_LEN = 64
+MAX_ROWS = 6  # of sequences with penalties
 
 
 def refuse_waits(func: Any, args: Any) -> None:
@@ -250,8 +252,12 @@ def stand_in(
     eos_token_ids: tuple[int, ...] = (),
     ranks: Ranks | None = None,
     masks: TokenMasks | None = None,
+    *,
+    has_counts: bool = True,
 ) -> Runner:
     """Return a runner of a tiny random model in float64, over a pool on the queue's device.
+
+    Without counts there, the host computes penalties.
 
     Several `ranks` compute all heads each, but only their part of every sum and of the logits. Two
     give the bits of one, as halves of a product are exact.
@@ -274,5 +280,6 @@ def stand_in(
     pool = torch.zeros(sizes, dtype=torch.float64, device=queue.device)
     cache = KVCache(pool, torch.zeros(num_blocks + 1).numpy().astype("uint32"))
     backend = TableBackend(pool, SHAPE.num_heads, MAX_LEN)
-    sampler = Sampler(eos_token_ids, sample_on_device, masks)
+    counts = DeviceCounts(MAX_ROWS, SHAPE.vocab_size, queue.device, reference.penalize_counted)
+    sampler = Sampler(eos_token_ids, sample_on_device, masks, counts if has_counts else None)
     return Runner(decoder, backend, cache, sampler, queue, monotonic)

@@ -373,6 +373,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
+        "penalties fp32": lambda: check_penalties(1500, fp32, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
@@ -421,6 +422,34 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
         one = slice(number, number + 1)
         ids = held_back[one][held_back[one] >= 0][None]
         assert drawn(logits[one].to(device), rows[one], ids) == expected[one]
+
+
+def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> None:
+    """Some samples have no row, two share one whose tokens stay, and three count their tokens."""
+    from baton.kernels import reference
+    from baton.kernels.constants import BIAS_SHIFT, MAX_COUNT
+    from baton.kernels.token_counts import penalize_counted
+
+    luck = torch.Generator().manual_seed(7)
+    words = torch.randint(6, (5, vocab), generator=luck, dtype=torch.int32)
+    words[torch.rand(words.shape, generator=luck) < 0.8] = 0
+    biases = torch.randn(5, 1024, generator=luck, dtype=torch.float64)
+    words[0, 40:1000] |= torch.arange(1, 961, dtype=torch.int32) << BIAS_SHIFT
+    words[3, :70] |= torch.arange(955, 1025, dtype=torch.int32) << BIAS_SHIFT
+    words[4, 9] = MAX_COUNT << 1
+    factors = torch.tensor([[0.5, 0.1, 1.3]] * 5).double() * torch.arange(1, 6)[:, None]
+    counted = [(2, 0), (-1, 0), (0, 1), (-1, 1), (2, 0), (3, 1), (4, 1)]
+    rows = torch.tensor(counted, dtype=torch.int32)
+    token_ids = torch.tensor([3, 4, 45, 2, 6, vocab - 1, 9])
+    logits = (torch.randn(len(rows), vocab + 2, generator=luck) * 5).to(dtype)[:, :vocab]
+    expected, counts = logits.clone(), words.clone()
+    reference.penalize_counted(expected, counts, factors, biases, rows, token_ids)
+    assert not torch.equal(expected, logits)
+    tables = [one.to(device) for one in (words, factors, biases, rows, token_ids)]
+    got = logits.to(device)
+    penalize_counted(got, *tables)
+    assert torch.equal(got.cpu(), expected)
+    assert torch.equal(tables[0].cpu(), counts)
 
 
 def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:

@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from baton.engine.compute.cuda_backend import CudaBackend
 from baton.engine.compute.cuda_start import prepare
 from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import GatedMlp
@@ -32,8 +33,9 @@ from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
 from baton.kernels.grouped_product import grouped_product
+from baton.kernels.token_counts import penalize_counted
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.sampling import Sampling
+from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.clock import monotonic
 from tests.support.graph_stand_in import RecordingQueue, Watch, with_experts
 from tools.gpu.engine import random_decoder
@@ -80,7 +82,9 @@ def runner(queue: RecordingQueue, *, is_ordered: bool) -> Runner:
     if is_ordered:
         decoder = with_ordered_products(decoder)
     decoder = with_experts(decoder, grouped_product, 16)
-    return Runner(decoder, backend, cache, Sampler((2,), sample_tokens), queue, monotonic)
+    counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
+    sampler = Sampler((2,), sample_tokens, counts=counts)
+    return Runner(decoder, backend, cache, sampler, queue, monotonic)
 
 
 def with_ordered_products(decoder: Decoder) -> Decoder:
@@ -112,6 +116,7 @@ def batch(luck: random.Random, step: int) -> StepPlan:
             top_k=luck.choice((0, 1, 50)), top_p=luck.choice((1.0, 0.9)),
             min_p=luck.choice((0.0, 0.1)), min_tokens=luck.choice((0, 4)),
             stop_token_ids=tuple(range(3, 3 + luck.randint(0, 5))),
+            penalties=luck.choice((None, Penalties(repetition=1.1, bias=((7, 1.0),)))),
         )  # fmt: skip
         samples = luck.choice(((0,), (0,), (0, 1, 2), ())) if length > 1 else (0,)
         slices.append(
@@ -119,7 +124,7 @@ def batch(luck: random.Random, step: int) -> StepPlan:
                 Key(RequestId(f"{step}-{number}")), start, length,
                 tuple(luck.randint(0, 639) for _ in range(length)),
                 tuple(luck.randrange(NUM_BLOCKS) for _ in range(blocks)), samples,
-                sampling if samples else None, start + length,
+                sampling if samples else None, start + length, past=(5, 5) if samples else None,
             )
         )  # fmt: skip
     return StepPlan(step, tuple(slices))

@@ -11,7 +11,7 @@ from tests.support.module_process import said_by
 STEP_KERNELS = {
     "_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel",
     "_add_rms_norm_kernel", "_silu_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
-    "_scan_kernel", "_weigh_kernel", "_choose_kernel",
+    "_scan_kernel", "_weigh_kernel", "_choose_kernel", "_penalize_kernel",
 }  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
@@ -74,5 +74,7 @@ def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(
 ) -> None:
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * 3
-    assert launched["graphs"]["num_replays"] > 50
-    assert set(launched["graphs"]["replayed"]) == {"index_copy_"}, "it allocates or computes"
+    assert launched["graphs"]["num_replays"] > 30
+    # Into block tables, and into the counts of sequences that have just begun.
+    written = {"index_copy_", "index_fill_"}
+    assert set(launched["graphs"]["replayed"]) == written, "it allocates or computes"

@@ -46,6 +46,7 @@ SAMPLINGS = [
         seed=9, max_tokens=12, bad_words=((20,), *((a, b) for a in range(96) for b in (5, 7)))
     ),
     Sampling(seed=11, max_tokens=15, penalties=Penalties(0.5, 0.7, 1.4, ((3, 2.0), (9, -4.0)))),
+    Sampling(seed=12, max_tokens=15, penalties=Penalties(2.0, -1.0, 1.0), bad_words=((7,),)),
     Sampling(seed=10, max_tokens=14, grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+")),
 ]
 
@@ -140,7 +141,7 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: P
 
     Every other node guesses tokens.
     """
-    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder))
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder), has_counts=False)
     expected = {
         (tuple(prompt), sampling): alone(eager, prompt, sampling)
         for prompt in PROMPTS
@@ -162,6 +163,22 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: P
     assert queue.num_replays > 2 * NUM_SCHEDULES
     assert num_right > NUM_SCHEDULES / 10
     assert num_cut > NUM_SCHEDULES / 4
+
+
+def test_steps_with_penalties_are_replayed_and_wait_for_no_token() -> None:
+    class Unwaited(RecordingQueue):
+        def wait(self) -> None:
+            raise AssertionError("a step waits for the one before it")
+
+    queue = Unwaited()
+    limits = msgspec.structs.replace(LIMITS, eos_token_ids=())
+    world = World(captured(queue), random.Random(0), 2, limits)
+    for prompt in PROMPTS[:4]:
+        world.ask(prompt, Sampling(seed=1, max_tokens=12, penalties=Penalties(99.0)))
+    while world.turn():
+        pass
+    assert [len(set(said)) for said in world.said.values()] == [12] * 4, "no token comes twice"
+    assert queue.num_replays >= 10
 
 
 def prompt_of(number: int) -> Slice:

@@ -134,7 +134,7 @@ def test_scales_of_keys_and_values_are_not_needed(names: str) -> None:
     check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
     assert torch.equal(computed(ours), computed(plain))
     change_config(ours, quantization_config=MODELOPT)
-    with pytest.raises(ConfigError, match="nothing in config.json calls for tensor .*k_scale"):
+    with pytest.raises(ConfigError, match=r"nothing in config\.json calls for tensor .*k_scale"):
         check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
 
 
@@ -147,7 +147,9 @@ def test_biases_of_zero_beside_packed_weights_add_nothing() -> None:
     assert torch.equal(computed(ours), computed(plain))
     bias[3] = 0.5
     add_tensors(ours, {"model.layers.0.self_attn.o_proj.bias": bias})
-    with pytest.raises(ConfigError, match="nothing in config.json calls for tensor .*o_proj.bias"):
+    with pytest.raises(
+        ConfigError, match=r"nothing in config\.json calls for tensor .*o_proj\.bias"
+    ):
         check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
 
 
