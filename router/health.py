@@ -7,8 +7,9 @@ import msgspec
 from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.protocol.ids import NodeId
+from baton.protocol.messages import Role
 from baton.router.pairs import PairHealth, PairTransfers
-from baton.router.queue import Admission, Limits
+from baton.router.queue import ROLES, Admission, Limits
 from baton.router.registry import Node, Registry
 from baton.runtime.metrics import LostNode, NodeHealth
 
@@ -46,6 +47,8 @@ class Health(msgspec.Struct, frozen=True):
     lost: tuple[LostNode, ...] = ()
     num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
     oldest_wait_s: float = 0.0  # since nodes last made progress with the request that waits longest
+    num_waiting_for: dict[Role, int] = {}  # requests by the role that has no room for them
+    busy: dict[NodeId, float] = {}  # the share of its room that a node in service has given away
 
     @property
     def can_serve(self) -> bool:
@@ -80,6 +83,8 @@ def health_of(
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,
         oldest_wait_s,
+        queue.num_waiting_for(),
+        {node.node_id: node.busy for role in ROLES for node in registry.in_service(role)},
     )
 
 

@@ -8,6 +8,7 @@ waited already and its blocks may be cached somewhere.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import msgspec
 
@@ -15,6 +16,7 @@ from baton.protocol.blocks import tokens_held
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Role
 from baton.protocol.sampling import (
     EVERYONE,
     MAX_PROMPT_LOGPROBS,
@@ -27,6 +29,7 @@ from baton.router.policy import CheapestPair, Decision
 from baton.router.registry import Registry
 from baton.router.request import Place
 
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_RETRY_AFTER_S = 60.0
 # The memory per prompt token of a waiting request: a slot of a list and an integer.
 TOKEN_BYTES = 36
@@ -64,6 +67,8 @@ class QueuedAttempt:
     place: Place
     since_s: float
     unplaceable_at: int = -1  # the version of the registry at which no node could take it
+    # The roles whose nodes were full when it was looked at last; None before that.
+    waits_for: frozenset[Role] | None = None
 
 
 class Admission:
@@ -93,6 +98,21 @@ class Admission:
     @property
     def num_queued(self) -> int:
         return sum(map(len, self._queues))
+
+    def num_waiting_for(self) -> dict[Role, int]:
+        """Return how many attempts wait for nodes of each role; some wait for both.
+
+        Those behind the last one that was looked at wait for what it waits for. An attempt that no
+        node can take waits for the roles that have no node.
+        """
+        counts: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        last: frozenset[Role] = frozenset()
+        for waiting in chain.from_iterable(queue.values() for queue in self._queues):
+            if waiting.waits_for is not None:
+                last = waiting.waits_for
+            for role in last:
+                counts[role] += 1
+        return counts
 
     def check_room(self, now_s: float, num_tokens: int, *, could_place: bool) -> None:
         """Raise `Overloaded` if a new request would have to wait in a full queue."""
@@ -142,9 +162,13 @@ class Admission:
             decision = self._policy.choose(now_s, self._registry, place, kept)
             if decision is None:
                 waiting.unplaceable_at = self._registry.version
+                absent = (role for role in ROLES if not self._registry.in_service(role))
+                waiting.waits_for = frozenset(absent)
             elif not decision.full:
                 yield place, decision
             else:
+                nodes = map(self._registry.node, decision.full)
+                waiting.waits_for = frozenset(node.role for node in nodes if node is not None)
                 num_passed += 1
                 if now_s - waiting.since_s >= MAX_PASSED_S:
                     kept.update(decision.full)

@@ -129,6 +129,17 @@ class Node:
         has_slot = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_slots
         return has_slot and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
 
+    @property
+    def busy(self) -> float:
+        """Return the share of the work for which it has room; from 1 on, requests wait for it."""
+        info = self.info
+        if info is None or not info.facts.step.num_slots:
+            return 0.0
+        if self.role == "prefill":
+            return self.num_tokens / (BACKLOG_STEPS * info.facts.step.num_tokens)
+        slots = (len(self.reserved) + self.num_foreign) / info.facts.step.num_slots
+        return max(slots, self.num_blocks / info.num_blocks) / SURPLUS
+
     def reserve(self, key: Key, load: ReservedLoad) -> None:
         """Add the load of an attempt to this node."""
         assert key not in self.reserved, f"{key} has load reserved at {self.node_id}"

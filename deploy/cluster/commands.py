@@ -42,6 +42,7 @@ EXTRA_START_S = 20.0
 LOCAL, RAY = "local", "ray"
 # How the files that `render` writes for a platform are run.
 RENDERED = {
+    "helm": "helm install NAME FOLDER/chart -f FOLDER/secrets.yaml",
     "kubernetes": "kubectl apply -k FOLDER/base",
     "slurm": "sbatch FOLDER/job.sh",
     "systemd": "systemctl start baton-NAME.target",
@@ -84,14 +85,16 @@ def main(command: str, summary: str, arguments: Sequence[str]) -> int:
 
 def render(given: ClusterArguments) -> int:
     """Write the files of a platform into a folder and print their names."""
-    from baton.deploy.cluster import kubernetes, slurm, systemd
+    from baton.deploy.cluster import helm, kubernetes, slurm, systemd
 
     places, write = {
+        "helm": (kubernetes.places_of, helm.render),
         "kubernetes": (kubernetes.places_of, kubernetes.render),
         "slurm": (slurm.places_of, slurm.render),
         "systemd": (places_by_name, systemd.render),
     }[given.platform]
-    plan = _planned(given.file, places)
+    has_addresses = given.platform in ("helm", "kubernetes")  # each pod has one
+    plan = _planned(given.file, places, shares_hosts=not has_addresses)
     folder = Path(given.out or f"{plan.description.name}-{given.platform}")
     folder.mkdir(parents=True, exist_ok=True)
     for path in write(plan, folder):
@@ -171,8 +174,10 @@ def status(given: ClusterArguments) -> int:
     return show(routers, deployment.name, statuses, ca_file=given.ca_file, is_json=given.json)
 
 
-def _planned(file: str, places_of: Callable[[Description], ProcessPlaces]) -> ClusterPlan:
-    description = read_description(Path(file))
+def _planned(
+    file: str, places_of: Callable[[Description], ProcessPlaces], *, shares_hosts: bool = True
+) -> ClusterPlan:
+    description = read_description(Path(file), shares_hosts=shares_hosts)
     try:
         return plan_of(description, places_of(description))
     except ConfigError as error:

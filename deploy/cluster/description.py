@@ -51,7 +51,8 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `gpus` is the number of GPUs of each node and its tensor-parallel degree; 0 computes on CPUs.
     `hosts` are addresses that take the nodes in turn; without them the platform places the nodes.
     The nodes of a host listen on `peer_port` and the ports after it; 0 takes free ones. They serve
-    their metrics on `http_port` and the ports after it; 0 serves none.
+    their metrics on `http_port` and the ports after it; 0 serves none, or 8000 on Kubernetes, which
+    alone reads `max_replicas` and what follows it.
     """
 
     role: Role
@@ -64,6 +65,9 @@ class Pool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_mib: Annotated[int, Meta(ge=0)] = 0  # of each node; 0 sets no limit
     node_selector: dict[str, str] = {}  # labels or features that a node's machine must have
     resources: dict[str, str] = {}  # further ones of the platform, such as rdma/hca: "1"
+    max_replicas: MachineCount = 0  # to which the pool is scaled; 0 never changes it
+    pod: dict[str, object] = {}
+    annotations: dict[str, str] = {}
     settings: Settings = {}
     env: dict[str, str] = {}
 
@@ -77,11 +81,21 @@ class SystemdOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class KubernetesOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Options that only `--on kubernetes` reads."""
+    """Options that only `--on kubernetes` and `--on helm` read.
+
+    `pod` has further fields of every pod's specification, such as tolerations, affinity,
+    imagePullSecrets, runtimeClassName and serviceAccountName; those of a pool come after them.
+    """
 
     namespace: str = ""  # empty takes the name of the cluster
     image: str = "baton:latest"
     model_claim: str = ""  # the PersistentVolumeClaim that holds the model folder
+    cache_claim: str = ""  # that of downloaded models and compiled kernels; empty keeps none
+    pod: dict[str, object] = {}
+    annotations: dict[str, str] = {}  # of every pod
+    prometheus: str = ""  # its URL, which KEDA asks when to scale pools
+    external_metrics: bool = False  # an adapter publishes baton's metrics for autoscalers
+    pod_monitor: bool = False  # for the operator of Prometheus
 
 
 class SlurmOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

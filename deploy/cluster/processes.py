@@ -43,6 +43,7 @@ class ProcessPlaces(msgspec.Struct, frozen=True):
     node: str  # the address of a node without a host of its own, which other nodes dial
     listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
     host: str = ""  # the host of every process without one; empty: the platform chooses
+    http_port: int = 0  # of a node for which the description names none
     # Where a described model and key file lie there; empty is where the description says.
     model: str = ""
     key: str = ""
@@ -180,7 +181,7 @@ def _node(
         "BATON_NODE_ROUTERS": ",".join(routers),
         "BATON_NODE_BIND": f"tcp://{_bracketed(address)}" + (f":{port}" if port else ""),
     }
-    http = pool.http_port + nth if pool.http_port else 0
+    http = pool.http_port + nth if pool.http_port else places.http_port
     if http:
         env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()

@@ -8,6 +8,7 @@ file, the key and what to do.
 import ipaddress
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -40,8 +41,11 @@ ROUTER_SECTIONS = ("router", "log")
 SHARED = ("cache.block_size", "transfer.verify_kv")
 
 
-def read_description(path: Path) -> Description:
-    """Return the checked description of a cluster.yaml. Raises `ConfigError`."""
+def read_description(path: Path, *, shares_hosts: bool = True) -> Description:
+    """Return the checked description of a cluster.yaml. Raises `ConfigError`.
+
+    Ports are compared unless each process has an address of its own.
+    """
     description = parse_description(path)
     description = msgspec.structs.replace(
         description,
@@ -49,7 +53,8 @@ def read_description(path: Path) -> Description:
         logs=_beside(path, description.logs),
         model=_model_beside(path, description.model),
     )
-    for problem in _problems(description):
+    problems = _problems(description)
+    for problem in chain(problems, _port_problems(description) if shares_hosts else ()):
         raise ConfigError(f"{path}: {problem}")
     try:
         load_keys(KeysConfig(file=description.key))
@@ -88,7 +93,6 @@ def _problems(description: Description) -> Iterator[str]:
         yield from _pool_problems(description, f"pools.{name}", pool)
     yield from _split_problems(description)
     yield from _host_problems(description)
-    yield from _port_problems(description)
     yield from _gpu_problems(description)
 
 

@@ -7,6 +7,7 @@ messages to a router or a node.
 """
 
 import contextlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -109,7 +110,9 @@ class HostProcesses:
 
 
 def reason_of(ended: Exit) -> str:
-    """Return one line that says why a process ended, with the last line that it printed."""
+    """Return one line that says why a process ended, with the last line of one that failed."""
+    if ended.code < 0:
+        return f"killed by {signal.Signals(-ended.code).name}"
     last = next((line for line in reversed(ended.tail) if line.strip()), "")
     for start in (f" {ended.name}: ", "baton: "):
         last = last.partition(start)[2] or last

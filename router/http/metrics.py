@@ -106,6 +106,16 @@ WAITING = Family(
     "baton_num_requests_waiting", "gauge", "Requests that wait for nodes", (),
     "vllm:num_requests_waiting",
 )  # fmt: skip
+WAITING_FOR = Family(
+    "baton_router_waiting_requests", "gauge",
+    "Requests that wait because the nodes of a role have no room or are absent; some wait for both "
+    "roles", ("role",),
+)  # fmt: skip
+BUSY = Family(
+    "baton_router_node_busy_ratio", "gauge",
+    "Share of a node's room that requests have, its KV blocks included; from 1 on, requests wait "
+    "for it", ("node", "role"),
+)  # fmt: skip
 FIRST_TOKEN = Family(
     "baton_time_to_first_token_seconds", "histogram",
     "From arrival to the first token that was sent", (), "vllm:time_to_first_token_seconds",
@@ -185,9 +195,9 @@ NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "stat
 ROUTER_FAMILIES = (
     BUILD_INFO, ANSWERS, REFUSALS, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS,
     PREDICTED_TOKENS, MISPREDICTED_TOKENS, OUTPUT_TOKENS, RETRIES, RESUMES, RUNNING, WAITING,
-    FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME,
-    STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS, TRANSFER_FAILURES, TRANSFER_BYTES,
-    TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, OLDEST_WAIT,
+    WAITING_FOR, BUSY, FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME,
+    DECODE_TIME, INFERENCE_TIME, STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS,
+    TRANSFER_FAILURES, TRANSFER_BYTES, TRANSFER_SECONDS, KNOWN_BLOCKS, CACHE_GAPS, OLDEST_WAIT,
     NODES,
 )  # fmt: skip
 
@@ -317,6 +327,10 @@ class HttpMetrics:
         page.add(BUILD_INFO, {(self._version, *facts, ",".join(features)): 1})
         page.add(RUNNING, {(): health.num_running})
         page.add(WAITING, {(): health.num_queued})
+        page.add(WAITING_FOR, {(role,): num for role, num in health.num_waiting_for.items()})
+        busy = health.busy
+        roles = {node.node_id: node.role for node in health.nodes if node.node_id in busy}
+        page.add(BUSY, {(node, role): busy[node] for node, role in roles.items()})
         page.add(NODES, Counter((node.role, node.state) for node in health.nodes))
         known = {(node.node_id, node.role): node.num_known_blocks for node in health.nodes}
         page.add(KNOWN_BLOCKS, known)

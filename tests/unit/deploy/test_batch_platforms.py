@@ -26,6 +26,7 @@ POOLS = {
 def planned(folder: Path, places_of: PlacesOf, **changes: object) -> ClusterPlan:
     """Return the plan of the example with GPUs, with other keys of the top level."""
     example = yaml.safe_load((REPOSITORY / "deploy/examples/tensor-parallel.yaml").read_text())
+    example["routers"].append({"port": 8001, "control_port": 5571})
     (folder / "cluster.yaml").write_text(yaml.safe_dump({**example, **changes}, sort_keys=False))
     write_key(folder / "cluster.key")
     description = read_description(folder / "cluster.yaml")

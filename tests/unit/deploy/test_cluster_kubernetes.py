@@ -1,6 +1,10 @@
 """The manifests of a cluster: valid for every version of Kubernetes, confined, and complete."""
 
+import functools
+import json
+import re
 import shutil
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +12,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from baton.deploy.cluster import helm
 from baton.deploy.cluster.kubernetes import places_of, render
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
+from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.channels.keys import write_key
 from tests.support.sources import REPOSITORY
 
@@ -20,12 +26,11 @@ CONTENT: dict[str, Any] = {
     "name": "small",
     "model": "/models/qwen3",
     "key": "cluster.key",
-    "routers": [{}, {"port": 8001, "control_port": 5571}],
+    "routers": [{}, {}],
     "pools": {
         "prefill": {
             "role": "prefill",
             "gpus": 1,
-            "http_port": 9100,
             "resources": {"rdma/hca": "1"},
             "node_selector": {"gpu": "h100"},
         },
@@ -38,8 +43,18 @@ CONTENT: dict[str, Any] = {
     "kubernetes": {
         "image": "example/baton:1",
         "model_claim": "models",
+        "cache_claim": "caches",
+        "pod": {
+            "tolerations": [{"key": "gpu", "operator": "Exists"}],
+            "imagePullSecrets": [{"name": "registry"}],
+        },
+        "annotations": {"k8s.v1.cni.cncf.io/networks": "rdma"},
+        "prometheus": "http://prometheus:9090",
+        "pod_monitor": True,
     },
 }
+# Objects of operators, whose schemas are their own.
+CUSTOM = ("Kustomization", "ScaledObject", "PodMonitor")
 Object = dict[str, Any]
 
 
@@ -51,7 +66,7 @@ def rendered(folder: Path, **changes: Any) -> list[Path]:
 def written(folder: Path, path: Path) -> list[Path]:
     if not (folder / "cluster.key").exists():
         write_key(folder / "cluster.key")
-    description = read_description(path)
+    description = read_description(path, shares_hosts=False)
     return render(plan_of(description, places_of(description)), folder / "out")
 
 
@@ -63,9 +78,9 @@ def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
 
 def pods(found: dict[tuple[str, str], Object]) -> dict[str, Object]:
     return {
-        name: one["spec"]["template"]["spec"]
+        name.removeprefix("small-"): one["spec"]["template"]["spec"]
         for (kind, name), one in found.items()
-        if kind in ("Deployment", "StatefulSet")
+        if kind == "StatefulSet"
     }
 
 
@@ -76,7 +91,7 @@ def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
     example = shutil.copy(REPOSITORY / "deploy/examples/tensor-parallel.yaml", tmp_path)
     for files in (rendered(tmp_path), written(tmp_path, Path(example))):
         for (kind, _), one in objects(files).items():
-            if kind != "Kustomization":
+            if kind not in CUSTOM:
                 kubernetes_validate.validate(one, version, strict=True)
 
 
@@ -101,11 +116,11 @@ def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: 
         if path.name != "secrets.yaml":
             assert "s3cret" not in path.read_text()
             assert key.split()[1] not in path.read_text()
-    assert found["Secret", "baton-key"]["stringData"]["cluster.key"] == key
-    for name, extra in (("router-0", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
-        assert set(found["Secret", name]["stringData"]) == {"HF_TOKEN", extra}
+    assert found["Secret", "small-key"]["stringData"]["cluster.key"] == key
+    for name, extra in (("router", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
+        assert set(found["Secret", f"small-{name}"]["stringData"]) == {"HF_TOKEN", extra}
         (container,) = pods(found)[name]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": name}}]
+        assert container["envFrom"] == [{"secretRef": {"name": f"small-{name}"}}]
         assert {"name": "UCX_TLS", "value": "tcp"} in container["env"]
     (kustomization,) = [one for (kind, _), one in found.items() if kind == "Kustomization"]
     assert {path.name for path in files} == {*kustomization["resources"], "kustomization.yaml"}
@@ -113,22 +128,153 @@ def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: 
 
 def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
     found = objects(rendered(tmp_path))
-    decode = found["StatefulSet", "decode"]["spec"]
+    decode, prefill = (
+        found["StatefulSet", f"small-{one}"]["spec"] for one in ("decode", "prefill")
+    )
     assert decode["replicas"] == 3
     pod = decode["template"]["spec"]
     (container,) = pod["containers"]
     assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
-    assert container["readinessProbe"]["httpGet"]["path"] == "/ready"
+    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
     assert pod["terminationGracePeriodSeconds"] > 30
     assert "model.served_model_name=costs $$(HOME)" in container["args"]
     values = {one["name"]: one.get("value") for one in container["env"]}
-    assert values["BATON_NODE_ROUTERS"] == "tcp://router-0:5570,tcp://router-1:5571"
+    routers = [f"tcp://small-router-{number}.small-router:5570" for number in range(2)]
+    assert values["BATON_NODE_ROUTERS"].split(",") == routers
     assert values["BATON_NODE_BIND"] == "tcp://[$(POD_IP)]"
-    for name in ("router-0", "router-1"):
-        assert found["Service", name]["spec"]["publishNotReadyAddresses"]
-    assert found["StatefulSet", "prefill"]["spec"]["template"]["spec"]["nodeSelector"] == {
-        "gpu": "h100"
-    }
+    assert {"name": "http", "containerPort": 9200} in container["ports"]
+    (first,) = prefill["template"]["spec"]["containers"]
+    assert {"name": "http", "containerPort": 8000} in first["ports"], "every pod has one"
+    assert first["livenessProbe"]
+    assert found["StatefulSet", "small-router"]["spec"]["replicas"] == 2
+    assert found["Service", "small-router"]["spec"]["publishNotReadyAddresses"]
+    assert prefill["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
+    volumes = {one["name"]: one for one in pod["volumes"]}
+    assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "caches"}
+    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
+    assert pod["tolerations"] == CONTENT["kubernetes"]["pod"]["tolerations"]
+    assert pod["topologySpreadConstraints"]
+    (monitor,) = [one for (kind, _), one in found.items() if kind == "PodMonitor"]
+    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http"}]
+
+
+def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(
+    tmp_path: Path,
+) -> None:
+    ours, theirs = (objects(rendered(tmp_path, name=name)) for name in ("small", "other"))
+    assert ours.keys() & theirs.keys() == {("Kustomization", "")}
+    other = theirs["StatefulSet", "other-decode"]["spec"]["template"]["metadata"]["labels"]
+    for (kind, _), one in ours.items():
+        spec = one.get("spec", {})
+        for place in (spec, spec.get("podSelector", {})):
+            selector = place.get("selector", place)
+            wanted = selector.get("matchLabels", selector if kind == "Service" else {})
+            if wanted and kind != "StatefulSet":
+                assert not wanted.items() <= other.items(), kind
+
+
+def test_only_nodes_reach_control_channels_and_kv(tmp_path: Path) -> None:
+    found = objects(rendered(tmp_path))
+    for name, ports in (("router", [{"port": "control"}]), ("nodes", None)):
+        http, inner = found["NetworkPolicy", f"small-{name}"]["spec"]["ingress"]
+        assert http == {"ports": [{"port": "http"}]}
+        ((who,), whence) = inner["from"], inner.get("ports")
+        (expression,) = who["podSelector"]["matchExpressions"]
+        assert (expression["operator"], expression["values"], whence) == (
+            "NotIn",
+            ["router"],
+            ports,
+        )
+
+
+def test_pods_begin_anew_when_a_secret_changes(tmp_path: Path) -> None:
+    digests = []
+    for _ in range(2):
+        (tmp_path / "cluster.key").unlink(missing_ok=True)
+        decode = objects(rendered(tmp_path))["StatefulSet", "small-decode"]
+        digests.append(decode["spec"]["template"]["metadata"]["annotations"])
+        assert digests[-1]["k8s.v1.cni.cncf.io/networks"] == "rdma"
+    assert digests[0]["baton/secrets"] != digests[1]["baton/secrets"]
+
+
+def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path: Path) -> None:
+    pools = {**CONTENT["pools"], "decode": {**CONTENT["pools"]["decode"], "max_replicas": 9}}
+    found = objects(rendered(tmp_path, pools=pools))
+    spec = found["ScaledObject", "small-decode"]["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 9)
+    queries = [one["metadata"]["query"] for one in spec["triggers"]]
+    families = {family.full_name for family in ROUTER_FAMILIES}
+    for query in queries:
+        (family,) = re.findall(r"baton_[a-z_]+", query)
+        assert family in families
+        assert 'role="decode"' in query
+    assert "replicas" not in found["StatefulSet", "small-decode"]["spec"], "an apply would undo it"
+    options = {"model_claim": "models", "external_metrics": True}
+    found = objects(rendered(tmp_path, pools=pools, kubernetes=options))
+    scaler = found["HorizontalPodAutoscaler", "small-decode"]
+    for version in VERSIONS:
+        kubernetes_validate.validate(scaler, version, strict=True)
+    with pytest.raises(ConfigError, match=r"pools\.decode\.max_replicas: nothing measures"):
+        rendered(tmp_path, pools=pools, kubernetes={"model_claim": "models"})
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"routers": [{}, {"port": 8001}]}, "all routers are alike"),
+        ({"name": "n" * 40, "pools": {**CONTENT["pools"], "p" * 20: {"role": "decode"}}}, "52"),
+        ({"kubernetes": {"model_claim": "m", "pod": {"containers": []}}}, "pod.containers: baton"),
+    ],
+)
+def test_what_kubernetes_cannot_have_is_refused(
+    changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        rendered(tmp_path, **changes)
+
+
+def test_a_chart_with_its_own_values_is_what_kustomize_has(tmp_path: Path) -> None:
+    expected = objects(rendered(tmp_path))
+    description = read_description(tmp_path / "cluster.yaml", shares_hosts=False)
+    files = helm.render(plan_of(description, places_of(description)), tmp_path / "helm")
+    contents = {path.name: path.read_text() for path in files}
+    values = yaml.safe_load(contents.pop("values.yaml")) | yaml.safe_load(contents["secrets.yaml"])
+    chart = yaml.safe_load(contents.pop("Chart.yaml"))
+    assert (chart["apiVersion"], chart["name"]) == ("v2", "small")
+    values["components"]["decode"]["replicas"] = 5
+    found = {}
+    for path in files:
+        if path.parent.name == "templates":
+            for one in yaml.safe_load_all(filled(path.read_text(), values)):
+                found[one["kind"], one["metadata"]["name"]] = one
+    (kustomization,) = [key for key in expected if key[0] == "Kustomization"]
+    del expected[kustomization]
+    expected["StatefulSet", "small-decode"]["spec"]["replicas"] = 5
+    expected["Service", "small"]["spec"]["type"] = "ClusterIP"
+    assert found == expected
+    key = (tmp_path / "cluster.key").read_text().split()[1]
+    assert [name for name, text in contents.items() if key in text] == ["secrets.yaml"]
+
+
+def filled(template: str, values: Object) -> str:
+    """Fill in a template as Helm does, as far as the charts need it."""
+
+    def value_of(path: str) -> Any:
+        keys = re.findall(r'"(.+?)"', path)
+        return functools.reduce(lambda found, key: found[key], keys, values)
+
+    def block(found: re.Match[str]) -> str:
+        if not (value := value_of(found[1])):
+            return ""
+        text = yaml.safe_dump(value).rstrip()
+        return "\n" + textwrap.indent(text, " " * int(found[2]))
+
+    keys = r"\s*{{- with index \.Values (.+?) }}\s*{{- toYaml \. \| nindent (\d+) }}\s*{{- end }}"
+    text = re.sub(keys, block, template)
+    text = re.sub(
+        r"{{ index \.Values (.+?) \| toJson }}", lambda one: json.dumps(value_of(one[1])), text
+    )
+    return text.replace('{{ "{{" }}', "{{")
 
 
 def test_a_model_folder_needs_a_claim(tmp_path: Path) -> None:
@@ -137,10 +283,8 @@ def test_a_model_folder_needs_a_claim(tmp_path: Path) -> None:
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:
-    tls = {"settings": {"router": {"ssl_certfile": "/tls/pem"}}}
-    routers = [{}, {"port": 8001, "control_port": 5571, **tls}]
-    found = objects(rendered(tmp_path, routers=routers))
-    for name, scheme in (("router-0", None), ("router-1", "HTTPS")):
-        (router,) = found["Deployment", name]["spec"]["template"]["spec"]["containers"]
+    for settings, scheme in (({}, None), ({"router": {"ssl_certfile": "/tls/pem"}}, "HTTPS")):
+        found = objects(rendered(tmp_path, settings=settings))
+        (router,) = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]["containers"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert router[probe]["httpGet"].get("scheme") == scheme

@@ -286,3 +286,27 @@ def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another(
     assert placed(2.0) == [("h", "d0")]
     waiting.wait(2.0, place("i", 10))
     assert placed(2.0) == [], "d0 has no slot left, and d1 is kept"
+
+
+@pytest.mark.parametrize(
+    ("held", "num_tokens", "busy"),
+    [("p0", 64, {"p0": 1.0, "d0": 0.0}), ("d0", 1, {"p0": 0.0, "d0": 1.0})],
+)
+def test_the_queue_counts_for_the_role_that_has_no_room(
+    held: str, num_tokens: int, busy: dict[str, float]
+) -> None:
+    """Those behind the attempts that were looked at count, too."""
+    registry = small_cluster("p0", "d0")
+    waiting = Admission(RouterConfig(), registry, CheapestPair("never", 0))
+    for number in range(1 if held == "p0" else 5):
+        load = ReservedLoad(num_tokens, 1)
+        registry.reserve(NodeId(held), Key(RequestId(f"held-{number}")), load)
+    for number in range(30):
+        waiting.wait(0.0, place(f"r{number}"))
+    assert list(waiting.take(0.0)) == []
+    role, other = ("prefill", "decode") if held == "p0" else ("decode", "prefill")
+    assert waiting.num_waiting_for() == {role: 30, other: 0}
+    assert {node.node_id: node.busy for node in registry.nodes} == busy
+    registry.gone(NodeId(held))
+    assert list(waiting.take(1.0)) == []
+    assert waiting.num_waiting_for() == {role: 30, other: 0}

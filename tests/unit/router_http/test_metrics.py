@@ -64,9 +64,16 @@ def test_an_idle_router_has_no_line_of_stats() -> None:
 
 def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:
     metrics = HttpMetrics("tiny", "1.2")
-    health = Health("ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),))
+    waits, busy = {"prefill": 0, "decode": 7}, {NodeId("d0"): 1.2}
+    health = Health(
+        "ready", (D0,), 3, 1, lost=(LostNode(NodeId("p0"), "prefill", 9.0),),
+        num_waiting_for=waits, busy=busy,
+    )  # fmt: skip
     d0, p0 = {"node": "d0", "role": "decode"}, {"node": "p0", "role": "prefill"}
     assert value(metrics, health, "baton_nodes", role="decode", state="ready") == 1
+    assert value(metrics, health, "baton_router_waiting_requests", role="decode") == 7
+    assert value(metrics, health, "baton_router_waiting_requests", role="prefill") == 0
+    assert value(metrics, health, "baton_router_node_busy_ratio", **d0) == 1.2
     assert value(metrics, health, "baton_node_up", **d0) == 1
     assert value(metrics, health, "baton_node_up", **p0) == 0
     assert value(metrics, health, "baton_node_running_requests", **p0) == 0
