@@ -35,6 +35,7 @@ from baton.router.request import DRAINING, HandoffEnded, NodeProcess
 from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.listener import Received
 from baton.runtime.channels.wire import OPERATOR, name_of
+from baton.runtime.host import closed_most_from
 from baton.runtime.log import logger
 
 HEARTBEATS = b"heartbeats:"
@@ -208,6 +209,7 @@ class NodeLink:
             log.warning(
                 "connections were refused: not a baton node, or its keys.file differs from ours",
                 so_far=self._listener.refusals,
+                most_from=closed_most_from(self.endpoint),
             )
 
 

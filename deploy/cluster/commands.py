@@ -44,7 +44,7 @@ LOCAL, RAY = "local", "ray"
 RENDERED = {
     "helm": "helm install NAME FOLDER/chart -f FOLDER/secrets.yaml",
     "kubernetes": "kubectl apply -k FOLDER/base",
-    "slurm": "sbatch FOLDER/job.sh",
+    "slurm": "bash FOLDER/submit.sh",
     "systemd": "systemctl start baton-NAME.target",
 }
 DEFAULT_FILE = "cluster.yaml"

@@ -1,8 +1,9 @@
-"""`baton render --on slurm`: a batch script that runs a cluster as one heterogeneous job.
+"""`baton render --on slurm`: batch scripts that run a cluster as several jobs.
 
-The first component holds the routers and each further one a pool. Every component has one step,
-each of whose tasks runs this module, which runs one process. The script holds no setting and no
-secret of baton: tasks read those from the private folder of the job, which all hosts must share.
+One job holds the routers, and an array each pool: a task of an array is a host with its share of
+the nodes. So Slurm requeues the nodes of a host that fails, and nothing else. The routers' job
+writes its address into the folder, which all hosts must share; if it comes to another host, the
+nodes begin anew. The scripts hold no setting and no secret of baton: tasks read those there.
 """
 
 import math
@@ -10,7 +11,9 @@ import os
 import re
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -27,20 +30,21 @@ from baton.deploy.cluster.processes import (
 from baton.deploy.cluster.state import make_private, write_private
 from baton.protocol.errors import BatonError, ConfigError
 
-SCRIPT, PLAN, KEY = "job.sh", "plan.json", "key"
+SUBMIT, PLAN, KEY = "submit.sh", "plan.json", "key"
 PROCESSES = "processes"  # the subfolder with a folder per process
+ROUTERS_FILE = "routers"  # with the address of the routers
 GPUS = "CUDA_VISIBLE_DEVICES"
 # Variables of the plan. All routers of a job are on one host.
 FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
-ADDRESSES = r"""
-# Print host=address of each host of a node list.
-addresses() {
-  local host
-  for host in $(scontrol show hostnames "$1"); do
-    scontrol show node --oneliner "$host" | sed -n "s/.* NodeAddr=\([^ ]*\).*/$host=\1/p"
-  done
-}
+ADDRESS = r"""
+OWN_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" |
+  sed -n "s/.* NodeAddr=\([^ ]*\).*/\1/p")
 """
+ANNOUNCE = f"""
+echo "$OWN_ADDRESS" >"$folder/{ROUTERS_FILE}.new" &&
+  mv "$folder/{ROUTERS_FILE}.new" "$folder/{ROUTERS_FILE}"
+"""
+WAIT_S = 1.0
 
 
 class SlurmPlan(msgspec.Struct, frozen=True):
@@ -84,8 +88,10 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
             )
     # Slurm makes no folder for the output of a job.
     Path(logs).mkdir(parents=True, exist_ok=True)
-    files = {
-        SCRIPT: _script_of(plan, str(folder), logs).encode(),
+    pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
+    files = {f"{pool}.sh": _script_of(plan, pool, str(folder), logs).encode() for pool in pools}
+    files |= {
+        SUBMIT: _submission(str(folder), pools).encode(),
         PLAN: msgspec.json.encode(SlurmPlan(plan.processes, logs)),
     }
     if plan.description.key:
@@ -95,46 +101,49 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     return [folder / name for name in files]
 
 
-def _script_of(plan: ClusterPlan, folder: str, logs: str) -> str:
-    description = plan.description
-    pools = list(dict.fromkeys(spec.pool for spec in plan.processes))
+def _submission(folder: str, pools: Sequence[str]) -> str:
+    """Return the script that submits all jobs and keeps their ids, those of the routers first."""
+    lines = [f"cd {shlex.quote(folder)} || exit 1", f"rm -rf {ROUTERS_FILE} jobs {PROCESSES}"]
+    for pool in pools:
+        lines.append(f"job=$(sbatch --parsable {pool}.sh) || exit 1")
+        lines.append(f'echo "${{job%%;*}}" >>jobs; echo "{pool}: job ${{job%%;*}}"')
+    return "\n".join(["#!/bin/bash", *lines, ""])
+
+
+def _script_of(plan: ClusterPlan, pool: str, folder: str, logs: str) -> str:
+    description, first = plan.description, plan.pool(pool)[0]
+    task = "" if pool == ROUTERS else "-%a"
     lines = [
         "#!/bin/bash",
-        f"#SBATCH --job-name=baton-{description.name}",
-        f'#SBATCH --output="{logs.replace("%", "%%")}/job.log"',
+        f"#SBATCH --job-name=baton-{description.name}-{pool}",
+        f'#SBATCH --output="{logs.replace("%", "%%")}/{pool}{task}.job.log"',
         "#SBATCH --open-mode=append",
     ]
     if description.slurm.time:
-        longest_s = max(spec.grace_s for spec in plan.processes)
-        lines.append(f"#SBATCH --signal=TERM@{math.ceil(longest_s)}")
-    for pool in pools:
-        lines += ["#SBATCH hetjob"] if pool != ROUTERS else []
-        lines += [f"#SBATCH {option}" for option in _options(description, plan.pool(pool))]
-    lines += [
-        "set -u",
-        "umask 077",
-        f"folder={shlex.quote(folder)}",
-        ADDRESSES,
-        "# A job that was requeued finds what its last run has left.",
-        f'rm -rf "$folder/{PROCESSES}"',
-        'routers=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_0")',
-        "export PYTHONUNBUFFERED=1 HOST_ADDRESSES ROUTERS_ADDRESS=${routers#*=}",
-    ]
-    for i, pool in enumerate(pools):
-        cpus = f" --cpus-per-task={plan.pool(pool)[0].cpus}" if plan.pool(pool)[0].cpus else ""
-        lines += [
+        lines.append(f"#SBATCH --signal=TERM@{math.ceil(first.grace_s)}")
+    lines += [f"#SBATCH {option}" for option in _options(description, plan.pool(pool))]
+    cpus = f" --cpus-per-task={first.cpus}" if first.cpus else ""
+    return "\n".join(
+        [
+            *lines,
+            "set -u",
+            "umask 077",
+            f"folder={shlex.quote(folder)}",
+            ADDRESS + (ANNOUNCE if pool == ROUTERS else ""),
+            "export PYTHONUNBUFFERED=1 OWN_ADDRESS",
+            # A process that was told to end exits with 0.
+            f"srun --kill-on-bad-exit=1{cpus} \\",
+            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool}',
             "",
-            f'HOST_ADDRESSES=$(addresses "$SLURM_JOB_NODELIST_HET_GROUP_{i}")',
-            # A step that was told to end exits with 0.
-            f"{{ srun --het-group={i} --job-name={pool} --kill-on-bad-exit=1{cpus} \\",
-            f'  {shlex.quote(sys.executable)} -m {__name__} "$folder" {pool} ||',
-            '  scancel "$SLURM_JOB_ID"; } &',
         ]
-    return "\n".join([*lines, "", "wait", ""])
+    )
 
 
 def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str]:
-    """Return the options of sbatch for a pool, spread evenly; memory and resources are per host."""
+    """Return the options of sbatch for a pool, whose array has a task for each host.
+
+    The nodes are spread evenly; memory and resources are per host.
+    """
     first, options = specs[0], description.slurm
     per_host = 1
     if first.role == "router":
@@ -145,9 +154,9 @@ def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str
     counts |= {name: int(count) for name, count in first.resources.items()}
     resources = ",".join(f"{name}:{count * per_host}" for name, count in counts.items())
     lines = [
-        f"--nodes={math.ceil(len(specs) / per_host)}",
-        f"--ntasks={len(specs)}",
-        f"--ntasks-per-node={per_host}",
+        f"--array=0-{math.ceil(len(specs) / per_host) - 1}" if first.role != "router" else "",
+        "--nodes=1",
+        f"--ntasks={per_host}",
         f"--cpus-per-task={first.cpus}" if first.cpus else "",
         f"--mem={first.memory_mib * per_host}M" if first.memory_mib else "",
         f"--gres={resources}" if resources else "",
@@ -161,19 +170,19 @@ def _options(description: Description, specs: Sequence[ProcessSpec]) -> list[str
     return [line for line in lines if line]
 
 
-def placed(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> ProcessSpec:
+def placed(
+    spec: ProcessSpec, folder: Path, routers: str, environment: Mapping[str, str]
+) -> ProcessSpec:
     """Return `spec` with its task's addresses and GPUs. Raises `ConfigError` without GPUs."""
     host = environment["SLURMD_NODENAME"]
-    addresses = dict(
-        line.partition("=")[::2] for line in environment["HOST_ADDRESSES"].splitlines()
-    )
     values = {
-        ROUTERS_ADDRESS: environment["ROUTERS_ADDRESS"],
-        OWN_ADDRESS: addresses[host],
+        ROUTERS_ADDRESS: routers,
+        OWN_ADDRESS: environment["OWN_ADDRESS"],
         FOLDER: str(folder),
     }
     nth = int(environment["SLURM_LOCALID"])
-    spec = filled(spec, host, nth, values)
+    # Two tasks of an array may get one host, so each node of a pool has fixed ports of its own.
+    spec = filled(spec, host, spec.index, values)
     if not spec.gpus:
         return spec
     gpus = [one for one in environment.get(GPUS, "").split(",") if one]
@@ -188,19 +197,41 @@ def placed(spec: ProcessSpec, folder: Path, environment: Mapping[str, str]) -> P
 
 
 def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
-    """Run one task's process until its step is told to end, and return the exit code."""
+    """Run one process until its step is told to end, and return the exit code.
+
+    The last host of an array may have more places than there are processes left.
+    """
     plan = msgspec.json.decode((folder / PLAN).read_bytes(), type=SlurmPlan)
-    index = int(environment["SLURM_PROCID"])
+    first = int(environment.get("SLURM_ARRAY_TASK_ID", "0")) * int(environment["SLURM_NTASKS"])
+    index = first + int(environment["SLURM_PROCID"])
+    own = [one for one in plan.processes if (one.pool, one.index) == (pool, index)]
+    if not own:
+        return 0
+    (spec,) = own
+    state = folder / PROCESSES / spec.name
     try:
-        spec = next(one for one in plan.processes if (one.pool, one.index) == (pool, index))
-        own = folder / PROCESSES / spec.name
-        make_private(own)
-        job = supervision.HostJob((placed(spec, folder, environment),), plan.logs)
-        write_private(own / supervision.JOB, msgspec.json.encode(job))
-        return supervision.main(own)
+        make_private(state)
+        is_moved = True
+        while is_moved:
+            routers = _routers_of(folder)
+            job = supervision.HostJob((placed(spec, folder, routers, environment),), plan.logs)
+            write_private(state / supervision.JOB, msgspec.json.encode(job))
+            is_moved = supervision.supervise(state, partial(_are_elsewhere, folder, routers))
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 1
+    return 0
+
+
+def _are_elsewhere(folder: Path, routers: str) -> bool:
+    return _routers_of(folder) != routers
+
+
+def _routers_of(folder: Path) -> str:
+    """Return the address of the routers, once their job has begun."""
+    while not (file := folder / ROUTERS_FILE).is_file():
+        time.sleep(WAIT_S)
+    return file.read_text().strip()
 
 
 if __name__ == "__main__":

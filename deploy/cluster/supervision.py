@@ -9,7 +9,7 @@ messages to a router or a node.
 import contextlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -129,19 +129,27 @@ def main(folder: Path) -> int:
 
     A second signal ends everything at once.
     """
+    supervise(folder, lambda: False)
+    return 0
+
+
+def supervise(folder: Path, is_over: Callable[[], bool]) -> bool:
+    """Do what `main` does, or end the processes when they are over. Return whether they are."""
     die_with_parent()
     setup(LogConfig(), "supervisor")
     processes = HostProcesses(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob))
     with Interrupts(on_second=processes.kill) as interrupts:
+        ended = False
         try:
             processes.start()
             _write_statuses(folder / STATUS, processes.statuses())
-            while not interrupts.wait(WATCH_S):
+            while not (ended or interrupts.wait(WATCH_S)):
                 processes.poll()
                 _write_statuses(folder / STATUS, processes.statuses())
+                ended = is_over()
         finally:
-            processes.stop(is_hurried=interrupts.is_hurried)
-    return 0
+            processes.stop(is_hurried=ended or interrupts.is_hurried)
+    return ended
 
 
 def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:

@@ -157,7 +157,10 @@ class EngineLoop:
                 self._hear_router(now_s, origin, message)
             case RouterLost(origin):
                 self._forget(origin)
-            case FromPeer() | PeerLost():
+            case FromPeer():
+                self._events.append(event)
+            case PeerLost(node=node):
+                self.observer.peer_lost(node)
                 self._events.append(event)
             case _:
                 assert_never(event)

@@ -21,9 +21,12 @@ from baton.kv_transfer.interfaces import (
     CORRUPT_BLOCKS,
     LEASE_EXPIRED,
     ConnectorReport,
+    OfferBroken,
     ReadEnded,
+    ReceiveEnded,
     Released,
 )
+from baton.protocol.errors import Cancelled
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import Load, Totals
 from baton.runtime.clock import Clock, boottime
@@ -165,9 +168,23 @@ class NodeObserver:
             log.error(event.failure.message, rank=rank, so_far=num_corrupt)
 
     def reported(self, report: ConnectorReport) -> None:
-        failure = report.failure if isinstance(report, Released) else None
-        if failure is not None and failure.code == LEASE_EXPIRED:
+        if not isinstance(report, Released | OfferBroken | ReceiveEnded) or report.failure is None:
+            return
+        failure, key = report.failure, report.key
+        if isinstance(report, Released) and failure.code == LEASE_EXPIRED:
             self._records.counters.leases_expired += 1
+        if failure.code != Cancelled.code:
+            what = "broke off" if isinstance(report, OfferBroken) else "failed"
+            log.warning(
+                f"a handoff {what}",
+                request=key.request_id,
+                attempt=key.attempt,
+                code=failure.code,
+                reason=failure.message,
+            )
+
+    def peer_lost(self, node: NodeId) -> None:
+        log.info("the channel to a peer broke", node=node)
 
     def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
         """Take the state at the end of each turn of the loop."""

@@ -41,17 +41,17 @@ class Tracer:
     """Call `record` for each HTTP request that asked for tokens, then `close`."""
 
     def __init__(self, exporter: "SpanExporter", model_name: str, version: str) -> None:
-        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.resources import OTELResourceDetector, Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._provider: TracerProvider = TracerProvider(
-            # OTEL_RESOURCE_ATTRIBUTES and OTEL_SERVICE_NAME take precedence over this.
-            resource=Resource({"service.name": SERVICE, "service.version": version}).merge(
-                Resource.create()
-            ),
+            # `create` has a name of its own; what OTEL_* variables say comes last.
+            resource=Resource.create()
+            .merge(Resource({"service.name": SERVICE, "service.version": version}))
+            .merge(OTELResourceDetector().detect()),
             shutdown_on_exit=False,
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))

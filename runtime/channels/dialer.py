@@ -34,8 +34,8 @@ from baton.runtime.channels.wire import (
 )
 from baton.runtime.clock import monotonic
 
-# After a refused handshake ZMQ may never try again, so the dialer does: soon with its next key, and
-# no more often than this once all keys were refused.
+# After a refused handshake ZMQ tries again at once or never, so the dialer does it: soon with its
+# next key, and less and less often, down to this, once all keys were refused.
 RETRY_S = 1.0
 NEXT_KEY_S = 0.05
 # Between two lookups of the address of a listener that is not connected, and between two looks at
@@ -187,22 +187,28 @@ class Dialer(Generic[Out, In]):
             self._lost = "the connection was lost"
         elif self._retry_s is None:
             # An immediate restart would be refused immediately, over and over.
-            has_next = (self._num_tried + 1) % max(1, len(self._keys.pairs)) != 0
-            self._retry_s = monotonic() + (NEXT_KEY_S if has_next else RETRY_S)
+            num_rounds, nth = divmod(self._num_tried + 1, max(1, len(self._keys.pairs)))
+            wait_s = NEXT_KEY_S if nth else min(RETRY_S, NEXT_KEY_S * 2.0**num_rounds)
+            self._retry_s = monotonic() + wait_s
+            if change == "refused":
+                self._disconnect()
         self.refusals += change == "refused"
         self.connected = change == "up"
 
     def _restart(self, reason: str) -> Disconnected:
         # Disconnecting drops what was queued for or from the old session. The socket stays, and
         # with it the descriptor that the owner watches.
-        with contextlib.suppress(zmq.ZMQError):
-            self.socket.disconnect(self._dialled)
+        self._disconnect()
         self._unsent.clear()
         self._lost = self._retry_s = None
         self.connected = False
         self._session = Session(secrets.randbits(SESSION_BITS))
         self._connect()
         return Disconnected(reason)
+
+    def _disconnect(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # there may be no connection
+            self.socket.disconnect(self._dialled)
 
     def _connect(self) -> None:
         """Connect under a new identity, so that a listener cannot confuse two connections."""

@@ -39,23 +39,22 @@ def test_a_slurm_job_asks_for_what_the_pools_need(tmp_path: Path) -> None:
     files = slurm.render(
         planned(tmp_path, slurm.places_of, slurm=options, settings=secret), tmp_path
     )
-    assert [path.name for path in files] == ["job.sh", "plan.json", "key"]
+    scripts = [path.name for path in files]
+    assert scripts == ["router.sh", "prefill.sh", "decode.sh", "submit.sh", "plan.json", "key"]
     assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    subprocess.run(["bash", "-n", str(files[0])], check=True)
-    text = files[0].read_text()
-    assert "s3cret" not in text
-    routers, prefill, decode = (
-        [line.removeprefix("#SBATCH ") for line in block.splitlines() if line.startswith("#SBATCH")]
-        for block in text.split("#SBATCH hetjob\n")
-    )
-    assert routers[0] == "--job-name=baton-tensor-parallel"
-    assert routers[3:5] == ["--signal=TERM@40", "--nodes=1"]
+    found = {}
+    for path in files[:4]:
+        subprocess.run(["bash", "-n", str(path)], check=True)
+        text = path.read_text()
+        assert "s3cret" not in text
+        lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+        found[path.stem] = " ".join(line.removeprefix("#SBATCH ") for line in lines)
     own = "--requeue --partition=gpus --account=lab --time=2-00 --qos=high"
-    for lines, num_tasks in ((prefill, 4), (decode, 8)):
-        assert " ".join(lines) == (
-            f"--nodes=1 --ntasks={num_tasks} --ntasks-per-node={num_tasks} --mem=524288M "
-            f"--gres=gpu:8 {own}"
-        )
+    assert found["router"].startswith("--job-name=baton-tensor-parallel-router ")
+    assert found["router"].endswith(f" --signal=TERM@40 --nodes=1 --ntasks=2 {own}")
+    for name, per_host, gpus in (("prefill", 4, 2), ("decode", 8, 1)):
+        wanted = f"--ntasks={per_host} --mem=524288M --gres=gpu:{per_host * gpus} {own}"
+        assert found[name].endswith(f" --array=0-0 --nodes=1 {wanted}")
 
 
 def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> None:
@@ -65,21 +64,21 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> Non
     assert read.processes == plan.processes
     spec = next(one for one in plan.processes if one.name == "decode-3")
     task = {
-        "ROUTERS_ADDRESS": "10.0.0.1", "HOST_ADDRESSES": "n1=10.0.0.1\nn2=10.0.0.2",
-        "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "1", "CUDA_VISIBLE_DEVICES": "4,5,6,7",
+        "OWN_ADDRESS": "10.0.0.2", "SLURMD_NODENAME": "n2", "SLURM_LOCALID": "1",
+        "CUDA_VISIBLE_DEVICES": "4,5,6,7",
     }  # fmt: skip
-    own = slurm.placed(spec, tmp_path, task)
+    own = slurm.placed(spec, tmp_path, "10.0.0.1", task)
     assert own.host == "n2"
     assert f"keys.file={tmp_path}/key" in own.argv
     assert own.env == {
         "BATON_NODE_ID": "decode-3",
         "BATON_NODE_ROUTERS": "tcp://10.0.0.1:5570,tcp://10.0.0.1:5571",
-        "BATON_NODE_BIND": "tcp://10.0.0.2:6001",
-        "BATON_NODE_HTTP": "10.0.0.2:6101",
+        "BATON_NODE_BIND": "tcp://10.0.0.2:6003",
+        "BATON_NODE_HTTP": "10.0.0.2:6103",
         "CUDA_VISIBLE_DEVICES": "6,7",
     }
     with pytest.raises(ConfigError, match="decode-3 on n2: it needs 2 GPUs and Slurm gave it 1"):
-        slurm.placed(spec, tmp_path, {**task, "CUDA_VISIBLE_DEVICES": "0"})
+        slurm.placed(spec, tmp_path, "10.0.0.1", {**task, "CUDA_VISIBLE_DEVICES": "0"})
 
 
 def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path: Path) -> None:

@@ -28,10 +28,13 @@ from baton.kv_transfer.interfaces import (
     DialPeer,
     DropPeer,
     FromPeer,
+    OfferBroken,
+    ReceiveEnded,
+    Released,
     ToPeer,
 )
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import Failure, NodeError
+from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     Attach,
@@ -269,3 +272,17 @@ def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
     with pytest.raises(NodeError):
         bench.loop.turn()
     assert bench.loop.crashed_in is None, "no request is to blame"
+
+
+def test_a_handoff_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+    observer = NodeObserver(Vitals(), Records("", NodeId("d0")), 0.0)
+    lost = TransferError("the channel to node p0 broke", code="node_lost").to_failure()
+    observer.reported(ReceiveEnded(key("gone"), Cancelled("by its client").to_failure()))
+    assert caplog.messages == []
+    observer.reported(OfferBroken(key("a"), lost))
+    observer.reported(Released(key("b"), lost))
+    observer.reported(ReceiveEnded(key("c"), lost))
+    found = [(record.message, vars(record)["fields"]["request"]) for record in caplog.records]
+    broken, failed = "a handoff broke off", "a handoff failed"
+    assert found == [(broken, "a"), (failed, "b"), (failed, "c")]
+    assert vars(caplog.records[0])["fields"]["code"] == "node_lost"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 
+import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -70,6 +71,19 @@ def test_a_trace_continues_the_client_s_and_holds_the_stages() -> None:
         request.end_time,
         request.start_time,
     )
+
+
+def test_a_trace_names_its_service_as_the_environment_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def named() -> tuple[object, object]:
+        about = traced(well)["llm_request"].resource.attributes
+        return about["service.name"], about.get("deployment.environment")
+
+    assert named() == ("baton", None)
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "mine")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment=test")
+    assert named() == ("mine", "test")
 
 
 def test_an_error_marks_its_trace() -> None:
