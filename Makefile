@@ -44,7 +44,7 @@ WISHES = $(if $(EXTRAS),-with-$(subst $(comma),-,$(EXTRAS)))
 SERVE_STAMP = $(VENV)/.ready-to-serve$(WISHES)
 TEST_STAMP = $(VENV)/.ready-to-test$(WISHES)
 TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(TORCH_INDEX))))
-INSTALL = $(BIN)/python -m pip install --quiet --constraint constraints.txt
+INSTALL = $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-release check fuzz sim soak demo-model bench fmt docs install install-test clean

@@ -65,7 +65,8 @@ with client.messages.stream(messages=says, **asked) as stream:
 assert text == whole.content[0].text
 assert final.usage.output_tokens == whole.usage.output_tokens
 count = client.messages.count_tokens(model="tiny", messages=says).input_tokens
-print(text, whole.stop_reason, whole.usage.input_tokens == count)
+used = whole.usage
+print(text, whole.stop_reason, used.input_tokens + used.cache_read_input_tokens == count)
 schema = {{"properties": {{"sunny": {{"type": "boolean"}}}}, "required": ["sunny"]}}
 schema |= {{"type": "object", "additionalProperties": False}}
 tools = [{{"name": "tell", "input_schema": schema}}]
