@@ -135,13 +135,15 @@ class DecodeScheduler:
         slices = self._decode_slices(num_slots - len(computing))
         num_decoding = sum(part.length for part in slices)
         budget = max(self.limits.max_num_batched_tokens - num_decoding, self.pool.block_size)
+        room = self.limits.max_first_tokens
         for prompt in computing:
-            if budget == 0 or len(slices) == self.limits.max_num_seqs:
+            every = prompt.choices.every
+            if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
             if prompt.sequence.num_unplanned_tokens:
-                every = prompt.choices.every
                 slices.append(prompt.sequence.chunk(budget, every, self._step_id + 1))
                 budget -= slices[-1].length
+                room -= slices[-1].num_sampled
         copies, self._copies = tuple(self._copies), []
         if not slices:  # all forks ended before their first step
             self._drop_copies(copies)

@@ -146,13 +146,14 @@ class PrefillScheduler:
 
     def plan(self, now_s: float) -> StepPlan | None:
         slices: list[Slice] = []
-        budget = self.limits.max_num_batched_tokens
+        budget, room = self.limits.max_num_batched_tokens, self.limits.max_first_tokens
         for handoff in self._candidates(now_s):
-            if budget == 0 or len(slices) == self.limits.max_num_seqs:
+            every = handoff.choices.every
+            if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
-            step_id = self._step_id + 1
-            slices.append(handoff.sequence.chunk(budget, handoff.choices.every, step_id))
+            slices.append(handoff.sequence.chunk(budget, every, self._step_id + 1))
             budget -= slices[-1].length
+            room -= slices[-1].num_sampled
         if not slices:
             return None
         self._step_id += 1

@@ -5,9 +5,7 @@ ring of sampled tokens on the device. A decode step can be padded to a bucket, s
 that bucket have their inputs at the same places: padding adds rows, never sequences.
 """
 
-import math
 from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,49 +13,23 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
 from baton.engine.compute.attention import AdaptedRows, Batch, Chunk, Tables
 from baton.engine.compute.device_counts import NO_ROW, DeviceCounts, NewRows
 from baton.engine.compute.device_tables import IDLE_ROW, DeviceTables
+from baton.engine.compute.packed_words import ArrayPlace, PackedWords
 from baton.engine.compute.penalties import CountedTokens, packed
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
+from baton.engine.compute.token_ring import IDLE_PLACE, TokenRing
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
-from baton.protocol.ids import Key
 from baton.protocol.sampling import MAX_BIASES, Sampling
 
-# The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
-# step is unsettled (two steps at most), so no plan needs older ones.
-REMEMBERED_STEPS = 4
-RING_TOKENS = 1 << 17
-IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding samples
 NO_ADAPTER = -1
 BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
-NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
-    torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
-}  # fmt: skip
-
-
-class ArrayPlace(NamedTuple):
-    """An array within the words of a step."""
-
-    first: int
-    end: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def of(self, words: Tensor) -> Tensor:
-        part = words[self.first : self.end]
-        if self.dtype != torch.int64:
-            part = part.view(self.dtype)
-        if self.dtype == torch.int32:  # two to a word
-            part = part[: math.prod(self.shape)]
-        return part.view(self.shape)
-
 
 AdaptedPlaces = tuple[ArrayPlace, ArrayPlace] | None  # `order` and `ends` of rows, if any
 
@@ -203,7 +175,7 @@ class Packer:
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
-        self._sampled = _SampledPlaces()
+        self._sampled = TokenRing()
         self._masks, self._counts = masks, counts
         self._sampled_at = sampled_at
 
@@ -373,7 +345,7 @@ class Packer:
         if lists.adapters:
             numbers += len(lists.ids) + len(lists.rows) + len(lists.before)
             numbers += 2 * len(self._adapters)
-        into = _PackedWords(self._allocate(numbers))
+        into = PackedWords(self._allocate(numbers))
         inputs = StepInputs(
             into.words,
             tokens=into.put((lists.ids, lists.positions, lists.slots), 3, len(lists.ids)),
@@ -432,7 +404,7 @@ class Packer:
         inputs.words = into.used()
         return inputs
 
-    def _new_rows(self, into: "_PackedWords", new: NewRows) -> tuple[ArrayPlace, ...]:
+    def _new_rows(self, into: PackedWords, new: NewRows) -> tuple[ArrayPlace, ...]:
         num_rows, width = len(new.rows), max(map(len, new.biases))
         biases = [[*own, *[0.0] * (width - len(own))] for own in new.biases]
         return (
@@ -443,7 +415,7 @@ class Packer:
             into.put(new.words, len(new.words), dtype=torch.int32),
         )
 
-    def _adapted(self, into: "_PackedWords", adapters: list[int]) -> AdaptedPlaces:
+    def _adapted(self, into: PackedWords, adapters: list[int]) -> AdaptedPlaces:
         """Lay the rows that have an adapter, in the order of the adapters."""
         of_row, numbers = np.array(adapters, np.int64), np.arange(len(self._adapters) - 1)
         order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
@@ -451,59 +423,3 @@ class Packer:
             return None
         ends = np.searchsorted(of_row[order], numbers, side="right")
         return into.put(order, len(order)), into.put(ends, len(ends), dtype=torch.int32)
-
-
-class _SampledPlaces:
-    """The places of the last steps' tokens in the ring."""
-
-    def __init__(self) -> None:
-        self._steps: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
-        self._next = 0
-
-    def stand_in(self, part: Slice) -> int:
-        """Return the negative number that stands for the token that was sampled last for a key."""
-        for step in reversed(self._steps):
-            place = step.get(part.key)
-            if place is not None:
-                return place - RING_TOKENS
-        raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
-
-    def add(self, slices: Sequence[Slice]) -> list[int]:
-        """Assign a place to each sample of a step, and return the places in order."""
-        num_samples = sum(part.num_sampled for part in slices)
-        if num_samples > IDLE_PLACE // REMEMBERED_STEPS:
-            raise InvariantBroken(f"a step samples {num_samples} tokens")
-        if self._next + num_samples > IDLE_PLACE:
-            self._next = 0
-        places = list(range(self._next, self._next + num_samples))
-        self._next += num_samples
-        left = iter(places)
-        self._steps.append(
-            {
-                part.key.of_choice(choice): next(left)
-                for part in slices
-                for choice in part.samples * (1 + part.num_guesses)
-            }
-        )
-        return places
-
-
-class _PackedWords:
-    """A piece of memory that is filled one array after the other."""
-
-    def __init__(self, words: Tensor) -> None:
-        self.words = words
-        self._array = words.numpy()
-        self._used = 0
-
-    def put(self, values: ArrayLike, *shape: int, dtype: torch.dtype = torch.int64) -> ArrayPlace:
-        size = math.prod(shape)
-        first, end = self._used, self._used + (-(-size // 2) if dtype == torch.int32 else size)
-        if size:
-            part = self._array[first:end].view(NUMPY[dtype])
-            part[:size] = np.asarray(values, NUMPY[dtype]).reshape(-1)
-        self._used = end
-        return ArrayPlace(first, end, shape, dtype)
-
-    def used(self) -> Tensor:
-        return self.words[: self._used]

@@ -25,10 +25,11 @@ from baton.engine.compute.logprobs import (
     packed_prompt,
     unpacked_logprobs,
 )
-from baton.engine.compute.packing import RING_TOKENS, ModelFacts, PackedStep, Packer, StepInputs
+from baton.engine.compute.packing import ModelFacts, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import Ranks
+from baton.engine.compute.token_ring import RING_TOKENS
 from baton.engine.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
 from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock

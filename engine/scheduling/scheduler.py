@@ -36,6 +36,11 @@ class NodeLimits(msgspec.Struct, frozen=True):
     prompt_lookup_min: int = 2
     lora_modules: tuple[str, ...] = ()
 
+    @property
+    def max_first_tokens(self) -> int:
+        """Return how many tokens the prompts of a step may sample: each needs a row of logits."""
+        return max(self.max_num_seqs, MAX_CHOICES)
+
 
 def problem_of(
     message: Prefill | Decode, limits: NodeLimits, is_in_use: Callable[[Choices], bool]

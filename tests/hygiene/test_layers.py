@@ -58,7 +58,7 @@ PACKAGES = {
         "zmq",
     },
     "bench": {"httptools", "jinja2", "msgspec", "numpy", "psutil", "rich"},
-    "deploy": {"msgspec", "huggingface_hub", "psutil", "ray", "rich", "yaml", "zmq"},
+    "deploy": {"huggingface_hub", "jinja2", "msgspec", "psutil", "ray", "rich", "yaml", "zmq"},
     FRONT_DOOR: {"msgspec", "rich", "shtab"},
 }
 # Ways from data to code.

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import site
 import subprocess
 import sys
@@ -21,8 +22,10 @@ TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of 
 
 
 def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path: Path) -> None:
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "*cache*")
+    source = shutil.copytree(REPOSITORY, tmp_path / "source", symlinks=True, ignore=left_out)
     make = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))
-    subprocess.run([*make, str(REPOSITORY)], check=True)
+    subprocess.run([*make, str(source)], check=True)
     (wheel,) = tmp_path.glob("baton_llm-*.whl")
     folder = tmp_path / "venv"
     venv.create(folder, with_pip=True)

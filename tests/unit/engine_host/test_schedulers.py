@@ -359,3 +359,17 @@ def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, 
     assert failed.failure.retryable
     assert drive.launch() is None
     assert drive.pool.num_free == NUM_BLOCKS
+
+
+def test_prompts_of_many_choices_take_several_steps() -> None:
+    """A step has a row of logits for each token that it samples."""
+    limits = NodeLimits(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=64)
+    for drive, ask in (
+        (prefill_drive(2000, limits), lambda name: prefill(name, [1, 2, 3], num_choices=60)),
+        (decode_drive(2000, limits), lambda name: local(name, [1, 2, 3], 2, num_choices=60)),
+    ):
+        for name in "abcde":
+            drive.scheduler.add(0.0, 0, ask(name))
+        plan = drive.scheduler.plan(0.0)
+        assert plan is not None
+        assert [part.num_sampled for part in plan.slices] == [60, 60]
