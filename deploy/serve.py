@@ -25,7 +25,7 @@ from baton.deploy.startup import (
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import parse_endpoint
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Standstill, monotonic
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import is_json, logger
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
@@ -106,22 +106,22 @@ class LocalServer:
     def wait_until_ready(self, interrupts: Interrupts) -> bool:
         """Return True when all are ready that can start, False when a stop was requested.
 
-        Raises `NodeError` if a router or the last node of a role ended, or the start takes too
-        long.
+        Raises `NodeError` if a router or the last node of a role ended, or no node makes progress.
         """
         limit_s = self._config.node.start_timeout_s + EXTRA_START_S
-        deadline_s = monotonic() + limit_s
-        progress = StartProgress()
+        standstill, progress, seen = Standstill(limit_s), StartProgress(), set[tuple[str, str]]()
         while not interrupts.wait(WATCH_S):
             for ended in self._poll():
                 self._go_on_without(ended)
             # The system chooses which router gets a connection.
             for _ in self._routers:
-                progress.show(self._ask_health())
+                phases = self._ask_health()
+                progress.show(phases)
+                seen |= phases.items()
             if len(self._ready_routers) == len(self._routers):
                 return True
-            if monotonic() > deadline_s:
-                raise NodeError(f"not ready within {limit_s:g} s (node.start_timeout_s)")
+            if standstill.lasts(len(seen)):
+                raise NodeError(f"no progress for {limit_s:g} s (node.start_timeout_s)")
         return False
 
     def watch(self, interrupts: Interrupts) -> None:

@@ -151,6 +151,7 @@ def _normed_halves(
 
 
 TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
+COPIERS = 32  # programs of a copy, which leave most multiprocessors to the steps beside it
 
 
 def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
@@ -166,13 +167,14 @@ def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: 
     source, target = source.view(torch.int32), target.view(torch.int32)
     words = source.shape[1]
     tiles = triton.cdiv(words, TILE)
-    _copy_kernel[(len(source_ids) * tiles,)](
-        source, target, source_ids, target_ids, words, tiles, TILE=TILE,
+    total = len(source_ids) * tiles
+    _copy_kernel[(min(total, COPIERS),)](
+        source, target, source_ids, target_ids, words, tiles, total, TILE=TILE,
         num_warps=8, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["source_id_ptr", "target_id_ptr", "tiles"])
+@triton.jit(do_not_specialize=["source_id_ptr", "target_id_ptr", "tiles", "total"])
 def _copy_kernel(
     source_ptr: tl.tensor,
     target_ptr: tl.tensor,
@@ -180,10 +182,12 @@ def _copy_kernel(
     target_id_ptr: tl.tensor,
     words: tl.tensor,
     tiles: tl.tensor,
+    total: tl.tensor,
     TILE: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) // tiles
-    source, target = tl.load(source_id_ptr + row), tl.load(target_id_ptr + row)
-    w = tl.program_id(0) % tiles * TILE + tl.arange(0, TILE)
-    value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
-    tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = item // tiles
+        source, target = tl.load(source_id_ptr + row), tl.load(target_id_ptr + row)
+        w = item % tiles * TILE + tl.arange(0, TILE)
+        value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
+        tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)

@@ -380,7 +380,7 @@ class NodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about("how long a node keeps a stream whose router is gone; 0 keeps none", "s", ge=0),
     ] = 30.0
     start_timeout_s: Annotated[
-        float, about("how long a node may take until it is ready; then it exits", "s", gt=0)
+        float, about("how long the start of a node may make no progress; then it exits", "s", gt=0)
     ] = 120.0
 
 

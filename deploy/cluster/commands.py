@@ -127,7 +127,10 @@ def up(given: ClusterArguments) -> int:
             check_ids(plan, platform.own(plan), platform.urls(plan, folder))
             platform.start(plan, folder)
             timeout_s = given.timeout_s or plan.start_timeout_s + EXTRA_START_S
-            if not wait_until_ready(plan, platform, folder, timeout_s, interrupts):
+            is_given = given.timeout_s > 0
+            if not wait_until_ready(
+                plan, platform, folder, timeout_s, interrupts, is_absolute=is_given
+            ):
                 raise KeyboardInterrupt
             print(_report(plan, platform, folder, stays=given.stays), flush=True)
             # `baton down` may end it from elsewhere.
@@ -332,6 +335,6 @@ def _add_start(parser: FlagParser) -> None:
         dest="timeout_s",
         metavar="S",
         type=timeout_of,
-        help="longest wait until the cluster serves, in seconds (default: node.start_timeout_s of "
-        "the slowest pool, plus 20 s)",
+        help="longest wait until the cluster serves, in seconds (default: until nothing has made "
+        "progress for node.start_timeout_s of the slowest pool, plus 20 s)",
     )

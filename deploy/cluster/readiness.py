@@ -12,7 +12,7 @@ from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import Platform, ProcessStatus
 from baton.deploy.startup import HealthReply, StartProgress, ask_health
 from baton.protocol.errors import NodeError
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Standstill
 from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
@@ -24,17 +24,19 @@ def wait_until_ready(
     folder: Path,
     timeout_s: float,
     interrupts: Interrupts,
+    *,
+    is_absolute: bool,
 ) -> bool:
     """Return True when the cluster serves, False when a stop was requested.
 
-    Raises `NodeError` for the first process that ended or is not ready in time. A command that
+    Raises `NodeError` for the first process that ended, or is not ready although nothing has made
+    progress for `timeout_s`, or since the call if that `is_absolute`. A command that
     started no router waits only for the nodes that it has started; any other command waits for all.
     """
     own = platform.own(plan)
     is_central = any(spec.role == "router" for spec in own)
     nodes = [spec for spec in (plan.processes if is_central else own) if spec.role != "router"]
-    deadline_s = monotonic() + timeout_s
-    progress = StartProgress()
+    standstill, progress = Standstill(timeout_s), StartProgress()
     while not interrupts.wait(WATCH_S):
         statuses = platform.status(folder)
         _check_running(statuses)
@@ -46,9 +48,10 @@ def wait_until_ready(
         elif not missing:
             return True
         progress.show(phases)
-        if monotonic() > deadline_s:
+        if standstill.lasts(None if is_absolute else phases):
             late = f"{missing[0]}; {missing[0].advice}" if missing else "nothing has started"
-            raise NodeError(f"not ready within {timeout_s:g} s: {late}")
+            what = "not ready within" if is_absolute else "no progress for"
+            raise NodeError(f"{what} {timeout_s:g} s: {late}")
     return False
 
 

@@ -4,6 +4,7 @@ Errors of CUDA are explained in one line that says what to do.
 """
 
 import os
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from baton.engine.compute.executor import Progress
 from baton.engine.compute.runner import Runner
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.config import CacheConfig
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import BatonError, NodeError
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.host import num_gpus
@@ -50,6 +51,25 @@ MEANINGS = (
         ("forward compatibility was attempted",),
         "the CUDA compatibility libraries do not fit this GPU: remove them from LD_LIBRARY_PATH, "
         "or update the driver",
+    ),
+    (
+        ("Failed to find C compiler", "Python.h", "'gcc'", "'clang'", "'cc'"),
+        "Triton compiles its launcher here: install a C compiler and Python's headers, such as by "
+        "`apt install gcc libc6-dev python3-dev`",
+    ),
+    (
+        ("libcuda.so", "ldconfig"),
+        "the driver's libcuda.so was not found: install the NVIDIA driver's libraries where "
+        "`ldconfig -p` lists them, or set TRITON_LIBCUDA_PATH to their folder",
+    ),
+    (
+        ("out of resource: shared memory",),
+        "a kernel needs more shared memory than this GPU has; use --device cpu, and report it",
+    ),
+    (
+        ("PTXAS error", "`ptxas`"),
+        "Triton's assembler does not know this GPU: install a newer triton, with the torch that "
+        "wants it",
     ),
     (
         ("system not yet initialized",),
@@ -146,14 +166,19 @@ def keep_sums_whole() -> None:
 
 @contextmanager
 def one_line_errors(device: torch.device, doing: str) -> Iterator[None]:
-    """Turn CUDA's exceptions into a `NodeError` that says what to do."""
+    """Turn exceptions of CUDA, Triton and compilers into a `NodeError` that says what to do."""
     try:
         yield
-    except RuntimeError as error:  # the base class of the errors of CUDA, its libraries and torch
+    except BatonError:
+        raise
+    except Exception as error:  # Triton's have no base class but this
         memory = None
         with suppress(RuntimeError):  # after some errors the device answers no more calls
             memory = memory_of(device)
-        raise NodeError(line_of(str(error), doing, memory)) from error
+        text = str(error) or type(error).__name__
+        if isinstance(error, subprocess.CalledProcessError):
+            text = " ".join(map(str, (error, error.stderr or "", error.output or "")))
+        raise NodeError(line_of(text, doing, memory)) from error
 
 
 def memory_of(device: torch.device) -> GpuMemory:

@@ -7,6 +7,7 @@ driver is called through ctypes because torch offers handles only as pickles.
 """
 
 import ctypes
+import secrets
 from collections.abc import Callable
 
 import msgspec
@@ -20,6 +21,7 @@ from baton.protocol.errors import ConfigError, TransferError
 
 DRIVER = "libcuda.so.1"
 HANDLE_BYTES = 64
+PROOF_BYTES = 16
 # From cuda.h.
 LAZY_ENABLE_PEER_ACCESS = 1
 POINTER_DEVICE_ORDINAL = 9
@@ -32,6 +34,7 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
     handle: bytes
     offset: int
     num_words: int  # of one block, 4 bytes each
+    proof: bytes  # the last bytes of the spare block, which follows the pool's blocks
 
     @classmethod
     def decode(cls, data: bytes) -> "PoolHandle":
@@ -40,7 +43,8 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
             found = msgspec.msgpack.decode(data, type=cls)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise TransferError(f"not a handle of GPU memory: {error}") from error
-        if len(found.handle) != HANDLE_BYTES or found.offset < 0 or found.num_words <= 0:
+        sizes = len(found.handle), len(found.proof)
+        if sizes != (HANDLE_BYTES, PROOF_BYTES) or found.offset < 0 or found.num_words <= 0:
             raise TransferError("not a handle of GPU memory")
         return found
 
@@ -58,6 +62,7 @@ class CudaPeerMemory:
         self.blocks: Tensor = whole  # [num_blocks + 1, words of a block] int32
         self.stream: torch.cuda.Stream | None = None
         self.driver = CudaDriver()
+        self._proof = secrets.token_bytes(PROOF_BYTES)
 
     @property
     def gpu(self) -> str:
@@ -65,12 +70,21 @@ class CudaPeerMemory:
 
     @property
     def visible(self) -> tuple[str, ...]:
-        return tuple(_gpu_id(index) for index in range(torch.cuda.device_count()))
+        own = self.device.index
+        return tuple(
+            _gpu_id(index)
+            for index in range(torch.cuda.device_count())
+            if index == own or torch.cuda.can_device_access_peer(own, index)
+        )
 
     def handle(self) -> bytes:
         address = self.blocks.data_ptr()
         handle, base = self.driver.export(address)
-        return msgspec.msgpack.encode(PoolHandle(handle, address - base, self.blocks.shape[1]))
+        write_proof(self.blocks, self._proof)
+        torch.cuda.synchronize(self.device)
+        return msgspec.msgpack.encode(
+            PoolHandle(handle, address - base, self.blocks.shape[1], self._proof)
+        )
 
     def enter(self) -> None:
         torch.cuda.set_device(self.device)
@@ -85,10 +99,41 @@ class CudaPeerMemory:
         if 4 * found.num_words != shape.block_bytes:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
-        view = _DeviceArray(base + found.offset, (shape.num_blocks, found.num_words))
+        view = _DeviceArray(base + found.offset, (shape.num_blocks + 1, found.num_words))
         # Some versions of torch copy the memory if the device is not named or is another one.
         device = torch.device("cuda", self.driver.device_of(base))
-        return OpenedPool(self, torch.as_tensor(view, device=device), base)
+        blocks = torch.as_tensor(view, device=device)
+        assert self.stream is not None, "the agent's thread entered"
+        with torch.cuda.stream(self.stream):
+            is_proven = reads_proof(blocks, found.proof, self.device)
+        if not is_proven:
+            self.driver.close(base)
+            raise TransferError(
+                "a GPU reads other bytes from a peer than were written there: switch ACS and the "
+                "IOMMU off for the GPUs, or set transfer.transport=nixl"
+            )
+        return OpenedPool(self, blocks[: shape.num_blocks], base)
+
+
+def write_proof(blocks: Tensor, proof: bytes) -> None:
+    """Write the proof to the end of the last block, `[num_blocks, words]` int32."""
+    words = torch.frombuffer(bytearray(proof), dtype=torch.int32)
+    blocks[-1, -len(words) :] = words.to(blocks.device)
+
+
+def reads_proof(blocks: Tensor, proof: bytes, device: torch.device) -> bool:
+    """Return whether a copy to `device` finds the proof at the end of the last block.
+
+    Behind some IOMMUs, reads of another GPU's memory succeed and bring other bytes.
+    """
+    # Triton exists on Linux only and is slow to import; see `rank`.
+    from baton.kernels.pool_writes import move_blocks
+
+    seen = torch.zeros(1, blocks.shape[1], dtype=torch.int32, device=device)
+    last = torch.tensor([len(blocks) - 1], dtype=torch.int32, device=device)
+    move_blocks(blocks, last, seen, torch.zeros_like(last))
+    found = seen[0, -(PROOF_BYTES // 4) :].cpu().numpy().tobytes()
+    return found == proof
 
 
 class OpenedPool:
@@ -153,8 +198,8 @@ class CudaDriver:
         except TransferError as error:
             raise ConfigError(
                 f"this GPU's memory cannot be shared ({error.message}); remove "
-                "expandable_segments from PYTORCH_CUDA_ALLOC_CONF, or use NIXL: "
-                "`pip install -e '.[nixl]'`"
+                "expandable_segments from PYTORCH_ALLOC_CONF and PYTORCH_CUDA_ALLOC_CONF, or use "
+                "NIXL: `pip install -e '.[nixl]'`"
             ) from error
         return bytes(handle), base.value
 

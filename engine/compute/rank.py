@@ -121,6 +121,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
     if plan.device.type == "cuda":
+        # Parts of a sum are added in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         if config.engine.deterministic:
             keep_sums_whole()
         with one_line_errors(plan.device, "while it loads the model"):
@@ -371,16 +373,22 @@ def keep_freed_memory() -> None:
 
 
 def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.device:
-    """Return the device to compute on. `auto` logs one line if it cannot be the GPU."""
+    """Return the device to compute on. `auto` logs one line if the GPU cannot serve the model.
+
+    Raises `ConfigError` for a GPU that does not work: a large model would take the CPUs for days.
+    """
     wanted = config.engine.device
     is_there = torch.cuda.is_available() or num_gpus() > 0
     if wanted == "cpu" or (wanted == "auto" and not is_there):
         return torch.device("cpu")
-    reason = why_no_gpu() or _lacking_on_gpus(config, decoder, num_ranks)
+    broken = why_no_gpu()
+    reason = broken or _lacking_on_gpus(config, decoder, num_ranks)
     if not reason:
         return torch.device("cuda", 0)
     if wanted == "cuda":
         raise ConfigError(f"engine.device: {reason}")
+    if broken and torch.version.cuda is not None and gpus_of(0):
+        raise ConfigError(f"engine.device: {broken}; --device cpu computes without it")
     log.warning("computing on the CPU and not on the GPU", reason=reason)
     return torch.device("cpu")
 

@@ -86,7 +86,8 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Steps come before copies of blocks, whose stream has the usual priority.
+        self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
         self._has_begun = False
         self._pool = torch.cuda.graph_pool_handle()
         self._launched: deque[tuple[Tensor, torch.cuda.Event]] = deque()

@@ -40,7 +40,7 @@ from baton.protocol.messages import (
 )
 from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.clock import boottime
+from baton.runtime.clock import Standstill, boottime
 from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
 from baton.runtime.log import logger, setup_process_log
 from baton.runtime.process import Interrupts, die_with_parent
@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 MakeScheduler = Callable[[BlockPool, NodeLimits], Scheduler]
 MakeExecutor = Callable[[ClusterConfig, Epoch], Executor]
 
+START_WATCH_S = 1.0  # between two looks at whether a start makes progress
 LINGER_MS = 1000  # time for the last tokens to leave a node that has drained
 
 log = logger("node")
@@ -270,24 +271,28 @@ class EngineNode:
         return True
 
     def _start(self, executor: Executor, sockets: EngineSockets) -> ExecutorInfo:
-        """Load within one deadline. End the process if its start hangs or a router refuses it."""
-        seconds = self.config.node.start_timeout_s
-        watchdog = threading.Timer(seconds, self._too_late, (seconds,))
-        watchdog.daemon = True
+        """Load. End the process if its start hangs or a router refuses it."""
+        seen, ended = [("", 0, 0)], threading.Event()
+        watchdog = threading.Thread(target=self._watch_start, args=(seen, ended), daemon=True)
         watchdog.start()
 
         def progress(phase: str, done: int, total: int) -> None:
+            seen[0] = phase, done, total
             self._vitals.note(phase=phase, done=done, total=total)
             sockets.starting()
 
         try:
             return executor.start(progress)
         finally:
-            watchdog.cancel()
+            ended.set()
 
-    def _too_late(self, seconds: float) -> None:
-        log.error(f"not ready within {seconds:g} s (node.start_timeout_s)")
-        os._exit(1)
+    def _watch_start(self, seen: list[tuple[str, int, int]], ended: threading.Event) -> None:
+        seconds = self.config.node.start_timeout_s
+        standstill = Standstill(seconds)
+        while not ended.wait(min(seconds, START_WATCH_S)):
+            if standstill.lasts(seen[0]):
+                log.error(f"no progress for {seconds:g} s (node.start_timeout_s)")
+                os._exit(1)
 
 
 def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:

@@ -24,6 +24,7 @@ from baton.router.node_link import ProfileState
 from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter, default_params
+from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.log import logger
 from baton.tokenizer import ModelTokenizer
@@ -112,20 +113,28 @@ class AsyncLLM:
     async def ready(self, timeout_s: float) -> None:
         """Wait until the nodes of `config` are in service.
 
-        After `timeout_s`, it suffices that requests can be served. Raises `NodeError` otherwise.
+        After `timeout_s` without progress, it suffices that requests can be served. Raises
+        `NodeError` otherwise.
         """
         num_prefill = self.config.prefill
         if self.config.router.local_prefill == "always":
             num_prefill = 0
+        standstill = Standstill(timeout_s)
+        waiting = asyncio.create_task(self._router.wait_for_nodes(num_prefill, self.config.decode))
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._router.wait_for_nodes(num_prefill, self.config.decode)
-        except TimeoutError:
-            health = self.health()
-            if not health.can_serve:
-                text = f"no node was ready within {timeout_s:g} s: {health.message}"
-                raise NodeError(text, code="not_ready") from None
-            log.warning("serving although some of the nodes are not ready", reason=health.message)
+            while not (await asyncio.wait((waiting,), timeout=min(timeout_s, WATCH_S)))[0]:
+                health = self.health()
+                if not standstill.lasts([(one.phase, one.done) for one in health.nodes]):
+                    continue
+                if health.can_serve:
+                    text = "serving although some of the nodes are not ready"
+                    log.warning(text, reason=health.message)
+                    return
+                text = f"no progress of the nodes for {timeout_s:g} s: {health.message}"
+                raise NodeError(text, code="not_ready")
+            await waiting
+        finally:
+            waiting.cancel()
 
     async def generate(
         self,

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from baton import __version__
 from baton.protocol.config import DEFAULT_CONTROL, ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
@@ -146,6 +148,8 @@ def _start(name: str, config: ClusterConfig) -> int:
     if name == "prefill":
         from baton.prefill_node.scheduler import PrefillScheduler
 
+        engine = msgspec.structs.replace(config.engine, graphs=False)  # it has no decode steps
+        config = msgspec.structs.replace(config, engine=engine)
         return EngineNode(config, "prefill", PrefillScheduler).run()
     check_reach(config, "node.bind", config.node.bind)
     from baton.decode_node.scheduler import DecodeScheduler

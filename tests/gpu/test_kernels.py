@@ -127,6 +127,10 @@ def test_sampling_gives_the_tokens_that_a_cpu_gives(
     check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
+def test_a_pool_is_proven_by_its_last_bytes() -> None:
+    cases.check_proof(4096, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_penalties_are_what_torch_computes(dtype: torch.dtype) -> None:
     cases.check_penalties(151_936, dtype, "cuda")

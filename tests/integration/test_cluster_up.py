@@ -75,7 +75,7 @@ def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small:
         ({"model": "/nowhere"}, 2, "router-0 on 127.0.0.1: model /nowhere does not exist"),
         (
             {"pools": {"decode": {"role": "decode", "settings": HASTY}}},
-            1, "decode-0 on 127.0.0.1 ended while starting (exit code 1: not ready within 0.01 s",
+            1, "decode-0 on 127.0.0.1 ended while starting (exit code 1: no progress for 0.01 s",
         ),
         (
             {"pools": {"decode": {"role": "decode", "hosts": ["198.51.100.7"]}},

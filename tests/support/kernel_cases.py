@@ -380,6 +380,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
         "adapters": lambda: check_grouped_product((5, 0, 9), 16, 144, bf16, "cpu"),
         "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
+        "proof of a pool": lambda: check_proof(24, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
     }
 
@@ -422,6 +423,20 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
         one = slice(number, number + 1)
         ids = held_back[one][held_back[one] >= 0][None]
         assert drawn(logits[one].to(device), rows[one], ids) == expected[one]
+
+
+def check_proof(words: int, device: str) -> None:
+    """A pool whose end holds other bytes is not what its handle says."""
+    from baton.engine.compute.peer_memory import PROOF_BYTES, reads_proof, write_proof
+
+    blocks = torch.ones(5, words, dtype=torch.int32, device=device)
+    proof = bytes(range(PROOF_BYTES))
+    assert not reads_proof(blocks, proof, blocks.device)
+    write_proof(blocks, proof)
+    assert reads_proof(blocks, proof, blocks.device)
+    assert bool((blocks[:-1] == 1).all())
+    blocks[-1, -1] += 1
+    assert not reads_proof(blocks, proof, blocks.device)
 
 
 def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> None:

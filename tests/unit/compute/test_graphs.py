@@ -245,7 +245,8 @@ def test_a_capture_waits_for_what_other_streams_have_written(
     done: list[str] = []
 
     class Stream:
-        def __init__(self, _device: torch.device) -> None: ...
+        def __init__(self, _device: torch.device, priority: int) -> None:
+            assert priority < 0, "a copy of blocks would come first"
 
         def wait_stream(self, other: str) -> None:
             done.append(f"wait for {other}")

@@ -2,12 +2,14 @@
 
 import dataclasses
 import re
+import subprocess
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 import yaml
+from triton.runtime.errors import OutOfResources, PTXASError
 
 from baton.engine.compute import cuda_start, rank
 from baton.engine.compute.cuda_start import GpuMemory
@@ -104,6 +106,11 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{line}") as raised:
         plan_rank(config_for("cuda"), 1)
     assert "\n" not in raised.value.message
+    monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",) if error else ())
+    if in_dev and error:  # it does not work, and nobody has hidden it
+        with pytest.raises(ConfigError, match=rf"engine\.device: .*{line}.*; --device cpu"):
+            plan_rank(config_for("auto"), 1)
+        return
     assert plan_rank(config_for("auto"), 1).device.type == "cpu"
     assert [line in record.fields["reason"] for record in caplog.records] == [True] * in_dev  # type: ignore[attr-defined]
 
@@ -154,6 +161,15 @@ MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
             "another program has exclusive use of the GPU",
         ),
         (
+            subprocess.CalledProcessError(1, ["gcc"], "cuda_utils.c: fatal error: Python.h"),
+            "Triton compiles its launcher here: install a C compiler and Python's headers",
+        ),
+        (RuntimeError("Failed to find C compiler. Please specify via CC"), "Triton compiles its"),
+        (AssertionError("libcuda.so cannot found!\nPossible files"), "the driver's libcuda.so was"),
+        (FileNotFoundError(2, "No such file", "/sbin/ldconfig"), "the driver's libcuda.so was not"),
+        (OutOfResources(139_264, 101_376, "shared memory"), "a kernel needs more shared memory"),
+        (PTXASError("PTXAS error: sm_999 is unknown"), "Triton's assembler does not know this GPU"),
+        (
             torch.AcceleratorError("CUDA error: no kernel image is available\nMore lines"),
             "this torch has no code for this GPU",
         ),
@@ -164,7 +180,7 @@ MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
     ],
 )
 def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, error: RuntimeError, line: str
+    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
 ) -> None:
     monkeypatch.setattr(cuda_start, "memory_of", lambda _device: MEMORY)
     with (
