@@ -183,10 +183,11 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
 def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again() -> None:
     admission = queue(max_queued=2)
     admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any may wait
-    admission.wait(0.0, place("a", MAX_QUEUED_TOKENS))
+    long = Place(Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10)
+    admission.wait(0.0, long)
     with pytest.raises(Overloaded, match="prompt tokens are waiting"):
         admission.check_room(0.0, 1, could_place=False)
-    admission.leave(place("a", MAX_QUEUED_TOKENS).key)
+    admission.leave(long.key)
     for name in "bc":
         admission.check_room(0.0, 1, could_place=False)
         admission.wait(0.0, place(name))
