@@ -103,7 +103,7 @@ class Admission:
         """Return how many attempts wait for nodes of each role; some wait for both.
 
         Those behind the last one that was looked at wait for what it waits for. An attempt that no
-        node can take waits for the roles that have no node.
+        node can take waits for the needed roles that have no node.
         """
         counts: dict[Role, int] = dict.fromkeys(ROLES, 0)
         last: frozenset[Role] = frozenset()
@@ -162,8 +162,7 @@ class Admission:
             decision = self._policy.choose(now_s, self._registry, place, kept)
             if decision is None:
                 waiting.unplaceable_at = self._registry.version
-                absent = (role for role in ROLES if not self._registry.in_service(role))
-                waiting.waits_for = frozenset(absent)
+                waiting.waits_for = self._absent()
             elif not decision.full:
                 yield place, decision
             else:
@@ -175,6 +174,11 @@ class Admission:
                 if num_passed > MAX_PASSED:
                     break
         self._looked_at, self._looked_s = self._news(), now_s
+
+    def _absent(self) -> frozenset[Role]:
+        """Return the roles that have no node in service and are needed."""
+        needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
+        return frozenset(role for role in needed if not self._registry.in_service(role))
 
     def _in_order(self) -> Iterator[QueuedAttempt]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""

@@ -298,7 +298,8 @@ def test_the_queue_counts_for_the_role_that_has_no_room(
 ) -> None:
     """Those behind the attempts that were looked at count, too."""
     registry = small_cluster("p0", "d0")
-    waiting = Admission(RouterConfig(), registry, CheapestPair("never", 0))
+    config = RouterConfig(local_prefill="never")
+    waiting = Admission(config, registry, CheapestPair("never", 0))
     for number in range(1 if held == "p0" else 5):
         load = ReservedLoad(num_tokens, 1)
         registry.reserve(NodeId(held), Key(RequestId(f"held-{number}")), load)
