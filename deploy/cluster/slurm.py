@@ -13,7 +13,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -29,6 +28,7 @@ from baton.deploy.cluster.processes import (
 )
 from baton.deploy.cluster.state import make_private, write_private
 from baton.protocol.errors import BatonError, ConfigError
+from baton.runtime.clock import monotonic
 
 SUBMIT, PLAN, KEY = "submit.sh", "plan.json", "key"
 PROCESSES = "processes"  # the subfolder with a folder per process
@@ -44,7 +44,8 @@ ANNOUNCE = f"""
 echo "$OWN_ADDRESS" >"$folder/{ROUTERS_FILE}.new" &&
   mv "$folder/{ROUTERS_FILE}.new" "$folder/{ROUTERS_FILE}"
 """
-WAIT_S = 1.0
+WAIT_S = 1.0  # between two looks for routers whose job has not begun
+LOOK_S = 5.0  # between two looks whether they have moved
 
 
 class SlurmPlan(msgspec.Struct, frozen=True):
@@ -216,22 +217,40 @@ def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
             routers = _routers_of(folder)
             job = supervision.HostJob((placed(spec, folder, routers, environment),), plan.logs)
             write_private(state / supervision.JOB, msgspec.json.encode(job))
-            is_moved = supervision.supervise(state, partial(_are_elsewhere, folder, routers))
+            is_moved = supervision.supervise(state, RoutersWatch(folder, routers).are_elsewhere)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 1
     return 0
 
 
-def _are_elsewhere(folder: Path, routers: str) -> bool:
-    return _routers_of(folder) != routers
+class RoutersWatch:
+    """Tells when the routers have come to another address. It never waits for their file."""
+
+    def __init__(self, folder: Path, routers: str) -> None:
+        self._folder, self._routers = folder, routers
+        self._look_at_s = monotonic() + LOOK_S
+
+    def are_elsewhere(self) -> bool:
+        if monotonic() < self._look_at_s:  # the folder is that of all hosts
+            return False
+        self._look_at_s = monotonic() + LOOK_S
+        return _announced(self._folder) not in ("", self._routers)
 
 
 def _routers_of(folder: Path) -> str:
-    """Return the address of the routers, once their job has begun."""
-    while not (file := folder / ROUTERS_FILE).is_file():
+    """Return the address of the routers, once their job has begun. SIGTERM ends the wait."""
+    while not (routers := _announced(folder)):
         time.sleep(WAIT_S)
-    return file.read_text().strip()
+    return routers
+
+
+def _announced(folder: Path) -> str:
+    """Return the address in the routers' file; empty while it cannot be read."""
+    try:
+        return (folder / ROUTERS_FILE).read_text().strip()
+    except OSError:
+        return ""
 
 
 if __name__ == "__main__":

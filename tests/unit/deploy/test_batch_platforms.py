@@ -81,6 +81,20 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> Non
         slurm.placed(spec, tmp_path, "10.0.0.1", {**task, "CUDA_VISIBLE_DEVICES": "0"})
 
 
+def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(slurm, "monotonic", lambda: now_s)
+    watch, found = slurm.RoutersWatch(tmp_path, "10.0.0.1"), []
+    for text in (None, "10.0.0.1\n", "10.0.0.2\n"):
+        if text is not None:
+            (tmp_path / slurm.ROUTERS_FILE).write_text(text)
+        now_s += slurm.LOOK_S
+        found += [watch.are_elsewhere(), watch.are_elsewhere()]
+    assert found == [False] * 4 + [True, False], "a second look comes later"
+
+
 def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path: Path) -> None:
     processes = planned(tmp_path, ray.places_of, pools=POOLS).processes
     addresses = [f"10.0.0.{host}" for host in (1, 2, 1, 2, 1, 2, 1)]
