@@ -25,7 +25,7 @@ from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
 from baton.engine.compute.token_ring import IDLE_PLACE, TokenRing
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
-from baton.protocol.sampling import MAX_BIASES, Sampling
+from baton.protocol.sampling import Sampling
 
 NO_ADAPTER = -1
 BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
@@ -190,7 +190,10 @@ class Packer:
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
             self._add_tokens(lists, part)
-            if not self._is_only_counted(lists, part) and self._masks is not None:
+            is_counted = self._counts is not None and self._is_only_counted(
+                lists, part, self._counts
+            )
+            if self._masks is not None and not is_counted:
                 self._add_mask(lists, index, part, self._masks)
             self._add_samples(lists, part)
         if any(part.lora for part in plan.slices):
@@ -254,12 +257,12 @@ class Packer:
         lists.positions += own.tolist()
         lists.slots += (blocks * size + own % size).tolist()
 
-    def _is_only_counted(self, lists: _Lists, part: Slice) -> bool:
+    def _is_only_counted(self, lists: _Lists, part: Slice, counts: DeviceCounts) -> bool:
         """Add the row of a slice where the device counts, before `_add_samples`.
 
         Return whether nothing but penalties decides what may come.
         """
-        if self._counts is None or not (counted := self._counts.follow(part, lists.new_rows)):
+        if not (counted := counts.follow(part, lists.new_rows)):
             return False
         for sample in range(len(lists.samples), len(lists.samples) + len(part.samples)):
             lists.rows_of_counts[sample] = counted.row, counted.has_token
@@ -339,8 +342,9 @@ class Packer:
             + len(lists.starts) + 2 * len(lists.changes[0])
             + sum(2 + len(mask) for mask in lists.masks.values())
             + sum(5 * len(one.ids) for one in lists.counted.values())
-            + num_samples + len(lists.new_rows.rows) * (4 + MAX_BIASES)
-            + 2 * len(lists.new_rows.places) + 2 * len(lists.targets)
+            + num_samples + 4 * len(lists.new_rows.rows) + 2 * len(lists.new_rows.places)
+            + len(lists.new_rows.rows) * max(map(len, lists.new_rows.biases), default=0)
+            + 2 * len(lists.targets)
         )  # fmt: skip
         if lists.adapters:
             numbers += len(lists.ids) + len(lists.rows) + len(lists.before)
