@@ -53,6 +53,7 @@ from baton.protocol.messages import (
 class NodeConnector:
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._lease_s = transfer.lease_s
+        self._dials = node.role == "prefill"
         self._peers = PeerTable(node, transfer)
         sums = None
         if transfer.verify_kv:
@@ -129,6 +130,7 @@ class NodeConnector:
             self._receives.refused(peer.name, failure, out)
 
     def _lose(self, peer: Peer, out: Effects) -> None:
+        peer.is_broken = self._dials
         self._peers.lost(peer, out)
         self._end_all_of(peer.name, _broken(peer.name), out)
 
@@ -194,10 +196,7 @@ class NodeConnector:
 
     def _cut_off(self) -> list[Peer]:
         """Return the listed peers to which a channel broke, until they answer on a new one."""
-        if not (waiting := self._offers.unanswering_peers()):
-            return []
-        peers = [peer for peer in self._peers.all() if peer.name in waiting and peer.is_listed]
-        return [peer for peer in peers if peer.channel in (Channel.NONE, Channel.DIALLED)]
+        return [peer for peer in self._peers.all() if peer.is_broken and peer.is_listed]
 
     def _used_peers(self) -> set[PeerName]:
         return self._offers.used_peers() | self._receives.used_peers()

@@ -113,11 +113,6 @@ class Offers:
             if (withdrawn := self._tombstones.answer(key)) is not None:
                 out.tell(peer, withdrawn)
 
-    def unanswering_peers(self) -> set[PeerName]:
-        """Return the peers that should be reached again to learn what has ended."""
-        leaving = (one.peer for one in self._sources.values() if one.state is SourceState.LEAVING)
-        return {*self._unanswered.values(), *leaving}
-
     def end_leases(self, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""
         ended = [source for source in self._sources.values() if source.deadline_s <= out.now_s]

@@ -29,7 +29,7 @@ from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
 from baton.protocol.pairs import tp_size_problem, transport_problem
 
-REDIAL_S = 5.0  # from losing a channel to dialling a peer that has to learn what has ended
+REDIAL_S = 5.0  # from losing a channel to dialling that peer again, also without a request
 HELLO_S = 4.0  # from dialling to the peer's PeerHello
 MAX_UNLISTED = 256
 
@@ -63,6 +63,7 @@ class Peer:
     is_listed: bool | None = None  # None if no router has named the node yet
     channel: Channel = Channel.NONE
     is_dialled: bool = False  # by us
+    is_broken: bool = False  # its channel broke, and it has not answered on a new one
     refusal: Failure | None = None
     dialled_s: float = 0.0
     heard_s: float = 0.0
@@ -170,7 +171,7 @@ class PeerTable:
             peer.name[0], hello.version, hello.model, hello.layout_fingerprint
         )
         peer.channel = Channel.UP if peer.refusal is None else Channel.REFUSED
-        peer.heard_s = out.now_s
+        peer.heard_s, peer.is_broken = out.now_s, False
         return peer.refusal
 
     def disconnect(self, peer: Peer, out: Effects) -> None:

@@ -1,8 +1,9 @@
 """The prefill and decode processes that can hand KV blocks to each other, and those that fail to.
 
 What two nodes publish may rule out a pair from the start. A pair whose handoffs fail is avoided for
-a while, longer each time, and then tried by one request at a time. So a prefill node whose blocks
-cannot be read does not attract the whole load because it is idle.
+a while, longer each time, and then tried by one request at a time, because only a handoff shows
+whether blocks can be read. So a prefill node whose blocks cannot be read does not attract the whole
+load because it is idle. Broken channels are tried by the prefill node itself, without a request.
 """
 
 from collections.abc import Sequence
@@ -77,10 +78,16 @@ class Pairs:
     def worked(self, prefill: NodeProcess, decode: NodeProcess) -> bool:
         """Note a successful handoff. Return whether the pair was in trouble before."""
         self._count(prefill[0], decode[0]).num_handoffs += 1
-        trouble = self._trouble.pop((prefill, decode), None)
-        if trouble is not None and trouble.probe is not None:
-            del self._probes[trouble.probe]
-        return trouble is not None
+        is_trouble = (prefill, decode) in self._trouble
+        if is_trouble:
+            self._forget(prefill, decode)
+        return is_trouble
+
+    def reached(self, prefill: NodeProcess, decode: NodeProcess) -> None:
+        """Note that a prefill node has reached a decode node again on a channel that broke."""
+        trouble = self._trouble.get((prefill, decode))
+        if trouble is not None and trouble.failure.code == "node_lost":
+            self._forget(prefill, decode)
 
     def allows(self, now_s: float, prefill: NodeProcess, decode: NodeProcess) -> bool:
         """Return whether an attempt should be given to this pair now."""
@@ -108,9 +115,7 @@ class Pairs:
     def forget(self, process: NodeProcess) -> None:
         """Drop the evidence about a process that is gone."""
         for pair in [pair for pair in self._trouble if process in pair]:
-            probe = self._trouble.pop(pair).probe
-            if probe is not None:
-                del self._probes[probe]
+            self._forget(*pair)
 
     def health(self, now_s: float) -> tuple[PairHealth, ...]:
         return tuple(
@@ -130,6 +135,11 @@ class Pairs:
 
     def transfers(self) -> tuple[PairTransfers, ...]:
         return tuple(map(copy, self._counts.values()))
+
+    def _forget(self, prefill: NodeProcess, decode: NodeProcess) -> None:
+        probe = self._trouble.pop((prefill, decode)).probe
+        if probe is not None:
+            del self._probes[probe]
 
     def _count(self, prefill: NodeId, decode: NodeId) -> PairTransfers:
         found = self._counts.get((prefill, decode))

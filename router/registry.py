@@ -229,6 +229,9 @@ class Registry:
         node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
         node.totals = message.totals
         if node.unreachable != message.unreachable:
+            for other in set(node.unreachable) - set(message.unreachable):
+                if (decode := self._nodes.get(other)) is not None:
+                    self.pairs.reached(node.process, decode.process)
             node.unreachable = message.unreachable
             self._changed()
         in_hand = message.load.num_running + message.load.num_waiting

@@ -1,7 +1,7 @@
 """The nodes and routers of a simulated cluster, from production's parts."""
 
 import asyncio
-from collections import Counter
+import itertools
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
@@ -103,9 +103,9 @@ class SimNode(Member):
         super()._begin()
         self.hung_until_s = 0.0
         self._drain_by_s: float | None = None
-        self._event = asyncio.Event()
+        self._turn_at_s = float("inf")
+        self._next_turn: asyncio.TimerHandle | None = None
         self.process.run(self._build)
-        self.process.start(self._run())
         self.process.start(self._beat())
 
     def _build(self) -> None:
@@ -113,7 +113,7 @@ class SimNode(Member):
         self.epoch = Epoch(f"{self.name}-{self.life}")
         node_id = NodeId(self.name)
         self.vitals = Vitals()
-        wake = self._event.set
+        wake = self._wake
         endpoints = tuple(router.endpoint for router in world.routers)
         self.channels = SimChannels(world.network, process, wake)
         hello = Hello(PROTOCOL_VERSION, node_id, self.role, self.epoch)
@@ -154,6 +154,7 @@ class SimNode(Member):
         )
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
+        self._wake()
 
     def held(self, request_id: RequestId) -> list[HeldChoice]:
         """Return what this node runs of a request, or keeps of its end."""
@@ -176,11 +177,10 @@ class SimNode(Member):
 
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""
-        owned: Counter[int] = Counter()
-        for block_ids in self._owned():
-            owned.update(block_ids)
-        counted = {block: self.pool.references(block) for block in range(self.num_blocks)}
-        if {block: count for block, count in counted.items() if count} != owned:
+        owned = [0] * self.num_blocks
+        for block in itertools.chain.from_iterable(self._owned()):
+            owned[block] += 1
+        if owned != self.pool._references:
             self.world.problem(f"LEAK: {self.name} has blocks without an owner, or the reverse")
 
     def _owned(self) -> Iterator[Iterable[int]]:
@@ -197,28 +197,34 @@ class SimNode(Member):
         for copies in (scheduler._copies, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(max(0.0, self.hung_until_s - self.world.loop.time()))
-            self._event.clear()
-            try:
-                self.loop.turn()
-            except NodeError:  # too much is quarantined, so it ends for its supervisor
-                world_call_at(self.world.loop, self.world.loop.time() + 1.0, self.start)
-                self.kill()
-                return
-            except Exception as error:  # noqa: BLE001  any error would end the process
-                self.world.problem(f"{self.name} CRASHED: {type(error).__name__}: {error}")
-                self.kill()
-                return
+    def _wake(self) -> None:
+        """Let the loop turn soon."""
+        self._turn_by(max(self.world.loop.time(), self.hung_until_s))
+
+    def _turn_by(self, at_s: float) -> None:
+        if at_s < self._turn_at_s and not self.process.is_dead:
+            if self._next_turn is not None:
+                self._next_turn.cancel()
+            self._turn_at_s = at_s
+            self._next_turn = self.process.run(self.world.loop.call_at, at_s, self._turn)
+
+    def _turn(self) -> None:
+        self._turn_at_s, self._next_turn = float("inf"), None
+        if (now_s := self.world.loop.time()) < self.hung_until_s:
+            self._turn_by(self.hung_until_s)
+            return
+        try:
+            self.loop.turn()
+        except NodeError:  # too much is quarantined, so it ends for its supervisor
+            world_call_at(self.world.loop, now_s + 1.0, self.start)
+            self.kill()
+        except Exception as error:  # noqa: BLE001  any error would end the process
+            self.world.problem(f"{self.name} CRASHED: {type(error).__name__}: {error}")
+            self.kill()
+        else:
             if self._has_drained():
                 self.kill()
-                return
-            try:
-                async with asyncio.timeout(max(self.channels.timeout_s, 0.0001)):
-                    await self._event.wait()
-            except TimeoutError:
-                pass
+            self._turn_by(now_s + max(self.channels.timeout_s, 0.0001))
 
     async def _beat(self) -> None:
         while True:
@@ -240,7 +246,7 @@ class SimNode(Member):
         self.vitals.note(is_draining=True)
         load = self.scheduler.load()
         self.sockets.tell_routers(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
-        self._event.set()
+        self._wake()
 
     def _has_drained(self) -> bool:
         is_asked = self._drain_by_s is not None

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
@@ -233,3 +234,21 @@ def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_c
         registry.heartbeat(1.0, message)
         assert registry.can_pair(prefill, decode) == can_pair
         assert registry.version > version, "requests that wait are looked at again"
+
+
+@pytest.mark.parametrize(("code", "is_over"), [("node_lost", True), ("stale_block", False)])
+def test_a_channel_that_is_open_again_ends_only_the_trouble_of_a_channel(
+    code: str, is_over: bool
+) -> None:
+    registry = Registry()
+    infos = node_info("p0", "prefill"), node_info("d0", "decode")
+    for info in infos:
+        join(registry, info)
+    prefill, decode = ((info.node_id, info.epoch) for info in infos)
+    registry.pairs.failed(1.0, prefill, decode, TransferError("it broke", code=code).to_failure())
+    registry.pairs.placed(Key(RequestId("a")), prefill, decode)
+    for cut in ((infos[1].node_id,), ()):
+        message = msgspec.structs.replace(heartbeat(infos[0]), unreachable=cut)
+        registry.heartbeat(2.0, message)
+    assert registry.pairs.allows(2.0, prefill, decode) == is_over
+    registry.pairs.released(Key(RequestId("a")))

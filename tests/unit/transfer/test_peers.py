@@ -186,7 +186,35 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
     step = target.step(16.0, heard(PREFILL, hello(PREFILL), withdrawn))
     assert step.reports == [ReceiveEnded(key(), withdrawn.failure)]
     connector.step(17.0, heard(DECODE, *said(step)[-1:]))
-    assert connector.step(18.0, [PeerLost(D, DECODE.epoch)]).wake_at_s is None
+    assert connector.step(18.0, []).wake_at_s is None
+
+
+def test_a_channel_that_breaks_without_a_handoff_is_opened_again() -> None:
+    connector = prefill()
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
+    step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
+    assert (connector.unreachable, step.wake_at_s) == ((D,), 1.0 + REDIAL_S)
+    for dialled_s in (6.0, 6.0 + HELLO_S + REDIAL_S):  # the first time, nobody answers
+        assert connector.step(dialled_s, []).commands[0] == DialPeer(DECODE)
+        connector.step(dialled_s + HELLO_S, [])
+        assert connector.unreachable == (D,)
+    connector.step(16.0, heard(DECODE, hello(DECODE)))
+    assert connector.unreachable == ()
+
+
+def test_a_node_that_is_not_listed_any_more_is_not_dialled_again() -> None:
+    connector = prefill()
+    connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
+    connector.step(1.0, [PeerLost(D, DECODE.epoch), PeersChanged(())])
+    assert connector.unreachable == ()
+    assert connector.step(10.0, []).wake_at_s is None
+
+
+def test_only_prefill_dials_what_broke() -> None:
+    connector = decode(Expect(key(), P))
+    connector.step(0.0, heard(PREFILL, hello(PREFILL)))
+    connector.step(1.0, [PeerLost(P, PREFILL.epoch)])
+    assert connector.unreachable == ()
 
 
 def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is() -> None:
