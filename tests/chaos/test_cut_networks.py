@@ -28,7 +28,10 @@ ROUTER, PREFILL, DECODES = 1, 2, (3, 4)
 CONTROL, PEERS, HTTP = 5570, 7000, 8000
 CONFIG = tiny_cluster(
     cache={"num_blocks": 400}, engine={"max_num_batched_tokens": 64, "threads": 1},
-    router={"control": f"tcp://10.0.0.{ROUTER}:{CONTROL}", "port": HTTP, "max_attempts": 8, "local_prefill": "never"},
+    router={
+        "control": f"tcp://10.0.0.{ROUTER}:{CONTROL}", "port": HTTP, "max_attempts": 8,
+        "local_prefill": "never",
+    },
     transfer={"transport": "nixl", "device": "eth0"}, keys={"insecure": True},
 )  # fmt: skip
 NUM_CLIENTS, NUM_BEFORE = 6, 12

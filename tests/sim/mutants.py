@@ -73,13 +73,14 @@ def _always(*_: object) -> bool:
     return True
 
 
+LEASES: tuple[Patch, ...] = (
+    (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
+)  # fmt: skip
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
     "ignore the epoch of heartbeats and Ready": ((Registry, "_node", _any_epoch),),
-    "ignore generations": ((SimShm, "is_stale", lambda *_: False),),
-    "accept reads after their lease": (
-        (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
-    ),
+    "accept reads after their lease": LEASES,
+    "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),
     "cache blocks before they are whole": ((Sequence, "store_prefix", _store_all),),
     "adopt an attempt with other tokens": ((FoundChoice, "continues", _any_tokens),),
     "take tokens twice during a search": ((Search, "goes_on", _twice),),

@@ -88,7 +88,10 @@ class Network:
         for endpoint in [e for e, one in self.listeners.items() if one.process is process]:
             del self.listeners[endpoint]
         for connection in self.of(process):
-            connection.lose(0.001, 0.001)
+            if self.rng.random() < 0.5:
+                connection.lose(0.001, 0.001)
+            else:  # the other end gets first what this one has sent
+                connection.carry(connection.ends.index(process), connection.close)
 
 
 class Connection:
@@ -118,10 +121,16 @@ class Connection:
         world_call_at(loop, at_s, lambda: None if self.is_lost else deliver())
 
     def resume(self) -> None:
+        """Carry what has waited, when TCP sends it again. What is sent now comes later."""
         stalled, self._stalled = self._stalled, []
-        if not self.is_lost:
+        if stalled and not self.is_lost:
+            again_s = self.network.loop.time() + self.network.rng.choice((0.0, 0.2, 0.8))
+            self._last_s = [max(last_s, again_s) for last_s in self._last_s]
             for side, deliver in stalled:
                 self.carry(side, deliver)
+
+    def close(self) -> None:
+        self.lose(0.0, 0.0)
 
     def time_out(self) -> None:
         """End the connection if heartbeats still do not pass."""

@@ -156,7 +156,7 @@ class SimNixl(SimTransport):
             posted.error = TransferError("the connection broke")
             self.wake()
         elif posted.owner.process.is_frozen:
-            self._in(0.1, lambda: self._land(posted))
+            self._in(self._rng.choice((0.1, 0.5, 1.5)), lambda: self._land(posted))
         else:
             self._copy(posted)
 

@@ -19,7 +19,7 @@ NUM_FAULTS = 10  # in each lane
 HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
-LONGEST_DETOUR_S = 10.0  # after its client is done, no attempt is left at a node in touch
+LONGEST_DETOUR_S = 4.0  # after its client is done, no attempt is left at a node in touch
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 
 
@@ -38,7 +38,7 @@ KINDS = (
     "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
-    "strand node", "double node",
+    "strand node", "double node", "drain silent node",
 )  # fmt: skip
 
 
@@ -161,7 +161,8 @@ class World:
             router = client.served_by
             if router is None or router.is_dead:
                 continue
-            since_s = max(client.last_s, self.network.in_touch_since_s(node.process, router))
+            in_touch_s = self.network.in_touch_since_s(node.process, router)
+            since_s = max(client.last_s, in_touch_s, node.hung_until_s)
             if client.is_done and self.loop.time() - since_s > LONGEST_DETOUR_S:
                 self.problem(f"{node.name} still runs {request_id}, which has ended")
 
@@ -244,12 +245,26 @@ class World:
                 router.start()
                 await asyncio.sleep(seconds)
                 node.thaw()
+            case "drain silent node":
+                await self._drain_silent(node, seconds)
             case "strand node":
                 await self._strand(node, router, seconds)
             case "double node":
                 await self._double(node, seconds)
             case _:
                 await self._cut(fault, node, router)
+
+    async def _drain_silent(self, node: SimNode, seconds: float) -> None:
+        """End a node whose last words reach the routers after those of the next process."""
+        directions = [(node.name, router.name) for router in self.routers]
+        for direction in directions:
+            self.network.fall_silent(direction)
+        node.drain()
+        await asyncio.sleep(min(seconds / 2, 2.0))
+        node.kill()
+        node.start()
+        for direction in directions:
+            self.network.speak_again(direction)
 
     async def _strand(self, node: SimNode, router: SimRouter, seconds: float) -> None:
         """Let streams leave a node that no router reaches, then kill all who know of it."""
