@@ -7,7 +7,7 @@ as much.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import assert_never
 
 import msgspec
@@ -17,6 +17,7 @@ from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import (
     Cancel,
+    CancelDone,
     Drain,
     DrainNode,
     DrainState,
@@ -41,8 +42,8 @@ from baton.runtime.log import logger
 HEARTBEATS = b"heartbeats:"
 # The number of messages that are read before other work on the loop gets its turn.
 BATCH = 512
-# The largest number of processes for which cancels are kept that could not be sent.
-MAX_UNSENT = 64
+# The largest number of processes for which cancels are kept that were not confirmed.
+MAX_CANCELLED = 64
 
 # A message of a node, or None at the end of the session of its main channel.
 Heard = Iterator[tuple[NodeId, ToRouter | None]]
@@ -82,10 +83,10 @@ class NodeLink:
             raise
         self._sessions: dict[NodeId, NodeSession] = {}
         self._epochs: dict[NodeId, Epoch] = {}  # of the last session of each node
-        self._unsent_cancels: dict[NodeProcess, set[Key]] = {}
+        self._open_cancels: dict[NodeProcess, set[Key]] = {}  # that are not confirmed
         self._loop = asyncio.get_running_loop()
         self._again: asyncio.Handle | None = None
-        self._outgoing: list[tuple[NodeId, NodeSession, ToNode, bytes]] = []
+        self._outgoing: list[tuple[NodeSession, bytes]] = []
         self._is_open = True
         self._loop.add_reader(self._listener.fileno(), self.read)
 
@@ -99,25 +100,24 @@ class NodeLink:
         Messages that are sent together wake libzmq's thread only once. A message that cannot be
         encoded raises here, where it ends only its own request.
         """
+        if isinstance(message, Cancel) and (epoch := self._epochs.get(node)) is not None:
+            self._keep_cancel((node, epoch), message)
         session = self._sessions.get(node)
         if session is None or not self._is_open:
-            if (epoch := self._epochs.get(node)) is not None:
-                self._keep_cancel((node, epoch), message)
             return
         encoded = self._listener.encode(message)
         if not self._outgoing:
             self._loop.call_soon(self._flush)
-        self._outgoing.append((node, session, message, encoded))
+        self._outgoing.append((session, encoded))
 
     def send_kept_cancels(self, process: NodeProcess) -> None:
-        """Send a node the cancels that could not be sent before, for it may have lived on."""
-        if keys := self._unsent_cancels.pop(process, None):
+        """Send a node the cancels that it has not confirmed, for it may have lived on."""
+        if keys := self._open_cancels.pop(process, None):
             self.send(process[0], Cancel(tuple(keys), "node lost"))
 
     def drop_kept_cancel(self, process: NodeProcess, key: Key) -> None:
         """Forget a cancel of this sequence, because its client has come back for it."""
-        if (keys := self._unsent_cancels.get(process)) is not None:
-            keys.discard(key)
+        self._forget_cancels(process, (key,))
 
     def read(self) -> None:
         """Read the messages that have arrived, up to one batch."""
@@ -163,6 +163,8 @@ class NodeLink:
         elif session is not None and session.peer == received.peer:
             if message is None:
                 del self._sessions[node]
+            elif isinstance(message, CancelDone):
+                self._forget_cancels((node, session.epoch), message.keys)
             yield node, message
 
     def _open_session(self, node: NodeId, peer: bytes, hello: Hello) -> Heard:
@@ -187,20 +189,24 @@ class NodeLink:
 
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
-        for node, session, message, encoded in outgoing:
-            if not self._listener.send_encoded(session.peer, encoded):
-                self._keep_cancel((node, session.epoch), message)
+        for session, encoded in outgoing:
+            self._listener.send_encoded(session.peer, encoded)
 
-    def _keep_cancel(self, process: NodeProcess, message: ToNode) -> None:
-        """Keep a cancel for a node that may have lost only its channel.
+    def _keep_cancel(self, process: NodeProcess, message: Cancel) -> None:
+        """Keep a cancel until it is confirmed, for the node may lose only its channel.
 
         The node then keeps these sequences for their clients, which get them from other nodes.
         Another process of its name may be here before it is back.
         """
-        if isinstance(message, Cancel):
-            self._unsent_cancels.setdefault(process, set()).update(message.keys)
-            if len(self._unsent_cancels) > MAX_UNSENT:
-                del self._unsent_cancels[next(iter(self._unsent_cancels))]
+        self._open_cancels.setdefault(process, set()).update(message.keys)
+        if len(self._open_cancels) > MAX_CANCELLED:
+            del self._open_cancels[next(iter(self._open_cancels))]
+
+    def _forget_cancels(self, process: NodeProcess, keys: Iterable[Key]) -> None:
+        if (kept := self._open_cancels.get(process)) is not None:
+            kept.difference_update(keys)
+            if not kept:
+                del self._open_cancels[process]
 
     def _log_refusals(self) -> None:
         # A refused peer keeps trying, so only its 1st, 2nd, 4th, 8th … refusal is logged.

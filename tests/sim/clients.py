@@ -4,7 +4,7 @@ import asyncio
 from typing import TYPE_CHECKING
 
 from baton.protocol.errors import BatonError
-from baton.protocol.ids import RequestId
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import FinishReason, ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput
@@ -82,6 +82,20 @@ class Client:
 
     def num_tokens(self, choice: int) -> int:
         return self.contexts[choice].length - self._root.length
+
+    def deserter_of(self, key: Key) -> Process | None:
+        """Return the router that has no use for a sequence of this client any more."""
+        if self.is_done:
+            router = self.served_by
+            return None if router is None or router.is_dead else router
+        if self.router is None or not self.router.is_up:
+            return None
+        active = self.router.core._requests.get(key.request_id)
+        if active is None:
+            return None
+        attempt = active.lifecycle.choices[key.choice].attempt
+        is_old = attempt is None or attempt.key.attempt > key.attempt
+        return self.router.process if is_old else None
 
     async def run(self) -> None:
         world = self.world

@@ -135,7 +135,7 @@ class SimNode(Member):
         own = world.pools[self.epoch] = Owner(process, self.executor, self.pool)
         kind = SimNixl if world.transport == "nixl" else SimShm
         transport = kind(world, own)
-        limits = AgentLimits(read_s=world.lease_s, quiesce_s=10.0)
+        limits = AgentLimits(read_s=6.0, quiesce_s=10.0)
         self.executor.ports = (SimPort(process, transport, limits, world.rng, wake),)
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(

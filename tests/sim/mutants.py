@@ -75,6 +75,7 @@ def _always(*_: object) -> bool:
 
 LEASES: tuple[Patch, ...] = (
     (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
+    (ReaderLease, "limit_s", float("inf")),
 )  # fmt: skip
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),

@@ -91,7 +91,7 @@ class Network:
             if self.rng.random() < 0.5:
                 connection.lose(0.001, 0.001)
             else:  # the other end gets first what this one has sent
-                connection.carry(connection.ends.index(process), connection.close)
+                connection.close(connection.ends.index(process))
 
 
 class Connection:
@@ -129,8 +129,9 @@ class Connection:
             for side, deliver in stalled:
                 self.carry(side, deliver)
 
-    def close(self) -> None:
-        self.lose(0.0, 0.0)
+    def close(self, side: int) -> None:
+        """Let the other end learn that this one is closed, after all that it has sent."""
+        self.carry(side, lambda: self.lose(0.0, 0.0))
 
     def time_out(self) -> None:
         """End the connection if heartbeats still do not pass."""
@@ -264,7 +265,7 @@ class SimDialer(Generic[Out, In]):
     def close(self, linger_ms: int = 0) -> None:
         self.is_closed = True
         if self._connection is not None:
-            self._connection.lose(0.0, 0.001)
+            self._connection.close(0)
 
     def lost(self, connection: Connection) -> None:
         if connection is self._connection and not self.is_closed:
@@ -388,6 +389,6 @@ class SimListener(Generic[Out, In]):
     def close(self) -> None:
         self.is_closed = True
         for connection in list(self.known.values()):
-            connection.lose(0.001, 0.0)
+            connection.close(1)
         if self.network.listeners.get(self.endpoint) is self:
             del self.network.listeners[self.endpoint]

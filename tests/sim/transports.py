@@ -6,6 +6,7 @@ late, a read from a frozen owner lasts until it thaws, nothing can be cancelled,
 compared, so only leases protect the reader.
 """
 
+import asyncio
 import itertools
 import random
 from collections.abc import Callable
@@ -176,7 +177,7 @@ class SimPort:
         self._turns = AgentTurns([transport], limits, process.clock)
         self._process, self._rng, self._wake = process, rng, wake
         self._events: list[AgentEvent] = []
-        self._is_due = False
+        self._due: asyncio.TimerHandle | None = None
         transport.wake = lambda: process.call(self.pump)
 
     def fileno(self) -> int:
@@ -197,13 +198,18 @@ class SimPort:
             self._events += events
             self._wake()
         wake_at_s = self._turns.wake_at_s(POLL_S)
-        if wake_at_s is not None and not self._is_due:
+        if wake_at_s is not None:
             self._pump_in(max(wake_at_s - self._process.clock(), 0.001))
 
     def _pump_in(self, seconds: float) -> None:
-        self._is_due = True
-        self._process.loop.call_later(seconds, self._due)
+        loop = self._process.loop
+        at_s = loop.time() + seconds
+        if self._due is not None:
+            if self._due.when() <= at_s:
+                return
+            self._due.cancel()
+        self._due = loop.call_at(at_s, self._pump_now)
 
-    def _due(self) -> None:
-        self._is_due = False
+    def _pump_now(self) -> None:
+        self._due = None
         self.pump()

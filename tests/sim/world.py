@@ -4,22 +4,23 @@ import asyncio
 import random
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from baton.protocol.ids import Key
 from tests.sim.clients import Client
-from tests.sim.clock import SimLoop
+from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
 from tests.sim.members import Member, SimNode, SimRouter
-from tests.sim.network import Network
+from tests.sim.network import Network, Pair
 from tests.sim.transports import Pools
 
 NUM_FAULTS = 10  # in each lane
 HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
-LONGEST_DETOUR_S = 4.0  # after its client is done, no attempt is left at a node in touch
+LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 
 
@@ -38,7 +39,7 @@ KINDS = (
     "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
-    "strand node", "double node", "drain silent node",
+    "strand node", "double node", "drain silent node", "isolate node",
 )  # fmt: skip
 
 
@@ -78,8 +79,8 @@ class World:
         self.step_s = rng.choice(((0.005, 0.02), (0.02, 0.08)))
         self.local_prefill = rng.choice(("auto", "never"))
         self.p_leave = rng.choice((0.0, 0.2, 0.5))
-        self.lease_s = rng.choice((2.0, 6.0))
-        self.landing_s = rng.choice(((0.001, 0.02, 0.2), (0.02, 0.3, 1.2)))
+        self.lease_s = rng.choice((0.6, 2.0, 6.0))
+        self.landing_s = rng.choice(((0.001, 0.02, 0.2), (0.02, 0.3, 1.2), (0.6, 1.0, 1.5)))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
         self.max_model_len = 160 if self.is_tiny else 400
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
@@ -90,11 +91,12 @@ class World:
             *(SimNode(self, f"d{index}", "decode", sizes[1]) for index in range(num_decode)),
         ]
         self.twins: list[SimNode] = []  # that use the name of another
-        num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0)))
+        num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0), (30, 3.0)))
         self.clients = [Client(self, number) for number in range(num_clients)]
         own = [faults_of(rng), faults_of(rng)]
         self.lanes = own if lanes is None else lanes
         self.healed_s = float("inf")
+        self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
 
     def problem(self, text: str) -> None:
         self.problems.append(self._stamped(text))
@@ -154,17 +156,19 @@ class World:
                     self._check_outlived(node)
 
     def _check_outlived(self, node: SimNode) -> None:
-        """Check that a node in touch with its router runs nothing for a client that has all."""
+        """Check that a node in touch with a router runs nothing that no client of it wants."""
         asked = {client.request_id: client for client in self.clients}
-        for request_id in {key.request_id for key in node.running()} & asked.keys():
-            client = asked[request_id]
-            router = client.served_by
-            if router is None or router.is_dead:
+        for key in node.running():
+            client = asked.get(key.request_id)
+            router = None if client is None else client.deserter_of(key)
+            if router is None:
+                self._unwanted_since_s.pop((node.process, key), None)
                 continue
+            since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
             in_touch_s = self.network.in_touch_since_s(node.process, router)
-            since_s = max(client.last_s, in_touch_s, node.hung_until_s)
-            if client.is_done and self.loop.time() - since_s > LONGEST_DETOUR_S:
-                self.problem(f"{node.name} still runs {request_id}, which has ended")
+            since_s = max(since_s, in_touch_s, node.hung_until_s)
+            if self.loop.time() - since_s > LONGEST_DETOUR_S:
+                self.problem(f"{node.name} still runs {key}, which nobody wants")
 
     async def _settle(self) -> None:
         """Wait until nothing is held for any client."""
@@ -192,6 +196,8 @@ class World:
             if router.core.num_active:
                 yield f"{router.name} has {router.core.num_active} requests"
             for node in router.core.health().nodes:
+                if node.state != "ready":
+                    yield f"{router.name} says that {node.node_id} is {node.state}"
                 if node.num_attempts or node.num_tokens:
                     yield f"{router.name} reserves load at {node.node_id}"
 
@@ -247,6 +253,9 @@ class World:
                 node.thaw()
             case "drain silent node":
                 await self._drain_silent(node, seconds)
+            case "isolate node":  # but its memory can still be read, and it can read that of others
+                directions = self._directions(node, (*self.routers, *self.nodes))
+                await self._silence(directions, seconds)
             case "strand node":
                 await self._strand(node, router, seconds)
             case "double node":
@@ -268,8 +277,7 @@ class World:
 
     async def _strand(self, node: SimNode, router: SimRouter, seconds: float) -> None:
         """Let streams leave a node that no router reaches, then kill all who know of it."""
-        names = [one.name for one in self.routers]
-        directions = [pair for name in names for pair in ((node.name, name), (name, node.name))]
+        directions = self._directions(node, self.routers)
         for direction in directions:
             self.network.fall_silent(direction)
         await asyncio.sleep(4.0 + seconds)
@@ -304,9 +312,16 @@ class World:
             self.network.cut.discard(pair)
             return
         directions = [self.rng.choice((pair, back))] if "one way" in fault.kind else [pair, back]
+        await self._silence(directions, 3 * fault.seconds)
+
+    def _directions(self, node: SimNode, others: Iterable[Member]) -> list[Pair]:
+        names = [one.name for one in others if one is not node]
+        return [pair for name in names for pair in ((node.name, name), (name, node.name))]
+
+    async def _silence(self, directions: list[Pair], seconds: float) -> None:
         for direction in directions:
             self.network.fall_silent(direction)
-        await asyncio.sleep(3 * fault.seconds)
+        await asyncio.sleep(seconds)
         for direction in directions:
             self.network.speak_again(direction)
 
