@@ -83,19 +83,21 @@ class Client:
     def num_tokens(self, choice: int) -> int:
         return self.contexts[choice].length - self._root.length
 
-    def deserter_of(self, key: Key) -> Process | None:
-        """Return the router that has no use for a sequence of this client any more."""
-        if self.is_done:
-            router = self.served_by
-            return None if router is None or router.is_dead else router
-        if self.router is None or not self.router.is_up:
-            return None
-        active = self.router.core._requests.get(key.request_id)
+    def deserter_of(self, key: Key) -> SimRouter | None:
+        """Return the router that has no use for a sequence of this client any more.
+
+        One that has adopted a stream does not know what earlier routers left on nodes that did
+        not answer then: that goes on for `detached_s`, or to its end.
+        """
+        router = next((one for one in self.world.routers if one.process is self.served_by), None)
+        if router is None or self.is_done:
+            return router
+        active = router.core._requests.get(key.request_id) if router is self.router else None
         if active is None:
             return None
         attempt = active.lifecycle.choices[key.choice].attempt
         is_old = attempt is None or attempt.key.attempt > key.attempt
-        return self.router.process if is_old else None
+        return router if is_old else None
 
     async def run(self) -> None:
         world = self.world
@@ -154,7 +156,7 @@ class Client:
             self._forget()
             stream = self._stream()
             kept = None if is_scored else ResumeState(b"form", b"owner", self.n)
-            router.process.run(router.core.submit, stream, kept)
+            self.request_id = router.process.run(router.core.submit, stream, kept)
             return stream
         self.served_by = None
         parts = tuple(

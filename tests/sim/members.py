@@ -290,5 +290,10 @@ class SimRouter(Member):
             self.process.run(self.core.close)
             world_call_at(self.world.loop, self.world.loop.time() + 0.01, self.kill)
 
+    def knows(self, node: SimNode) -> bool:
+        """Say whether this process has joined this router, not another one of its name."""
+        joined = self.core.registry.node(NodeId(node.name))
+        return joined is not None and joined.epoch == node.epoch
+
     def start_task(self, coroutine: Coroutine[object, object, T]) -> "asyncio.Task[T]":
         return self.process.start(coroutine)

@@ -161,11 +161,11 @@ class World:
         for key in node.running():
             client = asked.get(key.request_id)
             router = None if client is None else client.deserter_of(key)
-            if router is None:
+            if router is None or not router.knows(node):  # it may have let a double in
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
             since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
-            in_touch_s = self.network.in_touch_since_s(node.process, router)
+            in_touch_s = self.network.in_touch_since_s(node.process, router.process)
             since_s = max(since_s, in_touch_s, node.hung_until_s)
             if self.loop.time() - since_s > LONGEST_DETOUR_S:
                 self.problem(f"{node.name} still runs {key}, which nobody wants")
