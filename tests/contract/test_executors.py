@@ -43,6 +43,7 @@ WAIT_S = 30.0
 GREEDY = Sampling(seed=1, max_tokens=100, temperature=0.0)
 PROMPT = tuple(10 + (i * i + 7 * i) % 241 for i in range(37))
 KINDS = ("in process", "one worker", "two ranks")
+SLOW_KINDS = ("in process", pytest.param("one worker", marks=pytest.mark.release), "two ranks")
 SOURCE, READER = Epoch("source"), Epoch("reader")
 
 names = count()
@@ -209,7 +210,7 @@ def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) 
         executor.start(no_progress)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(
     kind: str,
 ) -> None:
@@ -225,7 +226,7 @@ def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_befo
             os.kill(pid, 0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
     with started(kind) as (executor, _):
         steps = Steps(executor)
@@ -237,7 +238,12 @@ def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "victim"), [("one worker", 0), ("two ranks", 0), ("two ranks", 1)]
+    ("kind", "victim"),
+    [
+        ("one worker", 0),
+        pytest.param("two ranks", 0, marks=pytest.mark.release),
+        ("two ranks", 1),
+    ],
 )
 def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int) -> None:
     with started(kind) as (executor, _):
@@ -326,7 +332,7 @@ def event_of(port: TransferPort) -> AgentEvent:
     return events[0]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
     kind: str, expected: Expected
 ) -> None:
