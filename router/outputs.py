@@ -321,7 +321,11 @@ def _ends_of_stages(
     """Yield the stages of an attempt in order: name, end, node, and the code of its loss."""
     yield "router_queue", end_s if one.placed_at_s is None else one.placed_at_s, None, ""
     computes = one.prefill_node or one.decode_node
-    prompt_at_s = one.prefilled_at_s if one.prefill_node else one.decoding_at_s
+    prompt_at_s, decoding_at_s = one.prefilled_at_s, one.decoding_at_s
+    if not one.prefill_node:
+        prompt_at_s = decoding_at_s
+    elif prompt_at_s is not None and decoding_at_s is not None and decoding_at_s <= prompt_at_s:
+        prompt_at_s = decoding_at_s - one.first_step_s  # decode's message was read first
     if prompt_at_s is not None:
         yield "dispatch", prompt_at_s - one.prefill_s - one.queue_s, None, ""
         yield "queue", prompt_at_s - one.prefill_s, computes, ""

@@ -22,6 +22,11 @@ RESUMED = AttemptRecord(
     1, 1, 1, 2.5, placed_at_s=2.75, decode_node=D1, decoding_at_s=3.5, prefill_s=0.5
 )
 OTHER = AttemptRecord(0, 1, 1, 2.25, placed_at_s=2.25, decode_node=D1, decoding_at_s=3.0)
+# The router read the message of the decode node before that of the prefill node.
+SWAPPED = AttemptRecord(
+    0, 1, 0, 0.0, placed_at_s=0.5, prefill_node=P0, decode_node=D0, prefilled_at_s=2.0,
+    decoding_at_s=2.0, prefill_s=1.0, first_step_s=0.25,
+)  # fmt: skip
 NEVER_PLACED = AttemptRecord(0, 1, 0, 0.0)
 # A clock of a node that runs fast: its stages do not fit between the router's times.
 TOO_LONG = AttemptRecord(
@@ -44,11 +49,15 @@ TOO_LONG = AttemptRecord(
             "router_queue 0.5 prefill 0.5 handoff 0.25 first_step 0.25 decode 0.5 lost 0.5 "
             "router_queue 0.25 dispatch 0.25 prefill 0.5 decode 0.5",
         ),
+        (
+            [SWAPPED],
+            "router_queue 0.5 dispatch 0.25 prefill 1.0 first_step 0.25 decode 2.0",
+        ),
         ([NEVER_PLACED], "router_queue 4.0"),
         ([TOO_LONG], "router_queue 0.5 queue 0.0 prefill 0.5 first_step 0.25 decode 2.75"),
         ([], "finish 4.0"),
     ],
-    ids=["pair", "local", "resumed", "never placed", "clocks", "none"],
+    ids=["pair", "local", "resumed", "swapped", "never placed", "clocks", "none"],
 )
 def test_the_stages_add_up(attempts: list[AttemptRecord], expected: str) -> None:
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=attempts))
