@@ -51,6 +51,7 @@ TINY = 2.0**-126  # a smaller weight is never drawn
 
 # A word of `token_counts`: bit 0, the count, and 1 plus the index of a bias.
 MAX_COUNT, BIAS_SHIFT, BIAS_MASK = (1 << 20) - 1, 21, (1 << 11) - 1
+CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)  # of a word's place, the word, the mix
 
 
 def padded(head_dim: int) -> int:

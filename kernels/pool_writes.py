@@ -1,4 +1,4 @@
-"""Kernels that write into the KV pool: rope and store of a step's keys and values, and copies.
+"""Kernels over whole KV pools: rope and store of keys and values, copies and checksums of blocks.
 
 `reference` defines the meaning.
 """
@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton.kernels import constants
 
 # ruff: noqa: N803, PLR0913, PLR0917
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
@@ -152,6 +154,7 @@ def _normed_halves(
 
 TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
 COPIERS = 32  # programs of a copy, which leave most multiprocessors to the steps beside it
+PLACE_FACTOR, WORD_FACTOR, MIX_FACTOR = map(tl.constexpr, constants.CHECKSUM_FACTORS)
 
 
 def move_blocks(source: Tensor, source_ids: Tensor, target: Tensor, target_ids: Tensor) -> None:
@@ -191,3 +194,40 @@ def _copy_kernel(
         w = item % tiles * TILE + tl.arange(0, TILE)
         value = tl.load(source_ptr + source.to(tl.int64) * words + w, mask=w < words)
         tl.store(target_ptr + target.to(tl.int64) * words + w, value, mask=w < words)
+
+
+def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
+    """Return the int32 checksum of each block `ids[i]` of `pool`, `[num_blocks, numel]`."""
+    assert pool.is_contiguous()
+    pool = pool.view(torch.int32)
+    words = pool.shape[1]
+    tiles = triton.cdiv(words, TILE)
+    total = len(ids) * tiles
+    sums = torch.zeros(len(ids), dtype=torch.int32, device=pool.device)
+    _sum_kernel[(min(total, COPIERS),)](
+        pool, ids, sums, words, tiles, total, TILE=TILE,
+        num_warps=8, num_stages=1, enable_fp_fusion=True,
+    )  # fmt: skip
+    return sums
+
+
+@triton.jit(do_not_specialize=["id_ptr", "sum_ptr", "tiles", "total"])
+def _sum_kernel(
+    pool_ptr: tl.tensor,
+    id_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    words: tl.tensor,
+    tiles: tl.tensor,
+    total: tl.tensor,
+    TILE: tl.constexpr,
+) -> None:
+    # Each word is mixed with its place, so sums modulo 2^32 may be added in any order.
+    for item in range(tl.program_id(0), total, tl.num_programs(0)):
+        row = item // tiles
+        block = tl.load(id_ptr + row).to(tl.int64)
+        w = item % tiles * TILE + tl.arange(0, TILE)
+        word = tl.load(pool_ptr + block * words + w, mask=w < words, other=0).to(tl.uint32)
+        mixed = (word ^ (w.to(tl.uint32) * PLACE_FACTOR)) * WORD_FACTOR
+        mixed = (mixed ^ (mixed >> 15)) * MIX_FACTOR
+        mixed = tl.where(w < words, mixed ^ (mixed >> 13), 0)
+        tl.atomic_add(sum_ptr + row, tl.sum(mixed.to(tl.int64), 0).to(tl.int32))

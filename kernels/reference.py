@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, MAX_COUNT
+from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, CHECKSUM_FACTORS, MAX_COUNT
 
 
 def paged_decode_attention(
@@ -137,6 +137,20 @@ def add_experts(rows: Tensor, weights: Tensor) -> Tensor:
     for other in others:
         total += other
     return total.to(rows.dtype)
+
+
+def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
+    """Return the checksum of each block `ids[i]` of `pool`, `[num_blocks, numel]`, as int32 bits.
+
+    It is the sum modulo 2^32 of a mix of each word with its place, so one changed word always
+    changes it.
+    """
+    words = pool.view(torch.int32)[ids.long()].long() & 0xFFFFFFFF
+    place_factor, word_factor, mix_factor = CHECKSUM_FACTORS
+    places = torch.arange(words.shape[1], device=words.device) * place_factor & 0xFFFFFFFF
+    mixed = (words ^ places) * word_factor & 0xFFFFFFFF
+    mixed = (mixed ^ mixed >> 15) * mix_factor & 0xFFFFFFFF
+    return (mixed ^ mixed >> 13).sum(1).to(torch.int32)
 
 
 def _visible_kv(

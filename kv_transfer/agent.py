@@ -38,7 +38,7 @@ from baton.kv_transfer.interfaces import (
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports import make_transports
 from baton.protocol.config import TransferConfig
-from baton.protocol.errors import Cancelled, ConfigError, Failure, InvariantBroken, TransferError
+from baton.protocol.errors import Cancelled, Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import Clock, boottime
@@ -69,13 +69,7 @@ def make_port(pool: HostPool | DevicePool, epoch: Epoch, config: TransferConfig)
     """
     transports = make_transports(pool, epoch, config)
     enter = None if isinstance(pool, HostPool) else pool.peers.enter
-    checksums = None
-    if config.verify_kv:
-        if not isinstance(pool, HostPool):
-            raise ConfigError(
-                "transfer.verify_kv works only for KV pools in host memory; turn it off on GPUs"
-            )
-        checksums = pool.checksums
+    checksums = pool.checksums if config.verify_kv else None
     limits = AgentLimits(read_s=config.lease_s)
     return TransferAgent(transports, limits, checksums, enter)
 

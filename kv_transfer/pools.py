@@ -198,7 +198,7 @@ class PeerPool(Protocol):
 
 
 class PeerMemory(Protocol):
-    """What `cuda_ipc` needs from a GPU. Only the agent's thread calls `enter` and `open`."""
+    """What `cuda_ipc` needs from a GPU. The agent's thread enters, opens and sums."""
 
     @property
     def gpu(self) -> str:
@@ -225,6 +225,10 @@ class PeerMemory(Protocol):
         """Map the pool of another process. Raises `TransferError`."""
         ...
 
+    def checksums(self, slices: NDArray[np.int64], num_bytes: int) -> tuple[int, ...]:
+        """Return those of slices of the local pool, to which no step may be writing."""
+        ...
+
 
 @dataclass(slots=True, frozen=True)
 class DevicePool:
@@ -233,6 +237,13 @@ class DevicePool:
     memory: PoolMemory
     table: HostPool
     peers: PeerMemory
+
+    def checksums(self, block_ids: Sequence[int], offset: int, num_bytes: int) -> tuple[int, ...]:
+        """Return the checksum of a slice of each block. Only the agent's thread calls it."""
+        part = BlockSlice(offset, offset, num_bytes)
+        shape = PoolShape(self.memory.num_blocks, self.memory.block_bytes)
+        blocks = np.asarray(block_ids, np.int64)
+        return self.peers.checksums(slice_ids(blocks, shape, offset, part), num_bytes)
 
     def close(self) -> None:
         self.table.close()

@@ -92,7 +92,9 @@ class CudaPeerMemory:
         torch.cuda.synchronize(self.device)
         self.stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         spare = np.array([len(self.blocks) - 1])
-        OpenedPool(self, self.blocks, 0).copy(spare, spare, 4 * self.blocks.shape[1])  # compile it
+        # Compile both kernels.
+        OpenedPool(self, self.blocks, 0).copy(spare, spare, 4 * self.blocks.shape[1])
+        self.checksums(spare, 4 * self.blocks.shape[1])
 
     def open(self, handle: bytes, shape: PoolShape) -> "OpenedPool":
         found = PoolHandle.decode(handle)
@@ -113,6 +115,23 @@ class CudaPeerMemory:
                 "IOMMU off for the GPUs, or set transfer.transport=nixl"
             )
         return OpenedPool(self, blocks[: shape.num_blocks], base)
+
+    def checksums(self, slices: NDArray[np.int64], num_bytes: int) -> tuple[int, ...]:
+        assert self.stream is not None, "the agent's thread entered"
+        try:
+            with torch.cuda.stream(self.stream):
+                return checksums_of(self.blocks.view(-1, num_bytes // 4), slices)
+        except (RuntimeError, torch.AcceleratorError) as error:
+            raise TransferError(f"the GPU cannot sum blocks: {_first_line(error)}") from error
+
+
+def checksums_of(blocks: Tensor, ids: NDArray[np.int64]) -> tuple[int, ...]:
+    """Return the checksums of `blocks`, `[num_blocks, words]` int32, as numbers without a sign."""
+    # Triton exists on Linux only and is slow to import; see `rank`.
+    from baton.kernels.pool_writes import sum_blocks
+
+    sums = sum_blocks(blocks, torch.from_numpy(ids.astype(np.int32)).to(blocks.device))
+    return tuple(number & 0xFFFFFFFF for number in sums.tolist())
 
 
 def write_proof(blocks: Tensor, proof: bytes) -> None:

@@ -79,6 +79,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "sum of experts": _sum_of_experts,
         "silu bf16": _silu,
         "blocks": _blocks,
+        "sums of blocks": _sums,
         "penalties fp32": partial(_penalties, fp32),
         "penalties bf16": partial(_penalties, bf16),
         "sampling bf16": partial(_sampling, bf16, 151_936),
@@ -137,6 +138,12 @@ def _blocks() -> None:
     pool = torch.empty(3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(2, dtype=torch.int32)
     move_blocks(pool, ids, pool, ids)
+
+
+def _sums() -> object:
+    from baton.kernels.pool_writes import sum_blocks
+
+    return sum_blocks(torch.empty(3, 4096, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32))
 
 
 def _sampling(dtype: torch.dtype, vocab: int) -> object:

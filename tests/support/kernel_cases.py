@@ -297,6 +297,25 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     assert_equal_bits(moved, expected_moved)
 
 
+def check_block_sums(numel: int, device: str) -> None:
+    """The kernel's sums are the reference's, and a changed bit or two exchanged words show."""
+    from baton.kernels import reference
+    from baton.kernels.pool_writes import sum_blocks
+
+    generator = torch.Generator().manual_seed(5)
+    bits = torch.randint(-(2**31), 2**31 - 1, (4, numel), generator=generator, dtype=torch.int32)
+    bits[3] = 0
+    ids = torch.tensor([2, 0, 3, 2], dtype=torch.int32, device=device)
+    sums = sum_blocks(bits.to(device), ids)
+    assert_equal_bits(sums, reference.sum_blocks(bits.to(device), ids))
+    assert len(set(sums.tolist())) == 3
+    exchanged, changed = bits.clone(), bits.clone()
+    exchanged[2, [1, numel - 1]] = bits[2, [numel - 1, 1]]
+    changed[2, -1] ^= 1 << 30
+    for wrong in (exchanged, changed):
+        assert int(sum_blocks(wrong.to(device), ids[:1])) != int(sums[0])
+
+
 def rotation_table(max_position: int, head_dim: int) -> Tensor:
     """Cosines, then sines, of plain rotary embeddings with base 10,000."""
     inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
@@ -382,6 +401,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "sum of experts": lambda: check_add_experts(3, 4, 1100, bf16, "cpu"),
         "proof of a pool": lambda: check_proof(24, "cpu"),
         "blocks bf16": lambda: check_block_copy(64, bf16, "cpu"),
+        "sums of blocks": lambda: check_block_sums(9000, "cpu"),
     }
 
 

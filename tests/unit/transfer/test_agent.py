@@ -2,14 +2,16 @@
 
 import select
 import threading
+from contextlib import closing
 
 import pytest
 
-from baton.kv_transfer.agent import AgentLimits, AgentTurns, TransferAgent
+from baton.kv_transfer.agent import AgentLimits, AgentTurns, TransferAgent, make_port
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
     BlockSlice,
+    BlocksSummed,
     CancelRead,
     PeerDown,
     PeerRank,
@@ -18,10 +20,14 @@ from baton.kv_transfer.interfaces import (
     ReadDrained,
     ReadEnded,
     RemovePeer,
+    SumBlocks,
 )
+from baton.kv_transfer.pools import HostPool
+from baton.protocol.config import TransferConfig
 from baton.protocol.errors import InvariantBroken, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
+from tests.support.memfd_memory import device_pool
 from tests.support.virtual_clock import VirtualClock
 
 A, B = PeerRank(Epoch("a")), PeerRank(Epoch("a"), 1)
@@ -248,6 +254,20 @@ def test_only_what_has_no_descriptor_is_polled() -> None:
     driven.turns.hear(read(1, 4))
     driven.settle()
     assert driven.turns.wake_at_s(0.001) == 100.001
+
+
+def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread() -> None:
+    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+        memory.buffer[:] = bytes(range(256)) * 64
+        memory.buffer[9000] = 77
+        config = TransferConfig(transport="cuda_ipc", verify_kv=True)
+        agent = make_port(pool, Epoch("a"), config)
+        agent.send(SumBlocks(5, (2, 1), 2048, 2))
+        assert select.select([agent.fileno()], [], [], 10.0)[0]
+        rows = tuple(memory.checksums((2, 1), offset, 2048) for offset in (0, 2048))
+        assert rows[0][0] != rows[0][1] == rows[1][0]
+        assert agent.poll() == [BlocksSummed(5, rows)]
+        agent.close()
 
 
 def test_the_thread_enters_the_gpu_before_it_calls_a_transport() -> None:
