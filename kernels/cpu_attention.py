@@ -64,6 +64,7 @@ def attention(
         group: int,
         head_dim: int,
         block_size: int,
+        to_values: int,  # from a key to its value; 0 where keys are the values
         stride_block: int,
         stride_head: int,
         window: int,
@@ -98,7 +99,7 @@ def attention(
                     next_end = items[later + 1] + items[later + 2]
                 unpack(
                     keys, values, staging, head_pool, table, tile, end, next_pool, next_table,
-                    next_tile, next_end, block_size, stride_block, head_dim,
+                    next_tile, next_end, block_size, to_values, stride_block, head_dim,
                 )  # fmt: skip
                 attend_tile(
                     scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
@@ -139,7 +140,7 @@ def _take_queries(
 def _unpack(
     keys: Floats, values: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int,
     end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, stride_block: int, head_dim: int,
+    block_size: int, to_values: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
     """Unpack a tile at most: keys `first:end` to columns, 16 side by side, and values to rows.
 
@@ -148,7 +149,6 @@ def _unpack(
     """
     width = row_floats(head_dim)
     line = per_line(pool)
-    to_values = block_size * head_dim
     is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
     for key in range(first, min(first + TILE, end), WIDTH):
         at = address(table, key, block_size, stride_block, head_dim)

@@ -69,10 +69,10 @@ class CpuKernels:
     def __init__(
         self,
         library: CpuLibrary,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
     ) -> None:
-        _, self.kv_heads, _, _, self.block_size, self.head_dim = pool.shape
+        _, self.kv_heads, _, self.planes, self.block_size, self.head_dim = pool.shape
         self.num_heads, self.group = num_heads, num_heads // self.kv_heads
         self._library = library  # keeps the code in memory
         self._pool = pool
@@ -140,8 +140,8 @@ class CpuKernels:
             self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
         arguments = (
             q.data_ptr(), self._layers[layer], *work.addresses, self.kv_heads, self.group,
-            self.head_dim, self.block_size, *self._strides, window or NO_WINDOW, scale * LOG2_E,
-            out.data_ptr(),
+            self.head_dim, self.block_size, (self.planes - 1) * self.block_size * self.head_dim,
+            *self._strides, window or NO_WINDOW, scale * LOG2_E, out.data_ptr(),
         )  # fmt: skip
         scratch = range(self._scratch.data_ptr(), 1 << 64, size)
         slices = [
@@ -152,22 +152,26 @@ class CpuKernels:
 
     def rope_and_store(
         self,
-        qkv: Tensor,  # [num_rows, (num_heads + 2 * kv_heads) * head_dim], contiguous
+        qkv: Tensor,  # [num_rows, (num_heads + planes * kv_heads) * head_dim], contiguous
         layer: int,
         positions: Tensor,  # [num_tokens] int64
         slots: Tensor,  # [num_tokens] int64
-        cos_sin: Tensor,  # [max_position, head_dim] fp32: the cosines, then the sines
+        cos_sin: Tensor,  # [max_position, rotary_dim] fp32: the cosines, then the sines
         head_norms: Tensor | None,  # [num_heads + kv_heads, head_dim]
         eps: float,
     ) -> Tensor:
-        """Rotate queries and keys, store keys and values, return the queries of all tokens."""
+        """Rotate queries and keys, store keys and values, return the queries of all tokens.
+
+        The last `rotary_dim` numbers of a head are rotated.
+        """
         assert qkv.is_contiguous()
         num_tokens = len(slots)
         q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
         self._run_rows(
             "rope_and_store", num_tokens, qkv.shape[1],
-            qkv.data_ptr(), self.num_heads, self.kv_heads, self.head_dim, positions.data_ptr(),
-            cos_sin.data_ptr(), slots.data_ptr(),
+            qkv.data_ptr(), self.num_heads, self.kv_heads, self.planes, self.head_dim,
+            self.head_dim - cos_sin.shape[1], positions.data_ptr(), cos_sin.data_ptr(),
+            slots.data_ptr(),
             0 if head_norms is None else head_norms.data_ptr(), head_norms is not None, eps,
             self._layers[layer], self.block_size, *self._strides, q.data_ptr(),
         )  # fmt: skip

@@ -59,14 +59,13 @@ def _take_queries(
 def _unpack(
     keys: Floats, values: Floats, staging: Numbers, pool: Numbers, table: Int32s, first: int,
     end: int, next_pool: Numbers, next_table: Int32s, next_first: int, next_end: int,
-    block_size: int, stride_block: int, head_dim: int,
+    block_size: int, to_values: int, stride_block: int, head_dim: int,
 ) -> None:  # fmt: skip
     """Unpack the keys `first:end`, a tile at most, to columns of words, 16 side by side.
 
     Their values become rows of words, one row for two keys. Meanwhile the next tile is prefetched.
     """
     width = row_floats(head_dim)
-    to_values = block_size * head_dim
     is_whole = block_size % WIDTH == 0 and width == head_dim  # rows of 16 keys are contiguous
     for key in range(first, min(first + TILE, end), WIDTH):
         count = min(WIDTH, end - key)

@@ -113,12 +113,14 @@ def silu_mul(
 def rope_and_store(
     first: int,
     end: int,
-    qkv: Numbers,  # [num_tokens, num_heads + 2 * kv_heads, head_dim]
+    qkv: Numbers,  # [num_tokens, num_heads + planes * kv_heads, head_dim]
     num_heads: int,
     kv_heads: int,
+    planes: int,  # 2: keys and values; 1: keys, which are the values too
     head_dim: int,
+    plain: int,  # numbers of a head before those that are rotated
     positions: Int64s,
-    cos_sin: Floats,  # [max_position, head_dim]: the cosines, then the sines
+    cos_sin: Floats,  # [max_position, head_dim - plain]: the cosines, then the sines
     slots: Int64s,
     norms: Numbers,  # [num_heads + kv_heads, head_dim]
     has_norms: int,
@@ -129,12 +131,12 @@ def rope_and_store(
     stride_head: int,
     q: Numbers,  # [num_tokens, num_heads, head_dim]
 ) -> None:
-    half = head_dim // 2
+    half = (head_dim - plain) // 2
     for token in range(first, end):
-        angles = positions[token] * head_dim
+        angles = positions[token] * 2 * half
         slot = slots[token]
         place = slot // block_size * stride_block + slot % block_size * head_dim
-        row = token * (num_heads + 2 * kv_heads) * head_dim
+        row = token * (num_heads + planes * kv_heads) * head_dim
         for head in range(num_heads + kv_heads):
             source = shift(qkv, row + head * head_dim)
             if head < num_heads:
@@ -144,6 +146,9 @@ def rope_and_store(
             inverse = every(ONE)
             if has_norms:
                 inverse = _inverse_norm(source, head_dim, eps)
+            for i in range(plain):
+                target[i] = source[i]
+            source, target = shift(source, plain), shift(target, plain)
             for i in range(0, half, WIDTH):
                 count = half - i
                 low, high = load_first(source, i, count), load_first(source, half + i, count)
@@ -155,7 +160,7 @@ def rope_and_store(
                 sin = load_first(cos_sin, angles + half + i, count)
                 store_first(target, i, low * cos - high * sin, count)
                 store_first(target, half + i, high * cos + low * sin, count)
-        for head in range(kv_heads):
+        for head in range((planes - 1) * kv_heads):
             source = shift(qkv, row + (num_heads + kv_heads + head) * head_dim)
             target = shift(pool, place + head * stride_head + block_size * head_dim)
             for i in range(head_dim):

@@ -66,9 +66,9 @@ def paged_prefill_attention(
 def rope_and_store(
     q: Tensor,  # [num_tokens, num_heads, head_dim]
     k: Tensor,  # [num_tokens, kv_heads, head_dim]
-    v: Tensor,  # [num_tokens, kv_heads, head_dim]
+    v: Tensor | None,  # [num_tokens, kv_heads, head_dim]; None: keys are the values, too
     positions: Tensor,  # [num_tokens]
-    cos_sin: Tensor,  # [max_position, head_dim]: the cosines, then the sines
+    cos_sin: Tensor,  # [max_position, rotary_dim]: the cosines, then the sines
     pool: Tensor,
     layer: int,
     slot_mapping: Tensor,  # [num_tokens], -1: do not store
@@ -78,9 +78,10 @@ def rope_and_store(
 ) -> Tensor:
     """Rotate queries and keys, store keys and values in the pool, return the queries.
 
-    With norm weights, each head is RMS-normalised before its rotation (Qwen3). The rotation pairs
-    element `i` with `i + head_dim / 2` (Llama and Qwen checkpoints as Hugging Face lays them out).
-    The arithmetic is fp32; results are rounded once.
+    With norm weights, each head is RMS-normalised before its rotation (Qwen3). The last
+    `rotary_dim` numbers of a head are rotated, in pairs of `i` and `i + rotary_dim / 2` (Llama and
+    Qwen checkpoints as Hugging Face lays them out). The arithmetic is fp32; results are rounded
+    once.
     """
     block_size = pool.shape[4]
     kept = slot_mapping >= 0
@@ -88,7 +89,8 @@ def rope_and_store(
     blocks, offsets = slots // block_size, slots % block_size
     rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin)
     pool[blocks, :, layer, 0, offsets] = rotated_k[kept].to(pool.dtype)
-    pool[blocks, :, layer, 1, offsets] = v[kept].to(pool.dtype)
+    if v is not None:
+        pool[blocks, :, layer, 1, offsets] = v[kept].to(pool.dtype)
     return _rotate(_head_norm(q, q_norm_weight, eps), positions, cos_sin).to(q.dtype)
 
 
@@ -160,12 +162,14 @@ def _visible_kv(
 
     Slots beyond the context are cut off, not masked, so a NaN in them cannot reach a result.
     """
-    _, kv_heads, _, _, block_size, head_dim = pool.shape
+    _, kv_heads, _, planes, block_size, head_dim = pool.shape
     num_blocks = -(-context_len // block_size)
-    blocks = pool[block_table[:num_blocks].long(), :, layer]  # [blocks, kv_heads, 2, size, dim]
-    kv = blocks.permute(2, 1, 0, 3, 4).reshape(2, kv_heads, num_blocks * block_size, head_dim)
-    k, v = kv[:, :, :context_len].float()
-    return k, v
+    blocks = pool[
+        block_table[:num_blocks].long(), :, layer
+    ]  # [blocks, kv_heads, planes, size, dim]
+    kv = blocks.permute(2, 1, 0, 3, 4).reshape(planes, kv_heads, num_blocks * block_size, head_dim)
+    kv = kv[:, :, :context_len].float()
+    return kv[0], kv[-1]
 
 
 def _causal_attention(
@@ -198,8 +202,9 @@ def _head_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
 
 def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
     cos, sin = cos_sin[positions.long()].float()[:, None].chunk(2, dim=-1)  # [tokens, 1, dim / 2]
-    low, high = x.chunk(2, dim=-1)
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1)
+    half = cos.shape[-1]
+    plain, low, high = x.split((x.shape[-1] - 2 * half, half, half), dim=-1)
+    return torch.cat([plain, low * cos - high * sin, high * cos + low * sin], dim=-1)
 
 
 def penalize_counted(

@@ -108,7 +108,8 @@ class Backend(Protocol):
 
         With `rows`, return those rows of it alone.
 
-        `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`.
+        `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`, or
+        without values where the pool has keys alone, which are then the values, too.
         `head_norms`, one RMS norm weight for each query and key head
         `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
         """
@@ -142,9 +143,9 @@ class PlainBackend:
 
     def __init__(
         self,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [max_position, head_dim]
+        cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:
@@ -177,7 +178,8 @@ class PlainBackend:
         batch, heads = self._batch, self.num_heads
         own = qkv.view(len(qkv), -1, self.head_dim)
         first_value = heads + self.pool.shape[1]
-        q, k, v = own[:, :heads], own[:, heads:first_value], own[:, first_value:]
+        q, k = own[:, :heads], own[:, heads:first_value]
+        v = own[:, first_value:] if self.pool.shape[3] == 2 else None
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         q = reference.rope_and_store(
             q, k, v, batch.positions, self._cos_sin, self.pool, layer,

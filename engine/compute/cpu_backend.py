@@ -51,9 +51,9 @@ class CpuBackend:
     def __init__(
         self,
         library: CpuLibrary,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2, block_size, head_dim]
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [max_position, head_dim]
+        cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
         eps: float,
         window: int | None,  # keys that a query sees, itself included
     ) -> None:

@@ -35,6 +35,7 @@ class AttentionShape:
     block_size: int = 16
     dtype: torch.dtype = torch.float32
     window: int | None = None
+    planes: int = 2  # 1: keys are the values, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class Batch:
     """What an attention kernel is called with."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
-    pool: Tensor  # [num_blocks, kv_heads, LAYERS, 2, block_size, head_dim]
+    pool: Tensor  # [num_blocks, kv_heads, LAYERS, planes, block_size, head_dim]
     block_tables: Tensor
     query_starts: Tensor
     context_lens: Tensor
@@ -54,14 +55,14 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
     needs = [-(-length // size) for length in shape.contexts]
-    pool = torch.full((sum(needs) + 1, heads, LAYERS, 2, size, dim), float("nan"))
+    pool = torch.full((sum(needs) + 1, heads, LAYERS, shape.planes, size, dim), float("nan"))
     order = torch.split(1 + torch.randperm(sum(needs), generator=generator), needs)
     tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32)
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
         tables[row, : len(blocks)] = blocks
         position = torch.arange(length)
         owners, offsets = blocks[position // size], position % size
-        kv = torch.randn(length, heads, LAYERS, 2, dim, generator=generator)
+        kv = torch.randn(length, heads, LAYERS, shape.planes, dim, generator=generator)
         pool[owners, :, :, :, offsets] = kv
     num_tokens = sum(shape.queries)
     # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
