@@ -1,4 +1,7 @@
-"""Children end with their parents, are told apart from their leftovers, and are started again."""
+"""Children end with their parents, are told apart from their leftovers, and are started again.
+
+Also what `LocalCluster`, which starts the nodes of one host, gives to them.
+"""
 
 import os
 import signal
@@ -6,10 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
+from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
+from baton.runtime.local_cluster import LocalCluster, private_folder
 from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Interrupts, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
@@ -166,3 +173,23 @@ def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool)
         os.kill(os.getpid(), number)
         assert interrupts.wait(DEADLINE_S)
         assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
+
+
+def test_the_keys_of_clients_do_not_reach_the_nodes(tmp_path: Path) -> None:
+    router = RouterConfig(api_keys=("a secret",), api_key_file="/a/secret/file")
+    nodes = LocalCluster(ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control")
+    settings = [Path(command.args[-1]).read_text() for command in nodes._commands(tmp_path)]
+    assert len(settings) == 2
+    assert not any("secret" in text for text in settings)
+
+
+def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    folder = private_folder()
+    assert len(f"{folder}/peers-decode-9999") <= MAX_IPC_PATH_BYTES
+    folder.rmdir()
+    assert not list(deep.iterdir())

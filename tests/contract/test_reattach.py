@@ -374,15 +374,3 @@ async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_h
     await stream.ended()
     assert token_ids(deltas, 1) == ANSWER[1:]
     assert stream.metrics.num_output_tokens == 1 + len(ANSWER)
-
-
-@routed()
-async def test_a_node_that_lost_its_channel_hears_what_it_need_not_keep(bench: RouterBench) -> None:
-    prefill, decode = await bench.pair()
-    stream = await bench.router.submit(PROMPT, GREEDY)
-    key = (await prefill.hear(Prefill)).key
-    decode.die()
-    await bench.until(lambda: not bench.core.registry.in_service("decode"))
-    back = await bench.scripted(node_info("d0", "decode"))
-    assert (await back.hear(Cancel)).keys == (key,)
-    stream.close()

@@ -2,8 +2,11 @@
 
 import os
 import resource
+import socket
+import struct
 import time
 from contextlib import suppress
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -22,17 +25,37 @@ from tests.support.channel_ends import (
     stranger,
 )
 
+# ZMTP 3.1: the signature, the version, the mechanism NULL, and who listens.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+SAID = (
+    b"",
+    GREETING[:11],
+    GREETING,
+    GREETING.replace(b"NULL", b"EVIL"),
+    GREETING + READY[:-3],
+    GREETING + READY + b"\x02" + b"\xff" * 8,  # a message of 2 ** 64 - 1 bytes
+    GREETING + READY + b"\0\x05hello" * 50,  # no frames of a channel
+    b"GET /live HTTP/1.1\r\nHost: x\r\n",
+    b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",  # a hello of TLS
+    bytes(range(256)) * 8,
+)
+
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_connections_that_are_no_channels_end_no_session(kind: str, tmp_path: Path) -> None:
     """Each closes with the event that a lost session has, and leaves its descriptor's number to the
-    next connection, which may be a session's."""
+    next connection, which may be a session's. Every third one ends with a reset."""
+    said = cycle(SAID)
     with ends(tmp_path, kind) as pair:
         steady = pair.dial("steady")
         steady.send(note(0))
         assert numbers(pair.hear(1)) == [0]
         for number in range(100):
             strangers = [stranger(pair.listener.endpoint) for _ in range(3)]
+            for each in strangers:
+                each.sendall(next(said))
+            strangers[0].setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             visitor = pair.dial(f"visitor {number}")
             strangers.pop().close()
             visitor.send(note(number))

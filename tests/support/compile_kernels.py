@@ -2,14 +2,12 @@
 
 A launcher runs on CPU tensors while Triton's `run` only records the call, so constants,
 specialisation and options are those of service. A process of its own, because Triton must not
-interpret and must not be left patched. Writes one JSON list, of the cases that its arguments name
-or of all.
+interpret and must not be left patched. Writes one JSON list.
 """
 
 import dataclasses
 import re
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -48,7 +46,6 @@ def main() -> None:
     reports = [
         {"case": case, **msgspec.structs.asdict(cubin), "blocks": cubin.blocks}
         for case, call in cases().items()
-        if case in (sys.argv[1:] or cases())
         for cubin in compiled(call)
     ]
     print(msgspec.json.encode(reports).decode())
