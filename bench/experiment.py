@@ -8,13 +8,13 @@ ends the load and leaves a report that is marked as interrupted; a second one en
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from baton.bench.client.http import settled
 from baton.bench.client.load import Load, Progress, run_load
 from baton.bench.client.probe import Probed, accepted, probe
-from baton.bench.client.request import settled
 from baton.bench.figures.metrics import PRESETS, Bounds
 from baton.bench.figures.search import Probe, RateSearch
 from baton.bench.figures.validity import (
@@ -166,7 +166,7 @@ class Experiment:
         def watch(progress: Progress) -> None:
             """Show the progress, and stop the load early after Ctrl-C or too many failures."""
             nonlocal has_given_up
-            shown.show(progress)
+            show(progress)
             if not stop.is_set() and self.interrupted:
                 say(STOPPING)
                 stop.set()
@@ -174,7 +174,7 @@ class Experiment:
                 has_given_up = True
                 stop.set()
 
-        shown = LoadProgress(case.label, planned)
+        show = _shown_every(LINE_EVERY_S, case.label, planned)
         result = run_load(
             Load(
                 target=target,
@@ -317,26 +317,27 @@ def outcome(run: Run) -> str:
     return f"INVALID: {why}" if why else f"attainment {run.summary.attainment or 0.0:.1%}"
 
 
-class LoadProgress:
-    """The progress of a load, as a line on stderr every `LINE_EVERY_S`; warm-up does not count."""
+def _shown_every(
+    seconds: float, label: str, planned: Sequence[Planned]
+) -> Callable[[Progress], None]:
+    """Return a function that prints the progress of a load now and then, without its warm-up."""
+    num_warm_up = sum(one.warm_up for one in planned)
+    started_s = printed_s = monotonic()
 
-    def __init__(self, label: str, planned: Sequence[Planned]) -> None:
-        self._label = label
-        self._num_warm_up = sum(one.warm_up for one in planned)
-        self._total = len(planned) - self._num_warm_up
-        self._started_s = self._printed_s = monotonic()
-
-    def show(self, progress: Progress) -> None:
+    def show(progress: Progress) -> None:
+        nonlocal printed_s
         now_s = monotonic()
-        if now_s - self._printed_s < LINE_EVERY_S:
+        if now_s - printed_s < seconds:
             return
-        self._printed_s, elapsed_s = now_s, now_s - self._started_s
-        ended = max(0, progress.ended - self._num_warm_up)  # warm-up ends first
+        printed_s, elapsed_s = now_s, now_s - started_s
+        ended = max(0, progress.ended - num_warm_up)  # warm-up ends first
         say(
-            f"{self._label}: {ended}/{self._total} ended, {progress.failed} failed, "
+            f"{label}: {ended}/{len(planned) - num_warm_up} ended, {progress.failed} failed, "
             f"{progress.sent - progress.ended} in flight, {progress.tokens / elapsed_s:.0f} "
             f"tokens/s, {elapsed_s:.0f} s"
         )
+
+    return show
 
 
 def say(line: str) -> None:

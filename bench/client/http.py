@@ -1,9 +1,11 @@
-"""HTTP/1.1 with one server: connections that stamp arriving bytes, and a session that pools them.
+"""Requests to one server over HTTP/1.1: connections that stamp arriving bytes, and their pool.
 
 The stamp is taken as soon as the event loop hands the bytes over, before anything is parsed; an
 HTTP library would pass the bytes to a task that runs later. httptools parses HTTP, and the body
 goes to the response's reader under the stamp of the read that brought it. Nothing is sent twice,
-decompressed or redirected: an unreadable response is a `Problem` in one line.
+decompressed or redirected: an unreadable response is a `Problem` in one line. Everything that takes
+time happens before the moment of sending: the body is encoded and a connection is open by then, as
+in a client with a pool. `send` never raises for the behaviour of a server: that is an `Outcome`.
 """
 
 import asyncio
@@ -11,15 +13,16 @@ import errno
 import os
 import re
 import ssl
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Self
 
 import httptools
 import msgspec
 
 from baton.bench.client.response import Problem, ResponseReader, message_of, one_line
-from baton.bench.records import Outcome
-from baton.bench.settings import Target, place_of
+from baton.bench.records import Outcome, Planned, Record
+from baton.bench.settings import API_KEY_VARIABLE, Target, place_of
+from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.tls import client_context, trusting
 
@@ -29,6 +32,10 @@ SHUTDOWN_TIMEOUT_S = 0.004  # the longest wait from [DONE] to the end of the bod
 MAX_BODY_BYTES = 1 << 20  # the limit for a response that is not a stream
 # These errors mean that this machine had no resources left for a connection.
 NO_SOCKET = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL)
+# The client sets these fields itself and reads the response accordingly.
+OWN_FIELDS = (
+    "model", "prompt", "messages", "stream", "n", "max_tokens", "max_completion_tokens",
+)  # fmt: skip
 _STREAM = re.compile(rb"\s*(?:data|event|id|retry)?:")
 
 
@@ -223,48 +230,19 @@ class Session:
     def __init__(self, target: Target) -> None:
         """Open no connection yet. Raises `ConfigError` for an unusable target."""
         place = place_of(target.url)
-        self.stopped = False
         self.base_path = place.base_path
         self._place, self._key = place, target.api_key
         self._tls = tls_of(target) if place.is_tls else None
         self._connections: set[Connection] = set()
         self._idle: list[Connection] = []
-        self._loop = asyncio.get_running_loop()
-        self._under_way: set[Callable[[], object]] = set()  # calls that end requests on a stop
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_error: object) -> None:
-        self.stop()
         for connection in self._connections:
             connection.close()
         await asyncio.sleep(0)  # transports that were aborted close in the next turn of the loop
-
-    def stop(self) -> None:
-        """Send nothing more, and give up the running requests. A second call does nothing."""
-        self.stopped = True
-        for end in tuple(self._under_way):
-            end()
-
-    async def until(self, at_s: float) -> bool:
-        """Wait until `at_s` on the loop's clock and return True; return False on a stop."""
-        if self.stopped or at_s <= self._loop.time():
-            return not self.stopped
-        waiting: asyncio.Future[None] = self._loop.create_future()
-
-        def over() -> None:
-            if not waiting.done():
-                waiting.set_result(None)
-
-        timer = self._loop.call_at(at_s, over)
-        self._under_way.add(over)
-        try:
-            await waiting
-        finally:
-            timer.cancel()
-            self._under_way.discard(over)
-        return not self.stopped
 
     async def open_ahead(self, num_connections: int, timeout_s: float) -> None:
         """Open idle connections; a failed one is tried again, and judged, when it is needed."""
@@ -310,24 +288,14 @@ class Session:
 
     async def open(self, timeout_s: float) -> Connection | Problem:
         """Return a new connection, for the caller alone, or the reason why there is none."""
-        place = self._place
-        opening = asyncio.ensure_future(
-            self._loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
-        )
-        self._under_way.add(opening.cancel)
+        place, loop = self._place, asyncio.get_running_loop()
+        opening = loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
         try:
-            await asyncio.wait({opening}, timeout=timeout_s)
-        finally:
-            self._under_way.discard(opening.cancel)
-            opening.cancel()
-        if not opening.done():
-            return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")
-        if opening.cancelled():
-            text = "the load was stopped before there was a connection"
-            return Problem(Outcome.STOPPED, text)
-        if (error := opening.exception()) is not None:
+            _, connection = await asyncio.wait_for(opening, timeout_s)
+        except (OSError, UnicodeError) as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # not the system's limit
+                return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")
             return reason_of(error)
-        connection = opening.result()[1]
         self._connections.add(connection)
         return connection
 
@@ -335,27 +303,140 @@ class Session:
         self, connection: Connection, request: bytes, exchange: Exchange, timeout_s: float
     ) -> None:
         """Send, and return when `exchange` has ended. The session then owns the connection."""
-
-        def give_up(outcome: Outcome, why: str) -> None:
-            exchange.end(monotonic(), Problem(outcome, why))
-
-        def stop() -> None:
-            give_up(Outcome.STOPPED, "the load was stopped before the response ended")
-
-        late = f"the response did not end within {timeout_s:g} s"
-        timer = self._loop.call_later(timeout_s, give_up, Outcome.TIMED_OUT, late)
-        self._under_way.add(stop)
         try:
             connection.send(request, exchange)
-            await exchange.ended
-        finally:
-            timer.cancel()
-            self._under_way.discard(stop)
+            await asyncio.wait({exchange.ended}, timeout=timeout_s)
+            late = f"the response did not end within {timeout_s:g} s"
+            exchange.end(monotonic(), Problem(Outcome.TIMED_OUT, late))
             if exchange.reader.done and connection.is_open and not connection.is_idle:
                 # The end of the body most likely comes at once.
-                exchange.drained = self._loop.create_future()
+                exchange.drained = asyncio.get_running_loop().create_future()
                 await asyncio.wait({exchange.drained}, timeout=SHUTDOWN_TIMEOUT_S)
+        finally:
             self.give_back(connection)
+
+
+def settled(target: Target, requests: Sequence[Planned]) -> Target:
+    """Return `target` with its API chosen for `requests`, and by default the environment's key."""
+    api = target.api
+    if api == "auto":
+        api = "chat" if any(planned.messages for planned in requests) else "completions"
+    target.extra  # noqa: B018  it raises if the text is not a JSON object
+    api_key = target.api_key or os.environ.get(API_KEY_VARIABLE, "")
+    return msgspec.structs.replace(target, api=api, api_key=api_key)
+
+
+def check(target: Target, requests: Sequence[Planned]) -> None:
+    """Raise `ConfigError` if these requests cannot be sent to this target."""
+    place_of(target.url)
+    if taken := [name for name in OWN_FIELDS if name in target.extra]:
+        raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
+    if not target.api_key.isprintable() or not target.api_key.isascii():
+        raise ConfigError("the API key must be printable ASCII")
+    for planned in requests:
+        if planned.messages and not target.is_chat:
+            raise ConfigError("the load has chat messages; the completions API takes none")
+        if planned.prompt_ids and target.is_chat:
+            raise ConfigError("the load has prompts of token ids; the chat API takes none")
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+def body_of(target: Target, planned: Planned) -> bytes:
+    """Return the JSON of one request."""
+    body: dict[str, object] = {"model": target.model}
+    if target.is_chat:
+        body["messages"] = planned.messages or [{"role": "user", "content": planned.prompt}]
+    else:
+        body["prompt"] = planned.prompt_ids or planned.prompt
+    body["max_tokens"] = planned.output_tokens
+    body["temperature"] = 0
+    body["stream"] = True
+    if target.usage:
+        body["stream_options"] = {"include_usage": True}
+    # With `ignore_eos`, `min_tokens` is not needed, and it costs some servers time in every step.
+    if target.ignore_eos:
+        body["ignore_eos"] = True
+    if target.token_ids:
+        body["return_token_ids"] = True
+    return _encode(body | target.extra)
+
+
+async def send(
+    session: Session, target: Target, planned: Planned, due_s: float | None = None
+) -> Record | None:
+    """Send `planned` at `due_s` on the monotonic clock (None: at once) and read the response.
+
+    All stamps of the record are on that clock; `planned.at_s` is not read. A cancelled request is
+    `STOPPED`; it has no record (None) if its moment had not come.
+    """
+    request = session.request("POST", session.base_path + target.path, body_of(target, planned))
+    intended_s = monotonic() if due_s is None else due_s
+    record = Record(
+        index=planned.index,
+        intended_s=intended_s,
+        sent_s=intended_s,
+        end_s=intended_s,
+        outcome=Outcome.STOPPED,
+        detail="the load was stopped before there was a connection",
+        forced_tokens=planned.output_tokens if target.ignore_eos else 0,
+        warm_up=planned.warm_up,
+    )
+    try:
+        record.sent_s, found = await _connected(
+            session, target.timeout_s, intended_s, due_s is None
+        )
+    except asyncio.CancelledError:
+        record.end_s = monotonic()
+        return record if record.end_s >= intended_s else None
+    if isinstance(found, Problem):
+        record.end_s, (record.outcome, record.detail) = monotonic(), found
+        return record
+    exchange = Exchange(target.is_chat)
+    try:
+        await session.exchange(found, request, exchange, target.timeout_s)
+    except asyncio.CancelledError:
+        why = "the load was stopped before the response ended"
+        exchange.end(monotonic(), Problem(Outcome.STOPPED, why))
+    reader = exchange.reader
+    reader.fill(record, num_requested=planned.output_tokens)
+    if exchange.problem is not None:
+        record.outcome, record.detail = exchange.problem
+    record.end_s, record.first_byte_s = exchange.end_s, exchange.first_byte_s
+    record.status = exchange.status
+    return record
+
+
+async def _connected(
+    session: Session, timeout_s: float, due_s: float, at_once: bool
+) -> tuple[float, Connection | Problem]:
+    """Wait until `due_s`; return the moment of sending, and a connection or a `Problem`.
+
+    Opening starts earlier. If it takes until after the moment, the delay counts as the server's and
+    not as a lag of the client; if it failed before the moment, a second attempt at the moment
+    decides.
+    """
+    found: Connection | Problem | None = session.take()
+    opening = None if found else asyncio.create_task(session.open(timeout_s))
+    sent_s, is_early = due_s, False
+    if not at_once:
+        try:
+            await asyncio.sleep(due_s - monotonic())
+        except asyncio.CancelledError:
+            if opening is not None:
+                opening.cancel()
+            raise
+        sent_s, is_early = monotonic(), opening is None or opening.done()
+    if opening is not None:
+        found = await opening
+    assert found is not None
+    if is_early and (isinstance(found, Problem) or not found.is_idle):
+        found = await session.open(timeout_s)
+    if isinstance(found, Connection) and not found.is_idle:
+        session.give_back(found)
+        found = Problem(Outcome.UNREACHABLE, "the server closed the connection at once")
+    return sent_s, found
 
 
 def tls_of(target: Target) -> ssl.SSLContext:

@@ -13,8 +13,7 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 import msgspec
 
-from baton.bench.client.http import tls_of
-from baton.bench.client.request import LEAD_S, check
+from baton.bench.client.http import check, tls_of
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
 from baton.bench.settings import Target, place_of
 from baton.protocol.errors import BatonError, ConfigError
@@ -24,6 +23,7 @@ from baton.runtime.process import Child, Command
 SHOW_EVERY_S = 0.5
 LOOK_EVERY_S = 0.1
 START_DELAY_S = 0.1
+LEAD_S = 0.05  # a request is prepared this long before its moment
 STOP_TIMEOUT_S = 30.0  # from a stop to the last record
 EXIT_TIMEOUT_S = 2.0
 MODULE = "baton.bench.client.worker"

@@ -8,8 +8,7 @@ import asyncio
 
 import msgspec
 
-from baton.bench.client.http import Exchange, Session
-from baton.bench.client.request import body_of, check, send
+from baton.bench.client.http import Exchange, Session, body_of, check, send
 from baton.bench.client.response import Problem, message_of, one_line
 from baton.bench.records import Outcome, Planned, Record
 from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary, place_of
@@ -98,17 +97,20 @@ def accepted(target: Target) -> Vocabulary:
     """
     plain = msgspec.structs.replace(target, token_ids=False)
 
-    async def prompted_with(token_id: int) -> Record:
+    async def prompted_with(token_id: int) -> Record | None:
         planned = Planned(index=0, at_s=None, output_tokens=1, prompt_ids=(token_id,))
         async with Session(plain) as session:
             return await send(session, plain, planned)
 
+    why = ""
     for highest in HIGHEST_IDS:
         record = asyncio.run(prompted_with(highest))
+        assert record is not None, "nothing stops it"
         if record.outcome is not Outcome.CLIENT_ERROR:
             return LOWEST_ID, highest
+        why = record.detail
     raise ConfigError(
-        f"{target.url} takes no prompt of token ids ({record.detail}): name ids of the model with "
+        f"{target.url} takes no prompt of token ids ({why}): name ids of the model with "
         "--vocabulary LOW-HIGH, or choose --workload text or chat"
     )
 

@@ -15,15 +15,14 @@ import selectors
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from multiprocessing.connection import Connection
 from operator import itemgetter
 
 import msgspec
 
-from baton.bench.client.http import Session
-from baton.bench.client.load import Finished, FromWorker, Load, Progress, Start, encode
-from baton.bench.client.request import LEAD_S, Stopped, send
+from baton.bench.client.http import Session, send
+from baton.bench.client.load import LEAD_S, Finished, FromWorker, Load, Progress, Start, encode
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
 from baton.runtime.process import die_with_parent
@@ -64,6 +63,8 @@ class Worker:
         self._loop = asyncio.get_running_loop()
         self._session = Session(share.target)
         self._start: asyncio.Future[float | None] = self._loop.create_future()
+        self._is_stopped = False
+        self._sending: asyncio.Task[None] | None = None  # a stop cancels it
         self._sent = self._ended = self._failed = self._tokens = self._ready = 0
         self._records: list[bytes] = []
         self._encode = msgspec.msgpack.Encoder().encode
@@ -79,13 +80,6 @@ class Worker:
         self._report(self._progress())
         self._report(Finished(client, [msgspec.Raw(data) for data in self._records]))
 
-    def add(self, record: Record) -> None:
-        """Count a record and encode it."""
-        self._ended += 1
-        self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
-        self._tokens += record.num_tokens
-        self._records.append(self._encode(record))
-
     def _on_message(self) -> None:
         """Handle one message. The end of the load's process is also a stop."""
         with contextlib.suppress(EOFError, ConnectionError):
@@ -94,7 +88,9 @@ class Worker:
                 self._start.set_result(start_s)
                 return
         self._loop.remove_reader(self._pipe.fileno())
-        self._session.stop()
+        self._is_stopped = True
+        if self._sending is not None:
+            self._sending.cancel()
         if not self._start.done():
             self._start.set_result(None)
 
@@ -111,11 +107,13 @@ class Worker:
     async def _carry_out(self) -> ClientProcess:
         share, requests = self._share, self._share.requests
         if share.concurrency:
-            await self._closed_loop([one for one in requests if one.warm_up], monotonic())
+            warm_up = [one for one in requests if one.warm_up]
+            await self._until_stopped(self._closed_loop(warm_up, monotonic()))
             requests = [one for one in requests if not one.warm_up]
             # All clients start at once, so connections are opened before that crowded moment.
             timeout_s = min(share.target.timeout_s, OPEN_AHEAD_S)
-            await self._session.open_ahead(min(share.concurrency, len(requests)), timeout_s)
+            num_ahead = min(share.concurrency, len(requests))
+            await self._until_stopped(self._session.open_ahead(num_ahead, timeout_s))
         gc.collect()
         gc.freeze()
         gc.disable()  # cycles are rare here, and a collection would delay all requests
@@ -124,11 +122,9 @@ class Worker:
         start_s = await self._start
         ended, tokens = self._ended, self._tokens
         cpu_s, wall_s = time.process_time(), monotonic()
-        if start_s is not None and share.concurrency:
-            await asyncio.sleep(start_s - monotonic())
-            await self._closed_loop(requests, start_s)
-        elif start_s is not None:
-            await self._open_loop(requests, start_s)
+        if start_s is not None:
+            send_all = self._closed_loop if share.concurrency else self._open_loop
+            await self._until_stopped(send_all(requests, start_s))
         return ClientProcess(
             pid=os.getpid(),
             cpu_s=time.process_time() - cpu_s,
@@ -137,13 +133,20 @@ class Worker:
             num_tokens=self._tokens - tokens,
         )
 
+    async def _until_stopped(self, work: Coroutine[None, None, None]) -> None:
+        self._sending = asyncio.create_task(work)
+        if self._is_stopped:
+            self._sending.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._sending
+
     async def _open_loop(self, requests: Sequence[Planned], start_s: float) -> None:
         """Send each request at its moment."""
         moments = [(start_s + (planned.at_s or 0.0), planned) for planned in requests]
         async with asyncio.TaskGroup() as group:
             for due_s, planned in sorted(moments, key=itemgetter(0)):
-                if not await self._session.until(due_s - LEAD_S):
-                    return
+                if (wait_s := due_s - LEAD_S - monotonic()) > 0:
+                    await asyncio.sleep(wait_s)
                 group.create_task(self._send(planned, due_s))
 
     async def _closed_loop(self, requests: Sequence[Planned], start_s: float) -> None:
@@ -151,30 +154,33 @@ class Worker:
 
         A client that was refused pauses, or it would spend all its requests on an absent server.
         """
-        waiting, session = deque(requests), self._session
+        waiting = deque(requests)
         stop_after_s = self._share.stop_after_s
         over_s = math.inf if stop_after_s is None else start_s + stop_after_s
 
         async def client() -> None:
-            while waiting and not session.stopped and monotonic() < over_s:
+            while waiting and not self._is_stopped and monotonic() < over_s:
                 record = await self._send(waiting.popleft(), None)
                 is_refused = record and record.outcome in TURNED_AWAY and not record.arrivals
                 if is_refused and waiting:
-                    await session.until(min(monotonic() + PAUSE_S, over_s))
+                    await asyncio.sleep(min(PAUSE_S, over_s - monotonic()))
 
+        await asyncio.sleep(start_s - monotonic())
         async with asyncio.TaskGroup() as group:
             for _ in range(min(self._share.concurrency, len(waiting))):
                 group.create_task(client())
 
     async def _send(self, planned: Planned, due_s: float | None) -> Record | None:
-        """Return the outcome, or None if the load was stopped before the moment came."""
+        """Count and return the record; None if the load was stopped before the moment came."""
         self._sent += 1
-        try:
-            record = await send(self._session, self._share.target, planned, due_s)
-        except Stopped:
+        record = await send(self._session, self._share.target, planned, due_s)
+        if record is None:
             self._sent -= 1
             return None
-        self.add(record)
+        self._ended += 1
+        self._failed += record.outcome not in (Outcome.ANSWERED, Outcome.STOPPED)
+        self._tokens += record.num_tokens
+        self._records.append(self._encode(record))
         return record
 
 

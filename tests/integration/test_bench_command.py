@@ -14,7 +14,7 @@ import pytest
 
 from baton.bench.records import Outcome
 from baton.bench.report.document import read_json
-from baton.bench.report.sections import shown
+from baton.bench.report.page import shown
 from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.bench.client.http import Session, reason_of
-from baton.bench.client.request import send
+from baton.bench.client.http import Session, reason_of, send
 from baton.bench.records import Outcome, Planned, Record
 from baton.bench.settings import Target
 from baton.runtime.clock import monotonic

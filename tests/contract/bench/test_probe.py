@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from baton.bench.client.http import body_of
 from baton.bench.client.probe import Probed, probe
-from baton.bench.client.request import body_of
 from baton.bench.compare import connect
 from baton.bench.experiment import Experiment
 from baton.bench.records import Planned

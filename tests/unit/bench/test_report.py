@@ -16,9 +16,8 @@ from baton.bench.figures.validity import invalid, warning
 from baton.bench.records import Outcome, Record
 from baton.bench.report.charts import Chart, Curve, charts
 from baton.bench.report.document import Compared, Report, Run, read_json, write_json
-from baton.bench.report.page import begin, finish, html, write_again
+from baton.bench.report.page import begin, finish, html, sections, shown, write_again
 from baton.bench.report.provenance import collect
-from baton.bench.report.sections import sections, shown
 from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings, Target
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import answered, failed, load, report_of, scene_run

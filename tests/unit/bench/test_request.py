@@ -6,8 +6,7 @@ import json
 import httptools
 import pytest
 
-from baton.bench.client.http import Exchange
-from baton.bench.client.request import body_of
+from baton.bench.client.http import Exchange, body_of
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Target, place_of
 from baton.protocol.errors import ConfigError
