@@ -88,8 +88,8 @@ from baton.router.request import (
     Unplace,
 )
 from baton.router.stream import RequestStream
-from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.keys import Keys, load_keys
+from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 

@@ -33,8 +33,7 @@ from baton.protocol.messages import (
 )
 from baton.router.registry import Change, Entered, Left, Notice, Refuse, Registry
 from baton.router.request import DRAINING, HandoffEnded, NodeProcess
-from baton.runtime.channels.channels import Channels
-from baton.runtime.channels.listener import Received
+from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import OPERATOR, name_of
 from baton.runtime.host import closed_most_from
 from baton.runtime.log import logger

@@ -10,7 +10,6 @@ import math
 import os
 import resource
 import socket
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +26,6 @@ VARIABLE = "CUDA_VISIBLE_DEVICES"
 RDMA_PORTS = Path("/sys/class/infiniband")
 _ACTIVE = "4: ACTIVE"
 _WARN_EVERY_S = 10.0
-_TIME_WAIT = "06"  # a connection that this host has closed
 # Rounds of a busy loop, about 0.1 ms: longer than the pause between the small operations of a step.
 SPINS = 5_000
 
@@ -205,18 +203,13 @@ def closed_most_from(endpoint: str) -> str:
 
     Empty if none has. ZMQ does not say from where a handshake came that failed.
     """
-    if not endpoint.startswith("tcp://"):
-        return ""
-    port, ends = int(endpoint.rpartition(":")[2]), Counter[str]()
-    for name in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
-                _, local, remote, state, *_ = line.split()
-                if state == _TIME_WAIT and int(local.rpartition(":")[2], 16) == port:
-                    ends[remote.partition(":")[0]] += 1
-    if not ends:
-        return ""
-    ((address, _),) = ends.most_common(1)
-    # The words of an address are in the order of this host.
-    words = [int(address[i : i + 8], 16) for i in range(0, len(address), 8)]
-    return str(ipaddress.ip_address(b"".join(word.to_bytes(4, sys.byteorder) for word in words)))
+    ends = Counter[str]()
+    if endpoint.startswith("tcp://"):
+        port = int(endpoint.rpartition(":")[2])
+        with contextlib.suppress(psutil.Error):
+            for one in psutil.net_connections("tcp"):
+                if one.status != psutil.CONN_TIME_WAIT or not (one.laddr and one.raddr):
+                    continue
+                if one.laddr.port == port:
+                    ends[one.raddr.ip] += 1
+    return max(ends, key=ends.__getitem__, default="")

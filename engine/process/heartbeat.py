@@ -14,9 +14,9 @@ from baton.engine.process.registration import RouterWatch
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, ToNode, ToRouter, Totals
-from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Clock
 
 HEARTBEAT_INTERVAL_S = 1.0

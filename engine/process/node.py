@@ -38,8 +38,8 @@ from baton.protocol.messages import (
     Role,
     StepLimits,
 )
-from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.keys import load_keys
+from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Standstill, boottime
 from baton.runtime.host import devices_for, raise_descriptor_limit, reaches_out, threads_per_rank
 from baton.runtime.log import logger, setup_process_log

@@ -33,9 +33,8 @@ from baton.protocol.messages import (
     ToPrefill,
     ToRouter,
 )
-from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.listener import Listener
+from baton.runtime.channels.listener import Channels, Listener
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 

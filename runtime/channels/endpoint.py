@@ -5,6 +5,7 @@ A tcp address without a port means any free port.
 
 import ipaddress
 import os
+import re
 import socket as sockets
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from baton.protocol.errors import ConfigError
 
 # The field sun_path holds 108 bytes, the closing zero included.
 MAX_IPC_PATH_BYTES = 107
+_TCP = re.compile(r"(\[(?P<ipv6>[^]\s]+)\]|(?P<host>[^:\s]+))(:(\*|(?P<port>\d+))?)?", re.ASCII)
 
 
 class Endpoint(msgspec.Struct, frozen=True):
@@ -92,8 +94,8 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 def parse_endpoint(text: str) -> Endpoint:
     """Return the parsed address. Raises a `ConfigError` that says what is wrong with it."""
-    scheme, separator, rest = text.partition("://")
-    if separator and scheme == "ipc" and rest:
+    scheme, _, rest = text.partition("://")
+    if scheme == "ipc" and rest:
         if len(os.fsencode(rest)) > MAX_IPC_PATH_BYTES:
             raise ConfigError(
                 f"{text}: a socket path has at most {MAX_IPC_PATH_BYTES} bytes; shorten it"
@@ -101,19 +103,11 @@ def parse_endpoint(text: str) -> Endpoint:
         if not Path(rest).parent.is_dir():
             raise ConfigError(f"{text}: the folder {Path(rest).parent} does not exist")
         return Endpoint(path=rest)
-    if separator and scheme == "tcp" and rest and not any(char.isspace() for char in rest):
-        host, port = _split_port(rest)
-        if host and (port in ("", "*") or (port.isdecimal() and int(port) <= 65535)):
-            return Endpoint(host=host, port=int(port) if port.isdecimal() else 0)
+    if scheme == "tcp" and (found := _TCP.fullmatch(rest)):
+        port = int(found["port"] or 0)
+        if port <= 65535:
+            return Endpoint(host=found["ipv6"] or found["host"], port=port)
     raise ConfigError(f"{text!r} is not an address: write tcp://host:port or ipc:///path")
-
-
-def _split_port(rest: str) -> tuple[str, str]:
-    if rest.startswith("["):
-        host, _, port = rest[1:].partition("]")
-        return host, port.removeprefix(":")
-    host, _, port = rest.partition(":")
-    return host, port
 
 
 def _bracketed(host: str) -> str:

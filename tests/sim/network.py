@@ -14,9 +14,8 @@ from typing import Generic, TypeVar
 
 from baton.protocol.codec import Codec, MalformedMessage
 from baton.protocol.messages import Attach, Attached, Cancel, CancelDone, NotAttached
-from baton.runtime.channels.channels import Channels
 from baton.runtime.channels.dialer import Disconnected
-from baton.runtime.channels.listener import Received
+from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import HEADER, HEADER_BYTES, SEPARATOR, Session, Verdict
 from tests.sim.clock import PROCESS, Process, SimLoop
 

@@ -30,8 +30,7 @@ from baton.protocol.messages import (
     ToNode,
     ToRouter,
 )
-from baton.runtime.channels.channels import Channels
-from baton.runtime.channels.listener import Listener
+from baton.runtime.channels.listener import Channels, Listener
 from baton.runtime.clock import monotonic
 from tests.support.connectors import node
 from tests.support.drive import key
