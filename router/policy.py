@@ -1,6 +1,6 @@
 """Choose the nodes of an attempt: the working pair with the least cost, then least load, then id.
 
-A cost counts prompt tokens to compute (docs/decisions/0012), so a cached prefix weighs as much as
+A cost counts prompt tokens to compute (docs/decisions.md), so a cached prefix weighs as much as
 the queue that it saves. A node with room comes before a full one, even if the full one has more
 cached. `choose` returns None only if no node in service is large enough, or none can pair. If it
 names a full node, the attempt waits, so no prompt is computed without a decode node to take it.
