@@ -265,7 +265,7 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 75.0
     unread_s: Annotated[
         float,
-        about("how long a client may leave its answer unread before it is cut off", "s", gt=0),
+        about("how long a client may leave its response unread before it is cut off", "s", gt=0),
     ] = 30.0
     tool_call_parser: Annotated[
         ToolCallParser,

@@ -14,7 +14,7 @@ MAX_COUNT = (1 << 31) - 1
 MAX_GENERATION = (1 << 32) - 1
 MAX_BLOCKS = 1 << 24  # in one pool: a reader lists all blocks of a peer's pool
 MAX_BYTES = 1 << 62
-MAX_FORM_BYTES = 32 * 1024  # in the form of an answer, which a node keeps beside its tokens
+MAX_FORM_BYTES = 32 * 1024  # in the form of a response, which a node keeps beside its tokens
 MAX_KEYS = 4096  # in one message about blocks that were cached or given up
 
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]  # tokens, positions, token ids, sequences
@@ -40,8 +40,8 @@ ATTEMPTS_PER_ROUTER = 1 << 16
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One attempt at one choice of one request.
 
-    A leg that computes a prompt for several choices has the key of its lowest choice; the sequences
-    forked from it have their own. A higher attempt cancels every lower one.
+    An attempt that computes a prompt for several choices has the key of its lowest choice; the
+    sequences forked from it have their own. A higher attempt cancels every lower one.
     """
 
     request_id: RequestId

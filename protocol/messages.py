@@ -102,7 +102,7 @@ class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
 class ResumeState(msgspec.Struct, frozen=True):
     """What another router needs to continue a request. A node keeps it and does not read it."""
 
-    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the client's answer
+    form: Annotated[bytes, Meta(max_length=MAX_FORM_BYTES)]  # the form of the response
     owner: Annotated[bytes, Meta(max_length=64)]  # the client, which alone may resume the request
     num_choices: Count  # of the whole request
 
@@ -167,7 +167,7 @@ class Refused(Message, frozen=True):
 
 
 class Drain(Message, frozen=True):
-    """Asks a node to take no new legs, to finish within `node.shutdown_timeout_s`, and to end."""
+    """Asks a node to take no more requests, to finish in `node.shutdown_timeout_s`, and to end."""
 
 
 class WatchCache(Message, frozen=True):
@@ -217,7 +217,7 @@ class Keep(Message, frozen=True):
 
 
 class DrainState(Message, frozen=True):
-    """The answer to `DrainNode`, for the operator's command."""
+    """The reply to `DrainNode`, for the operator's command."""
 
     node_id: NodeId
     is_known: bool = False  # the node is connected to this router
@@ -296,7 +296,7 @@ class Heartbeat(Message, frozen=True):
     predicted_s: float = 0.0
     # Since the engine loop, which never computes, last had nothing left to do.
     loop_age_s: float = 0.0
-    is_draining: bool = False  # the node takes no new legs and ends when it has none
+    is_draining: bool = False  # the node takes no new requests and ends when it has none
     totals: Totals = Totals()
     unreachable: tuple[NodeId, ...] = ()  # decode nodes to which its channel broke
 
@@ -324,7 +324,7 @@ class Accepted(Message, frozen=True):
 
 
 class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The durations of the stages of one leg, each on the clock of the node that measured it."""
+    """The durations of an attempt's stages at a node, each on the clock that measured it."""
 
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -391,7 +391,7 @@ class Tokens(Message, frozen=True):
 
 
 class Failed(Message, frozen=True):
-    """This leg is over; no more messages of it follow."""
+    """The node has ended its part of the attempt; no more messages of it follow."""
 
     key: Key
     failure: Failure

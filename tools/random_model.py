@@ -1,4 +1,4 @@
-"""Write folders with random Qwen3 models, for measurements that ignore the answers.
+"""Write folders with random Qwen3 models, for measurements that ignore the text.
 
 `python -m tools.random_model FOLDER` writes one that any server of Hugging Face folders can
 load; the benchmarks that start servers call `write_model`. Equal shapes give equal folders, so two

@@ -254,7 +254,7 @@ class CrowdPlayer:
             at_s, index = at_s + crowd.step_s, index + 1
 
     async def _ask_at(self, rate: float, seconds: float) -> CrowdFigures:
-        """Send short requests at a constant rate. A lag is then the time of the whole answer."""
+        """Send short requests at a constant rate. A lag is then the time of the whole response."""
         request, due = request_of(2, is_streamed=False), asyncio.Queue[float]()
         lags_s: list[float] = []
 

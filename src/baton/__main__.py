@@ -1,4 +1,4 @@
-"""`python -m baton` and the script `baton`: the command line, and the answer to Ctrl-C."""
+"""`python -m baton` and the script `baton`: the command line, and what Ctrl-C prints."""
 
 import sys
 from collections.abc import Sequence

@@ -118,7 +118,7 @@ class LLM:
         tools: Sequence[Mapping[str, object]] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
-        """Return one output per conversation: the model's answer to its last message.
+        """Return one output per conversation: the model's response to its last message.
 
         A conversation is a list of messages, and a message a dict of `role` and `content`. The
         model's chat template makes the prompt and sees `tools`, in OpenAI's form, and

@@ -124,7 +124,7 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
 
 
 async def _load(settings: SoakSettings, streams: Streams, faults: Faults) -> list[Record]:
-    """Run the streams and the faults at one pace: each fault meets about as many new streams."""
+    """Run the streams and the faults together: each fault meets about as many new streams."""
     num_begun = 0
     per_fault = settings.requests / max(settings.faults, 1)
 

@@ -1,8 +1,8 @@
 """Streams whose outputs are known: each token is compared as it comes, and gaps are timed.
 
 `Streams` first asks every request of a fixed set once, while nothing disturbs the cluster. After
-that it asks them again and classifies the end of each answer. It knows no process: the caller says
-when the router itself was away, because no other router can resume its streams.
+that it asks them again and classifies the end of each response. It knows no process: the caller
+says when the router itself was away, because no other router can resume its streams.
 """
 
 import asyncio
@@ -172,7 +172,7 @@ class Streams:
         ask: Ask,
         take: Callable[[int, list[int]], None],
     ) -> None:
-        """Ask until an answer begins, and fill in the record."""
+        """Ask until a response begins, and fill in the record."""
         try:
             while await self._is_refused(session, record, ask, take):
                 if monotonic() - record.began_s > GIVE_UP_S:
