@@ -57,7 +57,10 @@ def serving(cluster: Cluster, role: str) -> str:
     return max(names, key=lambda name: len(cluster.steps(name)))
 
 
-@pytest.mark.parametrize(("shutdown_timeout_s", "by_command"), [(0.0, False), (60.0, True)])
+@pytest.mark.parametrize(
+    ("shutdown_timeout_s", "by_command"),
+    [pytest.param(0.0, False, marks=pytest.mark.release), (60.0, True)],
+)
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     shutdown_timeout_s: float, by_command: bool, tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
-NUM_TOKENS = 1_000
+NUM_TOKENS = 300
 DEADLINE_S = 240.0
 KEY = "one"
 # The stop string never comes, so the text before it is held back again and again.
@@ -22,7 +22,7 @@ ASKS: dict[str, dict[str, object]] = {
     "greedy": {"temperature": 0, "stream_options": {"include_usage": True}},
     "sampled": {"temperature": 1.0, "seed": 7, "return_token_ids": True},
     "choices": {"n": 2, "seed": 3, "temperature": 0.8, "return_token_ids": True},
-    "short": {"temperature": 0.7, "seed": 11, "max_tokens": 100},
+    "short": {"temperature": 0.7, "seed": 11, "max_tokens": 60},
 }
 
 
@@ -145,7 +145,7 @@ class Client:
 
 def asks_of(cluster: Cluster) -> dict[str, dict[str, object]]:
     """Those above, and one that ends at a stop string late in its text."""
-    told = Client(cluster, {"temperature": 0, "max_tokens": 600}).finish().texts[0]
+    told = Client(cluster, {"temperature": 0, "max_tokens": 200}).finish().texts[0]
     return {**ASKS, "stopped": {"temperature": 0, "stop": [told[-5:], "never said", told[-30:]]}}
 
 

@@ -152,6 +152,7 @@ def test_a_profile_that_cannot_be_written_costs_no_step(
     assert count_ties(expected, got) == 0
 
 
+@pytest.mark.release
 def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path: Path) -> None:
     config = config_of("one worker", log={"records": str(tmp_path)}, node={"id": "d0"})
     with closing(executor_of("one worker", config)) as executor:
@@ -189,7 +190,7 @@ def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) ->
     assert steps.tokens(second) == steps.tokens(named)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
     phases: list[str] = []
     with closing(executor_of(kind)) as executor:
@@ -203,7 +204,7 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
         assert len(info.ranks) == len(executor.ports) == ranks
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SLOW_KINDS)
 def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) -> None:
     executor = executor_of(kind, config_of(kind, tmp_path))
     with closing(executor), pytest.raises(ConfigError, match=r"config\.json"):
@@ -242,7 +243,7 @@ def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
     [
         ("one worker", 0),
         pytest.param("two ranks", 0, marks=pytest.mark.release),
-        ("two ranks", 1),
+        pytest.param("two ranks", 1, marks=pytest.mark.release),
     ],
 )
 def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int) -> None:
@@ -256,7 +257,10 @@ def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int
         assert raised.value.code == RANK_KILLED
 
 
-@pytest.mark.parametrize("module", [worker_executor.WORKER, gloo_worker.__name__])
+@pytest.mark.parametrize(
+    "module",
+    [worker_executor.WORKER, pytest.param(gloo_worker.__name__, marks=pytest.mark.release)],
+)
 def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(
     module: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +275,7 @@ def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(
             steps.result()
 
 
+@pytest.mark.release
 def test_a_rank_that_waits_for_a_dead_one_for_ever_is_ended_without_the_grace_of_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -312,14 +317,13 @@ def test_a_rank_that_never_loads_is_given_up() -> None:
         executor.start(no_progress)
 
 
-def test_a_plan_larger_than_a_socket_buffer_arrives(expected: Expected) -> None:
-    with started("one worker") as (executor, _):
-        steps, key = Steps(executor), new_key()
-        table = (1, 2, 3) + (0,) * 300_000
-        steps.submit(prompt_slice(key, table))
-        steps.submit(decode_slice(key, table, len(PROMPT)))
-        drawn = [steps.result().tokens[0][0] for _ in range(2)]
-        assert drawn == expected.token_ids[:2]
+def test_a_plan_larger_than_a_socket_buffer_arrives(executor: Executor, expected: Expected) -> None:
+    steps, key = Steps(executor), new_key()
+    table = (1, 2, 3) + (0,) * 300_000
+    steps.submit(prompt_slice(key, table))
+    steps.submit(decode_slice(key, table, len(PROMPT)))
+    drawn = [steps.result().tokens[0][0] for _ in range(2)]
+    assert drawn == expected.token_ids[:2]
 
 
 # --- ports --------------------------------------------------------------------------------------

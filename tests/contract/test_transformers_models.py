@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton import LLM, SamplingParams
+from baton import LLM
 from baton.deploy.model_folder import with_model
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.protocol.config import ClusterConfig
@@ -51,7 +51,7 @@ def test_chunks_beside_others_give_the_tokens_of_generate(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2", "deepseek_v3"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"])
 def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
     with loaded(settings(kind, dtype)) as runner:
         needs_rules(runner)
@@ -160,22 +160,7 @@ def test_a_folder_is_refused_before_a_process_starts(
         with_model(config)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("qwen3_moe", marks=pytest.mark.release), "olmo2"])
-def test_own_experts_and_transformers_code_run_in_prefill_and_decode_processes(kind: str) -> None:
-    folder = foreign_folder(kind)
-    expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)
-    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, n=2, logprobs=1)
-    limits = {"max_num_batched_tokens": 64, "device": "cpu"}
-    cache = {"num_blocks": 128}
-    with LLM(folder, engine=limits, cache=cache, router={"local_prefill": "never"}) as llm:
-        outputs = [llm.generate(prompt(100), params, use_tqdm=False)[0] for _ in range(2)]
-    for output in outputs:
-        for choice in output.outputs:
-            assert count_ties(expected, choice.token_ids) == 0
-        assert output.metrics.path == "disaggregated"
-    assert [output.metrics.num_cached_tokens for output in outputs] == [0, 96]
-
-
+@pytest.mark.release
 def test_a_refusal_of_a_node_ends_the_start_with_its_line() -> None:
     folder = foreign_folder("gemma2")
     with pytest.raises(NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap") as refused:

@@ -80,7 +80,7 @@ def prefix_caching(llm: LLM) -> None:
 
 
 if __name__ == "__main__":
-    with LLM(model="", enable_prefix_caching=True, gpu_memory_utilization=0.4) as llm:
-        chat(llm)
-        structured_outputs(llm)
-        prefix_caching(llm)
+    llm = LLM(model="", enable_prefix_caching=True, gpu_memory_utilization=0.4)
+    chat(llm)
+    structured_outputs(llm)
+    prefix_caching(llm)

@@ -13,7 +13,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.support.checkpoints import tiny_cluster
+from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
 from tests.support.oracle import prompt
 
@@ -67,7 +67,7 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory: pytest.TempPathFactory, collector: Collector) -> Iterator[Cluster]:
     config = tiny_cluster(
-        "llama", cache={"num_blocks": NUM_BLOCKS},
+        model_folder("llama", eos_token_id=2), cache={"num_blocks": NUM_BLOCKS},
         engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3, "prompt_lookup_min": 1},
         router={"local_prefill": "never", "otlp_traces_endpoint": collector.url},
         node={"http": "127.0.0.1:0"},

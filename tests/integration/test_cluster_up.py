@@ -56,7 +56,9 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
     assert (code, "nothing is up" in complained) == (2, True)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.release), signal.SIGKILL]
+)
 def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small: Deployed) -> None:
     process = small.baton("up")
     for line in process.stdout:
@@ -105,9 +107,10 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
             {"pools": {"decode": {"role": "decode", "hosts": [LATE]}}}, (),
             f"decode-0 on {LATE}: router-0 already has a node with this id",
         ),
-        (
+        pytest.param(
             {"routers": [{"host": "127.0.0.1", "port": 1, "control_port": 2}]}, ("--timeout", "5"),
             "not ready within 5 s: router-0 on 127.0.0.1 does not answer",
+            marks=pytest.mark.release,
         ),
     ],
     ids=["id", "host"],

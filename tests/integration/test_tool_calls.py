@@ -1,13 +1,11 @@
 """Calls that a request demands, through OpenAI's client and a whole cluster."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
 
 SCHEMA = {
@@ -21,14 +19,6 @@ TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
     for name in ("weather", "tides")
 ]
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """Serve a model that can end, which the model of the session's cluster cannot."""
-    config = tiny_cluster(model_folder("llama", eos_token_id=2))
-    with Cluster(tmp_path_factory.mktemp("tools"), config) as cluster:
-        yield cluster
 
 
 @pytest.mark.parametrize(

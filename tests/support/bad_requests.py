@@ -1,5 +1,7 @@
 """Requests that the HTTP API has to refuse, each with the field that its response must blame.
 
+A few that look as hard are answered: their status is 200.
+
 Values are JSON texts, because some are wrong in ways that no encoder writes. Whoever makes a value
 work deletes it from its line.
 """
@@ -212,24 +214,27 @@ def string_of(**limits: object) -> str:
     return json.dumps({"type": "string", **limits})
 
 
-# Forms that can be kept by no output, or are hard to follow. Nodes find that out.
+# Forms that can be kept by no output, or are too hard to follow: nodes find that out.
 DOUBLING = {f"a{level}": {"allOf": [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(30)}
 HARD_SCHEMAS = (
     '{"$ref":"#"}', '{"allOf":[{"$ref":"#"}]}', '{"anyOf":[{"$ref":"#"}]}',
     '{"$ref":"#/$defs/a","$defs":{"a":{"$ref":"#/$defs/b"},"b":{"$ref":"#/$defs/a"}}}',
+    json.dumps({"type": "object", "properties": {f"f{number}": {} for number in range(2000)}}),
+)  # fmt: skip
+# Those that are not too hard.
+KEPT_SCHEMAS = (
     json.dumps({"$ref": "#/$defs/a0", "$defs": {**DOUBLING, "a30": {"type": "string"}}}),
     '{"type":"array","minItems":1000000000}', '{"type":"object","minProperties":1000000000}',
     string_of(minLength=1_000_000_000), string_of(pattern="(a{1000}){1000}"),
     string_of(pattern="(a+)+(b|b)*$"),
-    json.dumps({"type": "object", "properties": {f"f{number}": {} for number in range(2000)}}),
 )  # fmt: skip
 HARD_REGEXES = (
-    "(a{1000}){1000}", "((a{100}){100}){100}", "(.{0,5000}){0,5000}", "[a-z]{0,1000}" * 1000,
-    "(a+)+$", "(a|a)*b", "((((a*)*)*)*)*b", "x" * 200_000,
+    "(a{1000}){1000}", "((a{100}){100}){100}", "[a-z]{0,1000}" * 1000, "x" * 200_000,
 )  # fmt: skip
+KEPT_REGEXES = ("(.{0,5000}){0,5000}", "(a+)+$", "(a|a)*b", "((((a*)*)*)*)*b")
 HARD_GRAMMARS = (
     "start: start start", "start: a\na: a", 'start: "a"{1000000000}', "start: /a{1000000}/",
-    "start: <[99999999]>", "start: <|none|>", 'start: s{60}\ns: s s | s s s | "a" | "b"',
+    "start: <[99999999]>", "start: <|none|>",
 )  # fmt: skip
 SCHEMAS = (
     "1", "[1]", '"{"', '""', "null", "true", "[]",
@@ -300,15 +305,16 @@ COMBINED = (
 
 def of_forms() -> Iterator[BadRequest]:
     ways = cycle(("structured_outputs", "response_format", "tools"))
-    for schemas, status in ((SCHEMAS, 400), (HARD_SCHEMAS, 422)):
+    for schemas, status in ((SCHEMAS, 400), (HARD_SCHEMAS, 422), (KEPT_SCHEMAS, 200)):
         for way, schema in zip(ways, schemas, strict=False):
             fits = schema.startswith("{") and "$ref" not in schema
             yield of_schema(schema, way if fits else "structured_outputs", status)
-    forms = (("regex", REGEXES, HARD_REGEXES), ("grammar", GRAMMARS, HARD_GRAMMARS))
-    for kind, wrong, hard in forms:
-        for status, texts in ((400, wrong), (422, hard)):
-            for path, text in zip(cycle((COMPLETIONS, CHAT)), texts, strict=False):
-                yield of_one(path, "structured_outputs", json.dumps({kind: text}), status)
+    for kind, status, texts in (
+        ("regex", 400, REGEXES), ("regex", 422, HARD_REGEXES), ("regex", 200, KEPT_REGEXES),
+        ("grammar", 400, GRAMMARS), ("grammar", 422, HARD_GRAMMARS),
+    ):  # fmt: skip
+        for path, text in zip(cycle((COMPLETIONS, CHAT)), texts, strict=False):
+            yield of_one(path, "structured_outputs", json.dumps({kind: text}), status)
     for path in (COMPLETIONS, CHAT):
         for name, values in FORMS.items():
             for value in values.split(" "):

@@ -69,6 +69,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[
     assert launched["graphs"]["added"] == []
 
 
+@pytest.mark.release
 def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(
     launched: dict[str, Any],
 ) -> None:

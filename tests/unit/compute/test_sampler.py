@@ -61,8 +61,7 @@ def assert_fits(seen: Counter[int], probabilities: Tensor, num: int) -> None:
         assert abs(seen[token] - num * probability) <= allowed, f"token {token}: {seen[token]}"
 
 
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-@pytest.mark.parametrize("seed", [0, 1, 2**62, -5])
+@pytest.mark.parametrize(("temperature", "seed"), [(0.5, 0), (1.0, 1), (1.0, 2**62), (2.0, -5)])
 def test_draws_follow_the_softmax_at_that_temperature(
     sampler: Sampler, temperature: float, seed: int
 ) -> None:

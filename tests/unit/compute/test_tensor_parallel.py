@@ -81,6 +81,7 @@ def test_a_rank_that_is_gone_is_a_node_error() -> None:
             members[0].all_reduce(torch.zeros(3))
 
 
+@pytest.mark.release
 def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_rank() -> None:
     memory = os.memfd_create("group")
     try:
