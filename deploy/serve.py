@@ -26,7 +26,7 @@ from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.clock import Standstill, monotonic
-from baton.runtime.local_cluster import LocalCluster, private_folder
+from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import is_json, logger
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
 from baton.runtime.settings import to_yaml
@@ -72,7 +72,7 @@ class LocalServer:
 
     def __init__(self, config: ClusterConfig) -> None:
         """Raises `ConfigError` if the port is taken."""
-        self._config = config
+        self._config = config = fitted_to_gpus(config)
         num_routers = config.router_processes
         router = config.router
         self._reserved = reserve_port(router.host, router.port, is_shared=num_routers > 1)

@@ -62,10 +62,12 @@ def paged_decode_attention(
     check_pool(q, pool, block_tables)
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = pool.shape[1], pool.shape[4]
-    tiles, split = decode_tiling(q.dtype, head_dim), ORDERED_SPLIT if ordered else SPLIT
+    tiles, split = decode_tiling(q), ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
-    programs = num_programs(q.device, tiles.per_multiprocessor if rows == 16 else 2)
+    programs = num_programs(
+        q.device, tiles.per_multiprocessor if rows == 16 else min(tiles.per_multiprocessor, 2)
+    )
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
     num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)

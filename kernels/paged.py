@@ -5,13 +5,14 @@ offset of the layer. The `[2, block_size, head_dim]` tile of one layer and head 
 pool with another order of its first three axes therefore works with the same kernels.
 
 Tilings are the compile-time choices for a number type and head size, as a table. Heads of 80, 96
-and 112 use the row of the next power of two. Every row compiles for Hopper without a spill. `python
--m tools.gpu.tilings` compiles the candidates, measures them where there is a GPU, and prints rows
-to paste here. Nothing is tuned at run time, so warm-up compiles every variant.
+and 112 use the row of the next power of two. Every row in bf16 compiles without a spill for the
+GPUs of its table. Nothing is tuned at run time, so warm-up compiles every variant.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +55,7 @@ def interpreted() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+@functools.cache
 def num_programs(device: torch.device, per_multiprocessor: int) -> int:
     """Return how many programs fill the device, at `per_multiprocessor` on each multiprocessor."""
     if device.type != "cuda":
@@ -217,7 +219,16 @@ class PrefillTiling:
 FP32, BF16 = torch.float32, torch.bfloat16
 Row = tuple[torch.dtype, int]  # number type, head size
 
-# A multiprocessor keeps some 100 KiB of loads in flight. fp32 is for parity only.
+
+@dataclass(frozen=True, slots=True)
+class Tilings:
+    decode: Mapping[Row, DecodeTiling]
+    prefill: Mapping[Row, PrefillTiling]
+    ordered_prefill: Mapping[Row, PrefillTiling]
+
+
+# The first tables are for GPUs that multiply on warpgroups. A multiprocessor keeps some 100 KiB of
+# loads in flight. fp32 is for parity only.
 DECODE: dict[Row, DecodeTiling] = {
     (BF16, 32): DecodeTiling(128, 4, 3, 3),
     (BF16, 64): DecodeTiling(128, 4, 3, 3),
@@ -255,14 +266,54 @@ ORDERED_PREFILL: dict[Row, PrefillTiling] = {
 }
 
 
+WARPGROUPS = Tilings(DECODE, PREFILL, ORDERED_PREFILL)
+
+# For GPUs that multiply on warps: with registers for one tile of scores at a time, and for the 99
+# KiB of shared memory that the smallest of them have.
+WARPS = Tilings(
+    {
+        (BF16, 32): DecodeTiling(128, 4, 2, 2),
+        (BF16, 64): DecodeTiling(128, 4, 2, 2),
+        (BF16, 128): DecodeTiling(64, 4, 2, 2),
+        (BF16, 256): DecodeTiling(32, 4, 2, 2),
+        (FP32, 32): DecodeTiling(32, 4, 2, 2),
+        (FP32, 64): DecodeTiling(16, 4, 2, 4),
+        (FP32, 128): DecodeTiling(16, 4, 2, 2),
+        (FP32, 256): DecodeTiling(16, 8, 2, 1),
+    },
+    PREFILL | {(BF16, 128): PrefillTiling(128, 32, 8, 3), (BF16, 256): PrefillTiling(64, 32, 8, 2)},
+    ORDERED_PREFILL
+    | {
+        (FP32, 64): PrefillTiling(16, 16, 8, 2),
+        (FP32, 128): PrefillTiling(32, 16, 8, 2),
+        (FP32, 256): PrefillTiling(16, 16, 16, 2),
+    },
+)
+LEAST_CAPABILITY = (8, 0)  # older GPUs cannot multiply bf16
+
+
+def tilings_for(capability: tuple[int, int]) -> Tilings:
+    """Return the tables for GPUs of a compute capability."""
+    return WARPGROUPS if capability[0] in {9, 10, 11} else WARPS
+
+
+@functools.cache
+def tilings_of(device: torch.device) -> Tilings:
+    if device.type != "cuda":
+        return WARPGROUPS
+    return tilings_for(torch.cuda.get_device_capability(device))
+
+
 def padded(head_dim: int) -> int:
     """Return the head size of a tile, which is a power of two."""
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def decode_tiling(dtype: torch.dtype, head_dim: int) -> DecodeTiling:
-    return DECODE[dtype, padded(head_dim)]
+def decode_tiling(q: Tensor) -> DecodeTiling:
+    """Return the tiling for queries `[batch, num_heads, head_dim]`."""
+    return tilings_of(q.device).decode[q.dtype, padded(q.shape[2])]
 
 
-def prefill_tiling(dtype: torch.dtype, head_dim: int, *, ordered: bool) -> PrefillTiling:
-    return (ORDERED_PREFILL if ordered else PREFILL)[dtype, padded(head_dim)]
+def prefill_tiling(q: Tensor, *, ordered: bool) -> PrefillTiling:
+    tilings = tilings_of(q.device)
+    return (tilings.ordered_prefill if ordered else tilings.prefill)[q.dtype, padded(q.shape[2])]

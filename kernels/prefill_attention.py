@@ -57,7 +57,7 @@ def paged_prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tiles = prefill_tiling(q.dtype, head_dim, ordered=ordered)
+    tiles = prefill_tiling(q, ordered=ordered)
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](

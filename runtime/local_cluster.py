@@ -8,6 +8,7 @@ node that dies is restarted, after a longer delay each time; a node that was tol
 import shutil
 import tempfile
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -124,6 +125,35 @@ class LocalCluster:
         env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
         role = name.rpartition("-")[0]
         return Command(name, (role, "--config", str(settings)), env=env)
+
+
+def fitted_to_gpus(config: ClusterConfig) -> ClusterConfig:
+    """Return `config` with aggregated nodes alone if this host has fewer GPUs than its ranks.
+
+    Two copies of the weights on one GPU would take turns and gain nothing. `local_prefill=never`
+    keeps the nodes as they are.
+    """
+    engine, router, num_nodes = config.engine, config.router, config.prefill + config.decode
+    num_gpus = 0 if engine.device == "cpu" or _has_cpu_torch() else len(gpus_of(0))
+    is_enough = not num_gpus or num_gpus >= num_nodes * engine.tensor_parallel_size
+    if is_enough or not config.prefill or router.local_prefill == "never":
+        return config
+    num_decode = max(1, num_gpus // engine.tensor_parallel_size)
+    log.warning(
+        "there are fewer GPUs than nodes, so aggregated nodes compute prompts and tokens; "
+        "--local-prefill never lets prefill and decode nodes share GPUs",
+        gpus=num_gpus, nodes=num_nodes, decode=num_decode,
+    )  # fmt: skip
+    router = msgspec.structs.replace(router, local_prefill="always")
+    return msgspec.structs.replace(config, prefill=0, decode=num_decode, router=router)
+
+
+def _has_cpu_torch() -> bool:
+    """Return whether the build's version says that torch knows no GPUs, without importing it."""
+    try:
+        return version("torch").endswith("+cpu")
+    except PackageNotFoundError:
+        return False
 
 
 def _counted_up(address: str, number: int) -> str:

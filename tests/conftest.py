@@ -32,6 +32,16 @@ settings.load_profile("baton")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs from all tests but those of `tests/gpu`, which are run by themselves.
+
+    Limits of time and of memory in the others are those of CPUs. Workers of xdist inherit this.
+    """
+    paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    if not all(path.is_relative_to(GPU_TESTS) for path in paths):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 # The time for a test that has reached its timeout to end: `asyncio.run` alone would wait for 300 s
 # for a thread that does not.
 CLEAN_UP_S = 30.0

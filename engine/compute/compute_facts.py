@@ -6,6 +6,7 @@ GPU memory except that of a CUDA context.
 """
 
 import ctypes
+import itertools
 import os
 import sys
 
@@ -21,6 +22,9 @@ class ComputeFacts(msgspec.Struct, frozen=True):
     driver_cuda: str = ""  # the newest CUDA version that the driver supports
     no_gpu: str = ""  # why torch can use no GPU
     num_gpus: int = 0  # that torch can use
+    gpu_bytes: int = 0  # the memory of the largest
+    peerless: tuple[str, ...] = ()  # pairs of GPUs without peer access, such as "0-1"
+    no_launcher: str = ""  # why Triton cannot compile what launches its kernels
     kernels_failure: str = ""  # why kernels cannot be compiled or cached
 
 
@@ -28,16 +32,26 @@ def compute_facts() -> ComputeFacts:
     # The doctor reads `ComputeFacts` in a process that must not load torch.
     import torch
 
-    from baton.engine.compute.cuda_start import why_no_gpu
+    from baton.engine.compute.cuda_start import why_no_gpu, why_no_launcher
     from baton.kernels.cpu_library import why_not_kept
 
     no_gpu = why_no_gpu()
+    gpus = range(0 if no_gpu else torch.cuda.device_count())
     return ComputeFacts(
         torch=str(torch.__version__),
         cuda=torch.version.cuda or "",
         driver_cuda=_driver_cuda(),
         no_gpu=no_gpu,
-        num_gpus=0 if no_gpu else torch.cuda.device_count(),
+        num_gpus=len(gpus),
+        gpu_bytes=max(
+            (torch.cuda.get_device_properties(gpu).total_memory for gpu in gpus), default=0
+        ),
+        peerless=tuple(
+            f"{one}-{two}"
+            for one, two in itertools.combinations(gpus, 2)
+            if not torch.cuda.can_device_access_peer(one, two)
+        ),
+        no_launcher=why_no_launcher(),
         kernels_failure=why_not_kept(),
     )
 

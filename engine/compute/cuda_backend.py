@@ -11,7 +11,7 @@ from torch import Tensor
 from baton.engine.compute.attention import Batch
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.grouped_product import add_experts
-from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, MAX_GROUP
+from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, MAX_GROUP
 from baton.kernels.pool_writes import rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rows import add_rms_norm, silu_mul
@@ -90,9 +90,15 @@ class CudaBackend:
         return add_experts(rows, weights)
 
 
-def missing_for(pool_shape: tuple[int, ...], num_heads: int) -> str:
-    """Return why the kernels cannot serve this model and pool; empty if they can."""
+def missing_for(pool_shape: tuple[int, ...], num_heads: int, capability: tuple[int, int]) -> str:
+    """Return why the kernels cannot serve this model and pool; empty if they can.
+
+    Every row of the tables fits GPUs of `LEAST_CAPABILITY` and newer ones.
+    """
     _, kv_heads, _, _, block_size, head_dim = pool_shape
+    if capability < LEAST_CAPABILITY:
+        least, found = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        return f"the GPU has compute capability {found}; CUDA kernels need {least} (Ampere)"
     if head_dim not in HEAD_DIMS:
         return f"heads of {head_dim} have no CUDA kernel (those of {_listed(HEAD_DIMS)} have one)"
     if block_size not in BLOCK_SIZES:

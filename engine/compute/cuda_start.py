@@ -4,10 +4,13 @@ Errors of CUDA are explained in one line that says what to do.
 """
 
 import os
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -151,6 +154,14 @@ def why_no_gpu() -> str:
             return f"{meaning} ({reason})"
         return f"the GPU cannot be used; check it and its driver with nvidia-smi: {reason}"
     return "" if torch.cuda.device_count() else "CUDA_VISIBLE_DEVICES leaves no GPU"
+
+
+def why_no_launcher() -> str:
+    """Return why Triton could not compile its launcher here, and what to do; empty if it can."""
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return meaning_of("Failed to find C compiler")
+    has_headers = (Path(sysconfig.get_path("include")) / "Python.h").exists()
+    return "" if has_headers else f"{meaning_of('Python.h')} (Python.h is missing)"
 
 
 def keep_sums_whole() -> None:

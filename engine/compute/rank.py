@@ -402,4 +402,5 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     from baton.engine.compute.cuda_backend import missing_for
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
-    return missing_for(shape, local_heads(decoder, num_ranks)[0])
+    capability = torch.cuda.get_device_capability(0)
+    return missing_for(shape, local_heads(decoder, num_ranks)[0], capability)

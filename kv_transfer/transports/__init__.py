@@ -10,6 +10,7 @@ from baton.kv_transfer.transports.shm import ShmTransport
 from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch
+from baton.runtime.host import num_gpus
 from baton.runtime.log import logger
 
 log = logger("transfer")
@@ -20,9 +21,11 @@ def make_transports(
 ) -> list[Transport]:
     """Return the transports of one rank. Raises `ConfigError` if `config.transport` cannot work.
 
-    `auto` adds nixl to shm only where it is of use: nixl takes time to load and a thread, and
-    without a network device it reaches only what shm reaches faster. Each transport that does not
-    work is one line of the log. A GPU may have none; then decode nodes compute their prompts.
+    `auto` adds nixl only where a peer may need it, because it takes time to load, registers the
+    whole pool and makes progress for ever: without a network device, it reaches only what the near
+    transport reaches faster, except GPUs of this host that this one does not see. Each transport
+    that does not work is one line of the log. A GPU may have none; then decode nodes compute their
+    prompts.
     """
     is_on_gpu = isinstance(pool, DevicePool)
     if config.transport == (SHM if is_on_gpu else CUDA_IPC):
@@ -36,7 +39,8 @@ def make_transports(
             if config.transport != "auto" or not (is_on_gpu or is_installed()):
                 raise
             log.warning("blocks cannot be shared on this host", reason=error.message)
-    is_useful = is_on_gpu or config.device or not transports
+    is_far = isinstance(pool, DevicePool) and len(pool.peers.visible) < num_gpus()
+    is_useful = config.device or not transports or is_far
     if config.transport == NIXL or (config.transport == "auto" and is_useful and is_installed()):
         try:
             transports.append(NixlTransport(_memory_of(pool), epoch, config.device))

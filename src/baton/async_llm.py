@@ -25,7 +25,7 @@ from baton.router.outputs import RequestOutput
 from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter, default_params
 from baton.runtime.clock import Standstill
-from baton.runtime.local_cluster import LocalCluster, private_folder
+from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import logger
 from baton.tokenizer import ModelTokenizer
 
@@ -75,7 +75,7 @@ class AsyncLLM:
         self._is_awaited = False  # whether `begin` has started nodes that are not yet in service
 
     def _open(self, config: ClusterConfig) -> None:
-        self.config = config
+        self.config = config = fitted_to_gpus(config) if self._launcher is not None else config
         self._router = TextRouter.from_config(config)
         self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), config.model)
         self._nodes: StartedNodes | None = None

@@ -10,13 +10,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig, EngineConfig, RouterConfig
+from baton.runtime import local_cluster
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
-from baton.runtime.local_cluster import LocalCluster, private_folder
+from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.process import NOT_STARTED, Backoff, Child, Command, Exit, Interrupts, Supervisor
 from tests.support.sources import REPOSITORY
 from tests.support.virtual_clock import VirtualClock
@@ -193,3 +195,31 @@ def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
     assert len(f"{folder}/peers-decode-9999") <= MAX_IPC_PATH_BYTES
     folder.rmdir()
     assert not list(deep.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("gpus", "settings", "found"),
+    [
+        ("0", {}, (0, 1, "always")),
+        ("0,1", {}, (1, 1, "auto")),
+        ("0,1", {"engine": EngineConfig(tensor_parallel_size=2)}, (0, 1, "always")),
+        ("0,1,2", {"prefill": 2, "decode": 2}, (0, 3, "always")),
+        ("0", {"router": RouterConfig(local_prefill="never")}, (1, 1, "never")),
+        ("0", {"engine": EngineConfig(device="cpu")}, (1, 1, "auto")),
+        ("", {}, (1, 1, "auto")),
+    ],
+)
+def test_fewer_gpus_than_nodes_are_served_aggregated_and_a_line_says_so(
+    gpus: str, settings: dict[str, Any], found: tuple[int, int, str],
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.setattr(local_cluster, "version", lambda _: "2.13.0")
+    config = ClusterConfig(**settings)
+    fitted = fitted_to_gpus(config)
+    assert (fitted.prefill, fitted.decode, fitted.router.local_prefill) == found
+    is_changed = found[0] == 0
+    assert ["fewer GPUs" in record.getMessage() for record in caplog.records] == [True] * is_changed
+    assert (fitted == config) == (not is_changed)
+    monkeypatch.setattr(local_cluster, "version", lambda _: "2.13.0+cpu")
+    assert fitted_to_gpus(config) == config, "such a torch computes on the CPU"

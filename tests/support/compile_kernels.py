@@ -1,18 +1,21 @@
-"""A process that compiles what the launchers launch for sm_90, without a GPU, and reads the cubins.
+"""A process that compiles what the launchers launch for a GPU, without one, and reads the cubins.
 
 A launcher runs on CPU tensors while Triton's `run` only records the call, so constants,
 specialisation and options are those of service. A process of its own, because Triton must not
-interpret and must not be left patched. Writes one JSON list.
+interpret and must not be left patched. Its arguments are capabilities, such as 90, and names of
+cases, if not all are wanted. Writes one JSON list.
 """
 
 import dataclasses
 import re
 import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -20,6 +23,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from baton.kernels import paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
@@ -28,10 +32,18 @@ from tools.gpu.batches import Batch, Heads, Layout, paged_batch
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+# Bytes of shared memory that a block may use, that a multiprocessor has, and its threads.
+GPUS = {
+    "80": (163 << 10, 164 << 10, 2048),
+    "89": (99 << 10, 100 << 10, 1536),
+    "90": (227 << 10, 228 << 10, 2048),
+    "100": (227 << 10, 228 << 10, 2048),
+    "120": (99 << 10, 100 << 10, 1536),
+}
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
-# Of a Hopper multiprocessor. A block takes 1 KiB of shared memory more than it asks for.
-REGISTERS, SHARED_BYTES, MAX_THREADS, RESERVED_BYTES = 65_536, 228 * 1024, 2048, 1024
-HEADS, KV_HEADS = 32, 8
+# A block takes 1 KiB of shared memory more than it asks for.
+REGISTERS, RESERVED_BYTES = 65_536, 1024
+HEADS = 32
 TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -43,10 +55,14 @@ TYPES = {
 
 def main() -> None:
     warnings.simplefilter("error")
+    wanted = [name for name in sys.argv[1:] if name not in GPUS] or cases()
     reports = [
-        {"case": case, **msgspec.structs.asdict(cubin), "blocks": cubin.blocks}
+        {"case": case, **msgspec.structs.asdict(cubin), "blocks": cubin.blocks, "fits": cubin.fits}
+        for gpu in sys.argv[1:]
+        if gpu in GPUS
         for case, call in cases().items()
-        for cubin in compiled(call)
+        if case in wanted
+        for cubin in compiled(call, gpu)
     ]
     print(msgspec.json.encode(reports).decode())
 
@@ -64,6 +80,7 @@ def cases() -> dict[str, Callable[[], object]]:
         found[f"ordered {key}"] = launch(name, row, ordered=True)
     for head_dim in (80, 128, 256):
         found[f"prefill bf16 {head_dim} window"] = launch("prefill", (bf16, head_dim), 100)
+        found[f"decode bf16 {head_dim} group of 32"] = launch("decode", (bf16, head_dim), group=32)
     return found | {
         "decode bf16 112": launch("decode", (bf16, 112)),
         "rope bf16": partial(_rope, bf16, norm=False),
@@ -167,6 +184,7 @@ def _penalties(dtype: torch.dtype) -> object:
 class Cubin(msgspec.Struct, frozen=True):
     """What a compiled kernel says of itself. A spill needs local memory."""
 
+    gpu: str
     kernel: str
     registers: int
     local_bytes: int
@@ -184,12 +202,21 @@ class Cubin(msgspec.Struct, frozen=True):
         threads = 32 * self.num_warps
         registers = -(-self.registers // 8) * 8 * threads
         shared = -(-(self.shared_bytes + RESERVED_BYTES) // 128) * 128
-        return min(REGISTERS // registers, SHARED_BYTES // shared, MAX_THREADS // threads)
+        _, shared_bytes, max_threads = GPUS[self.gpu]
+        return min(REGISTERS // registers, shared_bytes // shared, max_threads // threads)
+
+    @property
+    def fits(self) -> bool:
+        """Return whether such a GPU can launch it."""
+        return self.shared_bytes <= GPUS[self.gpu][0]
 
 
-def compiled(launch: Callable[[], object]) -> list[Cubin]:
-    """Return one cubin for each kernel that a call launches."""
-    return [_compile(recorded) for recorded in record(launch)]
+def compiled(launch: Callable[[], object], gpu: str) -> list[Cubin]:
+    """Return one cubin for each kernel that a call launches on a GPU of that capability."""
+    tilings = paged.tilings_for((int(gpu) // 10, int(gpu) % 10))
+    with patch.object(paged, "tilings_of", lambda _: tilings):
+        launches = record(launch)
+    return [_compile(recorded, gpu) for recorded in launches]
 
 
 def record(launch: Callable[[], object]) -> list[Launch]:
@@ -208,8 +235,8 @@ def record(launch: Callable[[], object]) -> list[Launch]:
     return launches
 
 
-def _compile(launch: Launch) -> Cubin:
-    """Compile as Triton's own launch would on a Hopper GPU."""
+def _compile(launch: Launch, gpu: str) -> Cubin:
+    """Compile as Triton's own launch would on such a GPU."""
     kernel, args, given = launch
     options = {name: given[name] for name in OPTIONS if name in given}
     values = dict(zip(kernel.arg_names, args, strict=False))
@@ -226,15 +253,15 @@ def _compile(launch: Launch) -> Cubin:
         if isinstance(aligned, int) and aligned % 16 == 0 and not parameter.do_not_specialize:
             attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    built = triton.compile(source, target=GPUTarget("cuda", int(gpu), 32), options=options)
     registers, local_bytes = _usage(built.asm["cubin"])
     ptx = built.asm["ptx"]
     # Masked loads are inline assembly with a predicate in front; copies to shared are `cp.async`.
     wide = re.findall(r"ld\.global\S*\.v4\.b32|cp\.async\.cg\S* .*, 0x10,", ptx)
     wgmma, waits = ptx.count("wgmma.mma_async"), ptx.count("wgmma.wait_group")
     return Cubin(
-        kernel.__name__, registers, local_bytes, built.metadata.shared, built.metadata.num_warps,
-        wgmma, waits, ptx.count("mma.sync"), ptx.count("tf32"), len(wide),
+        gpu, kernel.__name__, registers, local_bytes, built.metadata.shared,
+        built.metadata.num_warps, wgmma, waits, ptx.count("mma.sync"), ptx.count("tf32"), len(wide),
     )  # fmt: skip
 
 
@@ -264,12 +291,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def launch(
-    name: str, row: Row, window: int | None = None, *, ordered: bool = False
+    name: str, row: Row, window: int | None = None, *, ordered: bool = False, group: int = 4
 ) -> Callable[[], object]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
     dtype, head_dim = row
     layout = Layout(torch.device("cpu"), dtype)
-    batch = paged_batch(Heads(HEADS, KV_HEADS, head_dim), (1100,), (100,), layout)
+    batch = paged_batch(Heads(HEADS, HEADS // group, head_dim), (1100,), (100,), layout)
     if name == "prefill":
         return partial(_prefill, batch, 1, window, ordered=ordered)
     batch = dataclasses.replace(batch, q=batch.q[:1])

@@ -38,6 +38,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "num_gpus", lambda: 1)
     monkeypatch.setattr(rank, "why_no_gpu", lambda: "")
     monkeypatch.setattr(rank, "gpus_of", lambda _number: ("0",))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
 
 
 @pytest.mark.usefixtures("with_gpu")
@@ -66,6 +67,15 @@ def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
     assert re.search(reason, said.fields["reason"])  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{reason}"):
         plan_rank(config_for("cuda", **model), num_ranks)
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_a_gpu_without_bf16_products_is_refused_by_its_capability(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
+    with pytest.raises(ConfigError, match=r"capability 7\.5; CUDA kernels need 8\.0"):
+        plan_rank(config_for("cuda"), 1)
 
 
 @pytest.mark.usefixtures("with_gpu")

@@ -163,6 +163,38 @@ def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
     assert "pip install -e '.[nixl]'" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "device", "found"),
+    [
+        (1, "", ["cuda_ipc"]),
+        (2, "", ["cuda_ipc", "nixl"]),  # it does not see the other one
+        (1, "mlx5_0:1", ["cuda_ipc", "nixl"]),
+    ],
+)
+def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
+    num_gpus: int, device: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = []
+
+    class Nixl:
+        name = "nixl"
+
+        def __init__(self, *given: object) -> None:
+            started.append(given)
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(transports, "NixlTransport", Nixl)
+    monkeypatch.setattr(transports, "is_installed", lambda: True)
+    monkeypatch.setattr(transports, "num_gpus", lambda: num_gpus)
+    with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
+        made = make_transports(pool, EPOCH, TransferConfig(device=device))
+        assert [one.name for one in made] == found
+        assert len(started) == len(found) - 1
+        for one in made:
+            one.close()
+
+
 @pytest.mark.skipif(not nixl_binding.is_installed(), reason="the NIXL wheel is not installed")
 def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(
     monkeypatch: pytest.MonkeyPatch,
@@ -173,6 +205,7 @@ def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_tra
     with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
         with pytest.raises(ConfigError, match="cannot use this GPU: install the wheel"):
             make_transports(pool, EPOCH, TransferConfig(transport="nixl"))
+        monkeypatch.setattr(transports, "num_gpus", lambda: 2)
         (only,) = make_transports(pool, EPOCH, TransferConfig())
         assert only.name == "cuda_ipc"
         only.close()

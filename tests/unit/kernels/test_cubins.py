@@ -1,0 +1,127 @@
+"""Every kernel compiles for each kind of GPU, without one, and cubins keep what speed rests on."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from baton.kernels.paged import WARPGROUPS, WARPS, Tilings, padded, tilings_for
+from tests.support.module_process import said_by
+from tests.support.sources import written_kernels
+
+pytest.importorskip("triton")
+
+pytestmark = pytest.mark.timeout(300)
+CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1))
+Reports = list[dict[str, int | str]]
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+    """One report per kernel that the launchers launch on Hopper, from a process of its own."""
+    return compiled(tmp_path_factory.mktemp("cubins"), "90")
+
+
+def compiled(folder: Path, *cases: str) -> Reports:
+    env = {"TRITON_CACHE_DIR": str(folder)}
+    found: Reports = json.loads(said_by("tests.support.compile_kernels", *cases, env=env)[-1])
+    return found
+
+
+def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path: Path) -> None:
+    gpus = ("80", "89", "120")
+    reports = compiled(tmp_path, *gpus, "decode bf16 128", "prefill bf16 128")
+    for gpu in gpus:
+        check([report for report in reports if report["gpu"] == gpu], gpu)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("gpu", ["80", "89", "90", "100", "120"])
+def test_every_kernel_fits_every_gpu_and_spills_no_register(gpu: str, tmp_path: Path) -> None:
+    """fp32 is for parity: it may spill some bytes where no tile of it fits the registers."""
+    reports = compiled(tmp_path, gpu)
+    assert {report["kernel"] for report in reports} == written_kernels()
+    check(reports, gpu)
+
+
+def check(reports: Reports, gpu: str) -> None:
+    """Every kernel fits, none for bf16 spills, and a multiprocessor has room for its programs."""
+    assert len(reports) >= 3
+    assert all(int(report["registers"]) >= 16 for report in reports), "no code was read"
+    assert [report for report in reports if not report["fits"] or not report["blocks"]] == []
+    is_exact = gpu in {"90", "100"}
+    spilled = [
+        r for r in reports if r["local_bytes"] and (is_exact or "fp32" not in str(r["case"]))
+    ]
+    assert [r for r in spilled if "group of 32" not in str(r["case"])] == []
+    tilings = tilings_for((int(gpu) // 10, int(gpu) % 10))
+    for report in (report for report in reports if report["kernel"] == "_split_kernel"):
+        dtype = torch.bfloat16 if "bf16" in str(report["case"]) else torch.float32
+        words = str(report["case"]).removeprefix("ordered ").split()
+        wanted = tilings.decode[dtype, padded(int(words[2]))].per_multiprocessor
+        wanted = min(wanted, 2) if "group of 32" in str(report["case"]) else wanted
+        if gpu in {"90", "100"} or dtype == torch.bfloat16:
+            assert int(report["blocks"]) >= wanted, report
+
+
+@pytest.mark.parametrize("tilings", [WARPGROUPS, WARPS])
+def test_ordered_sums_take_as_many_keys_in_both_attentions(tilings: Tilings) -> None:
+    rows = tilings.decode.keys()
+    assert rows == tilings.prefill.keys() == tilings.ordered_prefill.keys()
+    assert all(tilings.ordered_prefill[row].keys == tilings.decode[row].keys for row in rows)
+
+
+def test_each_gpu_has_the_tables_of_its_tensor_cores() -> None:
+    found = {capability: tilings_for(capability) for capability in CAPABILITIES}
+    assert {capability for capability, is_of in found.items() if is_of is WARPGROUPS} == {
+        (9, 0), (10, 0), (10, 3),
+    }  # fmt: skip
+
+
+def attention(reports: Reports, kernel: str, start: str) -> Reports:
+    found = [r for r in reports if r["kernel"] == kernel and str(r["case"]).startswith(start)]
+    assert len(found) >= 3
+    return found
+
+
+@pytest.mark.release
+def test_prefill_in_bf16_multiplies_on_warpgroups(reports: Reports) -> None:
+    prefill = attention(reports, "_prefill_kernel", "prefill bf16")
+    assert all(int(r["wgmma"]) >= 12 and r["mma"] == 0 for r in prefill), prefill
+
+
+@pytest.mark.release
+def test_the_next_scores_are_in_flight_during_the_softmax(reports: Reports) -> None:
+    """One wait for products in each turn of both loops; two would leave the tensor cores idle."""
+    cases = ("_prefill_kernel", "prefill bf16 128")
+    (found,) = (report for report in reports if (report["kernel"], report["case"]) == cases)
+    assert WARPGROUPS.prefill[torch.bfloat16, 128].ahead
+    assert 0 < int(found["waits"]) <= 2 + 2 * 1 + 2 + 1, "before, in, and after two loops, and last"
+
+
+@pytest.mark.release
+def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports: Reports) -> None:
+    both = attention(reports, "_split_kernel", "ordered decode bf16")
+    both += attention(reports, "_prefill_kernel", "ordered prefill bf16")
+    assert all(int(r["mma"]) >= 16 and r["wgmma"] == 0 for r in both), both
+
+
+@pytest.mark.release
+def test_fp32_attention_never_rounds_to_tf32(reports: Reports) -> None:
+    fp32 = [r for r in reports if "fp32" in str(r["case"])]
+    assert {r["kernel"] for r in fp32} >= {"_split_kernel", "_prefill_kernel"}
+    assert all(r["wgmma"] == r["mma"] == r["tf32"] == 0 for r in fp32), fp32
+
+
+@pytest.mark.release
+def test_every_kernel_moves_memory_sixteen_bytes_at_a_time(reports: Reports) -> None:
+    """All but the one that reads tokens from everywhere, and what is for parity or for order."""
+    narrow = {
+        str(r["kernel"])
+        for r in reports
+        if r["wide_loads"] == 0
+        and "prefill fp32" not in str(r["case"])
+        and not str(r["case"]).startswith("ordered")
+    }
+    assert narrow == {"_choose_kernel"}
