@@ -5,7 +5,6 @@ A number in the settings takes precedence over what is found here. Nothing impor
 
 import asyncio
 import contextlib
-import ipaddress
 import math
 import os
 import resource
@@ -177,14 +176,9 @@ def own_address(endpoint: Endpoint) -> str:
 
 
 def _interface_of(address: str) -> str:
-    if not address:
-        return ""
-    wanted = ipaddress.ip_address(address.partition("%")[0])
     for name, owned in psutil.net_if_addrs().items():
-        for one in owned:
-            is_ip = one.family in (socket.AF_INET, socket.AF_INET6)
-            if is_ip and ipaddress.ip_address(one.address.partition("%")[0]) == wanted:
-                return name
+        if address in (one.address.partition("%")[0] for one in owned):
+            return name
     return ""
 
 

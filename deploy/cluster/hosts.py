@@ -1,6 +1,5 @@
 """Find the hosts of a description that are this machine, and check what their processes need."""
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 
@@ -52,7 +51,8 @@ def is_here(host: str) -> bool:
         found = {str(info[4][0]) for info in socket.getaddrinfo(host, None)}
     except OSError:
         return False
-    return bool({_plain(address) for address in found} & _own_addresses())
+    own = {one.address for owned in psutil.net_if_addrs().values() for one in owned}
+    return bool(found & {address.partition("%")[0] for address in own})
 
 
 def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
@@ -136,16 +136,3 @@ def _check_model(description: Description, *, needs_weights: bool) -> None:
 def _bound(spec: ProcessSpec, port: str) -> str:
     """Return the address that a process binds for a port."""
     return spec.env.get("BATON_ROUTER_HOST", spec.host) if port == "http" else spec.host
-
-
-def _own_addresses() -> set[str]:
-    return {
-        _plain(one.address)
-        for owned in psutil.net_if_addrs().values()
-        for one in owned
-        if one.family in (socket.AF_INET, socket.AF_INET6)
-    }
-
-
-def _plain(address: str) -> str:
-    return str(ipaddress.ip_address(address.partition("%")[0]))

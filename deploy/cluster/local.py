@@ -76,13 +76,13 @@ class LocalPlatform:
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         supervisor = _supervisor_of(folder)
-        if supervisor is not None and supervisor.is_alive and (folder / STATUS).exists():
+        if supervisor is not None and supervisor.process() and (folder / STATUS).exists():
             return msgspec.json.decode((folder / STATUS).read_bytes(), type=list[ProcessStatus])
         if not (folder / JOB).exists():
             return []
         state: ProcessState = "waiting"
         last_end = ""
-        if supervisor is None or not supervisor.is_alive:
+        if supervisor is None or not supervisor.process():
             state, last_end = "ended", f"its supervisor has ended: see {folder / SUPERVISOR_LOG}"
         job = msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob)
         return [

@@ -6,22 +6,24 @@ another process that got the same id later.
 
 import contextlib
 import os
-import select
 import signal
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Literal, Protocol
 
 import msgspec
+import psutil
 
 from baton.deploy.cluster.description import read_yaml
 from baton.deploy.cluster.processes import ClusterPlan, ProcessRole, ProcessSpec
 from baton.protocol.errors import ConfigError
+from baton.runtime.clock import monotonic
 
 DEPLOYMENT = "deployment.json"
 STATE_VARIABLE = "XDG_STATE_HOME"
+WATCH_S = 0.05
 
 ProcessState = Literal["waiting", "running", "ended", "unknown"]
 
@@ -67,47 +69,42 @@ class Platform(Protocol):
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """A process of this host that need not be a child of ours."""
+    """A process of this host that need not be a child of ours.
+
+    A later process with the same id has another start, and psutil signals only the one it found.
+    """
 
     pid: int
-    started: str  # the boot of the host, and the ticks from it to the start
+    started_s: float  # since the boot
 
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
-        return cls(pid, _started(pid))
+        return cls(pid, _started_s(psutil.Process(pid)))
 
-    @property
-    def is_alive(self) -> bool:
-        return _started(self.pid) == self.started
+    def process(self) -> psutil.Process | None:
+        """Return the process, or None if it has ended."""
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found = psutil.Process(self.pid)
+            is_zombie = found.status() == psutil.STATUS_ZOMBIE
+            return found if _started_s(found) == self.started_s and not is_zombie else None
+        return None
 
     def signal(self, number: signal.Signals) -> bool:
         """Send a signal, and return whether the process was still there."""
-        with self._open() as descriptor:
-            if descriptor < 0:
-                return False
-            signal.pidfd_send_signal(descriptor, number)
-            return True
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if (found := self.process()) is not None:
+                found.send_signal(number)
+                return True
+        return False
 
     def wait(self, timeout_s: float) -> bool:
         """Return whether the process is gone within `timeout_s`."""
-        with self._open() as descriptor:
-            if descriptor < 0:
-                return True
-            return bool(select.select([descriptor], [], [], timeout_s)[0])
-
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[int]:
-        """Open a descriptor of exactly this process; -1 if it is gone."""
-        try:
-            descriptor = os.pidfd_open(self.pid)
-        except ProcessLookupError:
-            yield -1
-            return
-        try:
-            # The id may have gone to another process before it was opened, but not after.
-            yield descriptor if self.is_alive else -1
-        finally:
-            os.close(descriptor)
+        end_s = monotonic() + timeout_s
+        while self.process() is not None:
+            if monotonic() >= end_s:
+                return False
+            time.sleep(WATCH_S)
+        return True
 
 
 class Deployment(msgspec.Struct, frozen=True):
@@ -197,12 +194,5 @@ def write_private(path: Path, content: bytes) -> None:
         raise
 
 
-def _started(pid: int) -> str:
-    """Return when a process started; empty if it is gone or a zombie."""
-    try:
-        # The name of the process, in brackets, may hold spaces and brackets itself.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return ""
-    return "" if fields[0] in "ZX" else f"{boot} {fields[19]}"
+def _started_s(process: psutil.Process) -> float:
+    return round(process.create_time() - psutil.boot_time(), 2)  # in ticks of the kernel

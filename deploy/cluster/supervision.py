@@ -124,17 +124,12 @@ def _command(spec: ProcessSpec) -> Command:
     return Command(spec.name, spec.argv[1:], env=tuple(env.items()))
 
 
-def main(folder: Path) -> int:
+def supervise(folder: Path, is_over: Callable[[], bool] = lambda: False) -> bool:
     """Supervise the processes of `folder` until SIGTERM, which lets them drain, or SIGINT.
 
-    A second signal ends everything at once.
+    A second signal ends everything at once. Return whether the processes were ended because they
+    are over.
     """
-    supervise(folder, lambda: False)
-    return 0
-
-
-def supervise(folder: Path, is_over: Callable[[], bool]) -> bool:
-    """Do what `main` does, or end the processes when they are over. Return whether they are."""
     die_with_parent()
     setup(LogConfig(), "supervisor")
     processes = HostProcesses(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob))
@@ -161,4 +156,4 @@ def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    supervise(Path(sys.argv[1]))
