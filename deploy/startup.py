@@ -144,10 +144,12 @@ class NodeReply(msgspec.Struct, frozen=True):
 
 
 class HealthReply(msgspec.Struct, frozen=True):
-    """The part of GET /health that a start needs."""
+    """The part of GET /health that commands need."""
 
     router: str = ""  # the name of the router that answered
     nodes: tuple[NodeReply, ...] = ()
+    num_running: int = 0
+    num_queued: int = 0
     can_serve: bool = False  # whether the answer's status was 200
 
     @property

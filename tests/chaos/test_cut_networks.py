@@ -13,15 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-import aiohttp
 import msgspec
 import pytest
 
+from baton.deploy.startup import HealthReply, ask_health
 from baton.protocol.config import NodeConfig
 from baton.runtime.settings import to_yaml
 from tests.support.checkpoints import tiny_cluster
 from tests.support.hosts import Hosts, hosts
-from tools.soak.cluster import HealthReply
 from tools.soak.streams import Record, Streams, draw
 
 ROUTER, PREFILL, DECODES = 1, 2, (3, 4)
@@ -67,15 +66,8 @@ def cluster(on: Hosts, folder: Path) -> Iterator[None]:
 
 
 async def until_ready(url: str) -> None:
-    async with asyncio.timeout(START_TIMEOUT_S), aiohttp.ClientSession() as session:
-        while True:
-            try:
-                async with session.get(f"{url}/health") as reply:
-                    health = msgspec.json.decode(await reply.read(), type=HealthReply)
-                    if len(health.ready) == 1 + len(DECODES):
-                        return
-            except aiohttp.ClientError:
-                pass
+    async with asyncio.timeout(START_TIMEOUT_S):
+        while len((ask_health(url) or HealthReply()).ready_ids) < 1 + len(DECODES):
             await asyncio.sleep(0.1)
 
 

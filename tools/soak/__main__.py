@@ -34,7 +34,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import BatonError
 from baton.runtime.clock import monotonic
 from baton.runtime.fields import FlagParser, fields_of, with_values
-from tools.soak.cluster import Footprint, SoakCluster
+from tools.soak.cluster import Footprint, SoakCluster, held_in
 from tools.soak.faults import Fault, Faults
 from tools.soak.streams import Record, Streams, draw
 
@@ -101,12 +101,12 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
         asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()
-        await cluster.until("every block to be free", lambda health: not health.held)
+        await cluster.until("every block to be free", lambda health: not held_in(health))
         before, began_s = await cluster.footprints(), monotonic()
         records = await _load(settings, streams, faults)
         wall_s = monotonic() - began_s
         again = await streams.verify()
-        await cluster.until("every block to be free", lambda health: not health.held)
+        await cluster.until("every block to be free", lambda health: not held_in(health))
         after = await cluster.footprints()
         problems = [*cluster.own_ends, *cluster.alarms, *faults.bad_exits]
     problems += [f"at the end: {record.detail}" for record in again if record.outcome != "whole"]

@@ -10,9 +10,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import aiohttp
 import msgspec
+import psutil
 
+from baton.deploy.startup import HealthReply, NodeLoad, ask_health
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError
 from baton.runtime.clock import monotonic
@@ -23,7 +24,7 @@ READY_TIMEOUT_S = 180.0
 LOOK_S = 0.1
 LISTENS = "listening on http://"
 # Texts that no process may print, however its peers end.
-ALARMS = ("Traceback", "Assertion failed", "a request broke")
+ALARMS = ("Traceback", "Assertion failed", "a request broke", "unhandled error")
 
 
 class Footprint(msgspec.Struct, frozen=True):
@@ -36,42 +37,16 @@ class Footprint(msgspec.Struct, frozen=True):
     total_blocks: int = 0
 
 
-class NodeLoad(msgspec.Struct):
-    num_running: int = 0
-    num_waiting: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    quarantined_blocks: int = 0
-
-
-class NodeReply(msgspec.Struct):
-    node_id: str
-    state: str
-    load: NodeLoad
-
-
-class HealthReply(msgspec.Struct):
-    """The part of GET /health that the soak looks at."""
-
-    nodes: list[NodeReply] = []
-    num_running: int = 0
-    num_queued: int = 0
-
-    @property
-    def ready(self) -> set[str]:
-        return {node.node_id for node in self.nodes if node.state == "ready"}
-
-    @property
-    def held(self) -> list[str]:
-        """Return what is still held although no client waits for anything."""
-        found: list[str] = []
-        if self.num_running or self.num_queued:
-            found.append(f"router: {self.num_running} running, {self.num_queued} queued requests")
-        for node in self.nodes:
-            load = node.load
-            if load.total_blocks != load.free_blocks or load.num_running or load.num_waiting:
-                found.append(f"{node.node_id}: {load}")
-        return found
+def held_in(health: HealthReply) -> list[str]:
+    """Return what is still held although no client waits for anything."""
+    found: list[str] = []
+    if health.num_running or health.num_queued:
+        found.append(f"router: {health.num_running} running, {health.num_queued} queued requests")
+    for node in health.nodes:
+        load = node.load
+        if load.total_blocks != load.free_blocks or load.num_running or load.num_waiting:
+            found.append(f"{node.node_id}: {load}")
+    return found
 
 
 class SoakCluster:
@@ -138,15 +113,7 @@ class SoakCluster:
 
     async def health(self) -> HealthReply:
         """Return the health, or an empty one if the router does not answer."""
-        timeout = aiohttp.ClientTimeout(total=1.0)
-        try:
-            async with (
-                aiohttp.ClientSession(timeout=timeout) as session,
-                session.get(f"{self.url}/health") as reply,
-            ):
-                return msgspec.json.decode(await reply.read(), type=HealthReply)
-        except (aiohttp.ClientError, TimeoutError, OSError):
-            return HealthReply()
+        return await asyncio.to_thread(ask_health, self.url) or HealthReply()
 
     async def footprints(self) -> dict[str, Footprint]:
         loads = {node.node_id: node.load for node in (await self.health()).nodes}
@@ -155,10 +122,8 @@ class SoakCluster:
             for name, child in self.children.items()
         }
 
-    # --- inside ---------------------------------------------------------------------------------
-
     def _is_ready(self, health: HealthReply) -> bool:
-        return health.ready == set(self.names) - {"router"}
+        return health.ready_ids == set(self.names) - {"router"}
 
     def _start(self, name: str) -> None:
         bind = f"ipc://{self._folder}/peers-{name}"
@@ -199,12 +164,11 @@ class SoakCluster:
 
 
 def _footprint(pid: int, load: NodeLoad) -> Footprint:
-    status = Path(f"/proc/{pid}/status").read_text()
-    fields = dict(line.split(":", 1) for line in status.splitlines())
+    process = psutil.Process(pid)
     return Footprint(
-        len(list(Path(f"/proc/{pid}/fd").iterdir())),
-        int(fields["Threads"]),
-        int(fields["VmRSS"].split()[0]) >> 10,
+        process.num_fds(),
+        process.num_threads(),
+        process.memory_info().rss >> 20,
         load.total_blocks - load.free_blocks,
         load.total_blocks,
     )

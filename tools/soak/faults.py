@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import msgspec
 
+from baton.deploy.startup import HealthReply
 from baton.runtime.clock import monotonic
-from tools.soak.cluster import HealthReply, SoakCluster
+from tools.soak.cluster import SoakCluster
 
 LOOK_S = 0.02
 ROUNDS_PER_LONG_FREEZE = 10
@@ -118,7 +119,7 @@ class Faults:
                 self.bad_exits.append(f"{name} ended with {code} after {kind.ends_by.name}")
 
         def is_back(health: HealthReply) -> bool:
-            return name in health.ready or (name == "router" and bool(health.ready))
+            return name in health.ready_ids or (name == "router" and bool(health.ready_ids))
 
         await self._cluster.until(f"{name} after {kind.name!r}", is_back)
 

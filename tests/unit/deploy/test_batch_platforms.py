@@ -1,6 +1,5 @@
 """Slurm and Ray: what a job asks for, and a process as it runs where the platform put it."""
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,30 +30,6 @@ def planned(folder: Path, places_of: PlacesOf, **changes: object) -> ClusterPlan
     write_key(folder / "cluster.key")
     description = read_description(folder / "cluster.yaml")
     return plan_of(description, places_of(description))
-
-
-def test_a_slurm_job_asks_for_what_the_pools_need(tmp_path: Path) -> None:
-    options = {"partition": "gpus", "account": "lab", "time": "2-00", "arguments": ["--qos=high"]}
-    secret = {"router": {"api_keys": ["s3cret"]}}
-    files = slurm.render(
-        planned(tmp_path, slurm.places_of, slurm=options, settings=secret), tmp_path
-    )
-    scripts = [path.name for path in files]
-    assert scripts == ["router.sh", "prefill.sh", "decode.sh", "submit.sh", "plan.json", "key"]
-    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
-    found = {}
-    for path in files[:4]:
-        subprocess.run(["bash", "-n", str(path)], check=True)
-        text = path.read_text()
-        assert "s3cret" not in text
-        lines = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-        found[path.stem] = " ".join(line.removeprefix("#SBATCH ") for line in lines)
-    own = "--requeue --partition=gpus --account=lab --time=2-00 --qos=high"
-    assert found["router"].startswith("--job-name=baton-tensor-parallel-router ")
-    assert found["router"].endswith(f" --signal=TERM@40 --nodes=1 --ntasks=2 {own}")
-    for name, per_host, gpus in (("prefill", 4, 2), ("decode", 8, 1)):
-        wanted = f"--ntasks={per_host} --mem=524288M --gres=gpu:{per_host * gpus} {own}"
-        assert found[name].endswith(f" --array=0-0 --nodes=1 {wanted}")
 
 
 def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> None:

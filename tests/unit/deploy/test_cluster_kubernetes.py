@@ -1,4 +1,4 @@
-"""The manifests of a cluster: valid for every version of Kubernetes, confined, and complete."""
+"""The manifests of a cluster: valid for every version of Kubernetes, and the chart of the same."""
 
 import functools
 import json
@@ -76,14 +76,6 @@ def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
     return {(one["kind"], one.get("metadata", {}).get("name", "")): one for one in found}
 
 
-def pods(found: dict[tuple[str, str], Object]) -> dict[str, Object]:
-    return {
-        name.removeprefix("small-"): one["spec"]["template"]["spec"]
-        for (kind, name), one in found.items()
-        if kind == "StatefulSet"
-    }
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
     version: str, tmp_path: Path
@@ -93,69 +85,6 @@ def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
         for (kind, _), one in objects(files).items():
             if kind not in CUSTOM:
                 kubernetes_validate.validate(one, version, strict=True)
-
-
-def test_processes_run_confined_and_their_secrets_are_in_secrets_only(tmp_path: Path) -> None:
-    pools = CONTENT["pools"]
-    pools = {**pools, "decode": {**pools["decode"], "env": {"MINE": "s3cret-2"}}}
-    env = {"HF_TOKEN": "s3cret-1", "UCX_TLS": "tcp"}
-    files = rendered(tmp_path, env=env, secrets=["MINE"], pools=pools)
-    found = objects(files)
-    key = (tmp_path / "cluster.key").read_text()
-    for name, pod in pods(found).items():
-        assert pod["securityContext"]["runAsNonRoot"]
-        for container in pod["containers"] + pod["initContainers"]:
-            security = container["securityContext"]
-            assert security["readOnlyRootFilesystem"]
-            assert not security["allowPrivilegeEscalation"]
-            assert security["capabilities"]["drop"] == ["ALL"]
-            pinned = name == "prefill" and container["name"] == "baton"
-            assert ("add" in security["capabilities"]) == pinned
-    for path in files:
-        assert path.stat().st_mode & 0o777 == 0o600
-        if path.name != "secrets.yaml":
-            assert "s3cret" not in path.read_text()
-            assert key.split()[1] not in path.read_text()
-    assert found["Secret", "small-key"]["stringData"]["cluster.key"] == key
-    for name, extra in (("router", "BATON_ROUTER_API_KEYS"), ("decode", "MINE")):
-        assert set(found["Secret", f"small-{name}"]["stringData"]) == {"HF_TOKEN", extra}
-        (container,) = pods(found)[name]["containers"]
-        assert container["envFrom"] == [{"secretRef": {"name": f"small-{name}"}}]
-        assert {"name": "UCX_TLS", "value": "tcp"} in container["env"]
-    (kustomization,) = [one for (kind, _), one in found.items() if kind == "Kustomization"]
-    assert {path.name for path in files} == {*kustomization["resources"], "kustomization.yaml"}
-
-
-def test_what_kubernetes_must_know_of_a_process_is_said(tmp_path: Path) -> None:
-    found = objects(rendered(tmp_path))
-    decode, prefill = (
-        found["StatefulSet", f"small-{one}"]["spec"] for one in ("decode", "prefill")
-    )
-    assert decode["replicas"] == 3
-    pod = decode["template"]["spec"]
-    (container,) = pod["containers"]
-    assert container["resources"]["limits"] == {"nvidia.com/gpu": "1"}
-    assert container["readinessProbe"]["httpGet"] == {"path": "/ready", "port": "http"}
-    assert pod["terminationGracePeriodSeconds"] > 30
-    assert "model.served_model_name=costs $$(HOME)" in container["args"]
-    values = {one["name"]: one.get("value") for one in container["env"]}
-    routers = [f"tcp://small-router-{number}.small-router:5570" for number in range(2)]
-    assert values["BATON_NODE_ROUTERS"].split(",") == routers
-    assert values["BATON_NODE_BIND"] == "tcp://[$(POD_IP)]"
-    assert {"name": "http", "containerPort": 9200} in container["ports"]
-    (first,) = prefill["template"]["spec"]["containers"]
-    assert {"name": "http", "containerPort": 8000} in first["ports"], "every pod has one"
-    assert first["livenessProbe"]
-    assert found["StatefulSet", "small-router"]["spec"]["replicas"] == 2
-    assert found["Service", "small-router"]["spec"]["publishNotReadyAddresses"]
-    assert prefill["template"]["spec"]["nodeSelector"] == {"gpu": "h100"}
-    volumes = {one["name"]: one for one in pod["volumes"]}
-    assert volumes["cache"]["persistentVolumeClaim"] == {"claimName": "caches"}
-    assert volumes["shared-memory"]["emptyDir"] == {"medium": "Memory"}
-    assert pod["tolerations"] == CONTENT["kubernetes"]["pod"]["tolerations"]
-    assert pod["topologySpreadConstraints"]
-    (monitor,) = [one for (kind, _), one in found.items() if kind == "PodMonitor"]
-    assert monitor["spec"]["podMetricsEndpoints"] == [{"port": "http"}]
 
 
 def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(
@@ -171,20 +100,6 @@ def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other
             wanted = selector.get("matchLabels", selector if kind == "Service" else {})
             if wanted and kind != "StatefulSet":
                 assert not wanted.items() <= other.items(), kind
-
-
-def test_only_nodes_reach_control_channels_and_kv(tmp_path: Path) -> None:
-    found = objects(rendered(tmp_path))
-    for name, ports in (("router", [{"port": "control"}]), ("nodes", None)):
-        http, inner = found["NetworkPolicy", f"small-{name}"]["spec"]["ingress"]
-        assert http == {"ports": [{"port": "http"}]}
-        ((who,), whence) = inner["from"], inner.get("ports")
-        (expression,) = who["podSelector"]["matchExpressions"]
-        assert (expression["operator"], expression["values"], whence) == (
-            "NotIn",
-            ["router"],
-            ports,
-        )
 
 
 def test_pods_begin_anew_when_a_secret_changes(tmp_path: Path) -> None:
@@ -224,6 +139,7 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path: Path) -> None:
         ({"routers": [{}, {"port": 8001}]}, "all routers are alike"),
         ({"name": "n" * 40, "pools": {**CONTENT["pools"], "p" * 20: {"role": "decode"}}}, "52"),
         ({"kubernetes": {"model_claim": "m", "pod": {"containers": []}}}, "pod.containers: baton"),
+        ({"kubernetes": {}}, r"kubernetes\.model_claim"),
     ],
 )
 def test_what_kubernetes_cannot_have_is_refused(
@@ -275,11 +191,6 @@ def filled(template: str, values: Object) -> str:
         r"{{ index \.Values (.+?) \| toJson }}", lambda one: json.dumps(value_of(one[1])), text
     )
     return text.replace('{{ "{{" }}', "{{")
-
-
-def test_a_model_folder_needs_a_claim(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"kubernetes\.model_claim"):
-        rendered(tmp_path, kubernetes={})
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:
