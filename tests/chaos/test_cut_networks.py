@@ -67,7 +67,7 @@ def cluster(on: Hosts, folder: Path) -> Iterator[None]:
 
 async def until_ready(url: str) -> None:
     async with asyncio.timeout(START_TIMEOUT_S):
-        while len((ask_health(url) or HealthReply()).ready_ids) < 1 + len(DECODES):
+        while len((ask_health(url) or HealthReply()).ready_ids) < 1 + len(DECODES):  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
 
