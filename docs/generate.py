@@ -43,17 +43,18 @@ def config_page() -> str:
         "",
         "Later sources win: the defaults below, a YAML file (`--config cluster.yaml`, sections as",
         "mappings), environment variables (`router.port` is `BATON_ROUTER_PORT`), flags,",
-        "`--set section.field=value`. A command has flags for the sections that it uses; the other",
-        "sources reach every setting. Lists are written with commas. Unknown names are refused,",
-        "except those of variables.",
+        "`--set section.field=value`. A command has flags for the sections that it uses:",
+        "`--router-port` is `router.port`, and some have a short one. Other sources reach every",
+        "setting. Lists are written with commas. Unknown names are refused, except those of",
+        "variables.",
     ]
     section: str | None = None
     for field in fields_of(ClusterConfig):
         if field.section != section:
             section = field.section
             lines += ["", f"## {section or 'cluster'}", ""]
-            lines += ["| setting | flags | default | meaning |", "|---|---|---|---|"]
-        flags = ", ".join(f"`{flag}`" for flag in flags_of(field))
+            lines += ["| setting | short flag | default | meaning |", "|---|---|---|---|"]
+        flags = ", ".join(f"`{flag}`" for flag in flags_of(field)[:-1])
         unit = f" {field.unit}" if field.unit else ""
         lines.append(
             f"| `{field.name}` | {flags} | {field.shown_default}{unit} | {field.meaning} |"
@@ -109,7 +110,7 @@ def messages_page() -> str:
     lines = [
         "# Messages",
         "",
-        "Generated from `protocol/messages.py` by `make docs`. Types and bounds are there.",
+        "Generated from `protocol/messages.py`, which has the fields, by `make docs`.",
         "",
         *(ast.get_docstring(ast.parse(source)) or "").splitlines(),
     ]
@@ -124,12 +125,11 @@ def messages_page() -> str:
 
 
 def _struct_table(structs: Iterable[ast.ClassDef]) -> list[str]:
-    rows = ["| name | meaning | fields |", "|---|---|---|"]
+    rows = ["| name | meaning |", "|---|---|"]
     for node in structs:
         first_paragraph = (ast.get_docstring(node) or "").partition("\n\n")[0]
-        fields = [ast.unparse(item.target) for item in node.body if isinstance(item, ast.AnnAssign)]
-        shown = ", ".join(f"`{field}`" for field in fields)
-        rows.append(f"| `{node.name}` | {' '.join(first_paragraph.split())} | {shown} |")
+        if first_paragraph:
+            rows.append(f"| `{node.name}` | {' '.join(first_paragraph.split())} |")
     return rows
 
 
