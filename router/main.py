@@ -9,11 +9,11 @@ import gc
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
 from baton.protocol.errors import BatonError, ConfigError
-from baton.router.chat_template import ChatTemplate
 from baton.router.http.app import App
 from baton.router.http.metrics import StatsLine
+from baton.router.http.request_log import Tracer, exporter_to
 from baton.router.http.server import Server
-from baton.router.http.tracing import Tracer, exporter_to
+from baton.router.text import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.host import AcceptErrors, raise_descriptor_limit
 from baton.runtime.log import logger, print_failure, setup_process_log

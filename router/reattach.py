@@ -25,15 +25,7 @@ from baton.protocol.messages import (
 )
 from baton.router.lifecycle import NO_NODE, Lifecycle
 from baton.router.registry import Registry
-from baton.router.request import (
-    RETRY_S,
-    AdoptedChoice,
-    NodeMessage,
-    Place,
-    Request,
-    gone,
-    unknown,
-)
+from baton.router.request import RETRY_S, AdoptedChoice, NodeMessage, Place, Request, gone, unknown
 from baton.router.stream import RequestStream, digest_of
 from baton.runtime.log import logger
 

@@ -9,6 +9,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable
+from functools import cache
 
 import msgspec
 from aiohttp import web
@@ -16,20 +17,20 @@ from aiohttp import web
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
-from baton.router.chat_template import ChatTemplate
 from baton.router.health import Health, ServedModel
 from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Connection, connection_of
 from baton.router.http.handlers import Handlers, request_id_of
-from baton.router.http.message_events import message_error
+from baton.router.http.messages import CountBody, MessageBody, message_error
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.openapi import document
-from baton.router.http.request_log import RUNNING, RequestLog
+from baton.router.http.request_log import RUNNING, RequestLog, Tracer
+from baton.router.http.response_body import ResponseBody
 from baton.router.http.responses import error_of, retry_headers
+from baton.router.http.schema import ChatBody, CompletionBody
 from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
-from baton.router.http.tokens import TokenEndpoints
-from baton.router.http.tracing import Tracer
+from baton.router.http.tokens import DetokenizeBody, TokenEndpoints, TokenizeBody
+from baton.router.text import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger
 from baton.runtime.metrics import CONTENT_TYPE
@@ -309,3 +310,74 @@ def _route_of(request: web.Request) -> str:
 
 def _json(body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=body, status=status, headers=headers, content_type="application/json")
+
+
+# --- the description of the paths, for /openapi.json --------------------------------------------
+
+
+_POSTS: dict[str, tuple[type, str]] = {
+    "/v1/completions": (CompletionBody, "Continue one or several prompts."),
+    "/v1/chat/completions": (ChatBody, "Answer the last turn of a chat."),
+    "/v1/responses": (ResponseBody, "Answer a list of items, in OpenAI's newer form."),
+    "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
+    "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
+    "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
+    "/detokenize": (DetokenizeBody, "Return the text of token ids."),
+}
+_GETS: dict[str, str] = {
+    "/v1/models": "List the served model.",
+    "/v1/models/{name}": "Describe the served model.",
+    "/v1/streams/{id}": "Resume a stream after the event that the header Last-Event-ID names.",
+    "/tokenizer_info": "Return the tokenizer's settings.",
+    "/health": "Return the state of the router and of its nodes; 503 if it can serve nothing.",
+    "/live": "Return 200 while the process runs.",
+    "/ping": "The same as /health.",
+    "/load": "Return the number of requests under way.",
+    "/metrics": "Return metrics in Prometheus' text format.",
+    "/version": "Return baton's version.",
+}
+
+
+class ErrorBody(msgspec.Struct):
+    """Why a request failed."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorBody
+
+
+@cache
+def document() -> bytes:
+    """Return the description, in OpenAPI 3.1 as JSON."""
+    bodies = [body for body, _ in _POSTS.values()]
+    schemas, components = msgspec.json.schema_components(
+        [*bodies, ErrorAnswer],
+        ref_template="#/components/schemas/{name}",
+        schema_hook=lambda _: {"description": "any value"},
+    )
+    *body_schemas, error = schemas
+    failed = {"description": "an error", "content": _of_schema(error)}
+    responses = {"200": {"description": "the answer"}, "4XX": failed, "5XX": failed}
+    paths: dict[str, dict[str, object]] = {}
+    for (path, (_, summary)), schema in zip(_POSTS.items(), body_schemas, strict=True):
+        body = {"required": True, "content": _of_schema(schema)}
+        paths[path] = {"post": {"summary": summary, "requestBody": body, "responses": responses}}
+    for path, summary in _GETS.items():
+        get: dict[str, object] = {"summary": summary, "responses": responses}
+        if "{" in path:
+            name = path.partition("{")[2].removesuffix("}")
+            place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            get["parameters"] = [place]
+        paths[path] = {"get": get}
+    info = {"title": "baton", "version": VERSION}
+    described = {"openapi": "3.1.0", "info": info, "paths": paths}
+    return msgspec.json.encode({**described, "components": {"schemas": components}})
+
+
+def _of_schema(schema: dict[str, object]) -> dict[str, object]:
+    return {"application/json": {"schema": schema}}

@@ -20,40 +20,37 @@ from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestErro
 from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
-from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
 from baton.router.http.auth import authorization_of
-from baton.router.http.bodies import SMALL_BYTES, Bodies, body_limit
-from baton.router.http.body_process import Job, check_ids, parsed, rendered, unpacked
-from baton.router.http.connections import connection_of
-from baton.router.http.decoding import blaming
+from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit, connection_of
 from baton.router.http.large_bodies import LargeBodies
-from baton.router.http.logprob_forms import ShownPrompt
-from baton.router.http.message_events import MessageEvents
+from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.model_format import ModelFormat
+from baton.router.http.prepare import Job, ModelFormat, check_ids, parsed, rendered, unpacked
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.http.response_events import ResponseEvents
-from baton.router.http.responses import (
+from baton.router.http.responses import Answer, ShownPrompt, clamped_to, system_fingerprint
+from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint
+from baton.router.http.sse import (
     LAST_EVENT_ID,
-    Answer,
+    SILENCE_S,
+    EventStream,
     Form,
     ReaderPlace,
-    clamped_to,
+    TypedEvents,
     form_of,
     kept_of,
     owner_of,
     place_of,
     start_of,
-    system_fingerprint,
 )
-from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint
-from baton.router.http.sse import SILENCE_S, EventStream, TypedEvents
+from baton.router.http.turns import blaming
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.queue import check_num_logprobs
 from baton.router.reattach import Claim
 from baton.router.response_parser import Parsing
 from baton.router.stream import RequestStream, Sink
+from baton.router.text import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 

@@ -1,22 +1,33 @@
-"""The router's end of the process that turns large bodies into token ids.
+"""Turn large bodies into token ids in a process of its own, and talk to it: both ends of a socket.
 
-The event loop only copies bytes. The process starts with the first large body, and again if it has
-ended. It works on one body at a time, in order of arrival. A client that leaves loses its place.
+Parsing megabytes of JSON holds Python's lock for up to a second, which would stop every stream of
+the router, so the event loop only copies bytes. The process starts with the first large body, and
+again if it has ended; it ends with the socket that it inherits. It works on one body at a time, in
+order of arrival; a client that leaves loses its turn. It must never load torch.
 """
 
 import asyncio
+import os
 import socket
+import struct
+import sys
 from collections.abc import Callable
 
 import msgspec
 
-from baton.protocol.errors import Overloaded, from_failure
-from baton.router.http.body_process import JOB_HEAD, REPLY_HEAD, Job, Prepared, Reply
+from baton.protocol.errors import BatonError, ConfigError, Failure, Overloaded, from_failure
+from baton.router.http.prepare import Job, Prepared, prepare
+from baton.router.text import ChatTemplate, Text
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
-from baton.runtime.process import Child, Command
+from baton.runtime.process import Child, Command, die_with_parent
 
-MODULE = "baton.router.http.body_process"
+MODULE = "baton.router.http.large_bodies"
+# Running streams matter more than the start of a long prompt.
+NICE = 5
+# The lengths of a job and of its body, and the length of a reply, in bytes.
+JOB_HEAD = struct.Struct("<II")
+REPLY_HEAD = struct.Struct("<I")
 # From the first byte of a body to its reply, including the start of the process.
 TIMEOUT_S = 60.0
 REAP_S = 1.0
@@ -24,8 +35,15 @@ REAP_S = 1.0
 log = logger("router")
 
 
+class Reply(msgspec.Struct, frozen=True):
+    """Exactly one of the two is set."""
+
+    prepared: Prepared | None = None
+    failure: Failure | None = None
+
+
 class LargeBodies:
-    """The process and its line of bodies. Call `close` at the end."""
+    """The process and the queue of bodies for it. Call `close` at the end."""
 
     def __init__(self, model_path: str, template_file: str) -> None:
         self._arguments = (model_path, template_file)
@@ -159,3 +177,54 @@ class _BodySocket(asyncio.Protocol):
 def _too_slow() -> Overloaded:
     text = f"the body could not be read within {TIMEOUT_S:g} s"
     return Overloaded(text, code="body_timeout")
+
+
+# --- the process --------------------------------------------------------------------------------
+
+
+def main(arguments: list[str]) -> int:
+    """Serve the socket until its other end closes."""
+    descriptor, model_path, template_file = arguments
+    os.nice(NICE)
+    stream = socket.socket(fileno=int(descriptor))
+    text = Text.load(model_path)
+    try:
+        template = ChatTemplate.load(model_path, template_file)
+    except ConfigError:  # the router has logged it, and serves all requests but chats
+        template = None
+    decoder = msgspec.msgpack.Decoder(Job)
+    encoder = msgspec.msgpack.Encoder()
+    while head := _received(stream, JOB_HEAD.size):
+        job_bytes, body_bytes = JOB_HEAD.unpack(head)
+        job, body = _received(stream, job_bytes), _received(stream, body_bytes)
+        reply = encoder.encode(_reply_to(decoder.decode(job), body, text, template))
+        stream.sendall(REPLY_HEAD.pack(len(reply)))
+        stream.sendall(reply)
+    return 0
+
+
+def _reply_to(job: Job, body: bytes, text: Text, template: ChatTemplate | None) -> Reply:
+    try:
+        return Reply(prepare(job, body, text, template))
+    except BatonError as error:
+        return Reply(failure=error.to_failure())
+
+
+def _received(stream: socket.socket, num_bytes: int) -> bytes:
+    """Return that many bytes, or none at the end of the stream."""
+    data = bytearray(num_bytes)
+    view = memoryview(data)
+    while view:
+        received = stream.recv_into(view)
+        if not received:
+            return b""
+        view = view[received:]
+    return bytes(data)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except BatonError as error:
+        sys.exit(f"baton: {error.message}")

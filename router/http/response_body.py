@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
-from baton.router.http.decoding import decoded, invalid
 from baton.router.http.schema import (
     AnyBody,
     Ask,
@@ -31,6 +30,8 @@ from baton.router.http.turns import (
     Tool,
     Turn,
     TurnCall,
+    decoded,
+    invalid,
     plain_call,
     plain_turn,
     text_of,

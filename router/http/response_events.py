@@ -10,8 +10,7 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.errors import BatonError
-from baton.router.http.logprob_forms import LogprobForms
-from baton.router.http.responses import Answer, call_id, usage_of
+from baton.router.http.responses import Answer, LogprobForms, call_id, usage_of
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
 Kind = Literal["message", "reasoning"]

@@ -1,30 +1,129 @@
-"""What clients get in OpenAI's form: completions, their chunks, usage, errors, and event ids.
+"""What clients get in OpenAI's form: completions, chunks, log probabilities, usage and errors.
 
-The fixed part of a chunk is encoded only once per choice, because every token is a chunk. The id of
-an event says how much of the response its reader has by then; a client sends the last one back as
-`Last-Event-ID`, and the nodes keep the response's form, so it can resume a stream at any router.
+The fixed part of a chunk is encoded only once per choice, because every token is a chunk.
 """
 
 import base64
 import hashlib
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 
 import msgspec
 
 from baton.protocol import VERSION
-from baton.protocol.errors import BatonError, RequestError
-from baton.protocol.ids import MAX_FORM_BYTES
-from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import SamplingParams
-from baton.router.http.decoding import FORM_PARAM
-from baton.router.http.logprob_forms import Columns, LogprobForms, ShownPrompt
-from baton.router.outputs import CompletionOutput, PromptScores, RequestMetrics, waterfall
-from baton.router.reattach import ReceivedPart
-from baton.router.response_parser import Parsing
-from baton.router.stream import digest_of
+from baton.protocol.errors import BatonError
+from baton.router.http.turns import FORM_PARAM
+from baton.router.outputs import CompletionOutput, Logprob, PromptScores, RequestMetrics, waterfall
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+Found = dict[int, Logprob]
+
+
+class Columns(msgspec.Struct):
+    """The log probabilities of a completion: an entry of each for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]  # None for the first token of a prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def followed_by(self, other: "Columns") -> "Columns":
+        return Columns(
+            self.tokens + other.tokens,
+            self.token_logprobs + other.token_logprobs,
+            self.top_logprobs + other.top_logprobs,
+            self.text_offset + other.text_offset,
+        )
+
+
+class ShownPrompt(msgspec.Struct, frozen=True):
+    """One prompt in its answer."""
+
+    text: str = ""  # before each choice
+    logprobs: Columns | None = None  # of the same
+    num_chars: int = 0  # of the tokens that have them
+    scores: msgspec.Raw | None = None  # the field `prompt_logprobs`
+
+
+class LogprobForms(msgspec.Struct, frozen=True):
+    """Writes those of up to `num_top` likeliest tokens, with a token's id if it `names_ids`."""
+
+    num_top: int
+    names_ids: bool = False
+
+    def of_chat(self, rows: Iterable[tuple[int, Found]]) -> dict[str, object]:
+        content = [
+            {
+                **self._shown(token_id, found[token_id]),
+                "top_logprobs": [
+                    self._shown(other, one)
+                    for other, one in found.items()
+                    if one.rank <= self.num_top
+                ],
+            }
+            for token_id, found in rows
+        ]
+        return {"content": content, "refusal": None}
+
+    def columns(self, rows: Iterable[tuple[int, Found]], offset: int = 0) -> Columns:
+        """Return the columns of tokens whose text begins at `offset`."""
+        rows = list(rows)
+        lengths = [len(found[token_id].decoded_token) for token_id, found in rows]
+        return Columns(
+            [self._name(token_id, found[token_id]) for token_id, found in rows],
+            [_finite(found[token_id]) for token_id, found in rows],
+            [self._top(token_id, found) for token_id, found in rows],
+            list(accumulate(lengths, initial=offset))[:-1],
+        )
+
+    def of_echo(
+        self, text: str, token_ids: list[int], scores: PromptScores, spell: Callable[[int], str]
+    ) -> ShownPrompt:
+        """Return a prompt with the columns of its tokens."""
+        first = Logprob(0.0, 0, spell(token_ids[0]))
+        rows = [(one, found) for one, found in zip(token_ids, scores, strict=True) if found]
+        num_first = len(first.decoded_token)
+        rest = self.columns(rows, num_first)
+        columns = Columns([self._name(token_ids[0], first)], [None], [None], [0]).followed_by(rest)
+        num_chars = num_first + sum(len(found[one].decoded_token) for one, found in rows)
+        return ShownPrompt(text, columns, num_chars)
+
+    def of_prompt(self, token_ids: list[int], scores: PromptScores) -> msgspec.Raw:
+        """Return the field `prompt_logprobs` of vLLM, encoded."""
+        shown = [
+            {other: _row(one) for other, one in self._kept(token_id, found)} if found else None
+            for token_id, found in zip(token_ids, scores, strict=True)
+        ]
+        return msgspec.Raw(msgspec.json.encode(shown))
+
+    def _top(self, token_id: int, found: Found) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, one in self._kept(token_id, found):
+            name = self._name(other, one)  # tokens may share their text
+            top[name] = max(top.get(name, LEAST_LOGPROB), _finite(one))
+        return top
+
+    def _kept(self, token_id: int, found: Found) -> Iterator[tuple[int, Logprob]]:
+        for other, one in found.items():
+            if other == token_id or one.rank <= self.num_top:
+                yield other, one
+
+    def _shown(self, token_id: int, one: Logprob) -> dict[str, object]:
+        token, data = self._name(token_id, one), list(one.decoded_token.encode())
+        return {"token": token, "logprob": _finite(one), "bytes": data}
+
+    def _name(self, token_id: int, one: Logprob) -> str:
+        return f"token_id:{token_id}" if self.names_ids else one.decoded_token
+
+
+def _row(one: Logprob) -> dict[str, object]:
+    return {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+
+
+def _finite(one: Logprob) -> float:
+    return max(one.logprob, LEAST_LOGPROB)
+
 
 _encode = msgspec.json.Encoder().encode
 
@@ -37,14 +136,6 @@ _ERROR_TYPES = {
 }
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
-
-MAX_CHOICES = 16  # choices of a response that can be resumed
-LAST_EVENT_ID = "Last-Event-ID"
-OWNER_BYTES = 16
-Tail = Literal["", "/u", "/d"]
-_ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
-_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
-_TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -320,143 +411,3 @@ def retry_headers(error: BatonError) -> dict[str, str]:
         "Retry-After": str(max(1, math.ceil(after_s))),
         "retry-after-ms": str(max(1, math.ceil(after_s * 1000))),
     }
-
-
-# --- event ids ----------------------------------------------------------------------------------
-
-
-class ReaderPlace(msgspec.Struct, frozen=True):
-    """How far the reader of a response got. `received` is None if the reader has nothing."""
-
-    answer_id: str
-    received: tuple[ReceivedPart, ...] | None
-    tail: Tail = ""
-
-
-class EventIds:
-    """Makes the ids of one stream's events.
-
-    An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
-    event, then the number of its tokens, an `e` after its end, and `@` with the digest of the
-    tokens if there are any. `/u` is appended with the usage, and `/d` at the end.
-    A response that cannot be resumed has numbers in the place of `CHOICES`.
-    """
-
-    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
-
-    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
-        """`received` is what the client has of each choice; None if it cannot resume."""
-        self._prefix = answer_id.encode() + b":"
-        self._num_events = 0
-        self._counts = [one.num_tokens for one in received] if received is not None else None
-        self._digests = [one.digest for one in received or ()]
-        self._parts = [
-            _part(one.num_tokens, one.digest, has_ended=one.has_ended) if one.has_begun else b""
-            for one in received or ()
-        ]
-
-    def begin(self, choice: int) -> None:
-        """Note the event that opens a choice."""
-        if self._counts is not None:
-            self._parts[choice] = b"0"
-
-    def advance(self, choice: int, token_ids: Sequence[int], *, has_ended: bool) -> None:
-        """Note an event with tokens of a choice."""
-        if self._counts is not None:
-            self._counts[choice] += len(token_ids)
-            digest = self._digests[choice] = digest_of(token_ids, self._digests[choice])
-            self._parts[choice] = _part(self._counts[choice], digest, has_ended=has_ended)
-
-    def current(self, tail: bytes = b"") -> bytes:
-        """Return the id of the event that has just been noted."""
-        if self._counts is not None:
-            return self._prefix + b".".join(self._parts) + tail
-        self._num_events += 1
-        return self._prefix + b"%d" % self._num_events
-
-
-def place_of(event_id: str) -> ReaderPlace:
-    """Read an event id that a client sent back. Raises `RequestError`."""
-    answer_id, colon, rest = event_id.partition(":")
-    choices, _, tail = rest.partition("/")
-    parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
-    if not (colon and _ID.fullmatch(answer_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
-        parts = [None]
-    received = tuple(_received(*part.groups()) for part in parts if part is not None)
-    if len(received) < len(parts):
-        text = "this is not the id of an event of a stream that can be resumed"
-        raise RequestError(text, param=LAST_EVENT_ID)
-    return ReaderPlace(answer_id, received, _TAILS[tail])
-
-
-def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
-    """Return the place of a client that has no part of a response.
-
-    Raises `RequestError` if the id is malformed, or if `event_id` is not of that response.
-    """
-    if _ID.fullmatch(answer_id) is None:
-        text = "name a stream by the id of its answer, which is the field `id` of its chunks"
-        raise RequestError(text, code="stream_gone", http_status=404)
-    if event_id is not None and event_id.partition(":")[0] != answer_id:
-        raise RequestError(
-            "this event does not belong to the stream that the URL names", param=LAST_EVENT_ID
-        )
-    return ReaderPlace(answer_id, None)
-
-
-def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
-    part = (b"%de" if has_ended else b"%d") % num_tokens
-    return part + b"@%08x" % digest if num_tokens else part
-
-
-def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
-    """Read the groups of a part of an event id, which are None before the choice's first event."""
-    has_begun, has_ended = num_tokens is not None, end == "e"
-    return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
-
-
-# --- what nodes keep of a streamed response -----------------------------------------------------
-
-
-class Form(msgspec.Struct, frozen=True, array_like=True):
-    """The form of one response: everything besides tokens on which its text and events depend."""
-
-    answer: Answer
-    sampling: dict[str, object]  # the given fields of `SamplingParams`
-    request_id: str
-    parsing: Parsing | None = None
-
-    @property
-    def params(self) -> SamplingParams:
-        return SamplingParams(**self.sampling)  # type: ignore[arg-type]
-
-
-_encode_form = msgspec.msgpack.Encoder().encode
-_decode_form = msgspec.msgpack.Decoder(Form).decode
-
-
-def kept_of(form: Form, owner: bytes, num_choices: int) -> ResumeState | None:
-    """Return what nodes keep of a response; None for one that cannot be resumed."""
-    data = _encode_form(form)
-    if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
-        return None
-    return ResumeState(data, owner, num_choices)
-
-
-def form_of(data: bytes) -> Form:
-    """Read what a node kept. Raises `RequestError` if another version of baton wrote it."""
-    try:
-        form = _decode_form(data)
-        _ = form.params
-    except (msgspec.MsgspecError, RequestError, TypeError) as error:
-        text = "a router of another version began this stream: send the request again"
-        raise RequestError(text, code="stream_gone", http_status=404) from error
-    return form
-
-
-def owner_of(authorization: str, *, wants_key: bool) -> bytes:
-    """Return the client's identity, by its key; the same for all if there are no keys."""
-    if not wants_key:
-        return b""
-    key = authorization.partition(" ")[2].strip()
-    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:OWNER_BYTES]

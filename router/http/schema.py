@@ -15,13 +15,14 @@ from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import EVERYONE, MAX_BIASES, NEUTRAL, SamplingParams, Scope
-from baton.router.http.decoding import FORM_PARAM, decoded
 from baton.router.http.turns import (
+    FORM_PARAM,
     Anything,
     ToolChoice,
     ToolList,
     ToolUse,
     Turn,
+    decoded,
     plain_tools,
     plain_turn,
     tool_use_of,

@@ -2,33 +2,37 @@
 
 Each delta becomes an event and is written at once, without a task switch. While a client reads too
 slowly, deltas are merged per choice, and the response's task writes them when there is room.
+
+The id of an event says how much of the response its reader has by then. A client sends the last one
+back as `Last-Event-ID`, and the nodes keep the response's form, so that it can resume a stream at
+any router.
 """
 
 import asyncio
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Literal
 
+import msgspec
 from aiohttp import web
 from aiohttp.http import HttpVersion11
 
-from baton.protocol.errors import BatonError
+from baton.protocol.errors import BatonError, RequestError
+from baton.protocol.ids import MAX_FORM_BYTES
+from baton.protocol.messages import ResumeState
+from baton.protocol.sampling import SamplingParams
 from baton.router.http.connections import connection_of
-from baton.router.http.decoding import FORM_PARAM, blaming
-from baton.router.http.logprob_forms import ShownPrompt
-from baton.router.http.message_events import MessageEvents
+from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.response_events import ResponseEvents
-from baton.router.http.responses import (
-    LAST_EVENT_ID,
-    Answer,
-    ChunkTemplate,
-    EventIds,
-    ReaderPlace,
-    error_of,
-)
+from baton.router.http.responses import Answer, ChunkTemplate, ShownPrompt, error_of
+from baton.router.http.turns import FORM_PARAM, blaming
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import ReceivedPart
-from baton.router.stream import RequestStream, Sink
+from baton.router.response_parser import Parsing
+from baton.router.stream import RequestStream, Sink, digest_of
 
 # What any response to a request must have, besides its own headers.
 EXTRA_HEADERS = web.RequestKey("extra_headers", dict[str, str])
@@ -39,6 +43,13 @@ _COMMENT = b": waiting\n"
 # Tells a client that the response is complete.
 _DONE = b"[DONE]"
 
+MAX_CHOICES = 16  # choices of a response that can be resumed
+LAST_EVENT_ID = "Last-Event-ID"
+OWNER_BYTES = 16
+Tail = Literal["", "/u", "/d"]
+_ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
+_PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
+_TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
 TypedEvents = ResponseEvents | MessageEvents
 
@@ -50,8 +61,7 @@ class EventStream:
         "_answer", "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
         "_loop", "_metrics", "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens",
         "_prompts", "_response", "_silence_s", "_templates", "_timer", "_typed", "_unwritten",
-        "_wake",
-        "_written_s",
+        "_wake", "_written_s",
     )  # fmt: skip
 
     def __init__(
@@ -85,7 +95,7 @@ class EventStream:
         self._timer: asyncio.TimerHandle | None = None
         self._written_s = 0.0
 
-    def resume_at(self, place: ReaderPlace) -> None:
+    def resume_at(self, place: "ReaderPlace") -> None:
         """Begin where the client left off, and put its place into the ids of events."""
         received = place.received or (ReceivedPart(),) * self._num_choices
         self._ids = EventIds(self._answer.id, received)
@@ -284,3 +294,140 @@ class EventStream:
                 self._write_now(_COMMENT if self._has_ids else _COMMENT + b"\n")
             rest_s = self._silence_s
         self._timer = self._loop.call_later(rest_s, self._break_silence)
+
+
+# --- the ids of events, and what nodes keep, so that a stream can be resumed ---------------------
+
+
+class ReaderPlace(msgspec.Struct, frozen=True):
+    """How far the reader of a response got. `received` is None if the reader has nothing."""
+
+    answer_id: str
+    received: tuple[ReceivedPart, ...] | None
+    tail: Tail = ""
+
+
+class EventIds:
+    """Makes the ids of one stream's events.
+
+    An id is `RESPONSE:CHOICES`, with a part for each choice between dots: nothing before its first
+    event, then the number of its tokens, an `e` after its end, and `@` with the digest of the
+    tokens if there are any. `/u` is appended with the usage, and `/d` at the end.
+    A response that cannot be resumed has numbers in the place of `CHOICES`.
+    """
+
+    __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
+
+    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
+        """`received` is what the client has of each choice; None if it cannot resume."""
+        self._prefix = answer_id.encode() + b":"
+        self._num_events = 0
+        self._counts = [one.num_tokens for one in received] if received is not None else None
+        self._digests = [one.digest for one in received or ()]
+        self._parts = [
+            _part(one.num_tokens, one.digest, has_ended=one.has_ended) if one.has_begun else b""
+            for one in received or ()
+        ]
+
+    def begin(self, choice: int) -> None:
+        """Note the event that opens a choice."""
+        if self._counts is not None:
+            self._parts[choice] = b"0"
+
+    def advance(self, choice: int, token_ids: Sequence[int], *, has_ended: bool) -> None:
+        """Note an event with tokens of a choice."""
+        if self._counts is not None:
+            self._counts[choice] += len(token_ids)
+            digest = self._digests[choice] = digest_of(token_ids, self._digests[choice])
+            self._parts[choice] = _part(self._counts[choice], digest, has_ended=has_ended)
+
+    def current(self, tail: bytes = b"") -> bytes:
+        """Return the id of the event that has just been noted."""
+        if self._counts is not None:
+            return self._prefix + b".".join(self._parts) + tail
+        self._num_events += 1
+        return self._prefix + b"%d" % self._num_events
+
+
+def place_of(event_id: str) -> ReaderPlace:
+    """Read an event id that a client sent back. Raises `RequestError`."""
+    answer_id, colon, rest = event_id.partition(":")
+    choices, _, tail = rest.partition("/")
+    parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
+    if not (colon and _ID.fullmatch(answer_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
+        parts = [None]
+    received = tuple(_received(*part.groups()) for part in parts if part is not None)
+    if len(received) < len(parts):
+        text = "this is not the id of an event of a stream that can be resumed"
+        raise RequestError(text, param=LAST_EVENT_ID)
+    return ReaderPlace(answer_id, received, _TAILS[tail])
+
+
+def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
+    """Return the place of a client that has no part of a response.
+
+    Raises `RequestError` if the id is malformed, or if `event_id` is not of that response.
+    """
+    if _ID.fullmatch(answer_id) is None:
+        text = "name a stream by the id of its answer, which is the field `id` of its chunks"
+        raise RequestError(text, code="stream_gone", http_status=404)
+    if event_id is not None and event_id.partition(":")[0] != answer_id:
+        raise RequestError(
+            "this event does not belong to the stream that the URL names", param=LAST_EVENT_ID
+        )
+    return ReaderPlace(answer_id, None)
+
+
+def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
+    part = (b"%de" if has_ended else b"%d") % num_tokens
+    return part + b"@%08x" % digest if num_tokens else part
+
+
+def _received(num_tokens: str | None, end: str | None, digest: str | None) -> ReceivedPart:
+    """Read the groups of a part of an event id, which are None before the choice's first event."""
+    has_begun, has_ended = num_tokens is not None, end == "e"
+    return ReceivedPart(int(num_tokens or 0), has_begun, has_ended, int(digest or "0", 16))
+
+
+class Form(msgspec.Struct, frozen=True, array_like=True):
+    """The form of one response: everything besides tokens on which its text and events depend."""
+
+    answer: Answer
+    sampling: dict[str, object]  # the given fields of `SamplingParams`
+    request_id: str
+    parsing: Parsing | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return SamplingParams(**self.sampling)  # type: ignore[arg-type]
+
+
+_encode_form = msgspec.msgpack.Encoder().encode
+_decode_form = msgspec.msgpack.Decoder(Form).decode
+
+
+def kept_of(form: Form, owner: bytes, num_choices: int) -> ResumeState | None:
+    """Return what nodes keep of a response; None for one that cannot be resumed."""
+    data = _encode_form(form)
+    if num_choices > MAX_CHOICES or len(data) > MAX_FORM_BYTES:
+        return None
+    return ResumeState(data, owner, num_choices)
+
+
+def form_of(data: bytes) -> Form:
+    """Read what a node kept. Raises `RequestError` if another version of baton wrote it."""
+    try:
+        form = _decode_form(data)
+        _ = form.params
+    except (msgspec.MsgspecError, RequestError, TypeError) as error:
+        text = "a router of another version began this stream: send the request again"
+        raise RequestError(text, code="stream_gone", http_status=404) from error
+    return form
+
+
+def owner_of(authorization: str, *, wants_key: bool) -> bytes:
+    """Return the client's identity, by its key; the same for all if there are no keys."""
+    if not wants_key:
+        return b""
+    key = authorization.partition(" ")[2].strip()
+    return hashlib.sha256(key.encode(errors="surrogateescape")).digest()[:OWNER_BYTES]

@@ -9,15 +9,13 @@ from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import NodeError, Overloaded, RequestError
-from baton.router.chat_template import ChatTemplate
 from baton.router.health import ServedModel
-from baton.router.http.bodies import MIB, Bodies, body_limit
-from baton.router.http.body_process import check_ids, lora_of, rendered
-from baton.router.http.connections import connection_of
-from baton.router.http.decoding import blaming, decoded
-from baton.router.http.message_body import CountBody, ask_of, count_decoder
+from baton.router.http.connections import MIB, Bodies, body_limit, connection_of
+from baton.router.http.messages import CountBody, ask_of, count_decoder
+from baton.router.http.prepare import check_ids, lora_of, rendered
 from baton.router.http.schema import Chat
-from baton.router.http.turns import ToolList, Turn, plain_tools, plain_turn
+from baton.router.http.turns import ToolList, Turn, blaming, decoded, plain_tools, plain_turn
+from baton.router.text import ChatTemplate
 from baton.router.text_router import TextRouter
 
 # These bodies are parsed on the event loop.

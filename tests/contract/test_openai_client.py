@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from baton.protocol.config import ClusterConfig
-from baton.router.chat_template import ChatTemplate
+from baton.router.text import ChatTemplate
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from baton.protocol.config import ClusterConfig
-from baton.router.http.openapi import document
+from baton.router.http.app import document
 from baton.router.http.response_body import ResponseBody
 from baton.router.http.schema import ChatBody, CompletionBody
 from baton.router.http.tokens import DetokenizeBody, TokenizeBody

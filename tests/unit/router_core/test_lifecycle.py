@@ -21,10 +21,7 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.lifecycle import (
-    SILENCE_DEADLINE_S,
-    Lifecycle,
-)
+from baton.router.lifecycle import SILENCE_DEADLINE_S, Lifecycle
 from baton.router.request import (
     AVOID_S,
     DRAINING,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.chat_template import ChatTemplate
+from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
 from tests.support.small_tokenizers import END
 

@@ -2,7 +2,7 @@
 
 import json
 
-from baton.router.chat_template import ChatTemplate
+from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}

@@ -10,7 +10,7 @@ import pytest
 from baton import __version__
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import Overloaded
-from baton.router.http import bodies
+from baton.router.http import connections
 from baton.router.stream import RequestStream
 from tests.support.http_bench import (
     JSON,
@@ -228,7 +228,7 @@ async def test_a_body_larger_than_the_models_longest_prompt_is_413(bench: HttpBe
 @served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
 async def test_bodies_that_stall_lose_their_memory(bench: HttpBench) -> None:
     """Sixteen bodies of the largest size may be in memory at once."""
-    with mock.patch.object(bodies, "STALLED_S", 2.0):
+    with mock.patch.object(connections, "STALLED_S", 2.0):
         await let_bodies_stall(bench)
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import RequestError
-from baton.router.chat_template import ChatTemplate
-from baton.router.http.message_body import parse_message
+from baton.router.http.messages import parse_message
 from baton.router.http.schema import Chat
 from baton.router.stream import RequestStream
+from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, hello, lost, served
 
 # The tags that Qwen3's template has.

@@ -11,15 +11,7 @@ from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running
 from baton.router.stream import RequestStream
-from tests.support.http_bench import (
-    TEXT,
-    HttpBench,
-    ScriptedEngine,
-    lost,
-    placed,
-    served,
-    well,
-)
+from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
 from tests.support.virtual_clock import VirtualClock
 
 LOST = NodeError("d0 is lost").to_failure()

@@ -9,10 +9,10 @@ from pydantic import TypeAdapter
 
 from baton.protocol.errors import RequestError
 from baton.protocol.messages import TokenLogprobs
-from baton.router.chat_template import ChatTemplate
 from baton.router.http.response_body import parse_response
 from baton.router.http.schema import Ask, Chat
 from baton.router.stream import RequestStream
+from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
 
 # The tags that Qwen3's template has.

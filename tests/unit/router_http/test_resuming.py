@@ -3,9 +3,9 @@
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.responses import (
+from baton.router.http.responses import Answer
+from baton.router.http.sse import (
     MAX_CHOICES,
-    Answer,
     EventIds,
     Form,
     ReaderPlace,

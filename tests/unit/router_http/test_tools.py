@@ -8,13 +8,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.chat_template import ChatTemplate
 from baton.router.grammars import after_reasoning, checked_grammar
-from baton.router.http.model_format import ModelFormat, form_of
+from baton.router.http.prepare import ModelFormat, form_of_calls
 from baton.router.http.turns import Function, ToolUse
 from baton.router.outputs import CompletionOutput, ToolCall
 from baton.router.response_parser import Parsing, ResponseParser, ToolFormat
 from baton.router.stream import RequestStream
+from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
 
 # The tags that Qwen3's template has.
@@ -151,7 +151,7 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
     written: ToolFormat, is_required: bool, before: str, is_open: bool | None
 ) -> None:
     functions = (Function("add", parameters=SCHEMA, strict=True), Function("other"))
-    grammar = checked_grammar(form_of(ToolUse(functions, is_required, True), written))
+    grammar = checked_grammar(form_of_calls(ToolUse(functions, is_required, True), written))
     if is_open is not None:
         grammar = after_reasoning(grammar, is_open=is_open)
     tokenizer = LLTokenizer("byte")

@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import StatusCode
 
 from baton.protocol.ids import Key, NodeId, RequestId
-from baton.router.http.tracing import Tracer
+from baton.router.http.request_log import Tracer
 from baton.router.stream import RequestStream
 from tests.support.http_bench import JSON, TEXT, HttpBench, ScriptedEngine, lost
 

@@ -1,15 +1,120 @@
-"""How the served model writes tool calls and reasoning, which its chat template shows."""
+"""From a body to the prompts that a model gets: its adapter, its chat template, its tool calls."""
+
+from array import array
+from collections.abc import Callable, Mapping
 
 import msgspec
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import StructuredOutputsParams
-from baton.router.chat_template import ChatTemplate
 from baton.router.grammars import WHITE_SPACE
-from baton.router.http.schema import Ask
-from baton.router.http.turns import Function, ToolUse
+from baton.router.health import ServedModel
+from baton.router.http.messages import parse_message
+from baton.router.http.response_body import parse_response
+from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint, parse_chat, parse_completion
+from baton.router.http.turns import Function, ToolUse, blaming
+from baton.router.queue import Limits, check_prompt
 from baton.router.response_parser import END_THINK, Parsing, ToolFormat
+from baton.router.text import ChatTemplate, Text
+from baton.runtime.log import clip
+
+_PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], Ask]] = {
+    "completions": parse_completion,
+    "chat": parse_chat,
+    "responses": parse_response,
+    "messages": parse_message,
+}
+
+
+class Job(msgspec.Struct, frozen=True):
+    """A body to prepare for the model that is served."""
+
+    endpoint: Endpoint
+    model: ServedModel
+
+
+class Prepared(msgspec.Struct, frozen=True):
+    """A checked body whose prompts are token ids, each packed by `packed`."""
+
+    ask: Ask  # its prompts removed
+    prompts: list[bytes]
+    echoes: list[str]
+
+
+def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
+    """Return what a body asks for. Raises `RequestError`."""
+    ask = parsed(job, data)
+    prompts, echoes = [], []
+    for prompt in ask.prompts:
+        with blaming(ask.sent):
+            token_ids = _ids_of(prompt, job.model, text, template)
+            check_ids(token_ids, job.model)
+        prompts.append(packed(token_ids))
+        if ask.echo:
+            echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
+    return Prepared(msgspec.structs.replace(ask, prompts=()), prompts, echoes)
+
+
+def parsed(job: Job, data: bytes) -> Ask:
+    """Return the checked body of a request to the model. Raises `RequestError`."""
+    parse, model = _PARSERS[job.endpoint], job.model
+    ask = parse(data, model.sampling)
+    if not (lora := lora_of(ask.model, model)):
+        return ask
+    return msgspec.structs.replace(ask, scope=msgspec.structs.replace(ask.scope, lora=lora))
+
+
+def lora_of(name: str | None, model: ServedModel) -> str:
+    """Return the adapter that a body's `model` names, or "" for the model itself.
+
+    Raises `RequestError` if this server has neither.
+    """
+    if not name or name in (model.name, model.path):
+        return ""
+    if name in model.lora_modules:
+        return name
+    known = ", ".join(map(repr, (model.name, *model.lora_modules)))
+    text = f"the model {clip(name)!r} does not exist; this server has {known}"
+    raise RequestError(text, code="model_not_found", param="model", http_status=404)
+
+
+def check_ids(token_ids: list[int], model: ServedModel) -> None:
+    """Raise `RequestError` for a prompt that the model cannot take."""
+    limits = Limits(model.max_model_len, model.vocab_size, model.block_size, None, None)
+    check_prompt(token_ids, limits)
+
+
+def rendered(chat: Chat, template: ChatTemplate | None) -> str:
+    """Return a chat as the text of a prompt. Raises `RequestError`."""
+    if template is None:
+        text = "this model has no chat template; use /v1/completions"
+        raise RequestError(text, code="no_chat_template", http_status=404)
+    return template.render(
+        chat.messages,
+        tools=chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        options=chat.options,
+    )
+
+
+def packed(token_ids: list[int]) -> bytes:
+    return array("i", token_ids).tobytes()
+
+
+def unpacked(data: bytes) -> list[int]:
+    return array("i", data).tolist()
+
+
+def _ids_of(
+    prompt: BodyPrompt, model: ServedModel, text: Text, template: ChatTemplate | None
+) -> list[int]:
+    max_tokens = model.max_model_len - 1
+    if isinstance(prompt, str):
+        return text.encode_now(prompt, max_tokens=max_tokens)
+    if isinstance(prompt, Chat):
+        return text.encode_now(rendered(prompt, template), False, max_tokens)
+    return prompt
 
 
 class ModelFormat(msgspec.Struct, frozen=True):
@@ -52,7 +157,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
             if "structured_outputs" in sampling:
                 text = f"{ask.form_param} cannot be kept beside tool calls that must have a form"
                 raise RequestError(text, param=ask.form_param)
-            sampling["structured_outputs"] = form_of(tools, written)
+            sampling["structured_outputs"] = form_of_calls(tools, written)
             ask = msgspec.structs.replace(ask, form_param="tools")
         ask = msgspec.structs.replace(ask, sampling=sampling)
         _ = ask.params  # min_tokens and ignore_eos are refused beside a form
@@ -64,6 +169,19 @@ class ModelFormat(msgspec.Struct, frozen=True):
             parallel_tool_calls=tools.parallel_tool_calls,
         )
         return ask, parsing
+
+
+def _tool_format(source: str) -> ToolFormat | None:
+    """Return the format of the calls in a template's source; None if it has no tools."""
+    if "tools" not in source:
+        return None
+    if "[TOOL_CALLS]" in source:
+        return "mistral"
+    if "<tool_call>" in source and "<function=" not in source:  # Qwen3-Coder writes XML
+        return "hermes"
+    if "<|start_header_id|>" in source and '"parameters": ' in source:
+        return "llama3_json"
+    return None
 
 
 # A schema of only these keywords names all of its properties.
@@ -92,7 +210,7 @@ _SYNTAX: dict[ToolFormat, _Syntax] = {
 }
 
 
-def form_of(tools: ToolUse, written: ToolFormat) -> StructuredOutputsParams:
+def form_of_calls(tools: ToolUse, written: ToolFormat) -> StructuredOutputsParams:
     """Return the form of a response in which calls fit the schemas of their tools.
 
     Unless a call is required, there may be text before it, or no call.
@@ -141,16 +259,3 @@ def _schema_of(function: Function) -> dict[str, object]:
 
 def _literal(value: object) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _tool_format(source: str) -> ToolFormat | None:
-    """Return the format of the calls in a template's source; None if it has no tools."""
-    if "tools" not in source:
-        return None
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    if "<tool_call>" in source and "<function=" not in source:  # Qwen3-Coder writes XML
-        return "hermes"
-    if "<|start_header_id|>" in source and '"parameters": ' in source:
-        return "llama3_json"
-    return None
