@@ -205,22 +205,21 @@ class TextRouter:
         return self._text
 
     def get_model_config(self) -> ServedModel:
-        """Return the model that the nodes serve. Raises `NodeError` until a node has been ready."""
+        """Return the model that the nodes serve. Raises `Overloaded` until a node is ready."""
         registry = self._core.registry
         if self._served is None or self._served_at != registry.version:
             self._served, self._served_at = self._model_now(), registry.version
         return self._served
 
     def _model_now(self) -> ServedModel:
-        model = self._core.registry.model
-        if model is None:
-            raise NodeError("no node has been ready yet", code="not_ready")
+        max_model_len, model = self._core.known_limits().max_model_len, self._core.registry.model
+        assert model is not None, "there are limits only with a model"
         return ServedModel(
             name=self._name,
             path=self._config.path,
             fingerprint=model.model,
             layout_fingerprint=model.layout.fingerprint,
-            max_model_len=self._core.known_limits().max_model_len,
+            max_model_len=max_model_len,
             vocab_size=model.vocab_size,
             block_size=model.layout.block_size,
             eos_token_ids=model.eos_token_ids,

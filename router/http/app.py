@@ -16,7 +16,7 @@ from aiohttp import web
 
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.router.health import Health, ServedModel
 from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Connection, connection_of
@@ -142,10 +142,7 @@ class App:
 
     def _cards(self) -> list[dict[str, object]]:
         """Return the model's card, and those of its adapters."""
-        try:
-            model = self._engine.get_model_config()
-        except NodeError as error:
-            raise Overloaded("no node is ready yet", code="not_ready") from error
+        model = self._engine.get_model_config()
         card = {
             "id": model.name,
             "object": "model",
@@ -211,7 +208,7 @@ class App:
 
     def _model_now(self) -> ServedModel | None:
         """Return the model; None while no node has been ready."""
-        with contextlib.suppress(NodeError):
+        with contextlib.suppress(Overloaded):
             return self._engine.get_model_config()
         return None
 

@@ -256,7 +256,12 @@ class Bodies:
         return Room(self)
 
     async def read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
-        """Return the body of a request. Raises `RequestError` or `Overloaded`."""
+        """Return the whole body of a request. Raises `RequestError` or `Overloaded`."""
+        body = await self._read_in_time(request, room, max_bytes)
+        connection_of(request).began()
+        return body
+
+    async def _read_in_time(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         _check_type(request)
         length, content = request.content_length, request.content
         if length is not None and length > max_bytes:

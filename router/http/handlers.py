@@ -9,20 +9,20 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, NodeError, Overloaded, RequestError
+from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.health import ServedModel
 from baton.router.http.auth import authorization_of
-from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit, connection_of
+from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
@@ -127,8 +127,7 @@ class Handlers:
             # The form of the answer is known, so the body is not used.
             with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._max_body_mib << 20)
-            connection_of(request).began()
-        with _Counted(request, self._metrics) as running:
+        with self._counted_request(request) as running:
             if place is not None:
                 return await self._again(request, running, place)
             work = await self._submit(request, running, endpoint)
@@ -146,7 +145,7 @@ class Handlers:
         place = start_of(request.match_info["id"], request.headers.get(LAST_EVENT_ID))
         if LAST_EVENT_ID in request.headers:
             place = place_of(request.headers[LAST_EVENT_ID])
-        with _Counted(request, self._metrics) as running:
+        with self._counted_request(request) as running:
             return await self._again(request, running, place)
 
     async def _again(
@@ -186,12 +185,11 @@ class Handlers:
     async def _submit(self, request: web.Request, running: Running, endpoint: Endpoint) -> Work:
         """Read the body and submit its prompts, which frees the memory of the body."""
         self._refuse_if_draining()
-        model = self._model()
+        model = self._engine.get_model_config()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = body_limit(self._max_body_mib, model, token_bytes)
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
-            connection_of(request).began()
             work = await self._prepare(request, body, Job(endpoint, model))
             del body
             running.request_id = work.request_id
@@ -213,12 +211,6 @@ class Handlers:
                     num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
         return work
-
-    def _model(self) -> ServedModel:
-        try:
-            return self._engine.get_model_config()
-        except NodeError as error:
-            raise Overloaded("no node is ready yet", code="not_ready") from error
 
     async def _prepare(self, request: web.Request, body: bytes, job: Job) -> Work:
         prompts: list[str | list[int] | bytes]
@@ -359,6 +351,23 @@ class Handlers:
         await events.close()
         return response
 
+    @contextlib.contextmanager
+    def _counted_request(self, request: web.Request) -> Iterator[Running]:
+        """Close and count all requests that were submitted for a response, however it ends."""
+        running = request[RUNNING] = Running()
+        try:
+            yield running
+        except (asyncio.CancelledError, ConnectionError):
+            running.outcome = GONE
+            raise
+        except BatonError as error:
+            running.failed(error)
+            raise
+        finally:
+            for stream in running.streams:
+                stream.close()
+                self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
+
     def _counted(self, sink: Callable[[CompletionOutput], object]) -> Sink:
         def take(delta: CompletionOutput) -> None:
             self._metrics.num_output_tokens += len(delta.token_ids)
@@ -423,29 +432,6 @@ class Handlers:
             events.stop()
         await events.close()
         return response
-
-
-class _Counted:
-    """A context around a response, at whose end all submitted requests are closed and counted."""
-
-    __slots__ = ("_metrics", "_running")
-
-    def __init__(self, request: web.Request, metrics: HttpMetrics) -> None:
-        self._running = request[RUNNING] = Running()
-        self._metrics = metrics
-
-    def __enter__(self) -> Running:
-        return self._running
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        running = self._running
-        if isinstance(error, asyncio.CancelledError | ConnectionError):
-            running.outcome = GONE
-        elif isinstance(error, BatonError):
-            running.failed(error)
-        for stream in running.streams:
-            stream.close()
-            self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
 
 def _all_ended(streams: Sequence[RequestStream]) -> Awaitable[None]:

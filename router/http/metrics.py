@@ -211,53 +211,49 @@ class HttpMetrics:
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
-        self.num_predicted_tokens = 0
-        self.num_mispredicted_tokens = 0
+        self._num_predicted_tokens = 0
+        self._num_mispredicted_tokens = 0
         self.token_gaps = Histogram(TOKEN_BUCKETS_S)
         self._model_name = model_name  # until a node has been ready
         self._version = version
         self._router = router
-        self._answers: Counter[tuple[str, str]] = Counter()
-        self._refusals: Counter[tuple[str, str]] = Counter()
-        self._requests: Counter[tuple[str, str]] = Counter()
         self._codes: set[str] = set()
-        self._successes: Counter[tuple[str]] = Counter()
-        self._retries: Counter[tuple[str]] = Counter()
-        self._resumes: Counter[tuple[str]] = Counter()
-        self._first, self._e2e, self._queue, self._prefill, self._decode, self._inference = (
-            Histogram(LATENCY_BUCKETS_S) for _ in range(6)
-        )
-        self._per_token = Histogram(TOKEN_BUCKETS_S)
-        self._prompts, self._outputs = Histogram(LENGTH_BUCKETS), Histogram(LENGTH_BUCKETS)
+        counted = (ANSWERS, REFUSALS, REQUESTS, SUCCESSES, RETRIES, RESUMES)
+        self._counts: dict[Family, Counter[tuple[str, ...]]] = {one: Counter() for one in counted}
+        timed = (FIRST_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME)
+        self._observed = {one: Histogram(LATENCY_BUCKETS_S) for one in timed}
+        self._observed |= {PER_TOKEN: Histogram(TOKEN_BUCKETS_S), TOKEN_GAPS: self.token_gaps}
+        for lengths in (PROMPT_LENGTHS, OUTPUT_LENGTHS):
+            self._observed[lengths] = Histogram(LENGTH_BUCKETS)
         self._stages = [(f"{stage}_s", Histogram(STAGE_BUCKETS_S)) for stage in STAGE_NAMES]
 
     # --- counting -------------------------------------------------------------------------------
 
     def answered(self, route: str, status: int) -> None:
-        """Count an HTTP answer. `route` is a pattern of the app, never a client's text."""
-        self._answers[route, str(status)] += 1
+        """Count an HTTP response. `route` is a pattern of the app, never a client's text."""
+        self._count(ANSWERS, 1, route, str(status))
 
     def failed(self, error: BatonError) -> None:
         """Count an error of a client, sent as a status or an event, if it asks for a retry."""
         if error.http_status in RETRY_STATUSES:
-            self._refusals[str(error.http_status), self._known(error.code)] += 1
+            self._count(REFUSALS, 1, str(error.http_status), self._known(error.code))
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """Count the end of one request of the router; an HTTP request has one per prompt."""
         self.num_requests += 1
         self.num_prompt_tokens += metrics.num_prompt_tokens
         self.num_cached_tokens += metrics.num_cached_tokens
-        self.num_predicted_tokens += metrics.num_predicted_tokens
+        self._num_predicted_tokens += metrics.num_predicted_tokens
         wrong = abs(metrics.num_predicted_tokens - metrics.num_cached_tokens)
-        self.num_mispredicted_tokens += wrong
-        self._requests[metrics.path or "none", self._known(outcome)] += 1
-        self._prompts.observe(metrics.num_prompt_tokens)
+        self._num_mispredicted_tokens += wrong
+        self._count(REQUESTS, 1, metrics.path or "none", self._known(outcome))
+        self._observed[PROMPT_LENGTHS].observe(metrics.num_prompt_tokens)
         for reason in metrics.finish_reasons:
-            self._successes[(reason,)] += 1
+            self._count(SUCCESSES, 1, reason)
         for code, count in metrics.retry_codes.items():
-            self._retries[(self._known(code),)] += count
+            self._count(RETRIES, count, self._known(code))
         for code, count in metrics.resume_codes.items():
-            self._resumes[(self._known(code),)] += count
+            self._count(RESUMES, count, self._known(code))
         first_s, all_s = metrics.time_to_first_token_s, metrics.e2e_s
         if first_s is not None and all_s is not None:
             self._time(metrics, first_s, all_s, num_choices)
@@ -265,18 +261,25 @@ class HttpMetrics:
     def _time(
         self, metrics: RequestMetrics, first_s: float, all_s: float, num_choices: int
     ) -> None:
-        self._outputs.observe(metrics.num_new_tokens)
-        queue_s = metrics.router_queue_s + metrics.queue_s
-        self._first.observe(first_s)
-        self._e2e.observe(all_s)
-        self._queue.observe(queue_s)
-        self._prefill.observe(metrics.prefill_s)
-        self._decode.observe(all_s - first_s)
-        self._inference.observe(max(0.0, all_s - queue_s))
-        if num_choices == 1 and metrics.num_new_tokens > 1:
-            self._per_token.observe((all_s - first_s) / (metrics.num_new_tokens - 1))
+        queue_s, num_tokens = metrics.router_queue_s + metrics.queue_s, metrics.num_new_tokens
+        seen = {
+            OUTPUT_LENGTHS: num_tokens,
+            FIRST_TOKEN: first_s,
+            E2E: all_s,
+            QUEUE_TIME: queue_s,
+            PREFILL_TIME: metrics.prefill_s,
+            DECODE_TIME: all_s - first_s,
+            INFERENCE_TIME: max(0.0, all_s - queue_s),
+        }
+        if num_choices == 1 and num_tokens > 1:
+            seen[PER_TOKEN] = (all_s - first_s) / (num_tokens - 1)
+        for family, number in seen.items():
+            self._observed[family].observe(number)
         for name, stage in self._stages:
             stage.observe(getattr(metrics, name))
+
+    def _count(self, family: Family, number: int, *labels: str) -> None:
+        self._counts[family][labels] += number
 
     def _known(self, code: str) -> str:
         if code in self._codes or len(self._codes) < MAX_CODES:
@@ -290,34 +293,19 @@ class HttpMetrics:
         """Return the text that a Prometheus server scrapes."""
         name = self._model_name if model is None else model.name
         page = Page({"model_name": name} | ({"router": self._router} if self._router else {}))
-        self._add_requests(page)
+        for family, counts in self._counts.items():
+            page.add(family, counts)
+        page.add(PROMPT_TOKENS, {(): self.num_prompt_tokens})
+        page.add(CACHED_TOKENS, {(): self.num_cached_tokens})
+        page.add(PREDICTED_TOKENS, {(): self._num_predicted_tokens})
+        page.add(MISPREDICTED_TOKENS, {(): self._num_mispredicted_tokens})
+        page.add(OUTPUT_TOKENS, {(): self.num_output_tokens})
+        for family, histogram in self._observed.items():
+            page.add(family, {(): histogram})
+        page.add(STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages})
         self._add_cluster(page, health, model)
         add_nodes(page, health.nodes, health.lost)
         return page.text()
-
-    def _add_requests(self, page: Page) -> None:
-        page.add(ANSWERS, self._answers)
-        page.add(REFUSALS, self._refusals)
-        page.add(REQUESTS, self._requests)
-        page.add(SUCCESSES, self._successes)
-        page.add(RETRIES, self._retries)
-        page.add(RESUMES, self._resumes)
-        page.add(PROMPT_TOKENS, {(): self.num_prompt_tokens})
-        page.add(CACHED_TOKENS, {(): self.num_cached_tokens})
-        page.add(PREDICTED_TOKENS, {(): self.num_predicted_tokens})
-        page.add(MISPREDICTED_TOKENS, {(): self.num_mispredicted_tokens})
-        page.add(OUTPUT_TOKENS, {(): self.num_output_tokens})
-        page.add(FIRST_TOKEN, {(): self._first})
-        page.add(TOKEN_GAPS, {(): self.token_gaps})
-        page.add(PER_TOKEN, {(): self._per_token})
-        page.add(E2E, {(): self._e2e})
-        page.add(QUEUE_TIME, {(): self._queue})
-        page.add(PREFILL_TIME, {(): self._prefill})
-        page.add(DECODE_TIME, {(): self._decode})
-        page.add(INFERENCE_TIME, {(): self._inference})
-        page.add(PROMPT_LENGTHS, {(): self._prompts})
-        page.add(OUTPUT_LENGTHS, {(): self._outputs})
-        page.add(STAGES, {(name.removesuffix("_s"),): stage for name, stage in self._stages})
 
     def _add_cluster(self, page: Page, health: Health, model: ServedModel | None) -> None:
         facts = ("", "", "")

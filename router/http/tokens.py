@@ -8,9 +8,9 @@ import msgspec
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import NodeError, Overloaded, RequestError
+from baton.protocol.errors import RequestError
 from baton.router.health import ServedModel
-from baton.router.http.connections import MIB, Bodies, body_limit, connection_of
+from baton.router.http.connections import MIB, Bodies, body_limit
 from baton.router.http.messages import CountBody, ask_of, count_decoder
 from baton.router.http.prepare import check_ids, lora_of, rendered
 from baton.router.http.schema import Chat
@@ -59,7 +59,7 @@ class TokenEndpoints:
         self._config_file = Path(config.model.path) / "tokenizer_config.json"
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        model, text = self._model(), self._engine.get_tokenizer()
+        model, text = self._engine.get_model_config(), self._engine.get_tokenizer()
         body = await self._read(request, model, _tokenize_decoder)
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
@@ -90,7 +90,7 @@ class TokenEndpoints:
 
     async def of_message(self, request: web.Request) -> web.Response:
         """Answer POST /v1/messages/count_tokens."""
-        model = self._model()
+        model = self._engine.get_model_config()
         body = await self._read(request, model, count_decoder)
         (chat,) = ask_of(body, {}).prompts
         assert isinstance(chat, Chat)
@@ -102,7 +102,7 @@ class TokenEndpoints:
         return _json({"input_tokens": len(token_ids)})
 
     async def detokenize(self, request: web.Request) -> web.Response:
-        model, text = self._model(), self._engine.get_tokenizer()
+        model, text = self._engine.get_model_config(), self._engine.get_tokenizer()
         body = await self._read(request, model, _detokenize_decoder)
         if body.tokens:
             with blaming({"prompt": "tokens"}):
@@ -118,21 +118,13 @@ class TokenEndpoints:
             text = "the model has no tokenizer_config.json"
             raise RequestError(text, code="unknown_url", http_status=404) from None
 
-    def _model(self) -> ServedModel:
-        try:
-            return self._engine.get_model_config()
-        except NodeError as error:
-            raise Overloaded("no node is ready yet", code="not_ready") from error
-
     async def _read(
         self, request: web.Request, model: ServedModel, decoder: msgspec.json.Decoder[S]
     ) -> S:
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = min(body_limit(self._max_body_mib, model, token_bytes), MAX_BODY_BYTES)
         with self._bodies.room() as room:
-            data = await self._bodies.read(request, room, max_bytes)
-            connection_of(request).began()
-            body = decoded(decoder, data)
+            body = decoded(decoder, await self._bodies.read(request, room, max_bytes))
         lora_of(body.model, model)
         return body
 

@@ -251,7 +251,7 @@ class AsyncLLM:
         return self._defaults
 
     def get_model_config(self) -> ServedModel:
-        """Return the model that the nodes serve. Raises `NodeError` until a node has been ready."""
+        """Return the model that the nodes serve. Raises `Overloaded` until a node is ready."""
         return self._router.get_model_config()
 
     async def __aenter__(self) -> "AsyncLLM":

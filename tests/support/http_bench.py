@@ -13,7 +13,7 @@ import aiohttp
 import msgspec
 
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Cancelled, NodeError, RequestError
+from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, ResumeState
 from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
@@ -137,7 +137,7 @@ class ScriptedEngine:
 
     def get_model_config(self) -> ServedModel:
         if not self.is_ready:
-            raise NodeError("no node has been ready yet", code="not_ready")
+            raise Overloaded("no node is ready yet", code="not_ready")
         return MODEL
 
     def get_tokenizer(self) -> Text:
