@@ -65,7 +65,7 @@ def health_of(
     now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission, oldest_wait_s: float
 ) -> Health:
     nodes, pairs = nodes_health(now_s, registry), registry.pairs
-    transfers = pairs.transfers()
+    transfers = pairs.transfers(now_s)
     failures = [one for one in transfers if one.num_failures]
     status, message = _status(registry, mode, nodes)
     failing = pairs.health(now_s)

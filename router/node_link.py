@@ -35,7 +35,6 @@ from baton.router.registry import Change, Entered, Left, Notice, Refuse, Registr
 from baton.router.request import DRAINING, HandoffEnded, NodeProcess
 from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import OPERATOR, name_of
-from baton.runtime.host import closed_most_from
 from baton.runtime.log import logger
 
 HEARTBEATS = b"heartbeats:"
@@ -214,7 +213,6 @@ class NodeLink:
             log.warning(
                 "connections were refused: not a baton node, or its keys.file differs from ours",
                 so_far=self._listener.refusals,
-                most_from=closed_most_from(self.endpoint),
             )
 
 

@@ -42,6 +42,8 @@ class PairTransfers(msgspec.Struct):
     num_failures: int = 0
     num_bytes: int = 0
     transfer_s: float = 0.0  # added up over all handoffs
+    reason: str = ""  # why the pair is avoided, or is being tried again
+    avoided_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -133,8 +135,12 @@ class Pairs:
             count.num_bytes += times.transfer_bytes
             count.transfer_s += times.transfer_s
 
-    def transfers(self) -> tuple[PairTransfers, ...]:
-        return tuple(map(copy, self._counts.values()))
+    def transfers(self, now_s: float) -> tuple[PairTransfers, ...]:
+        found = {pair: copy(one) for pair, one in self._counts.items()}
+        for bad in self.health(now_s):
+            if (one := found.get((bad.prefill_node, bad.decode_node))) is not None:
+                one.reason, one.avoided_s = bad.reason, bad.avoided_s
+        return tuple(found.values())
 
     def _forget(self, prefill: NodeProcess, decode: NodeProcess) -> None:
         probe = self._trouble.pop((prefill, decode)).probe

@@ -9,7 +9,6 @@ import math
 import os
 import resource
 import socket
-from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -190,20 +189,3 @@ def active_ports(folder: Path = RDMA_PORTS) -> list[str]:
             if state.read_text().strip() == _ACTIVE:
                 found.append(f"{state.parents[2].name}:{state.parent.name}")
     return found
-
-
-def closed_most_from(endpoint: str) -> str:
-    """Return whose connections to this host's endpoint have ended most often in the last minute.
-
-    Empty if none has. ZMQ does not say from where a handshake came that failed.
-    """
-    ends = Counter[str]()
-    if endpoint.startswith("tcp://"):
-        port = int(endpoint.rpartition(":")[2])
-        with contextlib.suppress(psutil.Error):
-            for one in psutil.net_connections("tcp"):
-                if one.status != psutil.CONN_TIME_WAIT or not (one.laddr and one.raddr):
-                    continue
-                if one.laddr.port == port:
-                    ends[one.raddr.ip] += 1
-    return max(ends, key=ends.__getitem__, default="")

@@ -22,6 +22,7 @@ from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import Running
 from baton.router.outputs import Path as RequestPath
 from baton.router.outputs import RequestMetrics, StageSpan, waterfall
+from baton.router.pairs import PairTransfers
 from baton.runtime.metrics import LostNode
 
 PAGE = Path(__file__).with_name("status.html")
@@ -69,19 +70,6 @@ class FaultRecord(msgspec.Struct, frozen=True):
     count: int = 1
 
 
-class PairRecord(msgspec.Struct, frozen=True):
-    """The handoffs of two nodes since the router started; `reason` says why the pair is avoided."""
-
-    prefill_node: str
-    decode_node: str
-    num_handoffs: int
-    num_failures: int
-    num_bytes: int
-    transfer_s: float
-    reason: str = ""
-    avoided_s: float = 0.0
-
-
 class StatusDocument(msgspec.Struct, frozen=True):
     """The content of `/status.json`. Counts start with the router, so readers take differences."""
 
@@ -102,7 +90,7 @@ class StatusDocument(msgspec.Struct, frozen=True):
     nodes: list[dict[str, object]]
     lost: tuple[LostNode, ...]
     num_pairs: int
-    pairs: list[PairRecord]
+    pairs: list[PairTransfers]
     requests: list[RequestRecord]
     faults: list[FaultRecord]
 
@@ -134,7 +122,11 @@ class StatusPage:
         self, now: float, health: Health, model: ServedModel | None, metrics: HttpMetrics
     ) -> bytes:
         """Return the body of `/status.json`."""
-        pairs = _pairs(health)
+        # Those that are avoided come first, then those with the most handoffs.
+        pairs = sorted(
+            health.transfers,
+            key=lambda one: (not one.reason, -one.num_handoffs, one.prefill_node, one.decode_node),
+        )
         document = StatusDocument(
             now=now,
             uptime_s=now - self._began_at,
@@ -167,25 +159,6 @@ def named_nodes(health: Health) -> list[dict[str, object]]:
         {**named(node), "load": named(node.load), "totals": named(node.totals)}
         for node in health.nodes
     ]
-
-
-def _pairs(health: Health) -> list[PairRecord]:
-    """Return the pairs that are avoided, then the others, those with the most handoffs first."""
-    trouble = {(one.prefill_node, one.decode_node): one for one in health.pairs}
-    records = []
-    for one in health.transfers:
-        bad = trouble.get((one.prefill_node, one.decode_node))
-        records.append(
-            PairRecord(
-                one.prefill_node, one.decode_node, one.num_handoffs, one.num_failures,
-                one.num_bytes, one.transfer_s, bad.reason if bad is not None else "",
-                bad.avoided_s if bad is not None else 0.0,
-            )
-        )  # fmt: skip
-    records.sort(
-        key=lambda one: (not one.reason, -one.num_handoffs, one.prefill_node, one.decode_node)
-    )
-    return records
 
 
 def _policy(page: str) -> str:

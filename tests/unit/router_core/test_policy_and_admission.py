@@ -62,7 +62,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at
     assert not registry.pairs.allows(2.5 * later_s, process("p0"), process("d0"))
     assert registry.pairs.worked(process("p0"), process("d1"))
     assert registry.pairs.allows(later_s, process("p0"), process("d1"))
-    counts = {one.decode_node: one.num_failures for one in registry.pairs.transfers()}
+    counts = {one.decode_node: one.num_failures for one in registry.pairs.transfers(0.0)}
     assert counts == {"d1": 1, "d0": 2}
     registry.gone(NodeId("p0"))
     assert registry.pairs.health(later_s) == ()
