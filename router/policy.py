@@ -8,7 +8,6 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from operator import itemgetter
 
 import msgspec
 
@@ -17,7 +16,7 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.outputs import Path
-from baton.router.pairs import Host, Hosts
+from baton.router.pairs import Hosts
 from baton.router.registry import Node, Registry, ReservedLoad
 from baton.router.request import Place, Placed
 
@@ -200,33 +199,23 @@ class _PairSearch:
         decodes = self._decode_candidates(self._held, NEAR_READ if hosts.is_one else FAR_READ)
         if not decodes or not prefills:
             return None
-        first = min(prefills)
-        best = _paired(first, min(decodes))
-        found = best if self._works(now_s, best) else None
-        for second, host in [] if hosts.is_one else self._near_candidates(hosts):
-            # With the best prefill node of all, no pair of this host or of a later one is cheaper.
-            if found and _pair_order(found) <= _pair_order(_paired(first, second)):
-                break
-            own = [one for one in prefills if one[5] in host.prefills]
-            pair = _paired(min(own), second) if own else None
-            if pair and self._works(now_s, pair):
-                found = min(found or pair, pair, key=_pair_order)
+        best = [_paired(min(prefills), min(decodes))]
+        if hosts.shared and not hosts.is_one:
+            best += self._best_of_hosts(hosts, prefills)
+        works = [pair for pair in best if self._works(now_s, pair)]
+        if works:
+            return min(works, key=_pair_order)
         pairs = self.possible_pairs(prefills)
-        return found or next((pair for pair in pairs if self._works(now_s, pair)), None)
+        return next((pair for pair in pairs if self._works(now_s, pair)), None)
 
-    def _near_candidates(self, hosts: Hosts) -> list[tuple[Candidate, Host]]:
-        """Return the best decode node of each host for a prompt from the same host, in order."""
-        near = (
-            {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
-            if hosts.shared
-            else {}
-        )
-        found = [
-            (min(own), host)
-            for host in hosts.shared
-            if (own := [near[node] for node in host.decodes if node in near])
-        ]
-        return sorted(found, key=itemgetter(0))
+    def _best_of_hosts(self, hosts: Hosts, prefills: list[Candidate]) -> Iterator[_Pair]:
+        """Yield the cheapest pair of each host."""
+        first = {one[5]: one for one in prefills}
+        second = {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
+        for host in hosts.shared:
+            near = [first[node] for node in host.prefills if node in first]
+            if near and (own := [second[node] for node in host.decodes if node in second]):
+                yield _paired(min(near), min(own))
 
     def _works(self, now_s: float, pair: _Pair) -> bool:
         prefill, decode = pair.prefill, pair.decode

@@ -89,7 +89,7 @@ class FoundChoice(msgspec.Struct, frozen=True):
 class FoundRequest(msgspec.Struct, frozen=True):
     """Everything needed to continue. Choices that the client has in full may be missing."""
 
-    attached: Attached  # the answer of one node, which does not list the choices of all nodes
+    attached: Attached  # the reply of one node, which does not list the choices of all nodes
     choices: dict[int, FoundChoice]
     first_attempt: int = 0  # an attempt that no earlier router of the request has made
     may_be_elsewhere: bool = False  # nodes that have not answered may hold another attempt
@@ -147,14 +147,14 @@ class Search:
         self._give_up_s = now_s + ANSWER_S
         return sorted(self._asked)
 
-    def heard(self, node: NodeId, answer: Attached | NotAttached) -> None:
+    def heard(self, node: NodeId, reply: Attached | NotAttached) -> None:
         self._silent.discard(node)
-        if isinstance(answer, NotAttached):
+        if isinstance(reply, NotAttached):
             return
-        self._first = self._first or answer
-        self._first_attempt = max(self._first_attempt, answer.first_attempt)
-        for held in answer.choices:
-            is_landing = held.key.choice in answer.landing
+        self._first = self._first or reply
+        self._first_attempt = max(self._first_attempt, reply.first_attempt)
+        for held in reply.choices:
+            is_landing = held.key.choice in reply.landing
             self._found[node, held.key] = FoundChoice(node, held, is_landing)
 
     def goes_on(self, node: NodeId, entry: TokenEntry) -> None:
@@ -350,13 +350,13 @@ class Reattaching:
         for searching in self._searching.values():
             searching.search.lost(node)
 
-    def heard(self, now_s: float, node: NodeId, answer: Attached | NotAttached) -> None:
-        searching = self._searching.get(answer.request_id)
+    def heard(self, now_s: float, node: NodeId, reply: Attached | NotAttached) -> None:
+        searching = self._searching.get(reply.request_id)
         if searching is not None:
-            searching.search.heard(node, answer)
+            searching.search.heard(node, reply)
             self._judge(now_s, searching)
-        elif isinstance(answer, Attached):
-            self._give_up({node: [one.key for one in answer.choices if one.is_running]})
+        elif isinstance(reply, Attached):
+            self._give_up({node: [one.key for one in reply.choices if one.is_running]})
 
     def holds_back(self, node: NodeId, request_id: RequestId, message: NodeMessage) -> bool:
         """Keep a message of a request that is searched for. Return False for other requests."""

@@ -267,7 +267,7 @@ class App:
         except ConnectionError:  # the client has left
             return web.Response(status=CLIENT_GONE)
         except Exception:
-            log.exception("a request broke", route=_route_of(request))
+            log.exception("unhandled error", route=_route_of(request))
             return self._error(request, BatonError("the router failed to handle this request"))
 
     def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
@@ -359,7 +359,7 @@ def document() -> bytes:
     )
     *body_schemas, error = schemas
     failed = {"description": "an error", "content": _of_schema(error)}
-    responses = {"200": {"description": "the answer"}, "4XX": failed, "5XX": failed}
+    responses = {"200": {"description": "the response"}, "4XX": failed, "5XX": failed}
     paths: dict[str, dict[str, object]] = {}
     for (path, (_, summary)), schema in zip(_POSTS.items(), body_schemas, strict=True):
         body = {"required": True, "content": _of_schema(schema)}

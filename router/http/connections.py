@@ -61,7 +61,7 @@ class Connection(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.closed(self)
         if isinstance(exc, TimeoutError):
-            _tell_of_cut()
+            _log_cut()
         self._end_wait()
         super().connection_lost(exc)
 
@@ -98,7 +98,7 @@ class Connection(web.RequestHandler):
             return
         num_taken = self._num_left - self.transport.get_write_buffer_size()
         if num_taken < MIN_BYTES_PER_S * self._connections.unread_s:
-            _tell_of_cut()
+            _log_cut()
             self.transport.abort()
         else:
             self._check_later()
@@ -190,8 +190,8 @@ def _abort(connection: Connection) -> None:
         connection.transport.abort()
 
 
-def _tell_of_cut() -> None:
-    log.info("a client was cut off because it did not read its answer")
+def _log_cut() -> None:
+    log.info("a client was cut off because it did not read its response")
 
 
 MIB = 1024 * 1024

@@ -26,11 +26,11 @@ from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.prepare import Job, ModelFormat, check_ids, parsed, rendered, unpacked
+from baton.router.http.prepare import Job, ModelFormat, check_ids, parse_body, rendered, unpacked
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.http.response_events import ResponseEvents
-from baton.router.http.responses import Answer, ShownPrompt, clamped_to, system_fingerprint
-from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint
+from baton.router.http.responses import ResponseWriter, ShownPrompt, clamped_to, system_fingerprint
+from baton.router.http.schema import BodyPrompt, Chat, Endpoint, ParsedRequest
 from baton.router.http.sse import (
     LAST_EVENT_ID,
     SILENCE_S,
@@ -74,14 +74,14 @@ log = logger("router")
 
 @dataclass(slots=True)
 class Work:
-    """One HTTP request and its answer."""
+    """One HTTP request and the form of its response."""
 
-    ask: Ask
+    parsed: ParsedRequest
     params: SamplingParams
-    answer: Answer
+    writer: ResponseWriter
     prompts: list[str | list[int] | bytes]  # bytes are packed token ids
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
-    request_id: str  # the client's own, or the answer's
+    request_id: str  # the client's own, or the response's
     kept: ResumeState | None = None  # for a stream that the client can resume
     parsing: Parsing | None = None
 
@@ -124,17 +124,17 @@ class Handlers:
         place = None
         if LAST_EVENT_ID in request.headers and endpoint in _CHUNKED:
             place = place_of(request.headers[LAST_EVENT_ID])
-            # The form of the answer is known, so the body is not used.
+            # The form of the response is known, so the body is not used.
             with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._max_body_mib << 20)
         with self._counted_request(request) as running:
             if place is not None:
                 return await self._again(request, running, place)
             work = await self._submit(request, running, endpoint)
-            if not work.ask.generates:
+            if not work.parsed.generates:
                 return await self._echo(request, work, running)
-            with blaming(work.ask.sent):
-                if not work.ask.is_streamed:
+            with blaming(work.parsed.sent):
+                if not work.parsed.is_streamed:
                     return await self._whole(work, running)
                 events = await self._begin_stream(work, running.streams)
             headers = _headers(work, [stream.metrics for stream in running.streams])
@@ -156,7 +156,7 @@ class Handlers:
             return web.Response(status=204)  # this status ends the retries of an EventSource
         self._refuse_if_draining()
         owner = owner_of(authorization_of(request), wants_key=self._wants_key)
-        claim = Claim(RequestId(f"{place.answer_id}-0"), owner, place.received)
+        claim = Claim(RequestId(f"{place.response_id}-0"), owner, place.received)
         forms: list[Form] = []
 
         def read_form(data: bytes) -> tuple[SamplingParams, Parsing | None]:
@@ -166,8 +166,8 @@ class Handlers:
         stream = await self._engine.reattach(claim, read_form)
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
-        answer, running.request_id = forms[-1].answer, forms[-1].request_id
-        events = self._events(answer, stream.params.n, (), [stream.metrics])
+        writer, running.request_id = forms[-1].writer, forms[-1].request_id
+        events = self._events(writer, stream.params.n, (), [stream.metrics])
         events.resume_at(place)
         headers = {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers)
@@ -194,20 +194,20 @@ class Handlers:
             del body
             running.request_id = work.request_id
             num_logprobs = 0
-            for index, prompt in enumerate(work.prompts if work.ask.needs_nodes else ()):
+            for index, prompt in enumerate(work.prompts if work.parsed.needs_nodes else ()):
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
-                name = f"{work.answer.id}-{index}"
+                name = f"{work.writer.id}-{index}"
                 ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
                 if self._logs_prompts:
                     log.info("prompt", request=work.request_id, text=_shown(ready))
-                with blaming(work.ask.sent):
+                with blaming(work.parsed.sent):
                     stream = await self._engine.submit(
-                        ready, work.params, name, work.kept, work.parsing, work.ask.scope
+                        ready, work.params, name, work.kept, work.parsing, work.parsed.scope
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
-                    times = 1 if work.ask.is_chat else work.params.n
+                    times = 1 if work.parsed.is_chat else work.params.n
                     num_logprobs += stream.num_prompt_logprobs * times
                     check_num_logprobs(num_logprobs)
         return work
@@ -216,52 +216,57 @@ class Handlers:
         prompts: list[str | list[int] | bytes]
         if len(body) > SMALL_BYTES:
             prepared = await self._large.prepare(job, body)
-            ask, prompts, echoes = prepared.ask, [*prepared.prompts], prepared.echoes
+            parsed, prompts, echoes = prepared.parsed, [*prepared.prompts], prepared.echoes
         else:
-            ask = parsed(job, body)
-            with blaming(ask.sent):
-                small = [await self._ids_of(prompt, ask, job.model) for prompt in ask.prompts]
+            parsed = parse_body(job, body)
+            with blaming(parsed.sent):
+                small = [await self._ids_of(prompt, parsed, job.model) for prompt in parsed.prompts]
             prompts = [*small]
-            echoes = [self._text_of(prompt) for prompt in small] if ask.echo else []
-        ask, parsing = self._format.apply(ask)
-        if sum(map(len, echoes)) * ask.params.n > MAX_ECHO_CHARS:
+            echoes = [self._text_of(prompt) for prompt in small] if parsed.echo else []
+        parsed, parsing = self._format.apply(parsed)
+        if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
-        answer = Answer(
-            id=f"{_ID_PREFIXES[ask.endpoint]}{secrets.token_hex(12)}",
-            model=ask.scope.lora or job.model.name,
+        writer = ResponseWriter(
+            id=f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}",
+            model=parsed.scope.lora or job.model.name,
             created=int(time.time()),
-            is_chat=ask.is_chat,
-            include_usage=ask.include_usage,
-            token_ids=ask.token_ids,
-            timeline=ask.timeline,
-            num_logprobs=ask.params.logprobs,
-            num_prompt_logprobs=ask.num_prompt_logprobs,
-            names_ids=ask.names_ids,
-            continuous_usage=ask.continuous_usage,
-            form_param=ask.form_param,
+            is_chat=parsed.is_chat,
+            include_usage=parsed.include_usage,
+            token_ids=parsed.token_ids,
+            timeline=parsed.timeline,
+            num_logprobs=parsed.params.logprobs,
+            num_prompt_logprobs=parsed.num_prompt_logprobs,
+            names_ids=parsed.names_ids,
+            continuous_usage=parsed.continuous_usage,
+            form_param=parsed.form_param,
             system_fingerprint=system_fingerprint(job.model.fingerprint),
         )
-        # A client with the id of an answer can take over the stream, so logs and pages do not show
-        # it.
+        # A client with the id of a response can take over the stream, so logs do not show it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
         kept = None
-        is_plain = not ask.echo and ask.params.logprobs is None and ask.endpoint in _CHUNKED
-        if ask.is_streamed and len(prompts) == 1 and is_plain:
+        is_plain = (
+            not parsed.echo and parsed.params.logprobs is None and parsed.endpoint in _CHUNKED
+        )
+        if parsed.is_streamed and len(prompts) == 1 and is_plain:
             owner = owner_of(authorization_of(request), wants_key=self._wants_key)
-            kept = kept_of(Form(answer, ask.kept_sampling, name, parsing), owner, ask.params.n)
-        return Work(ask, ask.params, answer, prompts, echoes, name, kept, parsing)
+            kept = kept_of(
+                Form(writer, parsed.kept_sampling, name, parsing), owner, parsed.params.n
+            )
+        return Work(parsed, parsed.params, writer, prompts, echoes, name, kept, parsing)
 
-    async def _ids_of(self, prompt: BodyPrompt, ask: Ask, model: ServedModel) -> str | list[int]:
+    async def _ids_of(
+        self, prompt: BodyPrompt, parsed: ParsedRequest, model: ServedModel
+    ) -> str | list[int]:
         """Return a prompt for the engine, which makes the checks that only it can make."""
         max_tokens = model.max_model_len - 1
         text = self._engine.get_tokenizer()
         if isinstance(prompt, Chat):
             chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
             return await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
-        if isinstance(prompt, str) and not ask.generates:
+        if isinstance(prompt, str) and not parsed.generates:
             prompt = await text.encode(prompt, max_tokens=max_tokens)
-        if isinstance(prompt, list) and ask.echo:
+        if isinstance(prompt, list) and parsed.echo:
             check_ids(prompt, model)
         return prompt
 
@@ -303,13 +308,13 @@ class Handlers:
         metrics: Sequence[RequestMetrics],
     ) -> bytes:
         if work.params.prompt_logprobs is None:
-            return work.answer.whole(outputs, metrics, await self._prompts(work, streams))
+            return work.writer.whole(outputs, metrics, await self._prompts(work, streams))
         async with self._scoring:
             prompts = await self._prompts(work, streams)
-            return await asyncio.to_thread(work.answer.whole, outputs, metrics, prompts)
+            return await asyncio.to_thread(work.writer.whole, outputs, metrics, prompts)
 
     async def _prompts(self, work: Work, streams: Sequence[RequestStream]) -> list[ShownPrompt]:
-        """Return the prompts that an answer shows, with log probabilities if they are wanted."""
+        """Return the prompts that a response shows, with log probabilities if they are wanted."""
         if work.params.prompt_logprobs is None:
             return [ShownPrompt(text) for text in work.echoes]
         spell = self._engine.get_tokenizer().token_text
@@ -318,7 +323,7 @@ class Handlers:
             texts: Sequence[str | None] = work.echoes or [None] * len(streams)
             pairs = zip(texts, streams, strict=True)
             return [
-                work.answer.prompt(text, one.prompt_token_ids, one.prompt_logprobs() or [], spell)
+                work.writer.prompt(text, one.prompt_token_ids, one.prompt_logprobs() or [], spell)
                 for text, one in pairs
             ]
 
@@ -338,11 +343,11 @@ class Handlers:
         running.outcome = "finished"
         metrics = [RequestMetrics(num_prompt_tokens=_num_ids(ids)) for ids in work.prompts]
         headers = _headers(work, metrics)
-        if not work.ask.is_streamed:
+        if not work.parsed.is_streamed:
             body = await self._body(work, streams, outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
         prompts = await self._prompts(work, streams)
-        events = self._events(work.answer, num_choices, prompts, metrics)
+        events = self._events(work.writer, num_choices, prompts, metrics)
         response = await events.open(request, headers)
         for output in outputs:
             events.sink(0)(output)
@@ -393,22 +398,22 @@ class Handlers:
             has_nodes = streams[0].metrics.num_attempts > 0
         metrics = [stream.metrics for stream in streams]
         prompts = await self._prompts(work, streams)
-        events = self._events(work.answer, work.params.n, prompts, metrics)
+        events = self._events(work.writer, work.params.n, prompts, metrics)
         if (typed := _typed(work, streams)) is not None:
             events.make_with(typed)
         if work.kept is not None:
-            events.resume_at(ReaderPlace(work.answer.id, None))
+            events.resume_at(ReaderPlace(work.writer.id, None))
         return events
 
     def _events(
         self,
-        answer: Answer,
+        writer: ResponseWriter,
         num_choices: int,
         prompts: Sequence[ShownPrompt],
         metrics: Sequence[RequestMetrics],
     ) -> EventStream:
         lengths = [one.num_prompt_tokens for one in metrics]
-        return EventStream(answer, num_choices, prompts, lengths, self._metrics, self._silence_s)
+        return EventStream(writer, num_choices, prompts, lengths, self._metrics, self._silence_s)
 
     async def _relayed(
         self, request: web.Request, running: Running, events: EventStream, headers: dict[str, str]
@@ -424,8 +429,8 @@ class Handlers:
         except ConnectionError:
             raise
         except Exception:
-            log.exception("a streamed answer broke", request=running.request_id)
-            broken = BatonError("the router failed to make this answer")
+            log.exception("unhandled error in a stream", request=running.request_id)
+            broken = BatonError("the router failed to make this response")
             running.failed(broken)
             events.fail(broken)
         finally:
@@ -456,13 +461,13 @@ def request_id_of(request: web.Request) -> str:
 
 
 def _typed(work: Work, streams: Sequence[RequestStream]) -> TypedEvents | None:
-    """Return what makes the answers of the endpoints that do not answer in chunks."""
-    answer, is_streamed = work.answer, work.ask.is_streamed
-    match work.ask.endpoint:
+    """Return what makes the responses of endpoints whose streams have typed events."""
+    writer, is_streamed = work.writer, work.parsed.is_streamed
+    match work.parsed.endpoint:
         case "responses":
-            return ResponseEvents(answer, work.ask.settings, is_streamed=is_streamed)
+            return ResponseEvents(writer, work.parsed.settings, is_streamed=is_streamed)
         case "messages":
-            return MessageEvents(answer, streams[0].metrics, is_streamed=is_streamed)
+            return MessageEvents(writer, streams[0].metrics, is_streamed=is_streamed)
     return None
 
 

@@ -66,11 +66,11 @@ class LargeBodies:
         except BaseException:
             self._turn.release()
             raise
-        answer = await stream.ask(self._encoder.encode(job), body)
-        if answer.failure is not None:
-            raise from_failure(answer.failure)
-        assert answer.prepared is not None
-        return answer.prepared
+        reply = await stream.ask(self._encoder.encode(job), body)
+        if reply.failure is not None:
+            raise from_failure(reply.failure)
+        assert reply.prepared is not None
+        return reply.prepared
 
     def close(self) -> None:
         """End the process. It may be called again."""
@@ -164,13 +164,13 @@ class _BodySocket(asyncio.Protocol):
             lost = Overloaded(text, code="body_process_lost")
             self._end(Reply(failure=lost.to_failure()))
 
-    def _end(self, answer: Reply) -> None:
-        reply, self._reply = self._reply, None
-        assert reply is not None, "the process answers only what it was sent"
+    def _end(self, reply: Reply) -> None:
+        waiter, self._reply = self._reply, None
+        assert waiter is not None, "the process answers only what it was sent"
         if self._deadline is not None:
             self._deadline.cancel()
-        if not reply.done():
-            reply.set_result(answer)
+        if not waiter.done():
+            waiter.set_result(reply)
         self._on_free()
 
 

@@ -1,6 +1,6 @@
 """POST /v1/messages and its count of tokens: bodies that become chats, and answers in their form.
 
-The blocks of an answer are in the order in which the model wrote them. Each is open until its kind
+The blocks of a response are in the order in which the model wrote them. Each is open until its kind
 changes, and a call comes whole.
 """
 
@@ -11,8 +11,15 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import BatonError, RequestError
-from baton.router.http.responses import Answer, call_id
-from baton.router.http.schema import Ask, ChatBody, Int, JsonSchema, ResponseFormat, chat_ask
+from baton.router.http.responses import ResponseWriter, call_id
+from baton.router.http.schema import (
+    ChatBody,
+    Int,
+    JsonSchema,
+    ParsedRequest,
+    ResponseFormat,
+    parsed_chat,
+)
 from baton.router.http.turns import (
     MAX_TOOLS,
     Anything,
@@ -71,7 +78,7 @@ class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    # These change nothing about an answer.
+    # These change nothing about a response.
     cache_control: Anything = msgspec.UNSET
     eager_input_streaming: Anything = msgspec.UNSET
     input_examples: Anything = msgspec.UNSET
@@ -106,7 +113,7 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tool_choice: Choice | None = None
     thinking: ThinkingMode | None = None
     output_config: OutputConfig | None = None
-    # These change nothing about an answer.
+    # These change nothing about a response.
     cache_control: Anything = msgspec.UNSET
     context_management: Anything = msgspec.UNSET
 
@@ -120,7 +127,7 @@ class MessageBody(CountBody, kw_only=True):
     top_p: float | None = None
     top_k: Int | None = None
     stop_sequences: list[str] | None = None
-    # These change nothing about an answer.
+    # These change nothing about a response.
     metadata: Object | None = None
     service_tier: str | None = None
 
@@ -129,7 +136,7 @@ _decoder = msgspec.json.Decoder(MessageBody)
 count_decoder = msgspec.json.Decoder(CountBody)
 
 
-def parse_message(data: bytes, defaults: Mapping[str, object]) -> Ask:
+def parse_message(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest:
     """Return the checked body as what a chat asks for. Raises `RequestError`.
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
@@ -137,10 +144,10 @@ def parse_message(data: bytes, defaults: Mapping[str, object]) -> Ask:
     body = decoded(_decoder, data)
     given = {name: getattr(body, name) for name in ("stream", "temperature", "top_p", "top_k")}
     more = {"stop": body.stop_sequences, "max_completion_tokens": body.max_tokens}
-    return ask_of(body, defaults, **given, **more)
+    return chat_of(body, defaults, **given, **more)
 
 
-def ask_of(body: CountBody, defaults: Mapping[str, object], **settings: object) -> Ask:
+def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object) -> ParsedRequest:
     """Return what a chat with the turns of `body` asks for. Raises `RequestError`."""
     choice, thinking = body.tool_choice or Choice(), body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
@@ -161,13 +168,13 @@ def ask_of(body: CountBody, defaults: Mapping[str, object], **settings: object) 
         **settings,  # type: ignore[arg-type]
     )
     try:
-        ask = chat_ask(chat, _turns_of(body), defaults, limit_name="max_tokens")
+        parsed = parsed_chat(chat, _turns_of(body), defaults, limit_name="max_tokens")
     except RequestError as error:
         param = (error.param or "").replace(".function.parameters", ".input_schema")
         error.param = _NAMES.get(param, param.replace(".function", "")) or None
         raise
-    form_param = _NAMES.get(ask.form_param, ask.form_param)
-    return msgspec.structs.replace(ask, endpoint="messages", form_param=form_param)
+    form_param = _NAMES.get(parsed.form_param, parsed.form_param)
+    return msgspec.structs.replace(parsed, endpoint="messages", form_param=form_param)
 
 
 def _turns_of(body: CountBody) -> list[Object]:
@@ -198,7 +205,7 @@ def _turns_of(body: CountBody) -> list[Object]:
         if texts or turn.role == "assistant":
             turns.append(plain)
     if body.messages[-1].role == "assistant":
-        text = "messages must end with a turn of the user: baton does not go on with an answer"
+        text = "messages must end with a turn of the user: baton does not continue a response"
         raise RequestError(text, code="unsupported", param="messages")
     return turns
 
@@ -220,13 +227,15 @@ class MessageEvents:
     """Give deltas to `take`, then call `ending` or `failed` in a stream, else `whole`."""
 
     __slots__ = (
-        "_answer", "_blocks", "_events", "_has_begun", "_is_open", "_is_streamed", "_metrics",
-        "_stop", "_texts",
+        "_blocks", "_events", "_has_begun", "_is_open", "_is_streamed", "_metrics", "_stop",
+        "_texts", "_writer",
     )  # fmt: skip
 
-    def __init__(self, answer: Answer, metrics: RequestMetrics, *, is_streamed: bool) -> None:
+    def __init__(
+        self, writer: ResponseWriter, metrics: RequestMetrics, *, is_streamed: bool
+    ) -> None:
         """`metrics` are those of the request, as they grow."""
-        self._answer, self._metrics, self._is_streamed = answer, metrics, is_streamed
+        self._writer, self._metrics, self._is_streamed = writer, metrics, is_streamed
         self._events: list[bytes] = []  # to return
         self._blocks: list[Object] = []
         self._texts: list[str] = []  # of the block that is open
@@ -240,7 +249,7 @@ class MessageEvents:
         self._add("text", delta.text)
         for call in delta.tool_calls:
             self._close()
-            name = call_id(self._answer.id, 0, call.index)
+            name = call_id(self._writer.id, 0, call.index)
             block: Object = {"type": "tool_use", "id": name, "name": call.name, "input": {}}
             self._open(block)
             self._change({"type": "input_json_delta", "partial_json": call.arguments})
@@ -278,8 +287,8 @@ class MessageEvents:
             self._emit("message_start", message=self._message(self._metrics))
 
     def _message(self, metrics: RequestMetrics) -> Object:
-        head = {"id": self._answer.id, "type": "message", "role": "assistant"}
-        message = {**head, "model": self._answer.model, "content": self._blocks, **self._stop}
+        head = {"id": self._writer.id, "type": "message", "role": "assistant"}
+        message = {**head, "model": self._writer.model, "content": self._blocks, **self._stop}
         return {**message, "usage": _usage_of(metrics)}
 
     def _add(self, kind: str, text: str) -> None:

@@ -12,14 +12,21 @@ from baton.router.grammars import WHITE_SPACE
 from baton.router.health import ServedModel
 from baton.router.http.messages import parse_message
 from baton.router.http.response_body import parse_response
-from baton.router.http.schema import Ask, BodyPrompt, Chat, Endpoint, parse_chat, parse_completion
+from baton.router.http.schema import (
+    BodyPrompt,
+    Chat,
+    Endpoint,
+    ParsedRequest,
+    parse_chat,
+    parse_completion,
+)
 from baton.router.http.turns import Function, ToolUse, blaming
 from baton.router.queue import Limits, check_prompt
 from baton.router.response_parser import END_THINK, Parsing, ToolFormat
 from baton.router.text import ChatTemplate, Text
 from baton.runtime.log import clip
 
-_PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], Ask]] = {
+_PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], ParsedRequest]] = {
     "completions": parse_completion,
     "chat": parse_chat,
     "responses": parse_response,
@@ -37,32 +44,32 @@ class Job(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """A checked body whose prompts are token ids, each packed by `packed`."""
 
-    ask: Ask  # its prompts removed
+    parsed: ParsedRequest  # its prompts removed
     prompts: list[bytes]
     echoes: list[str]
 
 
 def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
     """Return what a body asks for. Raises `RequestError`."""
-    ask = parsed(job, data)
+    parsed = parse_body(job, data)
     prompts, echoes = [], []
-    for prompt in ask.prompts:
-        with blaming(ask.sent):
+    for prompt in parsed.prompts:
+        with blaming(parsed.sent):
             token_ids = _ids_of(prompt, job.model, text, template)
             check_ids(token_ids, job.model)
         prompts.append(packed(token_ids))
-        if ask.echo:
+        if parsed.echo:
             echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
-    return Prepared(msgspec.structs.replace(ask, prompts=()), prompts, echoes)
+    return Prepared(msgspec.structs.replace(parsed, prompts=()), prompts, echoes)
 
 
-def parsed(job: Job, data: bytes) -> Ask:
+def parse_body(job: Job, data: bytes) -> ParsedRequest:
     """Return the checked body of a request to the model. Raises `RequestError`."""
     parse, model = _PARSERS[job.endpoint], job.model
-    ask = parse(data, model.sampling)
-    if not (lora := lora_of(ask.model, model)):
-        return ask
-    return msgspec.structs.replace(ask, scope=msgspec.structs.replace(ask.scope, lora=lora))
+    parsed = parse(data, model.sampling)
+    if not (lora := lora_of(parsed.model, model)):
+        return parsed
+    return msgspec.structs.replace(parsed, scope=msgspec.structs.replace(parsed.scope, lora=lora))
 
 
 def lora_of(name: str | None, model: ServedModel) -> str:
@@ -133,16 +140,16 @@ class ModelFormat(msgspec.Struct, frozen=True):
             else config.reasoning_parser != "none",
         )
 
-    def apply(self, ask: Ask) -> tuple[Ask, Parsing | None]:
+    def apply(self, parsed: ParsedRequest) -> tuple[ParsedRequest, Parsing | None]:
         """Return a request in this format, and what to find in its response.
 
         Raises `RequestError` for tools that the model cannot call.
         """
-        if not ask.is_chat or (ask.tools is None and not self.reasoning):
-            return ask, None
-        reasoning = Parsing(reasoning=self.reasoning, include_reasoning=ask.include_reasoning)
-        if (tools := ask.tools) is None:
-            return ask, reasoning
+        if not parsed.is_chat or (parsed.tools is None and not self.reasoning):
+            return parsed, None
+        reasoning = Parsing(reasoning=self.reasoning, include_reasoning=parsed.include_reasoning)
+        if (tools := parsed.tools) is None:
+            return parsed, reasoning
         if self.tools is None and not tools.is_required:
             text = (
                 "the model's chat template shows no tool calls in a format that this server "
@@ -150,17 +157,17 @@ class ModelFormat(msgspec.Struct, frozen=True):
             )
             raise RequestError(text, code="unsupported", param="tools")
         written = self.tools or "hermes"  # a grammar makes any model write it
-        sampling = {**ask.sampling}
+        sampling = {**parsed.sampling}
         if written == "mistral":  # its tags are special tokens
             sampling["skip_special_tokens"] = False
         if tools.is_required or tools.is_strict:
             if "structured_outputs" in sampling:
-                text = f"{ask.form_param} cannot be kept beside tool calls that must have a form"
-                raise RequestError(text, param=ask.form_param)
+                text = f"{parsed.form_param} cannot be kept beside tool calls that must have a form"
+                raise RequestError(text, param=parsed.form_param)
             sampling["structured_outputs"] = form_of_calls(tools, written)
-            ask = msgspec.structs.replace(ask, form_param="tools")
-        ask = msgspec.structs.replace(ask, sampling=sampling)
-        _ = ask.params  # min_tokens and ignore_eos are refused beside a form
+            parsed = msgspec.structs.replace(parsed, form_param="tools")
+        parsed = msgspec.structs.replace(parsed, sampling=sampling)
+        _ = parsed.params  # min_tokens and ignore_eos are refused beside a form
         names = tuple(one.name for one in tools.functions) if written == "llama3_json" else ()
         parsing = msgspec.structs.replace(
             reasoning,
@@ -168,7 +175,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
             tool_names=names,
             parallel_tool_calls=tools.parallel_tool_calls,
         )
-        return ask, parsing
+        return parsed, parsing
 
 
 def _tool_format(source: str) -> ToolFormat | None:

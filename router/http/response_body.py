@@ -12,12 +12,12 @@ from msgspec import Meta
 from baton.protocol.errors import RequestError
 from baton.router.http.schema import (
     AnyBody,
-    Ask,
     ChatBody,
     Int,
     JsonSchema,
+    ParsedRequest,
     ResponseFormat,
-    chat_ask,
+    parsed_chat,
 )
 from baton.router.http.turns import (
     MAX_TOOLS,
@@ -105,7 +105,7 @@ class ResponseBody(AnyBody, kw_only=True):
 
 
 class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    # These change nothing about an answer.
+    # These change nothing about a response.
     type: object = None
     id: object = None
     status: object = None
@@ -150,7 +150,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 _decoder = msgspec.json.Decoder(ResponseBody)
 
 
-def parse_response(data: bytes, defaults: Mapping[str, object]) -> Ask:
+def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest:
     """Return the checked body as what a chat asks for. Raises `RequestError`.
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
@@ -171,14 +171,14 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> Ask:
         chat_template_kwargs=body.chat_template_kwargs,
     )
     try:
-        ask = chat_ask(chat, _turns_of(body), defaults, limit_name="max_output_tokens")
+        parsed = parsed_chat(chat, _turns_of(body), defaults, limit_name="max_output_tokens")
     except RequestError as error:
         raise _renamed(error) from None
     return msgspec.structs.replace(
-        ask,
+        parsed,
         endpoint="responses",
-        form_param=_NAMES.get(ask.form_param, ask.form_param),
-        settings=msgspec.json.encode(_settings(body, ask, tools)),
+        form_param=_NAMES.get(parsed.form_param, parsed.form_param),
+        settings=msgspec.json.encode(_settings(body, parsed, tools)),
     )
 
 
@@ -308,26 +308,26 @@ def _is_only_reasoning(turn: Object) -> bool:
     return not turn["content"] and "tool_calls" not in turn
 
 
-def _settings(body: ResponseBody, ask: Ask, tools: list[Function]) -> Object:
+def _settings(body: ResponseBody, parsed: ParsedRequest, tools: list[Function]) -> Object:
     """Return the fields of a response object that repeat its request."""
     text, reasoning = body.text or TextSettings(), body.reasoning or ReasoningSettings()
     choice = body.tool_choice or "auto"
     return {
         "background": False,
-        "frequency_penalty": ask.params.frequency_penalty,
+        "frequency_penalty": parsed.params.frequency_penalty,
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "presence_penalty": ask.params.presence_penalty,
+        "presence_penalty": parsed.params.presence_penalty,
         "previous_response_id": None,
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": None},
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": ask.params.temperature,
+        "temperature": parsed.params.temperature,
         "text": {"format": text.format or PlainFormat(), "verbosity": text.verbosity},
         "tool_choice": choice,
         "tools": [
@@ -335,7 +335,7 @@ def _settings(body: ResponseBody, ask: Ask, tools: list[Function]) -> Object:
             for tool in tools
         ],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": ask.params.top_p,
+        "top_p": parsed.params.top_p,
         "truncation": "disabled",
         "user": body.user,
     }

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from baton.protocol.errors import BatonError
-from baton.router.http.responses import Answer, LogprobForms, call_id, usage_of
+from baton.router.http.responses import LogprobForms, ResponseWriter, call_id, usage_of
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
 Kind = Literal["message", "reasoning"]
@@ -35,13 +35,13 @@ class ResponseEvents:
     """Give deltas to `take`, then call `ending` or `failed` in a stream, else `whole`."""
 
     __slots__ = (
-        "_answer", "_events", "_finish_reason", "_is_streamed", "_num_events", "_open", "_output",
-        "_settings", "_unplaced",
+        "_events", "_finish_reason", "_is_streamed", "_num_events", "_open", "_output",
+        "_settings", "_unplaced", "_writer",
     )  # fmt: skip
 
-    def __init__(self, answer: Answer, settings: bytes, *, is_streamed: bool) -> None:
+    def __init__(self, writer: ResponseWriter, settings: bytes, *, is_streamed: bool) -> None:
         """`settings` is the JSON object of the fields that repeat the request."""
-        self._answer = answer
+        self._writer = writer
         self._settings = settings
         self._is_streamed = is_streamed
         self._num_events = 0
@@ -58,7 +58,7 @@ class ResponseEvents:
             self._add("reasoning", delta.reasoning, [])
         if delta.logprobs is not None:
             rows = zip(delta.token_ids, delta.logprobs, strict=False)
-            found = LogprobForms(self._answer.num_logprobs or 0).of_chat(rows)["content"]
+            found = LogprobForms(self._writer.num_logprobs or 0).of_chat(rows)["content"]
             assert isinstance(found, list)
             self._unplaced += found
         if delta.text:
@@ -137,7 +137,7 @@ class ResponseEvents:
     def _call(self, call: ToolCall) -> None:
         self._close("completed")
         name, arguments = call.name, call.arguments
-        given = {"call_id": call_id(self._answer.id, 0, call.index), "name": name}
+        given = {"call_id": call_id(self._writer.id, 0, call.index), "name": name}
         item = self._item("function_call", "completed", **given, arguments=arguments)
         self._emit_item("added", {**item, "status": "in_progress", "arguments": ""})
         place = {"item_id": item["id"], "output_index": len(self._output)}
@@ -155,7 +155,7 @@ class ResponseEvents:
         return item
 
     def _item_id(self, kind: str) -> str:
-        number = self._answer.id.partition("_")[2]
+        number = self._writer.id.partition("_")[2]
         return f"{_PREFIXES[kind]}_{number}{len(self._output)}"
 
     def _part(self) -> Object:
@@ -172,13 +172,13 @@ class ResponseEvents:
     ) -> msgspec.Raw:
         reason = {"reason": "max_output_tokens"} if status == "incomplete" else None
         response = {
-            "id": self._answer.id,
+            "id": self._writer.id,
             "object": "response",
-            "created_at": self._answer.created,
+            "created_at": self._writer.created,
             "status": status,
             "error": error,
             "incomplete_details": reason,
-            "model": self._answer.model,
+            "model": self._writer.model,
             "output": self._output,
             "usage": None if metrics is None else _usage_of(metrics),
         }

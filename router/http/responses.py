@@ -38,7 +38,7 @@ class Columns(msgspec.Struct):
 
 
 class ShownPrompt(msgspec.Struct, frozen=True):
-    """One prompt in its answer."""
+    """One prompt in its response."""
 
     text: str = ""  # before each choice
     logprobs: Columns | None = None  # of the same
@@ -138,14 +138,14 @@ RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
 
-class Answer(msgspec.Struct, frozen=True):
-    """The identity and the form of one answer, which make the bytes of its parts."""
+class ResponseWriter(msgspec.Struct, frozen=True):
+    """The identity and the form of one response, which make the bytes of its parts."""
 
     id: str
     model: str
     created: int  # unix seconds
     is_chat: bool
-    include_usage: bool  # in a stream; a whole answer always has usage
+    include_usage: bool  # in a stream; a whole response always has usage
     token_ids: bool
     timeline: bool
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
@@ -277,12 +277,12 @@ class ChunkTemplate:
     """Makes the chunks of one choice."""
 
     __slots__ = (
-        "_after", "_answer", "_before", "_end", "_num_chars", "_num_output_tokens",
-        "_num_prompt_tokens", "_running_end",
+        "_after", "_before", "_end", "_num_chars", "_num_output_tokens", "_num_prompt_tokens",
+        "_running_end", "_writer",
     )  # fmt: skip
 
-    def __init__(self, answer: Answer, before: bytes, after: bytes, end: bytes) -> None:
-        self._answer = answer
+    def __init__(self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes) -> None:
+        self._writer = writer
         self._num_chars = 0  # of the tokens so far, for log probabilities
         self._before = before
         self._after = after
@@ -308,16 +308,16 @@ class ChunkTemplate:
         text = _encode(delta.text)
         if delta.reasoning or delta.tool_calls:
             # They come behind the content, in the same object.
-            parts = _encode(_parts_of(self._answer.id, delta, is_delta=True))
+            parts = _encode(_parts_of(self._writer.id, delta, is_delta=True))
             text = _encode(delta.text or None) + b"," + parts[1:-1]
         if self._num_prompt_tokens is not None:
             self._num_output_tokens += len(delta.token_ids)
             usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
             self._end = b'}],"usage":' + _encode(usage) + b"}"
             self._running_end = self._after + b"null" + self._end
-        token_ids, after = self._answer.token_ids, self._after
+        token_ids, after = self._writer.token_ids, self._after
         if delta.logprobs is not None:
-            logprobs = self._answer.logprobs(delta, self._num_chars)
+            logprobs = self._writer.logprobs(delta, self._num_chars)
             pairs = zip(delta.token_ids, delta.logprobs, strict=True)
             self._num_chars += sum(len(found[token_id].decoded_token) for token_id, found in pairs)
         if logprobs is not None:
@@ -332,7 +332,7 @@ class ChunkTemplate:
         return data + self._end
 
 
-def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:
+def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:
     """Return the fields of a message besides its content: reasoning by both names, and calls."""
     parts: dict[str, object] = {}
     if output.reasoning:
@@ -341,7 +341,7 @@ def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> di
         parts["tool_calls"] = [
             {
                 **({"index": call.index} if is_delta else {}),
-                "id": call_id(answer_id, output.index, call.index),
+                "id": call_id(response_id, output.index, call.index),
                 "type": "function",
                 "function": {"name": call.name, "arguments": call.arguments},
             }
@@ -350,12 +350,12 @@ def _parts_of(answer_id: str, output: CompletionOutput, *, is_delta: bool) -> di
     return parts
 
 
-def call_id(answer_id: str, choice: int, index: int) -> str:
+def call_id(response_id: str, choice: int, index: int) -> str:
     """Return the id of a tool call, which is the same when its stream is resumed.
 
     It has the nine letters and digits that the templates of Mistral's models ask for.
     """
-    digest = hashlib.sha256(f"{answer_id} {choice} {index}".encode()).digest()
+    digest = hashlib.sha256(f"{response_id} {choice} {index}".encode()).digest()
     return base64.b32encode(digest)[:9].decode()
 
 

@@ -99,7 +99,7 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
     include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
-    # These change nothing about an answer.
+    # These change nothing about a response.
     user: str | None = None
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -126,7 +126,7 @@ class GenerationBody(AnyBody, kw_only=True):
     # These are accepted only with values that ask for nothing.
     best_of: Int | None = None
     modalities: list[str] | None = None
-    # These change nothing about an answer.
+    # These change nothing about a response.
     reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: Anything = msgspec.UNSET
@@ -186,7 +186,7 @@ _PROMPTS: Mapping[Endpoint, str] = {
 }  # fmt: skip
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     """The checked content of one HTTP request."""
 
     endpoint: Endpoint
@@ -199,7 +199,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     token_ids: bool
     timeline: bool
     echo: bool = False
-    generates: bool = True  # False if the answer is the prompt alone
+    generates: bool = True  # False if the response is the prompt alone
     num_prompt_logprobs: int | None = None
     names_ids: bool = False
     tools: ToolUse | None = None
@@ -234,7 +234,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         return SamplingParams(**self.sampling)  # type: ignore[arg-type]
 
 
-def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
+def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> ParsedRequest:
     """Return the checked body of a completion. Raises `RequestError`.
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
@@ -247,10 +247,10 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask
     if only_echo:
         body.max_tokens = 1  # its token is dropped if nodes have to compute the prompt
     prompts = _prompts_of(body)
-    return _ask(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
+    return _parsed_request(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
 
 
-def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
+def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> ParsedRequest:
     """Return the checked body of a chat. Raises `RequestError`.
 
     A chat without a limit in its body or in the model's `defaults` may use all the room that the
@@ -260,15 +260,15 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> Ask:
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
     messages = [plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages)]
-    return chat_ask(body, messages, defaults)
+    return parsed_chat(body, messages, defaults)
 
 
-def chat_ask(
+def parsed_chat(
     body: ChatBody,
     messages: list[dict[str, object]],
     defaults: Mapping[str, object],
     limit_name: str = "max_completion_tokens",
-) -> Ask:
+) -> ParsedRequest:
     """Return what a checked body asks for, with these turns. Raises `RequestError`.
 
     `limit_name` is the name that clients use for `max_completion_tokens`.
@@ -280,18 +280,18 @@ def chat_ask(
     # With `none` the model must not call, so it does not see the tools.
     chat = Chat(messages, generates, body.chat_template_kwargs, tools if use else None)
     if body.max_completion_tokens is None:
-        ask = _ask(body, defaults, [chat])
+        parsed = _parsed_request(body, defaults, [chat])
     else:
         body.max_tokens = body.max_completion_tokens
-        ask = _ask(body, defaults, [chat], limit_name=limit_name)
+        parsed = _parsed_request(body, defaults, [chat], limit_name=limit_name)
     if use is None and body.include_reasoning is not False:
-        return ask
+        return parsed
     return msgspec.structs.replace(
-        ask, tools=use, include_reasoning=body.include_reasoning is not False
+        parsed, tools=use, include_reasoning=body.include_reasoning is not False
     )
 
 
-def _ask(
+def _parsed_request(
     body: GenerationBody,
     defaults: Mapping[str, object],
     prompts: Sequence[BodyPrompt],
@@ -299,11 +299,11 @@ def _ask(
     echo: bool = False,
     generates: bool = True,
     limit_name: str = "max_tokens",
-) -> Ask:
+) -> ParsedRequest:
     options = body.stream_options
     include_usage = options is not None and bool(options.include_usage)
     continuous_usage = options is not None and bool(options.continuous_usage_stats)
-    ask = Ask(
+    parsed = ParsedRequest(
         endpoint="chat" if isinstance(body, ChatBody) else "completions",
         model=body.model,
         prompts=prompts,
@@ -320,8 +320,8 @@ def _ask(
         form_param="response_format" if body.response_format else "structured_outputs",
         scope=Scope(cache_salt=body.cache_salt or ""),
     )
-    _check_params(ask, limit_name)
-    return ask
+    _check_params(parsed, limit_name)
+    return parsed
 
 
 def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
@@ -387,13 +387,13 @@ def _form_of(wanted: ResponseFormat | None) -> dict[str, object] | None:
     return {"json": wanted.json_schema.schema}
 
 
-def _check_params(ask: Ask, limit_name: str) -> None:
+def _check_params(parsed: ParsedRequest, limit_name: str) -> None:
     """Raise a `RequestError` for a parameter out of range, by the name that clients use."""
     try:
-        _ = ask.params
+        _ = parsed.params
     except RequestError as error:
         if error.param == "structured_outputs":
-            error.param = ask.form_param
+            error.param = parsed.form_param
         if error.param != "max_tokens":
             raise
         text = error.message.replace("max_tokens", limit_name)

@@ -27,7 +27,7 @@ from baton.router.http.connections import connection_of
 from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.response_events import ResponseEvents
-from baton.router.http.responses import Answer, ChunkTemplate, ShownPrompt, error_of
+from baton.router.http.responses import ChunkTemplate, ResponseWriter, ShownPrompt, error_of
 from baton.router.http.turns import FORM_PARAM, blaming
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import ReceivedPart
@@ -58,15 +58,15 @@ class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_answer", "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over",
-        "_loop", "_metrics", "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens",
-        "_prompts", "_response", "_silence_s", "_templates", "_timer", "_typed", "_unwritten",
-        "_wake", "_written_s",
+        "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over", "_loop", "_metrics",
+        "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens", "_prompts", "_response",
+        "_silence_s", "_templates", "_timer", "_typed", "_unwritten", "_wake", "_writer",
+        "_written_s",
     )  # fmt: skip
 
     def __init__(
         self,
-        answer: Answer,
+        writer: ResponseWriter,
         num_choices: int,
         prompts: Sequence[ShownPrompt],  # to echo
         num_prompt_tokens: Sequence[int],  # per prompt
@@ -74,9 +74,9 @@ class EventStream:
         silence_s: float = SILENCE_S,
     ) -> None:
         """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
-        self._answer = answer
+        self._writer = writer
         self._typed: TypedEvents | None = None
-        self._ids = EventIds(answer.id)
+        self._ids = EventIds(writer.id)
         self._has_ids = False
         self._has_usage = False  # the client has it
         self._num_prompt_tokens = num_prompt_tokens
@@ -98,11 +98,11 @@ class EventStream:
     def resume_at(self, place: "ReaderPlace") -> None:
         """Begin where the client left off, and put its place into the ids of events."""
         received = place.received or (ReceivedPart(),) * self._num_choices
-        self._ids = EventIds(self._answer.id, received)
+        self._ids = EventIds(self._writer.id, received)
         self._has_usage = place.tail != ""
         for index, one in enumerate(received):
             if one.has_begun:
-                self._templates[index] = self._answer.chunks(
+                self._templates[index] = self._writer.chunks(
                     index, self._num_prompt_tokens[0], one.num_tokens
                 )
 
@@ -155,7 +155,7 @@ class EventStream:
                 await self._wake
                 self._wake = None
             await self._flush()
-        with blaming({FORM_PARAM: self._answer.form_param}):
+        with blaming({FORM_PARAM: self._writer.form_param}):
             for stream in streams:
                 stream.raise_error()
         self.finish([stream.metrics for stream in streams])
@@ -170,7 +170,7 @@ class EventStream:
         if self._typed is not None:
             self._put(self._typed.ending(metrics[0]))
             return
-        closing = self._answer.closing(metrics)
+        closing = self._writer.closing(metrics)
         if closing is not None and not self._has_usage:
             self._add(closing, b"/u")
         self._add(_DONE, b"/d")
@@ -221,10 +221,10 @@ class EventStream:
 
     def _begin(self, index: int) -> ChunkTemplate:
         num_prompt_tokens = self._num_prompt_tokens[index // self._num_choices]
-        template = self._templates[index] = self._answer.chunks(index, num_prompt_tokens)
-        if self._answer.is_chat:
+        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
+        if self._writer.is_chat:
             self._ids.begin(index)
-            self._add(self._answer.opening(index, num_prompt_tokens))
+            self._add(self._writer.opening(index, num_prompt_tokens))
         elif self._prompts:
             self._add(template.echo(index, self._prompts[index // self._num_choices]))
         return template
@@ -302,7 +302,7 @@ class EventStream:
 class ReaderPlace(msgspec.Struct, frozen=True):
     """How far the reader of a response got. `received` is None if the reader has nothing."""
 
-    answer_id: str
+    response_id: str
     received: tuple[ReceivedPart, ...] | None
     tail: Tail = ""
 
@@ -318,9 +318,9 @@ class EventIds:
 
     __slots__ = ("_counts", "_digests", "_num_events", "_parts", "_prefix")
 
-    def __init__(self, answer_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
+    def __init__(self, response_id: str, received: Sequence[ReceivedPart] | None = None) -> None:
         """`received` is what the client has of each choice; None if it cannot resume."""
-        self._prefix = answer_id.encode() + b":"
+        self._prefix = response_id.encode() + b":"
         self._num_events = 0
         self._counts = [one.num_tokens for one in received] if received is not None else None
         self._digests = [one.digest for one in received or ()]
@@ -351,31 +351,31 @@ class EventIds:
 
 def place_of(event_id: str) -> ReaderPlace:
     """Read an event id that a client sent back. Raises `RequestError`."""
-    answer_id, colon, rest = event_id.partition(":")
+    response_id, colon, rest = event_id.partition(":")
     choices, _, tail = rest.partition("/")
     parts = [_PART.fullmatch(part) for part in choices.split(".", MAX_CHOICES)]
-    if not (colon and _ID.fullmatch(answer_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
+    if not (colon and _ID.fullmatch(response_id) and tail in _TAILS and len(parts) <= MAX_CHOICES):
         parts = [None]
     received = tuple(_received(*part.groups()) for part in parts if part is not None)
     if len(received) < len(parts):
         text = "this is not the id of an event of a stream that can be resumed"
         raise RequestError(text, param=LAST_EVENT_ID)
-    return ReaderPlace(answer_id, received, _TAILS[tail])
+    return ReaderPlace(response_id, received, _TAILS[tail])
 
 
-def start_of(answer_id: str, event_id: str | None = None) -> ReaderPlace:
+def start_of(response_id: str, event_id: str | None = None) -> ReaderPlace:
     """Return the place of a client that has no part of a response.
 
     Raises `RequestError` if the id is malformed, or if `event_id` is not of that response.
     """
-    if _ID.fullmatch(answer_id) is None:
-        text = "name a stream by the id of its answer, which is the field `id` of its chunks"
+    if _ID.fullmatch(response_id) is None:
+        text = "name a stream by the id of its response, which is the field `id` of its chunks"
         raise RequestError(text, code="stream_gone", http_status=404)
-    if event_id is not None and event_id.partition(":")[0] != answer_id:
+    if event_id is not None and event_id.partition(":")[0] != response_id:
         raise RequestError(
             "this event does not belong to the stream that the URL names", param=LAST_EVENT_ID
         )
-    return ReaderPlace(answer_id, None)
+    return ReaderPlace(response_id, None)
 
 
 def _part(num_tokens: int, digest: int, *, has_ended: bool) -> bytes:
@@ -392,7 +392,7 @@ def _received(num_tokens: str | None, end: str | None, digest: str | None) -> Re
 class Form(msgspec.Struct, frozen=True, array_like=True):
     """The form of one response: everything besides tokens on which its text and events depend."""
 
-    answer: Answer
+    writer: ResponseWriter
     sampling: dict[str, object]  # the given fields of `SamplingParams`
     request_id: str
     parsing: Parsing | None = None

@@ -11,7 +11,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import RequestError
 from baton.router.health import ServedModel
 from baton.router.http.connections import MIB, Bodies, body_limit
-from baton.router.http.messages import CountBody, ask_of, count_decoder
+from baton.router.http.messages import CountBody, chat_of, count_decoder
 from baton.router.http.prepare import check_ids, lora_of, rendered
 from baton.router.http.schema import Chat
 from baton.router.http.turns import ToolList, Turn, blaming, decoded, plain_tools, plain_turn
@@ -92,7 +92,7 @@ class TokenEndpoints:
         """Answer POST /v1/messages/count_tokens."""
         model = self._engine.get_model_config()
         body = await self._read(request, model, count_decoder)
-        (chat,) = ask_of(body, {}).prompts
+        (chat,) = chat_of(body, {}).prompts
         assert isinstance(chat, Chat)
         prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
         with blaming({"prompt": "messages"}):

@@ -150,7 +150,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     tool_calls: list[TurnCall] | None = None
     tool_call_id: str | None = None
     function_call: Anything = msgspec.UNSET
-    # These change nothing about an answer.
+    # These change nothing about a response.
     cache_control: Anything = msgspec.UNSET
     id: Anything = msgspec.UNSET
     prefix: Anything = msgspec.UNSET

@@ -133,7 +133,7 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
 
     with ThreadPoolExecutor(1) as thread:
         # Its socket does not show the cut until it has read all that the kernel holds for it.
-        is_cut = thread.submit(router.wait_for, "it did not read its answer")
+        is_cut = thread.submit(router.wait_for, "it did not read its response")
         try:
             assert asyncio.run(with_toy_nodes(config, ask_beside_it)) > 0
         finally:

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from baton.protocol.errors import RequestError
 from baton.protocol.messages import TokenLogprobs
 from baton.router.http.response_body import parse_response
-from baton.router.http.schema import Ask, Chat
+from baton.router.http.schema import Chat, ParsedRequest
 from baton.router.stream import RequestStream
 from baton.router.text import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
@@ -145,7 +145,7 @@ async def test_a_stream_that_breaks_ends_with_its_error(
     assert (await bench.post({"input": "hello"}, PATH)).status == 502
 
 
-def parsed(**fields: object) -> Ask:
+def parsed(**fields: object) -> ParsedRequest:
     return parse_response(json.dumps({"input": "hello", **fields}).encode(), {})
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.responses import Answer
+from baton.router.http.responses import ResponseWriter
 from baton.router.http.sse import (
     MAX_CHOICES,
     EventIds,
@@ -72,8 +72,8 @@ def test_a_name_alone_is_the_start_and_must_be_one_of_ours() -> None:
 
 
 def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None:
-    answer = Answer(NAME, "tiny", 7, True, True, False, False)
-    form = Form(answer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request", Parsing("hermes"))
+    writer = ResponseWriter(NAME, "tiny", 7, True, True, False, False)
+    form = Form(writer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request", Parsing("hermes"))
     kept = kept_of(form, b"owner", 2)
     assert form_of(kept.form) == form
     assert form.params.stop == ["a", "é"]
@@ -82,7 +82,7 @@ def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None
             form_of(data)
         assert error.value.code == "stream_gone"
     assert kept_of(form, b"", MAX_CHOICES + 1) is None
-    huge = Form(answer, {"stop": ["x" * 40_000]}, "request")
+    huge = Form(writer, {"stop": ["x" * 40_000]}, "request")
     assert kept_of(huge, b"", 1) is None
 
 
