@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,17 +34,18 @@ from baton.router.http.schema import BodyPrompt, Chat, Endpoint, ParsedRequest
 from baton.router.http.sse import (
     LAST_EVENT_ID,
     SILENCE_S,
+    ChunkEvents,
     EventStream,
     Form,
     ReaderPlace,
-    TypedEvents,
     form_of,
     kept_of,
     owner_of,
     place_of,
     start_of,
+    wants_ids,
 )
-from baton.router.http.turns import blaming
+from baton.router.http.turns import FORM_PARAM, blaming
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.queue import check_num_logprobs
 from baton.router.reattach import Claim
@@ -136,9 +137,9 @@ class Handlers:
             with blaming(work.parsed.sent):
                 if not work.parsed.is_streamed:
                     return await self._whole(work, running)
-                events = await self._begin_stream(work, running.streams)
+                events = await self._begin_stream(request, work, running.streams)
             headers = _headers(work, [stream.metrics for stream in running.streams])
-            return await self._relayed(request, running, events, headers)
+            return await self._relayed(request, running, events, headers, work.parsed.sent)
 
     async def stream_again(self, request: web.Request) -> web.StreamResponse:
         """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
@@ -167,10 +168,9 @@ class Handlers:
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         writer, running.request_id = forms[-1].writer, forms[-1].request_id
-        events = self._events(writer, stream.params.n, (), [stream.metrics])
-        events.resume_at(place)
-        headers = {"X-Request-Id": running.request_id}
-        return await self._relayed(request, running, events, headers)
+        events = self._chunks(request, writer, stream.params.n, (), [stream.metrics], place)
+        sent, headers = {FORM_PARAM: writer.form_param}, {"X-Request-Id": running.request_id}
+        return await self._relayed(request, running, events, headers, sent)
 
     def _refuse_if_draining(self) -> None:
         if self.is_draining:
@@ -347,7 +347,7 @@ class Handlers:
             body = await self._body(work, streams, outputs, metrics)
             return web.Response(body=body, content_type="application/json", headers=headers)
         prompts = await self._prompts(work, streams)
-        events = self._events(work.writer, num_choices, prompts, metrics)
+        events = self._chunks(request, work.writer, num_choices, prompts, metrics)
         response = await events.open(request, headers)
         for output in outputs:
             events.sink(0)(output)
@@ -380,7 +380,9 @@ class Handlers:
 
         return take
 
-    async def _begin_stream(self, work: Work, streams: list[RequestStream]) -> EventStream:
+    async def _begin_stream(
+        self, request: web.Request, work: Work, streams: list[RequestStream]
+    ) -> EventStream:
         """Return the events of a response once its first token, or its first node, is known."""
         # An error can be an HTTP status until something is sent, so this waits for the first delta.
         # It does not leave the client in silence for long, except while the request waits for a
@@ -396,32 +398,38 @@ class Handlers:
                     await streams[0].changed()
                 break
             has_nodes = streams[0].metrics.num_attempts > 0
-        metrics = [stream.metrics for stream in streams]
-        prompts = await self._prompts(work, streams)
-        events = self._events(work.writer, work.params.n, prompts, metrics)
         if (typed := _typed(work, streams)) is not None:
-            events.make_with(typed)
-        if work.kept is not None:
-            events.resume_at(ReaderPlace(work.writer.id, None))
-        return events
+            return EventStream(typed, 1, self._metrics, self._silence_s)
+        metrics, prompts = [one.metrics for one in streams], await self._prompts(work, streams)
+        place = None if work.kept is None else ReaderPlace(work.writer.id, None)
+        return self._chunks(request, work.writer, work.params.n, prompts, metrics, place)
 
-    def _events(
+    def _chunks(
         self,
+        request: web.Request,
         writer: ResponseWriter,
         num_choices: int,
         prompts: Sequence[ShownPrompt],
         metrics: Sequence[RequestMetrics],
+        place: ReaderPlace | None = None,
     ) -> EventStream:
-        lengths = [one.num_prompt_tokens for one in metrics]
-        return EventStream(writer, num_choices, prompts, lengths, self._metrics, self._silence_s)
+        lengths, has_ids = [one.num_prompt_tokens for one in metrics], wants_ids(request)
+        events = ChunkEvents(writer, num_choices, prompts, lengths, place, has_ids=has_ids)
+        return EventStream(events, num_choices, self._metrics, self._silence_s, has_ids=has_ids)
 
     async def _relayed(
-        self, request: web.Request, running: Running, events: EventStream, headers: dict[str, str]
+        self,
+        request: web.Request,
+        running: Running,
+        events: EventStream,
+        headers: dict[str, str],
+        sent: Mapping[str, str],
     ) -> web.StreamResponse:
-        """Send the headers, then what the streams bring."""
+        """Send the headers, then what the streams bring. `sent` is that of `blaming`."""
         response = await events.open(request, headers)
         try:
-            await events.relay(running.streams)
+            with blaming(sent):
+                await events.relay(running.streams)
             running.outcome = "finished"
         except BatonError as error:
             running.failed(error)
@@ -460,7 +468,7 @@ def request_id_of(request: web.Request) -> str:
     return given if is_fit else ""
 
 
-def _typed(work: Work, streams: Sequence[RequestStream]) -> TypedEvents | None:
+def _typed(work: Work, streams: Sequence[RequestStream]) -> ResponseEvents | MessageEvents | None:
     """Return what makes the responses of endpoints whose streams have typed events."""
     writer, is_streamed = work.writer, work.parsed.is_streamed
     match work.parsed.endpoint:

@@ -4,7 +4,7 @@ The blocks of a response are in the order in which the model wrote them. Each is
 changes, and a call comes whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Literal
 
 import msgspec
@@ -243,7 +243,6 @@ class MessageEvents:
         self._stop: Object = {"stop_reason": None, "stop_sequence": None}
 
     def take(self, delta: CompletionOutput) -> bytes:
-        """Return the events of a delta, none if it brings nothing that clients see."""
         self._begin()
         self._add("thinking", delta.reasoning)
         self._add("text", delta.text)
@@ -262,15 +261,13 @@ class MessageEvents:
             self._stop = {"stop_reason": reason, "stop_sequence": sequence}
         return self._taken()
 
-    def ending(self, metrics: RequestMetrics) -> bytes:
-        """Return the last events of a complete message."""
+    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
         self._close()
-        self._emit("message_delta", delta=self._stop, usage=_usage_of(metrics))
+        self._emit("message_delta", delta=self._stop, usage=_usage_of(metrics[0]))
         self._emit("message_stop")
         return self._taken()
 
     def failed(self, error: BatonError) -> bytes:
-        """Return the last event of a message that failed."""
         self._begin()
         return self._taken() + b"event: error\ndata: %b\n\n" % message_error(error)
 

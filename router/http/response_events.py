@@ -4,6 +4,7 @@ Items are in the order in which the model wrote them. Each is open until its kin
 call comes whole.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -52,7 +53,6 @@ class ResponseEvents:
         self._finish_reason = ""
 
     def take(self, delta: CompletionOutput) -> bytes:
-        """Return the events of a delta, none if it brings nothing that clients see."""
         self._begin()
         if delta.reasoning:
             self._add("reasoning", delta.reasoning, [])
@@ -70,14 +70,12 @@ class ResponseEvents:
         self._finish_reason = delta.finish_reason or ""
         return self._taken()
 
-    def ending(self, metrics: RequestMetrics) -> bytes:
-        """Return the last events of a complete response."""
+    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
         status = self._end()
-        self._emit(f"response.{status}", response=self._response(status, metrics))
+        self._emit(f"response.{status}", response=self._response(status, metrics[0]))
         return self._taken()
 
     def failed(self, error: BatonError) -> bytes:
-        """Return the last events of a response that failed."""
         self._begin()
         self._close("incomplete")
         codes = {429: "rate_limit_exceeded", 400: "invalid_prompt", 422: "invalid_prompt"}

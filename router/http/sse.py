@@ -13,7 +13,7 @@ import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 from aiohttp import web
@@ -24,11 +24,8 @@ from baton.protocol.ids import MAX_FORM_BYTES
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.http.connections import connection_of
-from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.response_events import ResponseEvents
 from baton.router.http.responses import ChunkTemplate, ResponseWriter, ShownPrompt, error_of
-from baton.router.http.turns import FORM_PARAM, blaming
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.reattach import ReceivedPart
 from baton.router.response_parser import Parsing
@@ -51,40 +48,41 @@ _ID = re.compile(r"(?:chat)?cmpl-[0-9a-f]{24}")
 _PART = re.compile(r"(?:(\d{1,9})(e?)(?:@([0-9a-f]{8}))?)?")
 _TAILS: dict[str, Tail] = {"": "", "u": "/u", "d": "/d"}
 
-TypedEvents = ResponseEvents | MessageEvents
+
+class Events(Protocol):
+    """What makes the events of one response. Each method returns whole events."""
+
+    def take(self, delta: CompletionOutput) -> bytes:
+        """Return the events of a delta, none if it brings nothing that clients see."""
+
+    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        """Return the last events of a complete response, by the metrics of each prompt."""
+
+    def failed(self, error: BatonError) -> bytes:
+        """Return the last events of a response that failed."""
 
 
 class EventStream:
     """Call `open`, then `relay` or `sink` and `finish`, and `close` however it ended."""
 
     __slots__ = (
-        "_connection", "_has_ids", "_has_usage", "_held", "_ids", "_is_over", "_loop", "_metrics",
-        "_num_bytes", "_num_choices", "_num_left", "_num_prompt_tokens", "_prompts", "_response",
-        "_silence_s", "_templates", "_timer", "_typed", "_unwritten", "_wake", "_writer",
-        "_written_s",
+        "_connection", "_events", "_has_ids", "_held", "_is_over", "_loop", "_metrics",
+        "_num_bytes", "_num_choices", "_num_left", "_response", "_silence_s", "_timer",
+        "_unwritten", "_wake", "_written_s",
     )  # fmt: skip
 
     def __init__(
         self,
-        writer: ResponseWriter,
-        num_choices: int,
-        prompts: Sequence[ShownPrompt],  # to echo
-        num_prompt_tokens: Sequence[int],  # per prompt
+        events: Events,
+        num_choices: int,  # per prompt
         metrics: HttpMetrics,
         silence_s: float = SILENCE_S,
+        *,
+        has_ids: bool = False,
     ) -> None:
-        """Relay a new response. Its client cannot resume it unless `resume_at` is called."""
-        self._writer = writer
-        self._typed: TypedEvents | None = None
-        self._ids = EventIds(writer.id)
-        self._has_ids = False
-        self._has_usage = False  # the client has it
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_choices = num_choices  # per prompt
-        self._prompts = prompts
+        self._events, self._num_choices, self._has_ids = events, num_choices, has_ids
         self._metrics = metrics
         self._silence_s = silence_s
-        self._templates: dict[int, ChunkTemplate] = {}
         self._unwritten: list[bytes] = []
         self._num_bytes = 0  # of `_unwritten`
         self._held: Merged | None = None  # deltas for a client that reads too slowly
@@ -94,21 +92,6 @@ class EventStream:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._written_s = 0.0
-
-    def resume_at(self, place: "ReaderPlace") -> None:
-        """Begin where the client left off, and put its place into the ids of events."""
-        received = place.received or (ReceivedPart(),) * self._num_choices
-        self._ids = EventIds(self._writer.id, received)
-        self._has_usage = place.tail != ""
-        for index, one in enumerate(received):
-            if one.has_begun:
-                self._templates[index] = self._writer.chunks(
-                    index, self._num_prompt_tokens[0], one.num_tokens
-                )
-
-    def make_with(self, typed: TypedEvents) -> None:
-        """Send the events that `typed` makes, which have no ids, in the place of chunks."""
-        self._typed = typed
 
     async def open(self, request: web.Request, headers: Mapping[str, str]) -> web.StreamResponse:
         """Send the headers. From then on an error can only be an event."""
@@ -126,13 +109,6 @@ class EventStream:
             response.enable_chunked_encoding()
         else:
             response.force_close()
-        # Ids are for clients that can resume. Benchmarks take every line for data.
-        accepted = request.headers.get("Accept", "").lower()
-        self._has_ids = self._typed is None and (
-            "text/event-stream" in accepted
-            or request.method == "GET"
-            or LAST_EVENT_ID in request.headers
-        )
         self._connection = connection_of(request)
         await response.prepare(request)
         self._written_s = self._loop.time()
@@ -155,9 +131,8 @@ class EventStream:
                 await self._wake
                 self._wake = None
             await self._flush()
-        with blaming({FORM_PARAM: self._writer.form_param}):
-            for stream in streams:
-                stream.raise_error()
+        for stream in streams:
+            stream.raise_error()
         self.finish([stream.metrics for stream in streams])
 
     def sink(self, prompt_index: int) -> Sink:
@@ -167,22 +142,13 @@ class EventStream:
     def finish(self, metrics: Sequence[RequestMetrics]) -> None:
         """Add the last events of a complete response."""
         self._release()
-        if self._typed is not None:
-            self._put(self._typed.ending(metrics[0]))
-            return
-        closing = self._writer.closing(metrics)
-        if closing is not None and not self._has_usage:
-            self._add(closing, b"/u")
-        self._add(_DONE, b"/d")
+        self._put(self._events.ending(metrics))
 
     def fail(self, error: BatonError) -> None:
         """Add the held deltas, then the error that ends the response."""
         self._release()
         self._metrics.failed(error)
-        if self._typed is not None:
-            self._put(self._typed.failed(error))
-        else:
-            self._add(error_of(error))
+        self._put(self._events.failed(error))
 
     async def close(self) -> None:
         """Send what was added, and end the response."""
@@ -207,34 +173,8 @@ class EventStream:
             self._held.add(delta)
 
     def _send(self, delta: CompletionOutput) -> None:
-        if self._typed is not None:
-            if events := self._typed.take(delta):
-                self._put(events)
-            return
-        template = self._templates.get(delta.index)
-        if template is None:
-            template = self._begin(delta.index)
-        if self._has_ids:
-            has_ended = delta.finish_reason is not None
-            self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
-        self._add(template.fill(delta))
-
-    def _begin(self, index: int) -> ChunkTemplate:
-        num_prompt_tokens = self._num_prompt_tokens[index // self._num_choices]
-        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
-        if self._writer.is_chat:
-            self._ids.begin(index)
-            self._add(self._writer.opening(index, num_prompt_tokens))
-        elif self._prompts:
-            self._add(template.echo(index, self._prompts[index // self._num_choices]))
-        return template
-
-    def _add(self, data: bytes, tail: bytes = b"") -> None:
-        """Add one event, which must have no line breaks. Its id, if it has one, ends in `tail`."""
-        event = b"data: %b\n\n" % data
-        if self._has_ids:
-            event = b"id: %b\n%b" % (self._ids.current(tail), event)
-        self._put(event)
+        if events := self._events.take(delta):
+            self._put(events)
 
     def _put(self, event: bytes) -> None:
         if not self._unwritten and self._connection.is_writable:
@@ -299,12 +239,88 @@ class EventStream:
 # --- the ids of events, and what nodes keep, so that a stream can be resumed ---------------------
 
 
+def wants_ids(request: web.Request) -> bool:
+    """Return whether a client can use the ids of events. Benchmarks take every line for data."""
+    accepted = request.headers.get("Accept", "").lower()
+    resumes = request.method == "GET" or LAST_EVENT_ID in request.headers
+    return resumes or "text/event-stream" in accepted
+
+
 class ReaderPlace(msgspec.Struct, frozen=True):
     """How far the reader of a response got. `received` is None if the reader has nothing."""
 
     response_id: str
     received: tuple[ReceivedPart, ...] | None
     tail: Tail = ""
+
+
+class ChunkEvents:
+    """The events of completions and chats, which are chunks, and an end."""
+
+    __slots__ = (
+        "_has_ids", "_has_usage", "_ids", "_num_choices", "_num_prompt_tokens", "_prompts",
+        "_templates", "_writer",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        writer: ResponseWriter,
+        num_choices: int,  # per prompt
+        prompts: Sequence[ShownPrompt],  # to echo
+        num_prompt_tokens: Sequence[int],  # per prompt
+        place: ReaderPlace | None = None,
+        *,
+        has_ids: bool = False,
+    ) -> None:
+        """Begin at the client's `place` if it can resume the stream."""
+        self._writer, self._num_choices = writer, num_choices
+        self._prompts, self._num_prompt_tokens = prompts, num_prompt_tokens
+        self._has_ids = has_ids
+        self._has_usage = place is not None and place.tail != ""
+        received = None
+        if place is not None:
+            received = place.received or (ReceivedPart(),) * num_choices
+        self._ids = EventIds(writer.id, received)
+        self._templates = {
+            index: writer.chunks(index, num_prompt_tokens[0], one.num_tokens)
+            for index, one in enumerate(received or ())
+            if one.has_begun
+        }
+
+    def take(self, delta: CompletionOutput) -> bytes:
+        opening, template = b"", self._templates.get(delta.index)
+        if template is None:
+            opening, template = self._begin(delta.index)
+        if self._has_ids:
+            has_ended = delta.finish_reason is not None
+            self._ids.advance(delta.index, delta.token_ids, has_ended=has_ended)
+        return opening + self._event(template.fill(delta))
+
+    def ending(self, metrics: Sequence[RequestMetrics]) -> bytes:
+        closing = None if self._has_usage else self._writer.closing(metrics)
+        usage = b"" if closing is None else self._event(closing, b"/u")
+        return usage + self._event(_DONE, b"/d")
+
+    def failed(self, error: BatonError) -> bytes:
+        return self._event(error_of(error))
+
+    def _begin(self, index: int) -> tuple[bytes, ChunkTemplate]:
+        """Return the first event of a choice and what makes the others."""
+        prompt, opening = index // self._num_choices, b""
+        num_prompt_tokens = self._num_prompt_tokens[prompt]
+        template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
+        if self._writer.is_chat:
+            self._ids.begin(index)
+            opening = self._event(self._writer.opening(index, num_prompt_tokens))
+        elif self._prompts:
+            opening = self._event(template.echo(index, self._prompts[prompt]))
+        return opening, template
+
+    def _event(self, data: bytes, tail: bytes = b"") -> bytes:
+        """Return one event of `data` without line breaks. Its id, if it has one, ends in `tail`."""
+        if self._has_ids:
+            return b"id: %b\ndata: %b\n\n" % (self._ids.current(tail), data)
+        return b"data: %b\n\n" % data
 
 
 class EventIds:
