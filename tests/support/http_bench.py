@@ -66,6 +66,25 @@ def lost(stream: RequestStream) -> None:
     stream.finish(NodeError("d0 is lost"))
 
 
+# The tags that Qwen3's template has.
+QWEN = ChatTemplate(
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
+    "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", {}
+)  # fmt: skip
+
+
+def saying(text: str) -> Callable[[RequestStream], None]:
+    """Return a script that sends the tokens of `text` one by one, then the end."""
+
+    def script(stream: RequestStream) -> None:
+        for token_id in TEXT.encode_now(text):
+            stream.push(0, [token_id], None)
+        stream.push(0, [], "stop")
+        stream.finish()
+
+    return script
+
+
 def posted(body: dict[str, object], version: str = "1.1") -> bytes:
     """Return the bytes of a request for a completion."""
     data = json.dumps(body).encode()

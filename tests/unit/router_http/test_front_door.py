@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import os
+import stat
 from pathlib import Path
 from unittest import mock
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import make_mocked_request
 
-from baton import __version__
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.protocol.errors import Overloaded
+from baton.protocol.errors import ConfigError, Overloaded, RequestError
 from baton.router.http import connections
+from baton.router.http.auth import Access, add_key, digest_of, read_keys
 from baton.router.stream import RequestStream
 from tests.support.http_bench import (
     JSON,
@@ -167,11 +171,6 @@ async def test_every_answer_has_a_request_id_errors_too(bench: HttpBench) -> Non
     assert (await ask(bench, **{"X-Request-Id": "mine-8"})).headers["X-Request-Id"] == "mine-8"
 
 
-@served()
-async def test_the_version_is_told(bench: HttpBench) -> None:
-    assert (await bench.get("/version")).json == {"version": __version__}
-
-
 def full(stream: RequestStream) -> None:
     stream.finish(Overloaded("full", code="queue_full", http_status=429))
 
@@ -217,12 +216,19 @@ async def test_an_echo_of_no_tokens_is_the_prompt(bench: HttpBench, engine: Scri
     assert engine.streams == []
 
 
-@served(config=ClusterConfig(router=RouterConfig(max_body_mib=64)))
-async def test_a_body_larger_than_the_models_longest_prompt_is_413(bench: HttpBench) -> None:
+@pytest.mark.parametrize(("max_body_mib", "limit"), [(64, 4), (1, 1)])
+def test_a_body_larger_than_the_models_longest_prompt_or_the_setting_is_413(
+    max_body_mib: int, limit: int, tmp_path: Path
+) -> None:
     """The model takes 256 tokens, so 4 MiB are plenty."""
-    reply = await bench.post({"prompt": "x" * 5_000_000})
-    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-    assert "4 MiB" in str(reply.error["message"])
+
+    @served(config=ClusterConfig(router=RouterConfig(max_body_mib=max_body_mib)))
+    async def check(bench: HttpBench) -> None:
+        reply = await bench.post({"prompt": "x" * (limit * 1_100_000)})
+        assert (reply.status, reply.error["code"]) == (413, "body_too_large")
+        assert f"{limit} MiB" in str(reply.error["message"])
+
+    check(tmp_path=tmp_path)
 
 
 @served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
@@ -270,3 +276,56 @@ async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_b
     schemas = described["components"]["schemas"]  # type: ignore[index]
     assert {"tools", "logit_bias"} <= schemas["ChatBody"]["properties"].keys()
     assert not schemas["CompletionBody"]["additionalProperties"]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "keys"
+
+
+def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path: Path) -> None:
+    first = add_key(path, "alice")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    path.write_text(path.read_text().rstrip() + "\n\n# of the batch job")  # edited by hand
+    second = add_key(path, "")
+    assert first != second
+    assert first not in path.read_text()
+    assert " alice\n" in path.read_text()
+    keys = read_keys(path)
+    assert [digest_of(key.encode()) in keys for key in (first, second, "other")] == [
+        True, True, False,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", ["sha256:12", "secret", "\ud800"])
+def test_a_damaged_or_missing_file_stops_a_start(damage: str, path: Path) -> None:
+    path.write_bytes(b"\n" + damage.encode(errors="surrogatepass"))
+    with pytest.raises(ConfigError, match=r"line 2|not text"):
+        read_keys(path)
+    path.unlink()
+    with pytest.raises(ConfigError, match="No such file"):
+        read_keys(path)
+
+
+def test_a_name_of_two_lines_is_refused(path: Path) -> None:
+    with pytest.raises(ConfigError, match="one line"):
+        add_key(path, "alice\nsha256:0")
+    assert not path.exists()
+    with pytest.raises(ConfigError, match="cannot write"):
+        add_key(Path(os.devnull) / "keys", "alice")
+
+
+def test_keys_of_the_file_and_of_the_settings_are_both_taken(path: Path) -> None:
+    key = add_key(path, "alice")
+    access = Access(RouterConfig(api_keys=("plain",), api_key_file=str(path)))
+    only_file = Access(RouterConfig(api_key_file=str(path)))
+    for given in (key, "plain"):
+        access.check(request_with(given))
+    only_file.check(request_with(key))
+    for refusing, given in ((access, "other"), (only_file, "plain"), (only_file, "")):
+        with pytest.raises(RequestError, match="valid API key"):
+            refusing.check(request_with(given))
+
+
+def request_with(key: str) -> web.Request:
+    return make_mocked_request("GET", "/v1/models", {"Authorization": f"Bearer {key}"})

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton import __version__
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
 from baton.router.stream import RequestStream, digest_of
@@ -277,12 +277,6 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
     assert received.endswith("data: [DONE]\n\n")
 
 
-@served(config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
-async def test_a_body_that_is_too_large_is_413(bench: HttpBench) -> None:
-    reply = await bench.post({"prompt": "x" * 1_100_000})
-    assert (reply.status, reply.error["code"]) == (413, "body_too_large")
-
-
 @served(script=hello)
 async def test_an_adapter_is_chosen_as_the_model(bench: HttpBench, engine: ScriptedEngine) -> None:
     for model, lora in (("sql", "sql"), ("tiny", "")):
@@ -321,6 +315,7 @@ async def test_models_health_and_live_tell_readiness_apart(
     assert models["data"][0]["id"] == "tiny"  # type: ignore[index]
     assert (await bench.get("/v1/models/tiny")).json["max_model_len"] == 256
     assert (await bench.get("/v1/models/other/one")).status == 404
+    assert (await bench.get("/version")).json == {"version": __version__}
     assert (await bench.get("/health")).json["status"] == "ready"
     engine.is_ready = False
     health = await bench.get("/health")

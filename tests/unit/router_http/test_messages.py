@@ -10,14 +10,8 @@ from baton.protocol.errors import RequestError
 from baton.router.http.messages import parse_message
 from baton.router.http.schema import Chat
 from baton.router.stream import RequestStream
-from baton.router.text import ChatTemplate
-from tests.support.http_bench import TEXT, HttpBench, hello, lost, served
+from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying, served
 
-# The tags that Qwen3's template has.
-TEMPLATE = ChatTemplate(
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
-    "{% for m in messages %}{{ m.content }}{% endfor %}", {}
-)  # fmt: skip
 PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"
 TOOL: dict[str, object] = {"name": "add", "input_schema": {"type": "object"}}
 SAYS = [{"role": "user", "content": "hello"}]
@@ -26,14 +20,7 @@ BODY: dict[str, object] = {
     "thinking": {"type": "enabled", "budget_tokens": 1024}, "metadata": {"user_id": "a"},
 }  # fmt: skip
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
-TOKEN_IDS = TEXT.encode_now(f"<think>hello</think> the end. {CALL}")
-
-
-def token_by_token(stream: RequestStream) -> None:
-    for token_id in TOKEN_IDS:
-        stream.push(0, [token_id], None)
-    stream.push(0, [], "stop")
-    stream.finish()
+SAID = f"<think>hello</think> the end. {CALL}"
 
 
 async def events_of(bench: HttpBench, body: dict[str, object]) -> list[dict[str, Any]]:
@@ -46,7 +33,7 @@ async def events_of(bench: HttpBench, body: dict[str, object]) -> list[dict[str,
     return events
 
 
-@served(script=token_by_token, chat_template=TEMPLATE)
+@served(script=saying(SAID), chat_template=QWEN)
 async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench: HttpBench) -> None:
     whole: Any = (await bench.post(BODY, PATH)).json
     thinking, text, call = whole["content"]
@@ -59,7 +46,7 @@ async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench: HttpB
         await bench.post({name: BODY[name] for name in ("messages", "tools")}, COUNT_PATH)
     ).json
     assert whole["usage"] == {
-        "input_tokens": count["input_tokens"], "output_tokens": len(TOKEN_IDS),
+        "input_tokens": count["input_tokens"], "output_tokens": len(TEXT.encode_now(SAID)),
         "cache_read_input_tokens": 0, "cache_creation_input_tokens": 0,
     }  # fmt: skip
 
@@ -87,7 +74,7 @@ def inside_call(stream: RequestStream) -> None:
     stream.finish()
 
 
-@served(script=inside_call, chat_template=TEMPLATE)
+@served(script=inside_call, chat_template=QWEN)
 async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
     for choice in ("auto", "any"):
         whole: Any = (await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)).json
@@ -95,7 +82,7 @@ async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
         assert whole["stop_reason"] == "max_tokens"
 
 
-@served(script=token_by_token, chat_template=TEMPLATE)
+@served(script=saying(SAID), chat_template=QWEN)
 async def test_thinking_is_shown_only_if_it_is_asked_for(bench: HttpBench) -> None:
     for thinking in (None, {"type": "disabled"}):
         body = {**BODY, "thinking": thinking}
@@ -112,7 +99,7 @@ def cut(stream: RequestStream) -> None:
     stream.finish()
 
 
-@served(script=cut, chat_template=TEMPLATE)
+@served(script=cut, chat_template=QWEN)
 async def test_a_message_says_why_it_ended(bench: HttpBench) -> None:
     plain = {"model": "tiny", "messages": SAYS}
     for more, reason, sequence in (
@@ -126,7 +113,7 @@ async def test_a_message_says_why_it_ended(bench: HttpBench) -> None:
         assert delta["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
 
 
-@served(script=lost, chat_template=TEMPLATE)
+@served(script=lost, chat_template=QWEN)
 async def test_errors_have_anthropics_form(bench: HttpBench) -> None:
     *_, last = await events_of(bench, BODY)
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
@@ -143,7 +130,7 @@ async def test_errors_have_anthropics_form(bench: HttpBench) -> None:
 @served(
     config=ClusterConfig(router=RouterConfig(api_keys=("secret",))),
     script=hello,
-    chat_template=TEMPLATE,
+    chat_template=QWEN,
 )
 async def test_a_key_may_come_in_the_header_of_anthropics_clients(bench: HttpBench) -> None:
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401)):

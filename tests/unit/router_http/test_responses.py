@@ -12,38 +12,29 @@ from baton.protocol.messages import TokenLogprobs
 from baton.router.http.response_body import parse_response
 from baton.router.http.schema import Chat, ParsedRequest
 from baton.router.stream import RequestStream
-from baton.router.text import ChatTemplate
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
+from tests.support.http_bench import (
+    QWEN,
+    TEXT,
+    HttpBench,
+    ScriptedEngine,
+    hello,
+    lost,
+    saying,
+    served,
+)
 
-# The tags that Qwen3's template has.
-TEMPLATE = ChatTemplate(
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
-    "{% for m in messages %}{{ m.content }}{% endfor %}", {}
-)  # fmt: skip
 PATH = "/v1/responses"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
 TOOL: dict[str, object] = {"type": "function", "name": "add", "parameters": {"type": "object"}}
 BODY: dict[str, object] = {"input": "hello", "tools": [TOOL], "metadata": {"a": "b"}}
-TOKEN_IDS = TEXT.encode_now(f"<think>hello</think> the {CALL} the end.")
+SAID = f"<think>hello</think> the {CALL} the end."
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 1}
 of_event: TypeAdapter[ResponseStreamEvent] = TypeAdapter(ResponseStreamEvent)
-
-
-def token_by_token(stream: RequestStream) -> None:
-    for token_id in TOKEN_IDS:
-        stream.push(0, [token_id], None)
-    stream.push(0, [], "stop")
-    stream.finish()
 
 
 def scored(stream: RequestStream) -> None:
     for token_id in TEXT.encode_now("<think>hello</think> the end."):
         stream.push(0, [token_id], None, (TokenLogprobs(-0.5, 1, ((token_id, -0.5),)),))
-    stream.push(0, [], "stop")
-    stream.finish()
-
-
-def silent(stream: RequestStream) -> None:
     stream.push(0, [], "stop")
     stream.finish()
 
@@ -69,7 +60,7 @@ def shown(output: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
     ]
 
 
-@served(script=token_by_token, chat_template=TEMPLATE)
+@served(script=saying(SAID), chat_template=QWEN)
 async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBench) -> None:
     reply = await bench.post(BODY, PATH)
     Response.model_validate_json(reply.text, strict=True)
@@ -84,7 +75,7 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBe
     assert whole["tools"] == [{**TOOL, "description": None, "strict": None}]
     assert len(whole["output"][2]["call_id"]) == 9
     usage = whole["usage"]
-    assert usage["total_tokens"] == usage["input_tokens"] + len(TOKEN_IDS)
+    assert usage["total_tokens"] == usage["input_tokens"] + len(TEXT.encode_now(SAID))
     assert usage["output_tokens_details"]["reasoning_tokens"] == len(
         TEXT.encode_now("<think>hello</think>")
     )
@@ -105,7 +96,7 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBe
         assert {one.get("item_id", event["item"]["id"]) for one in parts} == {event["item"]["id"]}
 
 
-@served(script=scored, chat_template=TEMPLATE)
+@served(script=scored, chat_template=QWEN)
 async def test_log_probabilities_are_those_of_the_message(bench: HttpBench) -> None:
     whole: Any = (await bench.post({"input": "hello", **LOGPROBS}, PATH)).json
     part = whole["output"][1]["content"][0]
@@ -117,7 +108,7 @@ async def test_log_probabilities_are_those_of_the_message(bench: HttpBench) -> N
     assert [one for event in deltas for one in event["logprobs"]] == part["logprobs"]
 
 
-@served(script=hello, chat_template=TEMPLATE)
+@served(script=hello, chat_template=QWEN)
 async def test_a_response_that_is_cut_is_incomplete(bench: HttpBench) -> None:
     (*_, last) = await events_of(bench, {"input": "hello", "max_output_tokens": 1})
     assert last["type"] == "response.incomplete"
@@ -127,13 +118,13 @@ async def test_a_response_that_is_cut_is_incomplete(bench: HttpBench) -> None:
         assert shown(response["output"]) == [("message", "incomplete", " hello")]
 
 
-@served(script=silent, chat_template=TEMPLATE)
+@served(script=saying(""), chat_template=QWEN)
 async def test_a_response_without_text_is_an_empty_message(bench: HttpBench) -> None:
     whole: Any = (await bench.post({"input": "hello"}, PATH)).json
     assert shown(whole["output"]) == [("message", "completed", "")]
 
 
-@served(script=lost, chat_template=TEMPLATE)
+@served(script=lost, chat_template=QWEN)
 async def test_a_stream_that_breaks_ends_with_its_error(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:

@@ -94,24 +94,6 @@ def test_output_continues_the_text_of_the_prompt(family: Family, data: st.DataOb
     assert prompt + output == whole
 
 
-@pytest.mark.parametrize("family", ["byte_level", "byte_fallback_strip"])
-def test_no_replacement_character_is_shown_inside_a_character(family: Family) -> None:
-    text = ALL[family]
-    token_ids = text.encode_now("é😀")
-    detokenizer = text.detokenizer([1], PARAMS)
-    shown = [detokenizer.push([token_id]).text for token_id in token_ids]
-    assert "\ufffd" not in "".join(shown)
-    assert "".join(shown).endswith("é😀")
-
-
-def test_a_character_cut_off_by_the_end_is_shown_as_replaced() -> None:
-    text = ALL["byte_level"]
-    token_ids = text.encode_now("ok😀")[:-1]
-    detokenizer = text.detokenizer([1], PARAMS)
-    assert detokenizer.push(token_ids).text == "ok"
-    assert detokenizer.push([], "length").text == "\ufffd"
-
-
 def test_a_character_begun_in_the_prompt_is_shown_once_completed() -> None:
     text = ALL["byte_level"]
     token_ids = text.encode_now("😀!")
@@ -119,14 +101,6 @@ def test_a_character_begun_in_the_prompt_is_shown_once_completed() -> None:
     assert detokenizer.push(token_ids[2:]).text == "😀!"
     broken = text.detokenizer(token_ids[:2], PARAMS)
     assert broken.push(text.encode_now("hello")).text == "hello"
-
-
-def test_special_tokens_are_skipped_or_shown_as_asked() -> None:
-    text = ALL["byte_level"]
-    token_ids = text.encode_now(f"hello{END} world")
-    assert joined(text, [1], [token_ids], PARAMS) == "hello world"
-    shown = SamplingParams(skip_special_tokens=False)
-    assert joined(text, [1], [token_ids], shown) == f"hello{END} world"
 
 
 def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
@@ -138,10 +112,6 @@ def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
     assert delta.stop_reason == world
     included = SamplingParams(stop_token_ids=[world], include_stop_str_in_output=True)
     assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
-
-
-def test_ids_that_the_tokenizer_does_not_know_have_no_text() -> None:
-    assert ALL["byte_level"].decode([10_000_000]) == ""
 
 
 def test_known_decoders_need_no_tokenizer_per_token() -> None:

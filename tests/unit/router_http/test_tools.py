@@ -15,13 +15,8 @@ from baton.router.outputs import CompletionOutput, ToolCall
 from baton.router.response_parser import Parsing, ResponseParser, ToolFormat
 from baton.router.stream import RequestStream
 from baton.router.text import ChatTemplate
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, served
+from tests.support.http_bench import QWEN, TEXT, HttpBench, ScriptedEngine, served
 
-# The tags that Qwen3's template has.
-HERMES = ChatTemplate(
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
-    "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", {}
-)  # fmt: skip
 PATH = "/v1/chat/completions"
 THOUGHT = "<think>hello</think>"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -53,7 +48,7 @@ def joined(events: list[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
-@served(script=token_by_token, chat_template=HERMES)
+@served(script=token_by_token, chat_template=QWEN)
 async def test_calls_and_reasoning_are_apart_from_the_content(bench: HttpBench) -> None:
     whole: Any = (await bench.post(BODY, PATH)).json
     (choice,) = whole["choices"]
@@ -74,7 +69,7 @@ async def test_calls_and_reasoning_are_apart_from_the_content(bench: HttpBench) 
     assert plain["choices"][0]["finish_reason"] == "stop"
 
 
-@served(script=token_by_token, chat_template=HERMES)
+@served(script=token_by_token, chat_template=QWEN)
 async def test_a_stream_has_the_parts_of_the_whole(bench: HttpBench) -> None:
     whole = joined((await bench.post({**BODY, "stream": True}, PATH)).events)
     assert (whole["content"], whole["reasoning"]) == ("the", "hello")
@@ -176,7 +171,7 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
         assert not is_let_pass(other)
 
 
-@served(chat_template=HERMES)
+@served(chat_template=QWEN)
 async def test_a_demand_that_cannot_be_kept_is_refused_by_name(
     bench: HttpBench, engine: ScriptedEngine
 ) -> None:
