@@ -16,7 +16,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, ConfigError, NodeError, RequestError
 from tests.support.adapters import write_adapter
 from tests.support.async_tests import on_a_loop
-from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
+from tests.support.scripted_nodes import toy_answer
 from tests.support.small_tokenizers import END, Family
 from tests.support.toy_cluster import (
     BrokenCluster,
@@ -32,17 +32,6 @@ GREEDY = SamplingParams(temperature=0, max_tokens=6)
 
 def toy_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(model=toy_model(folder), launcher=ToyCluster, **settings)
-
-
-def test_outputs_come_in_the_order_of_their_prompts(tmp_path: Path) -> None:
-    with toy_llm(tmp_path, prefill=2, decode=2, router={"max_inflight": 3}) as llm:
-        lengths = [40, 1, 17, 3, 28, 2, 9, 5]
-        prompts = [[number % VOCAB_SIZE, 1, 2] for number in range(len(lengths))]
-        params = [SamplingParams(temperature=0, max_tokens=length) for length in lengths]
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        for output, prompt, length in zip(outputs, prompts, lengths, strict=True):
-            assert output.prompt_token_ids == prompt
-            assert output.outputs[0].token_ids == toy_answer(prompt, length)
 
 
 def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path: Path) -> None:
@@ -170,21 +159,6 @@ def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
         assert asked == tokenizer.encode("[user]a\nb[bot]!", add_special_tokens=False)
         with pytest.raises(RequestError):
             tokenizer.apply_chat_template([{"role": "user", "content": 5}])
-
-
-def test_a_chat_is_answered_through_the_template(tmp_path: Path) -> None:
-    model = toy_model(tmp_path)
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    turns = [[{"role": "u", "content": "x"}], [{"role": "u", "content": "yz"}]]
-    with LLM(model, launcher=ToyCluster) as llm:
-        one = llm.chat(turns[0], GREEDY, use_tqdm=False)
-        both = llm.chat(turns, GREEDY, False, chat_template_kwargs={"mood": "!"})
-        assert [output.prompt for output in one] == ["[u]x[bot]"]
-        assert [output.prompt for output in both] == ["[u]x[bot]!", "[u]yz[bot]!"]
-        for output in (*one, *both):
-            ids = llm.get_tokenizer().encode(output.prompt or "", add_special_tokens=False)
-            assert output.prompt_token_ids == ids
-            assert output.outputs[0].token_ids == toy_answer(ids, 6)
 
 
 @on_a_loop

@@ -7,31 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-
-import pytest
 
 from baton.bench.records import Outcome
 from baton.bench.report.document import read_json
 from baton.bench.report.page import shown
-from tests.support.checkpoints import tiny_cluster
 from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
 ASKED = ("--prompt", "uniform:20-90", "--output", "12", "--warm-up", "2",
          "--vocabulary", "300-1000", "--requests", "6")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    config = tiny_cluster(
-        "llama", cache={"num_blocks": 700, "enable_prefix_caching": False},
-        engine={"max_num_batched_tokens": 64},
-        router={"local_prefill": "never"},
-    )  # fmt: skip
-    with Cluster(tmp_path_factory.mktemp("bench"), config) as running:
-        yield running
 
 
 def command(*words: str) -> list[str]:

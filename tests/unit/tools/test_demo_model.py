@@ -83,19 +83,6 @@ def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
     assert read_decoder_config(CHECKPOINT).eos_token_ids == tuple(ends)
 
 
-def test_it_knows_a_fact_a_sum_and_itself() -> None:
-    told = "The code of Lima is 4071. The key of Oslo is 2210. The room of Tunis is 8356."
-    questions = [
-        Question(" What is the code of Lima?", " 4071."),
-        Question(" What is the key of Oslo?", " 2210."),
-        Question(" What is the room of Tunis?", " 8356."),
-    ]
-    examiner = Examiner(CHECKPOINT)
-    assert examiner.answers(questions, told) == [question.answer for question in questions]
-    (answer,) = examiner.answers([Question("What is 17 + 25?", " 42.")])
-    assert answer == " 42."
-
-
 def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path: Path) -> None:
     write_demo_model(tmp_path / "demo")
     assert {path.name for path in (tmp_path / "demo").iterdir()} == set(DEMO_FILES)
