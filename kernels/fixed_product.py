@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from baton.kernels.paged import interpreted
+from baton.kernels.paged import interpreted, tilings_of
 
 BLOCK_M = 64
 BAND = 8  # tiles of rows that share a tile of the weight while it is in the L2 cache
@@ -34,7 +34,7 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     _fixed_product_kernel[(tiles,)](
         x, weight, out, rows, columns, inner, x.stride(0), weight.stride(0),
         BLOCK_M=BLOCK_M, BLOCK_N=block_n, BLOCK_K=block_k, BAND=BAND, UPCAST=interpreted(),
-        num_warps=4, num_stages=3, enable_fp_fusion=True,
+        num_warps=tilings_of(x.device).product_warps, num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 

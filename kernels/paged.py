@@ -225,6 +225,7 @@ class Tilings:
     decode: Mapping[Row, DecodeTiling]
     prefill: Mapping[Row, PrefillTiling]
     ordered_prefill: Mapping[Row, PrefillTiling]
+    product_warps: int = 4  # of a fixed product
 
 
 # The first tables are for GPUs that multiply on warpgroups. A multiprocessor keeps some 100 KiB of
@@ -288,6 +289,7 @@ WARPS = Tilings(
         (FP32, 128): PrefillTiling(32, 16, 8, 2),
         (FP32, 256): PrefillTiling(16, 16, 16, 2),
     },
+    product_warps=8,
 )
 LEAST_CAPABILITY = (8, 0)  # older GPUs cannot multiply bf16
 

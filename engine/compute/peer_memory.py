@@ -2,13 +2,16 @@
 
 The thread of the `cuda_ipc` transport calls it. Memory is shared by
 the driver's IPC handles, plain bytes: nothing that a peer sends is unpickled. Copies run on a
-stream of their own beside the steps, one launch each, and an event says when one has ended. The
+stream of their own beside the steps, and an event says when one has ended. The
 driver is called through ctypes because torch offers handles only as pickles.
 """
 
 import ctypes
+import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -25,7 +28,17 @@ PROOF_BYTES = 16
 # From cuda.h.
 LAZY_ENABLE_PEER_ACCESS = 1
 POINTER_DEVICE_ORDINAL = 9
+NATIVE_ATOMICS = 3  # of a link between two GPUs: NVLink has them, PCIe has none
 SUCCESS = 0
+# An error of mapping a peer's memory, and what to do about it.
+NOT_MAPPED = {
+    "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED": "the GPUs cannot read each other",
+    "CUDA_ERROR_OUT_OF_MEMORY": "the peer's pool is larger than what its GPU shows on PCIe (BAR1): "
+    "switch resizable BAR and Above 4G Decoding on in the BIOS, or lower cache.memory_mib",
+}
+NOT_MAPPED["CUDA_ERROR_MAP_FAILED"] = NOT_MAPPED["CUDA_ERROR_OUT_OF_MEMORY"]
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments:True"
 
 
 class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
@@ -47,6 +60,24 @@ class PoolHandle(msgspec.Struct, frozen=True, array_like=True):
         if sizes != (HANDLE_BYTES, PROOF_BYTES) or found.offset < 0 or found.num_words <= 0:
             raise TransferError("not a handle of GPU memory")
         return found
+
+
+@contextmanager
+def shareable_memory() -> Iterator[None]:
+    """Let torch allocate by cudaMalloc inside, whatever its settings: only that can be shared.
+
+    Memory in expandable segments has no IPC handles. torch then skips free blocks of theirs, too.
+    """
+    settings = next((text for name in SETTINGS if (text := os.environ.get(name))), "")
+    if EXPANDABLE not in settings:
+        yield
+        return
+    apply = torch._C._accelerator_setAllocatorSettings  # it has no public name
+    apply(settings.replace(EXPANDABLE, "expandable_segments:False"))
+    try:
+        yield
+    finally:
+        apply(settings)
 
 
 class CudaPeerMemory:
@@ -101,10 +132,10 @@ class CudaPeerMemory:
         if 4 * found.num_words != shape.block_bytes:
             raise TransferError("the handle is of another pool")
         base = self.driver.open(found.handle)
+        owner = self.driver.device_of(base)
         view = _DeviceArray(base + found.offset, (shape.num_blocks + 1, found.num_words))
         # Some versions of torch copy the memory if the device is not named or is another one.
-        device = torch.device("cuda", self.driver.device_of(base))
-        blocks = torch.as_tensor(view, device=device)
+        blocks = torch.as_tensor(view, device=torch.device("cuda", owner))
         assert self.stream is not None, "the agent's thread entered"
         with torch.cuda.stream(self.stream):
             is_proven = reads_proof(blocks, found.proof, self.device)
@@ -114,7 +145,8 @@ class CudaPeerMemory:
                 "a GPU reads other bytes from a peer than were written there: switch ACS and the "
                 "IOMMU off for the GPUs, or set transfer.transport=nixl"
             )
-        return OpenedPool(self, blocks[: shape.num_blocks], base)
+        has_engine = not self.driver.has_nvlink(owner, self.device.index)
+        return OpenedPool(self, blocks[: shape.num_blocks], base, has_engine=has_engine)
 
     def checksums(self, slices: NDArray[np.int64], num_bytes: int) -> tuple[int, ...]:
         assert self.stream is not None, "the agent's thread entered"
@@ -156,12 +188,19 @@ def reads_proof(blocks: Tensor, proof: bytes, device: torch.device) -> bool:
 
 
 class OpenedPool:
-    """The `PeerPool` whose `blocks` are mapped at `base`."""
+    """The `PeerPool` whose `blocks` are mapped at `base`.
 
-    def __init__(self, memory: CudaPeerMemory, blocks: Tensor, base: int) -> None:
+    With `has_engine`, the GPU's copy engine moves them: over PCIe a kernel would hold its
+    multiprocessors for as long as the link is busy, and a few programs do not fill the link.
+    """
+
+    def __init__(
+        self, memory: CudaPeerMemory, blocks: Tensor, base: int, *, has_engine: bool = False
+    ) -> None:
         self._memory = memory
         self._blocks = blocks
         self._base = base
+        self._has_engine = has_engine
 
     def copy(
         self, remote: NDArray[np.int64], local: NDArray[np.int64], num_bytes: int
@@ -173,12 +212,19 @@ class OpenedPool:
         assert memory.stream is not None, "the agent's thread entered"
         try:
             with torch.cuda.stream(memory.stream):
-                ids = torch.from_numpy(np.stack((remote, local)).astype(np.int32)).pin_memory()
-                on_gpu = ids.to(memory.device, non_blocking=True)
-                source, target = (
-                    pool.view(-1, num_bytes // 4) for pool in (self._blocks, memory.blocks)
-                )
-                move_blocks(source, on_gpu[0], target, on_gpu[1])
+                if self._has_engine:
+                    ends = memory.blocks.data_ptr(), self._blocks.data_ptr()
+                    stream = memory.stream.cuda_stream
+                    for first, other, count in runs_of(local, remote):
+                        target, source = ends[0] + first * num_bytes, ends[1] + other * num_bytes
+                        memory.driver.copy(target, source, count * num_bytes, stream)
+                else:
+                    ids = torch.from_numpy(np.stack((remote, local)).astype(np.int32)).pin_memory()
+                    on_gpu = ids.to(memory.device, non_blocking=True)
+                    theirs, ours = (
+                        pool.view(-1, num_bytes // 4) for pool in (self._blocks, memory.blocks)
+                    )
+                    move_blocks(theirs, on_gpu[0], ours, on_gpu[1])
                 done = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 done.record(memory.stream)
         except (RuntimeError, torch.AcceleratorError) as error:
@@ -196,8 +242,16 @@ class OpenedPool:
         self._memory.driver.close(self._base)
 
 
+def runs_of(local: NDArray[np.int64], remote: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+    """Yield the first number of each run of neighbours in both, and how many the run has."""
+    is_break = (np.diff(local) != 1) | (np.diff(remote) != 1)
+    for start, end in pairwise([0, *(np.flatnonzero(is_break) + 1).tolist(), len(local)]):
+        if end > start:
+            yield int(local[start]), int(remote[start]), end - start
+
+
 class CudaDriver:
-    """The calls of the CUDA driver that share memory. They need a current context."""
+    """The calls of the CUDA driver that share and copy memory. They need a current context."""
 
     def __init__(self) -> None:
         try:
@@ -225,11 +279,35 @@ class CudaDriver:
     def open(self, handle: bytes) -> int:
         """Map an allocation of another process and return its address. Raises `TransferError`."""
         address = ctypes.c_uint64()
-        self._call(
-            "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
-            ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
-        )  # fmt: skip
+        try:
+            self._call(
+                "cuIpcOpenMemHandle_v2", ctypes.byref(address), _Handle.from_buffer_copy(handle),
+                ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS),
+            )  # fmt: skip
+        except TransferError as error:
+            reason = NOT_MAPPED.get(error.message.rpartition(" ")[2], "")
+            raise TransferError(
+                f"{reason} ({error.message})" if reason else error.message
+            ) from error
         return address.value
+
+    def has_nvlink(self, owner: int, reader: int) -> bool:
+        """Return whether one GPU reaches the other by NVLink, or is the same."""
+        if owner == reader:
+            return True
+        found = ctypes.c_int()
+        self._call(
+            "cuDeviceGetP2PAttribute", ctypes.byref(found), ctypes.c_int(NATIVE_ATOMICS),
+            ctypes.c_int(reader), ctypes.c_int(owner),
+        )  # fmt: skip
+        return bool(found.value)
+
+    def copy(self, target: int, source: int, num_bytes: int, stream: int) -> None:
+        """Queue a copy on a stream, which a copy engine makes. Raises `TransferError`."""
+        self._call(
+            "cuMemcpyDtoDAsync_v2", ctypes.c_uint64(target), ctypes.c_uint64(source),
+            ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream),
+        )  # fmt: skip
 
     def device_of(self, address: int) -> int:
         """Return the number, in this process, of the GPU that has the memory."""

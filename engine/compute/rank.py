@@ -294,7 +294,7 @@ def _on_gpu(
 ) -> tuple[Runner, DevicePool]:
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.compute.cuda_backend import CudaBackend
-    from baton.engine.compute.peer_memory import CudaPeerMemory
+    from baton.engine.compute.peer_memory import CudaPeerMemory, shareable_memory
     from baton.kernels.device_sampling import sample_tokens
     from baton.kernels.token_counts import penalize_counted
 
@@ -302,7 +302,8 @@ def _on_gpu(
 
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
         shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks)
-        cache = device_cache(shape, plan.dtype, plan.device, generations)
+        with shareable_memory():
+            cache = device_cache(shape, plan.dtype, plan.device, generations)
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
             cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
