@@ -41,17 +41,32 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
     """The root of all messages. A message's tag is its class name."""
 
 
+class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
+    """Layers that store the same of a token: `planes` rows of `width` numbers for each KV head.
+
+    A `full` layer stores keys and values, a `latent` one a row that is both, for all heads.
+    """
+
+    kind: str
+    num_layers: Count
+    kv_heads: Count  # on all ranks together
+    planes: Count
+    width: Count
+
+
 class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     """The layout of one KV block of one rank's pool. Two pools must agree on it to exchange blocks.
 
     A rank's pool is one tensor `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, so a
-    block is one contiguous region for all layers, and so is any range of its heads.
+    block is one contiguous region for all layers, and so is any range of its heads. `groups` says
+    what the layers store, one group after the other, and the fingerprint covers it.
     """
 
     block_size: Count  # tokens
     block_bytes: NumBytes  # on one rank, so it depends on the number of ranks
     fingerprint: str  # covers everything that two pools must share
     kv_heads: Count = 0  # of the model, on all ranks together; 0 means unknown
+    groups: tuple[LayerGroup, ...] = ()  # empty means unknown
 
 
 class RankAddress(msgspec.Struct, frozen=True):

@@ -451,7 +451,14 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
             f"it serves another model (config.json, weights or dtype): {ours}, not {theirs}"
         )
     if info.layout.fingerprint != model.layout.fingerprint:
-        found["layout_mismatch"] = "its KV blocks have another layout (block_size or dtype)"
+        stored = [
+            ", ".join(
+                f"{one.num_layers} {one.kind} layers of {one.width}" for one in i.layout.groups
+            )
+            for i in (info, model)
+        ]
+        what = "block_size or dtype" if stored[0] == stored[1] else "{}, not {}".format(*stored)
+        found["layout_mismatch"] = f"its KV blocks have another layout ({what})"
     limits = [
         f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"
         for name in ("max_model_len", "vocab_size", "eos_token_ids")

@@ -81,8 +81,8 @@ class Backend(Protocol):
 
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
-    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder whose
-    layers differ sets `window`, the keys that a query sees, and `scale` before each `attend`.
+    longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
+    `window`, the keys that a query sees, and `scale` before each `attend`.
     """
 
     window: int | None

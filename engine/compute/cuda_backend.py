@@ -95,7 +95,9 @@ def missing_for(pool_shape: tuple[int, ...], num_heads: int, capability: tuple[i
 
     Every row of the tables fits GPUs of `LEAST_CAPABILITY` and newer ones.
     """
-    _, kv_heads, _, _, block_size, head_dim = pool_shape
+    _, kv_heads, _, planes, block_size, head_dim = pool_shape
+    if planes == 1:
+        return "latent attention has no CUDA kernel yet"
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
         return f"the GPU has compute capability {found}; CUDA kernels need {least} (Ampere)"

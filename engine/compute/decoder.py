@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.compute.attention import AdaptedRows, Backend, Batch
+from baton.engine.compute.latent_attention import LatentAttention
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import Mlp
 from baton.engine.compute.row_rule import ByRows, at_once
@@ -24,11 +25,12 @@ class DecoderLayer:
     """This rank's part of one layer's weights."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Linear  # heads of queries, then of keys, then of values
+    qkv: Linear  # heads of queries, then of keys, then of values; or what `latent` takes
     head_norms: Tensor | None  # [num_heads + kv_heads, head_dim]
     output: Linear
     mlp_norm: Tensor  # [hidden]
     mlp: Mlp
+    latent: LatentAttention | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -46,6 +48,7 @@ class Decoder:
     source: str = ""  # whose code computes, if it is not baton's
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
+    scale: float | None = None  # of queries times keys; None: the backend's
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -54,6 +57,8 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
             yield from (layer.qkv, layer.output, *layer.mlp.linears())
+            if layer.latent is not None:
+                yield from layer.latent.linears()
         yield self.head
         yield from self.of_adapters
 
@@ -77,6 +82,8 @@ class Decoder:
         all, because it is faster with whole chunks.
         """
         backend.begin(batch)
+        if self.scale is not None:
+            backend.scale = self.scale
         embedded = F.embedding(batch.token_ids, self.embedding)
         adapted, by_rows = batch.adapted, self.by_rows if batch.adapted is None else at_once
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
@@ -115,7 +122,8 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
-        return layer.qkv(x, adapted), residual
+        x = layer.qkv(x, adapted)
+        return x if layer.latent is None else layer.latent.packed(x, backend), residual
 
     def _after_attention(
         self,
@@ -126,6 +134,7 @@ class Decoder:
         residual: Tensor,
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
+        x = x if layer.latent is None else layer.latent.expanded(x)
         x = self.ranks.all_reduce(layer.output(x, adapted))
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
         return self.ranks.all_reduce(layer.mlp(x, backend, adapted)), residual

@@ -19,10 +19,21 @@ class ExpertNames(msgspec.Struct, frozen=True):
     gate: str
     up: str
     down: str
+    shared: str = "shared_expert"
+    shared_gate: str = "shared_expert_gate"  # "": the shared expert has no weight of its own
+
+
+class GroupedRouting(msgspec.Struct, frozen=True):
+    """DeepSeek's choice: among the experts of the `topk_group` best of `n_group` groups."""
+
+    is_sigmoid: bool  # scores are sigmoids, and a bias changes the choice alone
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float  # of the weights of all experts
 
 
 class ExpertsConfig(msgspec.Struct, frozen=True):
-    """A mixture of experts with a softmax router, in all layers but `mlp_only_layers`."""
+    """A mixture of experts, in all layers but `mlp_only_layers`."""
 
     names: ExpertNames
     num_experts: int
@@ -31,6 +42,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True):
     norm_topk_prob: bool  # the weights of a token's experts are scaled to a sum of 1
     mlp_only_layers: tuple[int, ...] = ()
     shared_expert_intermediate_size: int = 0  # of an expert that each token takes; 0: there is none
+    routing: GroupedRouting | None = None  # None: softmax over all experts
 
 
 class ExpertFamily(msgspec.Struct, frozen=True):
@@ -52,6 +64,8 @@ EXPERT_FAMILIES = {
     "qwen3_moe": ExpertFamily(_QWEN, 128, 8, 768),
     "mixtral": ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2),
 }
+_DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")
+GROUPED_FAMILIES = {"deepseek_v2": False, "deepseek_v3": True}  # whether scores are sigmoids
 _Positive = Annotated[int, Meta(gt=0)]
 
 
@@ -97,4 +111,67 @@ def experts_config(file: Path, family: str, raw: RawExperts) -> ExpertsConfig:
         norm_topk_prob=raw.norm_topk_prob,
         mlp_only_layers=tuple(dense),
         shared_expert_intermediate_size=shared if of.shared_expert_intermediate_size else 0,
+    )
+
+
+class RawGrouped(msgspec.Struct):
+    """The fields of DeepSeek's config.json that describe experts. Folders write all sizes."""
+
+    num_hidden_layers: _Positive
+    n_routed_experts: _Positive
+    n_shared_experts: _Positive
+    num_experts_per_tok: _Positive
+    moe_intermediate_size: _Positive
+    first_k_dense_replace: Annotated[int, Meta(ge=0)]
+    routed_scaling_factor: float
+    norm_topk_prob: bool
+    n_group: _Positive | None = None
+    topk_group: _Positive | None = None
+    topk_method: str | None = None
+    scoring_func: str | None = None
+    moe_layer_freq: int = 1
+    num_experts: int | None = None
+    num_local_experts: int | None = None
+
+
+def grouped_experts(file: Path, family: str, raw: RawGrouped) -> ExpertsConfig:
+    """Return the experts of one of `GROUPED_FAMILIES`. Raises `ConfigError`."""
+    is_sigmoid, num_experts = GROUPED_FAMILIES[family], raw.n_routed_experts
+    methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
+    method = raw.topk_method or methods[0]
+    n_group, topk_group = raw.n_group or 1, raw.topk_group or 1
+    if method == "greedy":
+        n_group = topk_group = 1
+    scoring = raw.scoring_func or ("sigmoid" if is_sigmoid else "softmax")
+    others = {raw.num_experts, raw.num_local_experts} - {None, num_experts}
+    for is_refused, text in (
+        (method not in methods, f"topk_method {method!r} is not supported, only {methods}"),
+        (method != "greedy" and not raw.n_group, "n_group is missing"),
+        (method != "greedy" and not raw.topk_group, "topk_group is missing"),
+        ((scoring == "sigmoid") != is_sigmoid, f"scoring_func {scoring!r} is not supported"),
+        (
+            not is_sigmoid and raw.norm_topk_prob,
+            "norm_topk_prob is true, which DeepSeek's code and transformers' read differently",
+        ),
+        (raw.moe_layer_freq != 1, "moe_layer_freq other than 1 is not supported"),
+        (bool(others), f"n_routed_experts is {num_experts}, but another field says {others}"),
+        (num_experts % n_group != 0, f"n_group, {n_group}, must divide n_routed_experts"),
+        (is_sigmoid and num_experts < 2 * n_group, "a group must have at least two experts"),
+        (topk_group > n_group, f"topk_group must be at most n_group, {n_group}"),
+        (
+            raw.num_experts_per_tok > num_experts // n_group * topk_group,
+            "num_experts_per_tok is more than the experts of topk_group groups",
+        ),
+    ):
+        if is_refused:
+            raise ConfigError(f"{file}: {text}")
+    return ExpertsConfig(
+        names=_DEEPSEEK,
+        num_experts=num_experts,
+        num_experts_per_tok=raw.num_experts_per_tok,
+        moe_intermediate_size=raw.moe_intermediate_size,
+        norm_topk_prob=raw.norm_topk_prob,
+        mlp_only_layers=tuple(range(min(raw.first_k_dense_replace, raw.num_hidden_layers))),
+        shared_expert_intermediate_size=raw.n_shared_experts * raw.moe_intermediate_size,
+        routing=GroupedRouting(is_sigmoid, n_group, topk_group, raw.routed_scaling_factor),
     )

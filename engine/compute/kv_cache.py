@@ -17,7 +17,7 @@ from baton.kv_transfer.pools import HostPool, available_bytes
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import MAX_BLOCKS
-from baton.protocol.messages import KVLayout
+from baton.protocol.messages import KVLayout, LayerGroup
 
 SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
 AnyConfig = DecoderConfig | TransformersConfig
@@ -26,6 +26,8 @@ HOST_SHARE = 0.25  # the share of the free memory; weights and other programs ne
 
 class KVCache:
     """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
+
+    Where one row is the key and the value of all heads, it is `[num_blocks, 1, num_layers, 1, …]`.
 
     On a GPU, the blocks are in device memory and `generations` in host memory.
     """
@@ -66,26 +68,37 @@ def device_cache(
 def pool_shape(
     config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
 ) -> tuple[int, ...]:
-    kv_heads = _num_kv_heads(config, num_ranks)
-    return (num_blocks, kv_heads, config.num_layers, 2, cache.block_size, config.head_dim)
+    group, kv_heads = _group(config), _num_kv_heads(config, num_ranks)
+    return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, group.width)
 
 
 def kv_layout(
     config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
 ) -> KVLayout:
     """Return the layout of each rank's pool. All ranks share its fingerprint."""
-    head_bytes = config.num_layers * 2 * config.head_dim * dtype.itemsize
+    group = _group(config)
+    head_bytes = group.num_layers * group.planes * group.width * dtype.itemsize
     block_bytes = _num_kv_heads(config, num_ranks) * head_bytes * cache.block_size
+    order = (
+        "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
+    )
     shared = (
-        "heads-layers-kv-tokens", str(dtype), config.num_kv_heads, config.num_layers,
-        config.head_dim, cache.block_size,
+        order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size
     )  # fmt: skip
     return KVLayout(
         block_size=cache.block_size,
         block_bytes=block_bytes,
         fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
         kv_heads=config.num_kv_heads,
+        groups=(group,),
     )
+
+
+def _group(config: AnyConfig) -> LayerGroup:
+    """Return the one group of layers that a model of today has."""
+    is_latent = isinstance(config, DecoderConfig) and config.latent is not None
+    kind, planes = ("latent", 1) if is_latent else ("full", 2)
+    return LayerGroup(kind, config.num_layers, config.num_kv_heads, planes, config.head_dim)
 
 
 def num_blocks_for(

@@ -16,6 +16,7 @@ from baton.engine.compute.executor import Progress
 from baton.engine.compute.expert_config import ExpertsConfig
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.kv_cache import AnyConfig
+from baton.engine.compute.latent_attention import LatentAttention, load_latent
 from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
 from baton.engine.compute.lora import Lora, LoraLoader
 from baton.engine.compute.lora_files import Adapter
@@ -24,7 +25,10 @@ from baton.engine.compute.mlp import (
     GatedMlp,
     GroupedLinear,
     GroupedProduct,
+    GroupedRouter,
+    Router,
     SharedExpert,
+    SoftmaxRouter,
     StackedExperts,
 )
 from baton.engine.compute.model_config import DecoderConfig
@@ -33,6 +37,7 @@ from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.weight_files import (
     EMBEDDING,
     HEAD,
+    ROUTER_BIAS,
     STACKED_BLOCK,
     STACKED_DOWN,
     STACKED_GATE_UP,
@@ -47,6 +52,7 @@ from baton.protocol.errors import ConfigError
 # QKV, attention output, gate and up, down, head.
 NUM_LINEAR_KINDS = 5
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
+NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
 
@@ -78,6 +84,7 @@ def load_decoder(
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
+    num_kinds += NUM_LATENT_KINDS if config.latent else 0
     num_kinds += NUM_LORA_KINDS if adapters else 0
     linears = linears_for(place, progress, num_kinds)
     loras = LoraLoader(adapters, place.device, place.dtype)
@@ -135,7 +142,8 @@ class _Loader:
         self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
         self.dtype, self.device, self.linears = place.dtype, place.device, linears
         rank, size = ranks.rank, ranks.size
-        self.heads = share(config.num_heads, rank, size, config.head_dim)
+        value_dim = config.head_dim if config.latent is None else config.latent.v_head_dim
+        self.heads = share(config.num_heads, rank, size, value_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
         self.grouped = place.grouped
@@ -161,19 +169,16 @@ class _Loader:
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
             of_adapters=tuple(linear for lora in self.made for linear in lora.linears()),
+            scale=config.attention_scale,
         )  # fmt: skip
 
     def _layer(self, number: int) -> DecoderLayer:
         config, name = self.config, f"model.layers.{number}."
         attention, experts = name + "self_attn.", config.experts_of(number)
-        qkv = [
-            (attention + "q_proj", self.heads),
-            (attention + "k_proj", self.kv_heads),
-            (attention + "v_proj", self.kv_heads),
-        ]
+        qkv, latent = self._into_attention(attention)
         return DecoderLayer(
             attention_norm=self._read(name + "input_layernorm.weight"),
-            qkv=self._columns(qkv, has_bias=config.qkv_bias),
+            qkv=qkv,
             head_norms=self._head_norms(attention) if config.qk_norm else None,
             output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
             mlp_norm=self._read(name + "post_attention_layernorm.weight"),
@@ -182,7 +187,24 @@ class _Loader:
                 if experts is None
                 else self._experts(name, experts)
             ),
+            latent=latent,
         )
+
+    def _into_attention(self, name: str) -> tuple[Linear, LatentAttention | None]:
+        config = self.config
+        if config.latent is not None:
+            heads = share(config.num_heads, self.ranks.rank, self.ranks.size)
+
+            def read(tensor: str, /, *, rows: slice | None = None) -> Tensor:
+                return self._read(name + tensor, rows=rows)
+
+            return load_latent(config.latent, heads, read, self._linear, self._grouped)
+        qkv = [
+            (name + "q_proj", self.heads),
+            (name + "k_proj", self.kv_heads),
+            (name + "v_proj", self.kv_heads),
+        ]
+        return self._columns(qkv, has_bias=config.qkv_bias), None
 
     def _mlp(self, name: str, features: slice) -> GatedMlp:
         has_bias = self.config.mlp_bias
@@ -195,22 +217,34 @@ class _Loader:
         block = layer + (STACKED_BLOCK if self.has_stacked_experts else experts.names.block) + "."
         numbers = range(experts.num_experts)
         return ExpertMlp(
-            router=self._linear(self._read(block + "gate.weight")),
+            router=self._router(block, experts),
             numbers=torch.arange(experts.num_experts, device=self.device),
             gate_up=self._grouped(self._gate_up_of(block, experts, one) for one in numbers),
             down=self._grouped(self._down_of(block, experts, one) for one in numbers),
-            num_experts_per_tok=experts.num_experts_per_tok,
-            norm_topk_prob=experts.norm_topk_prob,
             shared=self._shared(layer, experts),
         )
+
+    def _router(self, block: str, experts: ExpertsConfig) -> Router:
+        how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
+        if how is None:
+            return SoftmaxRouter(self._linear(self._read(block + "gate.weight")), *choice)
+        linear = self._linear(self._read(block + "gate.weight", dtype=torch.float32))
+        bias = None
+        if how.is_sigmoid:
+            bias = self._read(block + ROUTER_BIAS, dtype=torch.float32)
+            if not bias.isfinite().all():
+                raise ConfigError(f"{self.checkpoint.folder}: {block}{ROUTER_BIAS} is not finite")
+        return GroupedRouter(linear, bias, how, *choice)
 
     def _shared(self, layer: str, experts: ExpertsConfig) -> SharedExpert | None:
         ranks, width = self.ranks, experts.shared_expert_intermediate_size
         if not width:
             return None
-        block, own = f"{layer}{experts.names.block}.", share(width, ranks.rank, ranks.size)
-        gate = self._linear(self._read(block + "shared_expert_gate.weight"))
-        return SharedExpert(gate, self._mlp(block + "shared_expert.", own))
+        names, own = experts.names, share(width, ranks.rank, ranks.size)
+        block, gate = f"{layer}{names.block}.", None
+        if names.shared_gate:
+            gate = self._linear(self._read(f"{block}{names.shared_gate}.weight"))
+        return SharedExpert(gate, self._mlp(f"{block}{names.shared}.", own))
 
     def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
         width = experts.moe_intermediate_size
@@ -339,6 +373,7 @@ class _Loader:
         rows: slice | None = None,
         columns: slice | None = None,
         item: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Tensor:
         """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1 and item is None:
@@ -347,7 +382,7 @@ class _Loader:
             tensor = whole[rows or slice(None), columns or slice(None)]
         else:
             tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
-        return tensor.to(self.device, self.dtype, copy=True).contiguous()
+        return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
 
     def _dequantized(self, name: str) -> Tensor | None:
         """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""

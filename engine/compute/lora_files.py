@@ -83,6 +83,8 @@ def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple
     folders = folders_of(modules)
     if config is None and folders:
         raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
+    if config is not None and config.latent is not None and folders:
+        raise ConfigError("model.lora_modules: latent attention is computed without adapters")
     return tuple(_read(name, folder, config) for name, folder in folders.items() if config)
 
 

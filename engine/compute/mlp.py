@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.engine.compute.attention import AdaptedRows, Backend
+from baton.engine.compute.expert_config import GroupedRouting
 from baton.engine.compute.linear import Linear
 
 # Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in] and the end of
@@ -91,45 +92,42 @@ class StackedExperts:
 
 @dataclass(slots=True, frozen=True)
 class SharedExpert:
-    """An expert that every token takes, with a weight of its own."""
+    """An expert that every token takes, in some families with a weight of its own."""
 
-    gate: Linear  # [1, hidden]
+    gate: Linear | None  # [1, hidden]
     mlp: GatedMlp
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
-        """Return `sigmoid(gate(x)) * mlp(x)` in fp32.
+        """Return `sigmoid(gate(x)) * mlp(x)` in fp32, or `mlp(x)` without a gate."""
+        y = self.mlp(x, backend)
+        return y if self.gate is None else _sigmoid(self.gate(x).float()) * y
 
-        On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
-        """
-        share = F.pad(self.gate(x).float(), (0, 1)).softmax(dim=-1)[:, :1]
-        return share * self.mlp(x, backend)
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
+
+    A pair of each number and 0 has the sigmoid as its first share.
+    """
+    return F.pad(x[..., None], (0, 1)).softmax(dim=-1)[..., 0]
+
+
+class Router(Protocol):
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return fp32 weights and experts of each row, the best first: `[num_rows, top_k]`."""
+        ...
+
+    @property
+    def linear(self) -> Linear: ...
 
 
 @dataclass(slots=True, frozen=True)
-class ExpertMlp:
-    """A softmax router and the experts that it chooses from, which no adapter changes."""
-
-    router: Linear  # [num_experts, hidden]
-    numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
-    gate_up: GroupedLinear  # gates first
-    down: GroupedLinear
+class SoftmaxRouter:
+    linear: Linear  # [num_experts, hidden]
     num_experts_per_tok: int
     norm_topk_prob: bool
-    shared: SharedExpert | None = None
 
-    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        weights, chosen = self._choose(x)
-        numbers, order = chosen.flatten().sort(stable=True)
-        ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
-        rows = x[order // self.num_experts_per_tok]
-        rows = self.down(backend.silu_mul(self.gate_up(rows, ends)), ends)
-        by_token = torch.empty_like(rows).index_copy_(0, order, rows)
-        total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)
-        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
-
-    def _choose(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return fp32 weights and experts of each row, the best first: `[num_rows, top_k]`."""
-        shares = self.router(x).softmax(dim=-1, dtype=torch.float32)
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        shares = self.linear(x).softmax(dim=-1, dtype=torch.float32)
         # Unlike `topk`, a stable sort says which of two equal experts comes first.
         shares, chosen = shares.sort(dim=-1, descending=True, stable=True)
         weights = shares[:, : self.num_experts_per_tok]
@@ -137,10 +135,65 @@ class ExpertMlp:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights, chosen[:, : self.num_experts_per_tok]
 
+
+@dataclass(slots=True, frozen=True)
+class GroupedRouter:
+    """DeepSeek's router, in fp32: the best groups of experts, and of these the best experts.
+
+    V2 takes softmax and a group's best expert, V3 the sigmoid, a bias that changes the choice
+    alone, and the sum of a group's two best.
+    """
+
+    linear: Linear  # [num_experts, hidden] in fp32
+    bias: Tensor | None  # [num_experts] fp32; None: V2
+    how: GroupedRouting
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.linear(x.float())
+        scores = logits.softmax(dim=-1) if self.bias is None else _sigmoid(logits)
+        ranked = scores if self.bias is None else scores + self.bias
+        if self.how.topk_group < self.how.n_group:
+            groups = ranked.view(len(ranked), self.how.n_group, -1)
+            best = groups.sort(dim=-1, descending=True).values
+            of_group = best[..., 0] if self.bias is None else best[..., 0] + best[..., 1]
+            order = of_group.sort(dim=-1, descending=True, stable=True).indices
+            is_out = torch.ones_like(of_group, dtype=torch.bool)
+            is_out.scatter_(1, order[:, : self.how.topk_group], value=False)
+            ranked = groups.masked_fill(is_out[..., None], float("-inf")).flatten(1)
+        chosen = ranked.sort(dim=-1, descending=True, stable=True).indices
+        chosen = chosen[:, : self.num_experts_per_tok]
+        weights = scores.gather(1, chosen)
+        if self.norm_topk_prob:
+            weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights * self.how.routed_scaling_factor, chosen
+
+
+@dataclass(slots=True, frozen=True)
+class ExpertMlp:
+    """A router and the experts that it chooses from, which no adapter changes."""
+
+    router: Router
+    numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
+    gate_up: GroupedLinear  # gates first
+    down: GroupedLinear
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
+        weights, chosen = self.router(x)
+        numbers, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
+        rows = x[order // chosen.shape[1]]
+        rows = self.down(backend.silu_mul(self.gate_up(rows, ends)), ends)
+        by_token = torch.empty_like(rows).index_copy_(0, order, rows)
+        total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)
+        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
+
     def linears(self) -> Iterator[Linear]:
-        yield self.router
+        yield self.router.linear
         yield from self.gate_up.linears()
         yield from self.down.linears()
         if self.shared is not None:
-            yield self.shared.gate
+            yield from () if self.shared.gate is None else (self.shared.gate,)
             yield from self.shared.mlp.linears()

@@ -13,14 +13,26 @@ from msgspec import UNSET, Meta, UnsetType
 
 from baton.engine.compute.expert_config import (
     EXPERT_FAMILIES,
+    GROUPED_FAMILIES,
     ExpertsConfig,
     RawExperts,
+    RawGrouped,
     experts_config,
+    grouped_experts,
+)
+from baton.engine.compute.latent_config import (
+    LATENT_FAMILIES,
+    LatentConfig,
+    RawLatent,
+    latent_config,
 )
 from baton.engine.compute.quantization import Quantization, read_quantization
 from baton.protocol.errors import ConfigError
 
-ModelFamily = Literal["llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral"]
+ModelFamily = Literal[
+    "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
+    "deepseek_v3",
+]  # fmt: skip
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -34,7 +46,12 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Qwen2MoeForCausalLM": "qwen2_moe",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "MixtralForCausalLM": "mixtral",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
+# Other models of an architecture, whose folders have a model_type of their own.
+ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
+NO_WINDOWS = ("llama", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
 QWEN3_HEAD_DIM = 128
 QWEN_MAX_WINDOW_LAYERS = 28
@@ -68,6 +85,7 @@ class Rope(msgspec.Struct, frozen=True):
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0  # of all cosines and sines
+    score_factor: float = 1.0  # of all scores, in latent attention
 
     @property
     def num_positions(self) -> int:
@@ -79,6 +97,9 @@ class Rope(msgspec.Struct, frozen=True):
 
 class DecoderConfig(msgspec.Struct, frozen=True):
     """A Llama-family decoder.
+
+    With latent attention a layer stores one row for all heads: `num_kv_heads` is 1, and `head_dim`
+    is the length of the row.
 
     `sliding_window` applies to every layer: a token sees itself and `sliding_window - 1` tokens
     before it. `dtype` is the checkpoint's (float16 is widened); a setting may override it.
@@ -106,6 +127,20 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
     experts: ExpertsConfig | None = None
+    latent: LatentConfig | None = None
+    num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
+
+    @property
+    def rotary_dim(self) -> int:
+        return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Return the factor of queries times keys; None: that of the length of heads."""
+        if self.latent is None:
+            return None
+        scale: float = self.latent.qk_head_dim**-0.5
+        return scale * self.rope.score_factor
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None where it has a dense MLP."""
@@ -129,7 +164,13 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     num_kv_heads = kv_heads or raw.num_attention_heads
     default = QWEN3_HEAD_DIM if family == "qwen3" else raw.hidden_size // raw.num_attention_heads
     head_dim = raw.head_dim or default
-    _check(file, raw, num_kv_heads, head_dim)
+    latent, num_guessing = None, 0
+    if family in LATENT_FAMILIES:
+        raw_latent = _decode(file, RawLatent)
+        latent = latent_config(file, family, raw_latent)
+        num_kv_heads, head_dim = 1, latent.row_dim
+        num_guessing = raw_latent.num_nextn_predict_layers
+    _check(file, raw, num_kv_heads, head_dim if latent is None else latent.qk_rope_head_dim)
     has_bias = raw.attention_bias and family in ("llama", "qwen3", "qwen3_moe")
     eps = raw.rms_norm_eps
     if isinstance(eps, UnsetType):
@@ -137,6 +178,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     experts = None
     if family in EXPERT_FAMILIES:
         experts = experts_config(file, family, _decode(file, RawExperts))
+    if family in GROUPED_FAMILIES:
+        experts = grouped_experts(file, family, _decode(file, RawGrouped))
     rope = _rope(file, family, raw)
     return DecoderConfig(
         family=family,
@@ -161,6 +204,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         is_widened=(raw.dtype or raw.torch_dtype) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
         experts=experts,
+        latent=latent,
+        num_nextn_predict_layers=num_guessing,
     )
 
 
@@ -244,7 +289,7 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
     for name in named:
         if name in ARCHITECTURES:
             family = ARCHITECTURES[name]
-            if kind.model_type not in ("", family):
+            if ALSO_CALLED.get(kind.model_type, kind.model_type) not in ("", family):
                 raise ConfigError(
                     f"{file}: model_type {kind.model_type!r} contradicts the architecture {name}, "
                     f"whose model_type is {family!r}"
@@ -294,6 +339,8 @@ def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
     base, factor = given.rope_theta, given.factor
     if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
+    if family in LATENT_FAMILIES and given.mscale_all_dim and given.rope_type == "linear":
+        raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
     original = raw.original_max_position_embeddings or given.original_max_position_embeddings
     if given.rope_type != "default" and factor is None:
@@ -343,6 +390,7 @@ def _yarn(given: _RawRope, factor: float, original: int) -> Rope:
         beta_slow=given.beta_slow or 1.0,
         truncate=given.truncate,
         attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
+        score_factor=logarithm(given.mscale_all_dim) ** 2 if given.mscale_all_dim else 1.0,
     )
 
 
@@ -362,7 +410,7 @@ def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
 
 def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
     """Return the window of all layers, or None without one shorter than the model's length."""
-    absent = None if family in ("llama", "mixtral") else SLIDING_WINDOW
+    absent = None if family in ("mixtral", *NO_WINDOWS) else SLIDING_WINDOW
     window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if family.startswith("qwen") and not raw.use_sliding_window:
         window = None
@@ -378,8 +426,10 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
         raise ConfigError(f"{file}: sliding_window must be at least 1")
     if window is None or window >= raw.max_position_embeddings:
         return None
-    if family == "llama":
-        raise ConfigError(f"{file}: sliding_window is not supported in models of Llama")
+    if family in NO_WINDOWS:
+        raise ConfigError(
+            f"{file}: sliding_window is not supported in models of Llama and DeepSeek"
+        )
     if not kinds and family in ("mistral", *WINDOWS_EVERYWHERE):
         return window
     if not kinds and family == "qwen2_moe":

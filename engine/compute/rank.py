@@ -338,7 +338,7 @@ def _rotation(plan: RankPlan) -> tuple[Tensor, float, int | None]:
     model = plan.decoder
     if isinstance(model, TransformersConfig):
         return unrotated(model.head_dim, plan.max_model_len), 0.0, None
-    table = rope_table(model.rope, model.head_dim, plan.max_model_len)
+    table = rope_table(model.rope, model.rotary_dim, plan.max_model_len)
     return table, model.rms_norm_eps, model.sliding_window
 
 

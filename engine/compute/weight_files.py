@@ -27,6 +27,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
+ROUTER_BIAS = "gate.e_score_correction_bias"
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
@@ -134,7 +135,7 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
         *((f"self_attn.{one}_proj", heads if one == "q" else kv_heads, hidden, config.qkv_bias)
           for one in "qkv"),
         ("self_attn.o_proj", hidden, heads, config.output_bias),
-    )  # fmt: skip
+    ) if config.latent is None else ()  # fmt: skip
     mlp = (
         ("mlp.gate_proj", width, hidden, config.mlp_bias),
         ("mlp.up_proj", width, hidden, config.mlp_bias),
@@ -151,6 +152,9 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
             shapes[f"{layer}{name}.weight"] = (outputs, inputs)
             if has_bias:
                 shapes[f"{layer}{name}.bias"] = (outputs,)
+        if config.latent is not None:
+            of_latent = config.latent.tensors(hidden, config.num_heads)
+            shapes |= {f"{layer}self_attn.{name}": shape for name, shape in of_latent.items()}
         for name in ("input_layernorm", "post_attention_layernorm"):
             shapes[f"{layer}{name}.weight"] = (hidden,)
         for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
@@ -166,9 +170,12 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) ->
     count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
     shapes: dict[str, Shape] = {}
     if shared := experts.shared_expert_intermediate_size:
-        shapes[f"{names.block}.shared_expert_gate.weight"] = (1, hidden)
-        expert = f"{names.block}.shared_expert."
+        if names.shared_gate:
+            shapes[f"{names.block}.{names.shared_gate}.weight"] = (1, hidden)
+        expert = f"{names.block}.{names.shared}."
         shapes |= _gated_tensors(expert, names, shared, hidden)
+    if experts.routing is not None and experts.routing.is_sigmoid:
+        shapes[f"{names.block}.{ROUTER_BIAS}"] = (count,)
     if is_stacked:
         return shapes | {
             f"{STACKED_BLOCK}.gate.weight": (count, hidden),
@@ -216,7 +223,11 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
             )
     if how is not None and how.packing is not None:
         _check_packed(how.packing, stored, expected)
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+    guessing = tuple(f"model.layers.{layer}." for layer in layers)
     for name in sorted(stored.keys() - expected.keys() - scales):
+        if name.startswith(guessing):
+            continue
         if not (_DERIVABLE.fullmatch(name) or _is_unneeded(how, name, stored)):
             raise ConfigError(
                 f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "

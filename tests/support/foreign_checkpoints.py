@@ -34,6 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"num_hidden_layers": 5},
     "glm4": {"head_dim": 16},
     "deepseek_v3": LATENT,
+    "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16},
@@ -112,6 +113,9 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
                 weight.normal_(0, 1.5 / weight.shape[-1] ** 0.5, generator=generator)
             else:
                 weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     folder = scratch_folder(kind)
     model.save_pretrained(folder, **saving)
     write_tokenizer(folder, config.vocab_size)

@@ -20,7 +20,7 @@ from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
-from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, StackedExperts
+from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
 from baton.engine.compute.model_config import Rope
 from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
@@ -240,9 +240,10 @@ def with_experts(decoder: Decoder, product: GroupedProduct, num_experts: int = 3
         )
         for one in (gate_up, down)
     ]
-    router = replace(gate_up, weight=gate_up.weight[:num_experts].contiguous())
-    numbers = torch.arange(num_experts, device=router.weight.device)
-    experts = ExpertMlp(router, numbers, *stacked, num_experts_per_tok=2, norm_topk_prob=True)
+    linear = replace(gate_up, weight=gate_up.weight[:num_experts].contiguous())
+    numbers = torch.arange(num_experts, device=linear.weight.device)
+    router = SoftmaxRouter(linear, num_experts_per_tok=2, norm_topk_prob=True)
+    experts = ExpertMlp(router, numbers, *stacked)
     return replace(decoder, layers=(*layers, replace(last, mlp=experts)))
 
 
