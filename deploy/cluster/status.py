@@ -50,8 +50,8 @@ class RouterDocument(msgspec.Struct, frozen=True):
     pairs: tuple[PairDocument, ...] = ()
 
 
-class RouterAnswer(msgspec.Struct, frozen=True):
-    """A router that is asked, and its answer or why there is none."""
+class RouterReply(msgspec.Struct, frozen=True):
+    """A router that is asked, and its reply or why there is none."""
 
     name: str
     url: str
@@ -78,10 +78,10 @@ class StatusRow(msgspec.Struct, frozen=True):
 
 def routers_of(
     named: Sequence[str], api_key: str, plan: ClusterPlan | None = None, urls: Sequence[str] = ()
-) -> list[RouterAnswer]:
+) -> list[RouterReply]:
     """Return the routers to ask: the `named` URLs, or those of a plan, which are at `urls`."""
     own = [
-        RouterAnswer(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
+        RouterReply(spec.name, url, spec.secret_env.get(KEYS, "").partition(",")[0])
         for spec, url in zip(plan.pool(ROUTERS) if plan else (), urls, strict=False)
     ]
     key = api_key or os.environ.get(KEY_VARIABLE, "")
@@ -89,11 +89,11 @@ def routers_of(
         return [msgspec.structs.replace(one, api_key=key or one.api_key) for one in own]
     key = key or next((one.api_key for one in own if one.api_key), "")
     bare = [url.rstrip("/").removesuffix("/v1") for url in named]
-    return [RouterAnswer(url.partition("://")[2], url, key) for url in bare]
+    return [RouterReply(url.partition("://")[2], url, key) for url in bare]
 
 
 def show(
-    routers: Sequence[RouterAnswer],
+    routers: Sequence[RouterReply],
     name: str = "",
     statuses: Sequence[ProcessStatus] | None = None,
     *,
@@ -107,23 +107,23 @@ def show(
     """
     trust = client_context(ca_file)
     with ThreadPoolExecutor(max(1, len(routers))) as threads:
-        answers = list(threads.map(partial(ask, trust), routers))
-    problems = [f"{one.name} at {one.url} {one.problem}" for one in answers if one.problem]
-    rows = rows_of(statuses or (), answers)
+        replies = list(threads.map(partial(ask, trust), routers))
+    problems = [f"{one.name} at {one.url} {one.problem}" for one in replies if one.problem]
+    rows = rows_of(statuses or (), replies)
     if is_json:
         print(msgspec.json.encode(rows).decode())
     else:
         table = cells(rows)
         kept = [i for i in range(len(HEAD)) if i < 2 or any(row[i] for row in table)]
         lines = lines_of([[row[i] for i in kept] for row in (HEAD, *table)]) if rows else ""
-        print("\n".join(filter(None, [summary_of(name, answers), lines, *problems])))
+        print("\n".join(filter(None, [summary_of(name, replies), lines, *problems])))
     if statuses is None:
         return int(bool(problems))
     return int(any(one.state != "running" for one in statuses))
 
 
-def ask(trust: ssl.SSLContext, router: RouterAnswer) -> RouterAnswer:
-    """Return a router with its answer at /status.json, or why there is none."""
+def ask(trust: ssl.SSLContext, router: RouterReply) -> RouterReply:
+    """Return a router with its reply at /status.json, or why there is none."""
     request = urllib.request.Request(f"{router.url}/status.json")
     if router.api_key:
         request.add_header("Authorization", f"Bearer {router.api_key}")
@@ -147,9 +147,9 @@ def ask(trust: ssl.SSLContext, router: RouterAnswer) -> RouterAnswer:
     return msgspec.structs.replace(router, problem=problem)
 
 
-def summary_of(name: str, answers: Sequence[RouterAnswer]) -> str:
+def summary_of(name: str, replies: Sequence[RouterReply]) -> str:
     """Return one line on the whole cluster, empty if no router answers."""
-    documents = [one.document for one in answers if one.document is not None]
+    documents = [one.document for one in replies if one.document is not None]
     if not documents:
         return ""
     parts = [
@@ -163,17 +163,17 @@ def summary_of(name: str, answers: Sequence[RouterAnswer]) -> str:
     return (f"{name}: " if name else "") + " · ".join(parts)
 
 
-def rows_of(statuses: Sequence[ProcessStatus], answers: Sequence[RouterAnswer]) -> list[StatusRow]:
+def rows_of(statuses: Sequence[ProcessStatus], replies: Sequence[RouterReply]) -> list[StatusRow]:
     """Return the processes of the deployment, then those that only the routers know."""
     rows = [StatusRow(**msgspec.structs.asdict(one)) for one in statuses]
-    documents = {one.name: one.document for one in answers if one.document is not None}
+    documents = {one.name: one.document for one in replies if one.document is not None}
     nodes = {
         node.node_id: node.role
         for document in documents.values()
         for node in (*document.nodes, *document.lost)
     }
     known = {row.name for row in rows}
-    rows += [StatusRow(one.name, "router") for one in answers if one.name not in known]
+    rows += [StatusRow(one.name, "router") for one in replies if one.name not in known]
     rows += [StatusRow(name, nodes[name]) for name in sorted(nodes.keys() - known)]
     return [_row(row, documents) if row.name in documents | nodes else row for row in rows]
 

@@ -139,7 +139,7 @@ class _Interval(ctypes.Structure):
     _fields_ = [("times", ctypes.c_long * 4)]
 
 
-class Alarm:
+class Timer:
     """A descriptor that becomes readable at a set time. Linux only, as eventfd and epoll.
 
     Python itself has timerfd from 3.13 on.
@@ -184,7 +184,7 @@ class Wire:
         self._refusals = _REFUSALS if is_listener else (*_REFUSALS, _CLOSED)
         self._authenticator: Authenticator | None = None
         self._is_awake = False
-        self._alarm_at_s: float | None = None
+        self._timer_at_s: float | None = None
         with contextlib.ExitStack() as opened:
             if is_listener and keys.first is not None:
                 self._authenticator = Authenticator(context, keys.first)
@@ -203,8 +203,8 @@ class Wire:
             self._monitor.connect(address)
             self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             opened.callback(os.close, self._wake)
-            self._alarm = Alarm()
-            opened.callback(self._alarm.close)
+            self._timer = Timer()
+            opened.callback(self._timer.close)
             self._epoll = select.epoll()
             opened.callback(self._epoll.close)
             for socket in (
@@ -214,7 +214,7 @@ class Wire:
             ):
                 self._epoll.register(_descriptor_of(socket), select.EPOLLIN)
             self._epoll.register(self._wake, select.EPOLLIN)
-            self._epoll.register(self._alarm.fileno(), select.EPOLLIN)
+            self._epoll.register(self._timer.fileno(), select.EPOLLIN)
             self._opened = opened.pop_all()
 
     def _configure(self, *, has_keys: bool) -> None:
@@ -280,14 +280,14 @@ class Wire:
         if self._is_awake:
             self._is_awake = False
             os.eventfd_read(self._wake)
-        if wake_at_s is None and self._alarm_at_s is None:
+        if wake_at_s is None and self._timer_at_s is None:
             return
         now_s = monotonic()
         # Setting the timer costs more than all the rest of this function, and an early wake-up is
         # harmless.
-        if wake_at_s is None or not (now_s < (self._alarm_at_s or 0.0) <= wake_at_s):
-            self._alarm.set(None if wake_at_s is None else wake_at_s - now_s)
-            self._alarm_at_s = wake_at_s
+        if wake_at_s is None or not (now_s < (self._timer_at_s or 0.0) <= wake_at_s):
+            self._timer.set(None if wake_at_s is None else wake_at_s - now_s)
+            self._timer_at_s = wake_at_s
 
     def skip_rest(self) -> None:
         """Read and drop the remaining parts of a message."""

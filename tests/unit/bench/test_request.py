@@ -11,11 +11,6 @@ from baton.bench.records import Message, Planned
 from baton.bench.settings import Target, place_of
 from baton.protocol.errors import ConfigError
 
-HEAD = b"HTTP/1.1 404 Not Found\r\n"  # whose body is kept as it came
-CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-BODY = b"5\r\nhello\r\n1F;name=x\r\n" + b"x" * 31 + b"\r\n0\r\nTrailer: y\r\n\r\n"
-TEXT = b"hello" + b"x" * 31
-
 
 def read(*pieces: bytes, ends: bool = False) -> Exchange:
     """The pieces come at 1 s, 2 s, ..., then the connection may end."""
@@ -30,15 +25,6 @@ def read(*pieces: bytes, ends: bool = False) -> Exchange:
         return exchange
 
     return asyncio.run(feed())
-
-
-def test_a_chunked_body_is_whole_wherever_it_was_cut() -> None:
-    data = b"HTTP/1.1 100 Continue\r\n\r\n" + CHUNKED + BODY
-    for cut in range(len(data) + 1):
-        found = read(*filter(None, (data[:cut], data[cut:])))
-        assert (found.status, bytes(found.body), found.is_complete) == (404, TEXT, True)
-        assert found.keep_alive
-        assert found.headers == {"transfer-encoding": "chunked"}
 
 
 def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete() -> None:

@@ -8,8 +8,8 @@ from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.cluster.status import (
     HEAD,
     PairDocument,
-    RouterAnswer,
     RouterDocument,
+    RouterReply,
     StatusRow,
     cells,
     routers_of,
@@ -33,11 +33,11 @@ def document(num_handoffs: int = 0, **changes: object) -> RouterDocument:
 
 
 def rows(*documents: RouterDocument) -> dict[str, StatusRow]:
-    answers = [
-        RouterAnswer(f"router-{i}", f"http://10.0.0.{i}:8000", document=one)
+    replies = [
+        RouterReply(f"router-{i}", f"http://10.0.0.{i}:8000", document=one)
         for i, one in enumerate(documents)
     ]
-    return {row.name: row for row in rows_of([], answers)}
+    return {row.name: row for row in rows_of([], replies)}
 
 
 def test_handoffs_of_several_routers_are_added() -> None:
@@ -66,13 +66,13 @@ def test_the_worst_state_of_a_node_counts_and_names_its_router(
 
 
 def test_rows_join_the_deployment_and_the_routers() -> None:
-    answer = RouterAnswer("router-0", "http://10.0.0.1", document=document(2))
+    reply = RouterReply("router-0", "http://10.0.0.1", document=document(2))
     statuses = [
         ProcessStatus("router-0", "router", "10.0.0.1", "running", "pid 1"),
         ProcessStatus(PREFILL, "prefill", "10.0.0.2", "running", "pid 2"),
         ProcessStatus(DECODE, "decode", "10.0.0.3", "ended", "", "exit code 1: oh"),
     ]
-    table = cells(rows_of(statuses, [answer]))
+    table = cells(rows_of(statuses, [reply]))
     lines = [dict(zip(HEAD, one, strict=True)) for one in table]
     assert [(one["process"], one["host"], one["state"]) for one in lines] == [
         ("router-0", "10.0.0.1", "ready"), (PREFILL, "10.0.0.2", "ready"),

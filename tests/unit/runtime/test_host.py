@@ -12,6 +12,7 @@ from baton.protocol.config import EngineConfig, NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import host
 from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
+from baton.runtime.clock import Standstill
 from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, threads_per_rank
 
 
@@ -131,3 +132,16 @@ def test_what_is_no_address_is_refused(text: str) -> None:
 def test_nobody_dials_what_is_no_single_place(text: str) -> None:
     with pytest.raises(ConfigError, match="cannot dial"):
         _ = parse_endpoint(text).dial_endpoint
+
+
+def test_a_standstill_begins_anew_with_each_change() -> None:
+    now_s = 0.0
+    standstill = Standstill(5.0, lambda: now_s)
+    found = []
+    for now_s, state in ((1, "a"), (5, "a"), (6.5, "a"), (7, "b"), (12, "b"), (12.5, "b")):
+        found.append((now_s, standstill.lasts(state)))
+    assert [at_s for at_s, lasts in found if lasts] == [6.5, 12.5]
+    now_s = 0.0
+    standstill = Standstill(5.0, lambda: now_s)
+    now_s = 5.5
+    assert standstill.lasts(None), "nothing was ever seen"
