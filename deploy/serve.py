@@ -17,6 +17,7 @@ from baton.deploy.startup import (
     HealthReply,
     StartProgress,
     ask_health,
+    check_port,
     check_reach,
     relay,
     reserve_port,
@@ -75,6 +76,7 @@ class LocalServer:
         self._config = config = fitted_to_gpus(config)
         num_routers = config.router_processes
         router = config.router
+        check_port(router.host, router.port)  # routers of another command may share theirs
         self._reserved = reserve_port(router.host, router.port, is_shared=num_routers > 1)
         self._port: int = self._reserved.getsockname()[1]
         self._folder = private_folder()

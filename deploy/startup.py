@@ -56,13 +56,14 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         )
 
 
-def reserve_port(host: str, port: int, *, is_shared: bool) -> socket.socket:
+def reserve_port(
+    host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False
+) -> socket.socket:
     """Bind `port`, or a free one if it is 0, so that a restarted router finds it free.
 
     The socket never listens, so it gets no connections, and routers can also bind the port: one
     router as usual, or several if the port is shared. Raises `ConfigError`.
     """
-    check_port(host, port)
     family, address = _address(host, port)
     reserved = socket.socket(family, socket.SOCK_STREAM)
     # Without it, a port with lingering connections of a server that has ended is not free.
@@ -73,34 +74,18 @@ def reserve_port(host: str, port: int, *, is_shared: bool) -> socket.socket:
         reserved.bind(address)
     except OSError as error:
         reserved.close()
-        raise ConfigError(f"cannot reserve port {port} on {host}: {error.strerror}") from error
+        why = f"cannot listen on {host}:{port}: {error.strerror}"
+        if error.errno == errno.EADDRINUSE:
+            why = f"port {port} is in use: {hint}"
+        elif error.errno == errno.EACCES:
+            why = f"port {port} needs privileges, a port above 1023 does not: {hint}"
+        raise ConfigError(why) from error
     return reserved
 
 
 def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
-    """Raise `ConfigError` if the port cannot be listened on; port 0 is always free.
-
-    If the port is shared, other processes that share it may listen on it.
-    """
-    family, address = _address(host, port)
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        # Servers set this too: connections in TIME_WAIT do not count as in use.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if is_shared:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        try:
-            probe.bind(address)
-            # A listening socket would take connections that others have to answer.
-            if not is_shared:
-                probe.listen()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} is in use: {hint}") from error
-            if error.errno == errno.EACCES:
-                raise ConfigError(
-                    f"port {port} needs privileges, a port above 1023 does not: {hint}"
-                ) from error
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    """Raise `ConfigError` if the port cannot be bound; port 0 is always free."""
+    reserve_port(host, port, hint, is_shared=is_shared).close()
 
 
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
