@@ -1,6 +1,6 @@
 """Decide whether blocks can travel from one node to another, by what both have published.
 
-An older node does not publish how its pool can be read; a pair with such a node may try.
+A pair with a node that does not publish how its pool can be read may try.
 """
 
 from baton.protocol.messages import NodeInfo
@@ -21,7 +21,8 @@ def tp_size_problem(prefill: NodeInfo, decode: NodeInfo) -> str | None:
         if num_prefill != num_decode and not _can_share(node, kv_heads):
             return (
                 f"{node.node_id} publishes {node.layout.kv_heads} KV heads for its ranks, so reads "
-                "of part of its blocks cannot be named; give both nodes the same tensor_parallel"
+                "of part of its blocks cannot be named; give both nodes the same "
+                "tensor_parallel_size"
             )
     ours, theirs = prefill.layout.block_bytes, decode.layout.block_bytes
     heads = kv_heads or num_prefill
@@ -40,7 +41,7 @@ def degrees_problem(num_prefill: int, num_decode: int) -> str | None:
         return None
     return (
         f"prefill with {num_prefill} ranks cannot feed decode with {num_decode}: choose values of "
-        "tensor_parallel of which one divides the other"
+        "tensor_parallel_size of which one divides the other"
     )
 
 
@@ -58,5 +59,5 @@ def _can_share(node: NodeInfo, kv_heads: int) -> bool:
     """Return whether the node publishes that many KV heads and its ranks can divide them."""
     num_ranks = len(node.ranks)
     if node.layout.kv_heads != kv_heads or not kv_heads:
-        return False  # an older node does not say
+        return False  # the node does not say
     return kv_heads % num_ranks == 0 or num_ranks % kv_heads == 0

@@ -67,7 +67,7 @@ class ModelTokenizer:
     ) -> str | list[int]:
         """Return the prompt that the model's chat template makes from a conversation.
 
-        `add_generation_prompt` opens the answer of the assistant. The template sees `tools`, in
+        `add_generation_prompt` opens the turn of the assistant. The template sees `tools`, in
         OpenAI's form, and the other `options`.
         Raises `RequestError` if the model has no template or the template refuses the messages.
         """
