@@ -1,43 +1,24 @@
 """Clients that resume, leave, move, vanish and lie, and check every token that they get."""
 
 import asyncio
-from typing import TYPE_CHECKING
+import json
+from typing import TYPE_CHECKING, Any
 
-from baton.protocol.errors import BatonError
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import FinishReason, ResumeState
-from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput
-from baton.router.reattach import Claim, ReceivedPart
-from baton.router.stream import RequestStream, digest_of
 from tests.sim.clock import Process
-from tests.sim.executor import VOCAB, Context, next_token, score
-from tests.sim.members import EOS, SimRouter
+from tests.sim.executor import VOCAB, Context, next_token, rank_of
+from tests.sim.http import Exchange
+from tests.sim.members import EOS, SimRouter, word
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
 SILENCE_S = 15.0  # the longest that a connected client waits for a token without faults
-STOP_BELOW = 4  # tokens that hold a stop string
+PATIENCE_S = 25.0  # for a whole response
 RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_unknown",
 )  # fmt: skip
-
-
-class _Silent:
-    """Has the tokens of a choice, and no text. Tokens below `stop_below` are its stop strings."""
-
-    num_reasoning_tokens = 0
-
-    def __init__(self, index: int, stop_below: int) -> None:
-        self._index, self._stop_below = index, stop_below
-
-    def push(self, token_ids: list[int], final: FinishReason | None = None) -> CompletionOutput:
-        for count, token in enumerate(token_ids, 1):
-            if token < self._stop_below:
-                return CompletionOutput(self._index, "", token_ids[:count], None, "stop")
-        return CompletionOutput(self._index, "", list(token_ids), None, final)
 
 
 class Client:
@@ -53,32 +34,33 @@ class Client:
         self.n = rng.choice((1, 1, 1, 2, 3))
         self.seed = rng.randrange(1 << 40)
         lengths = (1, 2, 10, 40) if world.is_tiny else (1, 2, 10, 60, 150, 300)
-        self.params = SamplingParams(
-            n=self.n, max_tokens=rng.choice(lengths), seed=self.seed,
-            ignore_eos=rng.random() < 0.7, prompt_logprobs=None if number % 5 else 0,
-        )  # fmt: skip
-        self.stop_below = rng.choice((0, 0, 0, STOP_BELOW))
-        self.ends = set(range(self.stop_below)) | set(() if self.params.ignore_eos else EOS)
+        self.max_tokens, self.ignores_eos = rng.choice(lengths), rng.random() < 0.7
+        self.is_scored = number % 5 == 0  # its prompt has log probabilities, and it gets no stream
+        self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
+        self.ends = {*range(len(self.stops)), *(() if self.ignores_eos else EOS)}
         self.is_done = False
         self.router: SimRouter | None = None  # that has its connection
-        self._stream_now: RequestStream | None = None
         self.served_by: Process | None = None  # the one router that it ever met
         self.last_s = 0.0
         self.queued_s = 0.0  # when it last waited in the queue of its router
         self.longest_gap_s = 0.0
-        self._num_tries = 0
         self._has_lied = False  # what it gets then is worth nothing
         self._root = world.root.extended(self.prompt)
         self._forget()
 
     def _forget(self) -> None:
-        """Begin anew, with a request of another id."""
-        self._num_tries += 1
-        self.request_id = RequestId(f"cmpl-{self.number}-{self._num_tries}-0")
+        """Begin anew, with another request."""
+        self.event_id = ""  # of the last event
         self.contexts: list[Context] = [self._root] * self.n
-        self.digests = [0] * self.n
-        self.has_begun, self.has_ended = [False] * self.n, [False] * self.n
+        self.texts = [""] * self.n
+        self.has_ended = [False] * self.n
         self.is_whole = [False] * self.n  # it has its last token
+
+    @property
+    def request_id(self) -> RequestId:
+        """The request at routers and nodes, or nothing before its first event."""
+        answer_id = self.event_id.partition(":")[0]
+        return RequestId(f"{answer_id}-0" if answer_id else "")
 
     def num_tokens(self, choice: int) -> int:
         return self.contexts[choice].length - self._root.length
@@ -102,162 +84,168 @@ class Client:
     async def run(self) -> None:
         world = self.world
         while not self.is_done:
-            up = [router for router in world.routers if router.is_up]
-            if up:
-                try:
-                    await self._connected(router := world.rng.choice(up))
-                except BatonError as error:
-                    self._failed(error, router)
+            await self._connect()
             await asyncio.sleep(world.rng.uniform(0.05, 1.0))
 
-    async def _connected(self, router: SimRouter) -> None:
-        """Ask a router, and read what it sends until one of them leaves."""
-        world, loop = self.world, self.world.loop
-        broke: asyncio.Future[None] = loop.create_future()
-        break_off = lambda: None if broke.done() else broke.set_result(None)  # noqa: E731
-        router.on_death.append(break_off)
+    async def _connect(self) -> None:
+        """Ask once, and read until the response ends, the connection breaks, or it leaves."""
+        world, rng = self.world, self.world.rng
+        exchange = self._again() if self.event_id else self._first()
+        if not exchange.begin():
+            return
+        self.router = next(one for one in world.routers if one.process is exchange.process)
+        self.served_by = None if self.event_id else exchange.process
+        self.last_s = world.loop.time()
+        if rng.random() < 0.1:
+            exchange.doze(rng.uniform(0.1, 4.0))
+        leaves = rng.random() < world.p_leave
+        timeout_s = rng.uniform(0.05, rng.choice((0.3, 3.0))) if leaves else PATIENCE_S
         try:
-            stream = await self._ask(router, broke)
-            if stream is None:
-                return
-            self.router, self.last_s, self._stream_now = router, loop.time(), stream
-            is_deaf = self._has_lied
-            stream.send_to(lambda delta: None if broke.done() or is_deaf else self._take(delta))
-            ended = router.start_task(stream.ended())
-            ended.add_done_callback(_retrieved)
-            leaves = world.rng.random() < world.p_leave
-            timeout_s = world.rng.uniform(0.05, world.rng.choice((0.3, 3.0))) if leaves else None
-            await asyncio.wait(
-                [ended, broke], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
-            )
-            if ended.done():
-                ended.result()
-                if is_deaf:
-                    self._forget()
-                else:
-                    self._check_whole(router)
-                return
-            break_off()
-            if not router.process.is_dead:  # a client that vanishes is noticed much later
-                after_s = world.rng.choice((0.0, 0.0, 20.0))
-                loop.call_later(after_s, router.process.call, stream.close)
-                world.fates["vanished" if after_s else "left"] += 1
+            await asyncio.wait([exchange.ended], timeout=timeout_s)
+            if exchange.is_whole:
+                self._take_body(exchange)
+            else:
+                world.fates["broken" if exchange.ended.done() else "left"] += 1
         finally:
+            exchange.leave(0.0 if exchange.is_whole else rng.choice((0.0, 0.0, 20.0)))
             self.router = None
-            if break_off in router.on_death:
-                router.on_death.remove(break_off)
 
-    async def _ask(self, router: SimRouter, broke: "asyncio.Future[None]") -> RequestStream | None:
-        """Return the stream, or None if the router died before it was found."""
-        is_scored = self.params.prompt_logprobs is not None  # such a stream cannot be resumed
-        if is_scored or not any(self.has_begun):
-            self._has_lied = False
-            self.served_by = router.process
-            self._forget()
-            stream = self._stream()
-            kept = None if is_scored else ResumeState(b"form", b"owner", self.n)
-            self.request_id = router.process.run(router.core.submit, stream, kept)
-            return stream
-        self.served_by = None
-        parts = tuple(
-            ReceivedPart(self.num_tokens(index), begun, ended, self.digests[index])
-            for index, (begun, ended) in enumerate(zip(self.has_begun, self.has_ended, strict=True))
-        )
+    def _first(self) -> Exchange:
+        self._has_lied = False
+        self._forget()
+        body = {
+            "model": "sim", "prompt": self.prompt, "n": self.n, "max_tokens": self.max_tokens,
+            "seed": self.seed, "ignore_eos": self.ignores_eos, "stop": self.stops,
+            "return_token_ids": True, "temperature": 1.0, "stream": not self.is_scored,
+            **({"prompt_logprobs": 0} if self.is_scored else {}),
+        }  # fmt: skip
+        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
+
+    def _again(self) -> Exchange:
         self._has_lied = self.world.rng.random() < 0.02
+        answer_id, place = self.event_id.split(":")
         if self._has_lied:
-            parts = (ReceivedPart(10**9, True, True, 3),) * self.n
+            place = ".".join(["999999999e@00000003"] * self.n)
             self.world.fates["lied"] += 1
-        claim = Claim(self.request_id, b"owner", parts)
-        found = router.start_task(router.core.reattach(claim, lambda _: self._stream()))
-        await asyncio.wait([found, broke], return_when=asyncio.FIRST_COMPLETED)
-        if not found.done():
-            found.cancel()
-            return None
         self.world.fates["resumed"] += 1
-        return found.result()
+        headers = {"Last-Event-ID": f"{answer_id}:{place}"}
+        return Exchange(
+            self.world.port, f"GET /v1/streams/{answer_id}", self._take_event, None, headers
+        )
 
-    def _stream(self) -> RequestStream:
-        silent = [_Silent(index, self.stop_below) for index in range(self.n)]
-        return RequestStream(self.request_id, None, list(self.prompt), self.params, silent)  # type: ignore[arg-type]
+    def _take_event(self, event_id: str, data: bytes) -> None:
+        if self._has_lied:
+            return
+        if data == b"[DONE]":
+            self._check_whole()
+            return
+        chunk = json.loads(data)
+        if "error" in chunk:
+            self._failed(chunk["error"], 200)
+            return
+        for choice in chunk["choices"]:
+            self._take(choice, is_first=not self.event_id)
+        self.event_id = event_id
 
-    def _take(self, delta: CompletionOutput) -> None:
+    def _take_body(self, exchange: Exchange) -> None:
+        """Take the end of a response: an error's, or one that was no stream."""
+        if exchange.status != 200:
+            self._failed(json.loads(exchange.body)["error"], exchange.status)
+        elif self._has_lied:
+            self._forget()
+        elif self.is_scored:
+            choices = json.loads(exchange.body)["choices"]
+            self._check_prompt(choices[0]["prompt_logprobs"])
+            for choice in choices:
+                self._take(choice, is_first=True)
+            self._check_whole()
+
+    def _take(self, chunk: dict[str, Any], *, is_first: bool) -> None:
         """Check that each token is what some node says after exactly the tokens before it."""
-        choice, world = delta.index, self.world
-        if not any(self.has_begun):
-            self._check_prompt()
-        for token in delta.token_ids:
+        choice, world = chunk["index"], self.world
+        for token in chunk["token_ids"]:
             context = self.contexts[choice]
             if self.is_whole[choice]:
-                world.problem(f"client {self.number}: a token after the end of choice {choice}")
+                self._complain(f"a token after the end of choice {choice}")
             said = {next_token(context, self.seed, choice, node.salt) for node in world.nodes}
             if token not in said:
-                world.problem(
-                    f"client {self.number}: token {self.num_tokens(choice)} of choice {choice} is "
-                    "what no node would say"
-                )
+                place = self.num_tokens(choice)
+                self._complain(f"token {place} of choice {choice} is what no node would say")
             self.contexts[choice] = context.then(token)
-            is_last = self.num_tokens(choice) == self.params.max_tokens
+            is_last = self.num_tokens(choice) == self.max_tokens
             self.is_whole[choice] = is_last or token in self.ends
         now_s = world.loop.time()
         silent_s = now_s - max(self.last_s, self.queued_s, world.healed_s)
-        if silent_s > SILENCE_S and self.has_begun[choice]:  # before, its prompt may wait
-            world.problem(f"client {self.number} was silent for {silent_s:.1f} s without a fault")
-        self.has_begun[choice] = True
-        self.digests[choice] = digest_of(delta.token_ids, self.digests[choice])
+        if silent_s > SILENCE_S and not is_first:  # before, its prompt may wait
+            self._complain(f"silent for {silent_s:.1f} s without a fault")
         if self.has_ended[choice]:
-            world.problem(f"client {self.number}: a second end of choice {choice}")
-        self.has_ended[choice] = delta.finish_reason is not None
+            self._complain(f"a second end of choice {choice}")
+        self.has_ended[choice] = chunk["finish_reason"] is not None
         if self.has_ended[choice] != self.is_whole[choice]:
-            world.problem(f"client {self.number}: choice {choice} ended early, or too late")
+            self._complain(f"choice {choice} ended early, or too late")
+        self.texts[choice] += chunk["text"]
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
         self.last_s = now_s
 
-    def _check_prompt(self) -> None:
+    def _tokens(self, choice: int) -> list[int]:
+        tokens, context = [], self.contexts[choice]
+        while context.length > self._root.length and context.before is not None:
+            tokens.append(context.token)
+            context = context.before
+        return tokens[::-1]
+
+    def _check_prompt(self, rows: list[dict[str, Any] | None]) -> None:
         """Check that one node has said of each token what it says after those before it."""
-        assert self._stream_now is not None
-        context, said = self.world.root, dict.fromkeys((one.salt for one in self.world.nodes), b"")
-        for place, token in enumerate(self.prompt):
-            for salt in said if place and self.params.prompt_logprobs is not None else ():
-                said[salt] += score(context, token, salt)
-            context = context.then(token)
-        if self._stream_now.prompt_rows not in said.values():
-            self.world.problem(f"client {self.number}: the scores of its prompt are wrong")
+        ranks = [next(iter(row.values()))["rank"] for row in rows if row is not None]
+        said = []
+        for node in self.world.nodes:
+            context = self.world.root.then(self.prompt[0])
+            said.append([])
+            for token in self.prompt[1:]:
+                said[-1].append(rank_of(context, token, node.salt))
+                context = context.then(token)
+        if ranks not in said:
+            self._complain("the scores of its prompt are wrong")
 
-    def _check_whole(self, router: SimRouter) -> None:
-        if all(self.has_ended):
-            self.is_done = True
-        else:
-            self.world.problem(
-                f"client {self.number}: an outcome of {router.name} without the end of all choices"
-            )
-            self.is_done = True
+    def _check_whole(self) -> None:
+        if not all(self.has_ended):
+            self._complain("an outcome without the end of all choices")
+        for choice, text in enumerate(self.texts):
+            shown = [token for token in self._tokens(choice) if token not in self.ends]
+            if text != "".join(map(word, shown)):
+                self._complain(f"choice {choice} has not the text of its tokens")
+        self.is_done = True
 
-    def _failed(self, error: BatonError, router: SimRouter) -> None:
-        self.world.fates[error.code] += 1
-        if error.code == "stream_gone":
-            self._check_gone(router)
+    def _complain(self, text: str) -> None:
+        self.world.problem(f"client {self.number}: {text}")
+
+    def _failed(self, error: dict[str, Any], status: int) -> None:
+        code = error["code"]
+        self.world.fates[code] += 1
+        if code == "stream_gone":
+            self._check_gone()
             self._forget()
-        elif error.code not in RETRIED:
-            self.world.fates[f"unexpected {error.code}"] += 1
-            if error.http_status < 500 and error.http_status not in (409, 429):
-                self.world.problem(f"client {self.number}: {error.code}: {error.message}")
+        elif code not in RETRIED:
+            self.world.fates[f"unexpected {code}"] += 1
+            if 400 <= error.get("status", status) < 500 and status not in (409, 429):
+                self._complain(f"{code}: {error['message']}")
 
     def check_queued(self) -> None:
         """Note whether it waits in the queue for a node that has room."""
-        if self.router is not None and not self.router.process.is_dead:
-            lifecycles = [one.lifecycle for one in self.router.core._requests.values()]
-            own = [one for one in lifecycles if one.request.request_id == self.request_id]
-            if any(one.waiting_choices for one in own):
-                self.queued_s = self.world.loop.time()
+        own = [] if self.router is None else self.router.requests_of(self.seed)
+        if any(one.lifecycle.waiting_choices for one in own):
+            self.queued_s = self.world.loop.time()
 
-    def _check_gone(self, router: SimRouter) -> None:
+    def _check_gone(self) -> None:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.
 
         A router that has long been up does not know of one that it has never met, and takes one
         process for another of the same name: once that has left, it knows of no other until the
         node has joined it again.
         """
-        if self._has_lied:
+        router = self.router
+        if self._has_lied or router is None:
             return
         joined = router.core.registry.joined("decode")
         twins = {
@@ -272,14 +260,7 @@ class Client:
             and node.name not in twins
             and frozenset((node.process, router.process)) in self.world.network.have_met
             for one in node.held(self.request_id)
-            if len(one.token_ids) >= (num_tokens := self.num_tokens(one.key.choice))
-            and digest_of(one.token_ids[:num_tokens]) == self.digests[one.key.choice]
+            if one.token_ids[: self.num_tokens(one.key.choice)] == self._tokens(one.key.choice)
         }
         if {index for index in range(self.n) if not self.has_ended[index]} <= held:
-            self.world.problem(f"client {self.number}: its stream is gone, but nodes hold it")
-
-
-def _retrieved(ended: "asyncio.Task[None]") -> None:
-    """Let nobody be told of the error of a stream that its client has left."""
-    if not ended.cancelled():
-        ended.exception()
+            self._complain("its stream is gone, but nodes hold it")

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 PROCESS: ContextVar["Process | None"] = ContextVar("process", default=None)
+_NOWHERE = Context()
 
 
 class Process:
@@ -35,10 +36,7 @@ class Process:
         return self._context().run(function, *args)
 
     def start(self, coroutine: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
-        task = self.loop.create_task(coroutine, context=self._context())
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
-        return task
+        return self.loop.create_task(coroutine, context=self._context())
 
     def call(self, function: Callable[[], None]) -> None:
         """Let the process call a function soon, or when it thaws, or never if it is dead."""
@@ -75,6 +73,7 @@ class SimLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._now_s = 1000.0
         self._readers: dict[int, Callable[[], None]] = {}
+        self.listen: Callable[[Process, Callable[[], asyncio.Protocol]], Any]  # at the only port
         super().__init__(_Selector(self))
 
     def time(self) -> float:
@@ -89,6 +88,16 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._now_s += seconds
 
     # What is scheduled belongs to the process that schedules it, or to that of `context`.
+
+    def create_task(
+        self, coroutine: Coroutine[Any, Any, T], *, context: Context | None = None, **how: Any
+    ) -> "asyncio.Task[T]":  # type: ignore[override]
+        task = super().create_task(coroutine, context=context, **how)
+        process = PROCESS.get() if context is None else context.get(PROCESS)
+        if process is not None:  # those of a dead process are kept, so that no coroutine is closed
+            process.tasks.add(task)
+            task.add_done_callback(process.tasks.discard, context=_NOWHERE)
+        return task
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
@@ -105,6 +114,17 @@ class SimLoop(asyncio.SelectorEventLoop):
         handle = gated.handle = super().call_at(when, gated, context=context)
         return handle
 
+    def run_in_executor(  # type: ignore[override]
+        self, executor: object, function: Callable[..., T], *args: Any
+    ) -> "asyncio.Future[T]":
+        """Return what a thread would compute, in no time."""
+        computed: asyncio.Future[T] = self.create_future()
+        try:
+            computed.set_result(function(*args))
+        except Exception as error:  # noqa: BLE001  the caller awaits it
+            computed.set_exception(error)
+        return computed
+
     # Descriptors are numbers of simulated sockets.
 
     def add_reader(self, fd: int, callback: Callable[..., object], *args: Any) -> None:  # type: ignore[override]
@@ -118,6 +138,11 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def remove_reader(self, fd: int) -> bool:  # type: ignore[override]
         return self._readers.pop(fd, None) is not None
+
+    async def create_server(self, make: Callable[[], Any], *where: Any, **how: Any) -> Any:  # type: ignore[override]
+        process = PROCESS.get()
+        assert process is not None
+        return self.listen(process, make)
 
     def is_readable(self, fd: int) -> bool:
         """Tell the reader of a descriptor, if it has one."""

@@ -26,6 +26,7 @@ class Context:
     """A sequence of tokens. Equal sequences are one object."""
 
     length: int
+    token: int  # the last one
     digest: int
     before: "Context | None"
     after: dict[int, "Context"] = field(default_factory=dict)
@@ -34,7 +35,7 @@ class Context:
         found = self.after.get(token)
         if found is None:
             digest = ((self.digest ^ (token + 1)) * _MIX + 1) & _MASK
-            found = self.after[token] = Context(self.length + 1, digest ^ digest >> 29, self)
+            found = self.after[token] = Context(self.length + 1, token, digest ^ digest >> 29, self)
         return found
 
     def extended(self, tokens: list[int]) -> "Context":
@@ -50,9 +51,9 @@ def next_token(context: Context, seed: int, choice: int, salt: int) -> int:
     return (digest >> 17) % VOCAB
 
 
-def score(context: Context, token: int, salt: int) -> bytes:
+def rank_of(context: Context, token: int, salt: int) -> int:
     """Return what the node with this salt says of a prompt's token after `context`."""
-    return struct.pack("<if", next_token(context, token, 0, salt), 0.0)
+    return next_token(context, token, 0, salt)
 
 
 class WrongKV(Exception):
@@ -141,7 +142,8 @@ class SimExecutor:
     def _scores(self, part: Slice) -> bytes:
         contexts = (self._slot(part, part.start + row) for row in range(len(part.targets)))
         pairs = zip(contexts, part.targets, strict=True)
-        return b"".join(score(context, token, self._salt) for context, token in pairs if context)
+        ranks = (rank_of(context, token, self._salt) for context, token in pairs if context)
+        return b"".join(struct.pack("<if", rank, 0.0) for rank in ranks)
 
     def _before(self, part: Slice) -> Context:
         """Return the context before a slice, from the slots, which must all be of one sequence."""

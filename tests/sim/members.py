@@ -2,8 +2,12 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Coroutine, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
@@ -17,7 +21,13 @@ from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig, TransferConfig
+from baton.protocol.config import (
+    ClusterConfig,
+    ModelConfig,
+    NodeConfig,
+    RouterConfig,
+    TransferConfig,
+)
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
@@ -32,7 +42,12 @@ from baton.protocol.messages import (
     Role,
     StepLimits,
 )
-from baton.router.core import RouterCore
+from baton.router.core import ActiveRequest, RouterCore
+from baton.router.detokenizer import decoding_of
+from baton.router.http.app import App
+from baton.router.http.server import Server
+from baton.router.text import Text
+from baton.router.text_router import TextRouter
 from tests.sim.clock import Process
 from tests.sim.executor import BLOCK_SIZE, VOCAB, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
@@ -254,21 +269,25 @@ class SimNode(Member):
 
 
 class SimRouter(Member):
+    """A router with its HTTP side, as `baton router` has it."""
+
     def __init__(self, world: "World", name: str) -> None:
         super().__init__(world, name)
         self.endpoint = f"ipc://{name}"
-        self.on_death: list[Callable[[], None]] = []  # of the clients that are connected
 
     def _begin(self) -> None:
         super()._begin()
         self.process.run(self._build)
+        self.process.start(self.server.start())
 
     def _build(self) -> None:
         config = ClusterConfig(
+            model=ModelConfig(served_model_name="sim"),
             router=RouterConfig(
                 control=self.endpoint,
                 local_prefill=self.world.local_prefill,
                 max_queued_s=60.0,  # type: ignore[arg-type]
+                shares_port=True,
             ),
             node=NodeConfig(detached_s=DETACHED_S),
         )
@@ -276,24 +295,45 @@ class SimRouter(Member):
         self.core = RouterCore(
             config, process.clock, lambda _: SimChannels(network, process, lambda: None)
         )
-        self.core.start(self.endpoint)
+        self.router = TextRouter(config, self.core, Text(TOKENIZER, DECODING))
+        self.app = App(self.router, config)
+        self.server = Server(self.app, config.router)
+        self.router.start(self.endpoint)
 
     def kill(self) -> None:
         super().kill()
-        told, self.on_death = self.on_death, []
-        for tell in told:
-            tell()
+        self.world.port.died(self.process)
 
     def end(self) -> None:
-        """End as after SIGTERM, when the time of the drain is over."""
-        if self.is_up:
-            self.process.run(self.core.close)
-            world_call_at(self.world.loop, self.world.loop.time() + 0.01, self.kill)
+        """End as after SIGTERM."""
+        self.process.start(self._end())
+
+    async def _end(self) -> None:
+        await self.server.drain(DRAIN_S)
+        self.router.close()
+        await self.server.stop()
+        world_call_at(self.world.loop, self.world.loop.time(), self.kill)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.app._num_open or self.server._connections._open)
+
+    def requests_of(self, seed: int) -> list[ActiveRequest]:
+        """Return the requests of the client with this seed."""
+        active = self.core._requests.values()
+        return [one for one in active if one.lifecycle.request.sampling.seed == seed]
 
     def knows(self, node: SimNode) -> bool:
         """Say whether this process has joined this router, not another one of its name."""
         joined = self.core.registry.node(NodeId(node.name))
         return joined is not None and joined.epoch == node.epoch
 
-    def start_task(self, coroutine: Coroutine[object, object, T]) -> "asyncio.Task[T]":
-        return self.process.start(coroutine)
+
+def word(token: int) -> str:
+    """Return the text of a token."""
+    return f"<{token}>"
+
+
+TOKENIZER = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(0)))
+TOKENIZER.decoder = ByteLevel()
+DECODING = decoding_of(TOKENIZER)

@@ -33,6 +33,10 @@ class Network:
         self.listeners: dict[str, SimListener] = {}  # type: ignore[type-arg]
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
+        self.resolving_s = 0.0  # how long a name server takes
+        self.max_queued = rng.choice(
+            (20, 10_000)
+        )  # frames that a connection keeps for a silent peer
         self.connections: dict[Connection, None] = {}  # in the order of their begin
         self.have_met: set[frozenset[Process]] = set()  # pairs that ever had a connection
         self.met: dict[tuple[str, str], int] = {}
@@ -118,6 +122,9 @@ class Connection:
         at_s = max(self._last_s[side] + 1e-6, loop.time() + self.network.latency_s())
         self._last_s[side] = at_s
         world_call_at(loop, at_s, lambda: None if self.is_lost else deliver())
+
+    def is_full(self, side: int) -> bool:
+        return sum(one == side for one, _ in self._stalled) >= self.network.max_queued
 
     def resume(self) -> None:
         """Carry what has waited, when TCP sends it again. What is sent now comes later."""
@@ -234,7 +241,14 @@ class SimDialer(Generic[Out, In]):
     def send(self, message: Out) -> bool:
         if not self._asked.issuperset(_answered_by(message)):
             self.network.complain(f"{self.process.name} answers what another session asked")
+        if self._is_full:
+            return False
         frame = self._session.frame(self._encode(message))
+        if self._connection is not None and self._connection.is_full(0):
+            self._is_full = True
+            self._connection.close(0)
+            self._push("the queue to the listener is full")
+            return False
         self._session.sent()
         if self._connection is None:
             self._unsent.append(frame)
@@ -280,13 +294,14 @@ class SimDialer(Generic[Out, In]):
             self._wake()
 
     def _begin(self, after_s: float) -> None:
-        self._connection = None
+        self._connection, self._is_full = None, False
         self._session = Session(next(self.network.numbers))
         self._unsent: list[bytes] = []
         self._asked: set[object] = set()  # what must be answered in this session
         session = self._session
         loop = self.network.loop
-        world_call_at(loop, loop.time() + after_s, lambda: self._try(session))
+        at_s = loop.time() + after_s + self.network.resolving_s
+        world_call_at(loop, at_s, lambda: self._try(session))
 
     def _try(self, session: Session) -> None:
         if self.is_closed or self.process.is_dead or session is not self._session:
@@ -294,7 +309,7 @@ class SimDialer(Generic[Out, In]):
         network = self.network
         listener = network.listeners.get(self.endpoint)
         if listener is None or not network.can_connect(self.process, listener.process):
-            at_s = network.loop.time() + network.rng.uniform(0.05, 0.5)
+            at_s = network.loop.time() + network.rng.uniform(0.05, 0.5) + network.resolving_s
             world_call_at(network.loop, at_s, lambda: self._try(session))
             return
         identity = self._name + SEPARATOR + str(next(network.numbers)).encode()
@@ -374,6 +389,9 @@ class SimListener(Generic[Out, In]):
         if peer not in self._sessions or self.is_closed:
             return False
         connection, session = self._sessions[peer]
+        if connection.is_full(1):
+            connection.close(1)
+            self.known.pop(peer, None)
         if peer not in self.known:
             self._note(connection, None)
             return False

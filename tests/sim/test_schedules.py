@@ -17,7 +17,7 @@ def no_logs() -> None:
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("first", range(0, 100, SEEDS_APIECE))
+@pytest.mark.parametrize("first", range(0, 80, SEEDS_APIECE))
 def test_schedules_of_faults_lose_nothing(first: int) -> None:
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
@@ -25,6 +25,8 @@ def test_schedules_of_faults_lose_nothing(first: int) -> None:
 
 
 def test_a_seed_decides_everything() -> None:
-    for seed in (0, 2):
+    for seed in (1, 3):
         one, again = simulate(seed), simulate(seed)
-        assert (one.met, one.virtual_s, one.log) == (again.met, again.virtual_s, again.log)
+        assert (one.met, one.fates, one.virtual_s, one.log) == (
+            again.met, again.fates, again.virtual_s, again.log,
+        )  # fmt: skip

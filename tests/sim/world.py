@@ -2,16 +2,20 @@
 
 import asyncio
 import random
+import secrets
+import time
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
+from unittest import mock
 
 from baton.protocol.ids import Key
 from tests.sim.clients import Client
 from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
+from tests.sim.http import Port
 from tests.sim.members import Member, SimNode, SimRouter
 from tests.sim.network import Network, Pair
 from tests.sim.transports import Pools
@@ -39,7 +43,7 @@ KINDS = (
     "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
-    "strand node", "double node", "drain silent node", "isolate node",
+    "strand node", "double node", "drain silent node", "isolate node", "refuse", "slow names",
 )  # fmt: skip
 
 
@@ -70,8 +74,9 @@ class World:
         self.loop, self.rng = loop, random.Random(seed)
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
+        self.port = Port(loop, rng)
         self.pools: Pools = {}
-        self.root = Context(0, 0, None)
+        self.root = Context(0, -1, 0, None)
         self.problems: list[str] = []
         self.log: list[str] = []
         self.fates: Counter[str] = Counter()
@@ -114,7 +119,8 @@ class World:
         await asyncio.sleep(1.0)
         asking = [self.loop.create_task(self._client(one)) for one in self.clients]
         audit = self.loop.create_task(self._audit())
-        await asyncio.gather(*map(self._lane, self.lanes))
+        async with asyncio.timeout(600):  # each fault has an end
+            await asyncio.gather(*map(self._lane, self.lanes))
         self.note("no more faults")
         self.healed_s = self.loop.time()
         await asyncio.wait(asking, timeout=HEALING_S)
@@ -193,6 +199,8 @@ class World:
             if router.process.tasks or num_timers != 1:  # it ticks
                 held = f"{num_timers} timers, {router.process.tasks}"
                 yield f"{router.name} has {held}"
+            if not router.is_idle:
+                yield f"{router.name} has open connections"
             if router.core.num_active:
                 yield f"{router.name} has {router.core.num_active} requests"
             for node in router.core.health().nodes:
@@ -212,7 +220,7 @@ class World:
             await self._strike(fault, node, router)
 
     async def _strike(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
-        seconds, rng = fault.seconds, self.rng
+        seconds = fault.seconds
         match fault.kind:
             case "kill node":
                 node.kill()
@@ -236,32 +244,35 @@ class World:
                 await asyncio.sleep(seconds / 2)
                 router.start()
             case "end router":
-                router.end()
-                await asyncio.sleep(seconds / 2 + 0.1)
-                router.start()
+                if router.is_up:
+                    router.end()
+                    await router.died.wait()
+                    await asyncio.sleep(seconds / 2)
+                    router.start()
             case "freeze router":
                 router.freeze()
                 await asyncio.sleep(seconds)
                 router.thaw()
             case "kill router, freeze node":
-                router.kill()
-                await asyncio.sleep(rng.uniform(0, 0.3))
-                node.freeze()
-                await asyncio.sleep(0.2)
-                router.start()
-                await asyncio.sleep(seconds)
-                node.thaw()
+                await self._kill_before_freezing(node, router, seconds)
             case "drain silent node":
                 await self._drain_silent(node, seconds)
-            case "isolate node":  # but its memory can still be read, and it can read that of others
-                directions = self._directions(node, (*self.routers, *self.nodes))
-                await self._silence(directions, seconds)
             case "strand node":
                 await self._strand(node, router, seconds)
             case "double node":
                 await self._double(node, seconds)
             case _:
                 await self._cut(fault, node, router)
+
+    async def _kill_before_freezing(self, node: SimNode, router: SimRouter, seconds: float) -> None:
+        """Let a router die, and its node answer to no other for a while."""
+        router.kill()
+        await asyncio.sleep(self.rng.uniform(0, 0.3))
+        node.freeze()
+        await asyncio.sleep(0.2)
+        router.start()
+        await asyncio.sleep(seconds)
+        node.thaw()
 
     async def _drain_silent(self, node: SimNode, seconds: float) -> None:
         """End a node whose last words reach the routers after those of the next process."""
@@ -300,7 +311,20 @@ class World:
         await twin.died.wait()
 
     async def _cut(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
-        other: Member = router
+        seconds, other = fault.seconds, cast("Member", router)
+        match fault.kind:
+            case "isolate node":  # but its memory can be read, and it can read that of others
+                directions = self._directions(node, (*self.routers, *self.nodes))
+                return await self._silence(directions, seconds)
+            case "refuse":  # new sessions, as between processes that have not the same keys
+                self.network.cut.add(pair := (node.name, router.name))
+                await asyncio.sleep(3 * seconds)
+                return self.network.cut.discard(pair)
+            case "slow names":
+                self.network.resolving_s = seconds
+                await asyncio.sleep(seconds)
+                self.network.resolving_s = 0.0
+                return None
         if "peers" in fault.kind:
             role = "decode" if node.role == "prefill" else "prefill"
             other = self.rng.choice([one for one in self.nodes if one.role == role])
@@ -308,11 +332,10 @@ class World:
         if fault.kind.startswith("cut"):
             self.network.cut.add(pair)
             self.network.sever(*pair)
-            await asyncio.sleep(fault.seconds)
-            self.network.cut.discard(pair)
-            return
+            await asyncio.sleep(seconds)
+            return self.network.cut.discard(pair)
         directions = [self.rng.choice((pair, back))] if "one way" in fault.kind else [pair, back]
-        await self._silence(directions, 3 * fault.seconds)
+        return await self._silence(directions, 3 * seconds)
 
     def _directions(self, node: SimNode, others: Iterable[Member]) -> list[Pair]:
         names = [one.name for one in others if one is not node]
@@ -332,7 +355,11 @@ def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     asyncio.set_event_loop(loop)
     world = World(loop, seed, lanes)
     try:
-        loop.run_until_complete(world.run())
+        with (
+            mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
+            mock.patch.object(time, "time", loop.time),
+        ):
+            loop.run_until_complete(world.run())
     finally:
         for member in (*world.routers, *world.nodes, *world.twins):
             member.process.kill()
