@@ -96,9 +96,9 @@ def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
         (4, 2, {}, None),
         (2, 3, {}, "tensor_parallel_size of which one divides the other"),
         (1, 0, {}, "tensor_parallel_size of which one divides the other"),
-        (1, 2, {"kv_heads": 0}, "give both nodes the same tensor_parallel"),
-        (1, 2, {"kv_heads": 2}, "give both nodes the same tensor_parallel"),
-        (2, 6, {}, "give both nodes the same tensor_parallel"),
+        (1, 2, {"kv_heads": 0}, "give both nodes the same tensor_parallel_size"),
+        (1, 2, {"kv_heads": 2}, "give both nodes the same tensor_parallel_size"),
+        (2, 6, {}, "give both nodes the same tensor_parallel_size"),
         (1, 2, {"block_bytes": 64}, "they hold different heads"),
     ],
 )
