@@ -183,6 +183,8 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
         ("qwen2_moe", 1, 1),
         ("olmo2", 1, 1),  # transformers' code computes it
         pytest.param("mixtral", 1, 2, marks=pytest.mark.release),
+        ("deepseek_v3", 1, 2),  # each rank of decode reads the same rows
+        pytest.param("deepseek_v2", 2, 1, marks=pytest.mark.release),
     ],
 )
 def test_a_crowd_of_sequences_shares_experts_or_transformers_code(

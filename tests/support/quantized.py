@@ -49,7 +49,7 @@ def quantized(model: Path, name: str) -> tuple[Path, Path]:
     weights, plain = {}, {}
     for key, tensor in load_file(model / "model.safetensors").items():
         weights[key] = plain[key] = tensor
-        if key.endswith("_proj.weight"):
+        if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             numbers, scales, values = _eight_bits(tensor, name)
             suffix = "weight_scale_inv" if config is FINE_GRAINED else "weight_scale"
             weights[key], plain[key] = numbers, values

@@ -104,8 +104,9 @@ def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so() ->
     assert torch.equal(computed(ours), found[0][0])
 
 
-def test_experts_may_be_quantized_too() -> None:
-    ours, plain = quantized(foreign_folder("qwen3_moe"), "fp8 by block")
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
+def test_experts_and_latent_attention_may_be_quantized_too(kind: str) -> None:
+    ours, plain = quantized(foreign_folder(kind), "fp8 by block")
     assert torch.equal(computed(ours), computed(plain))
 
 
