@@ -15,6 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # it exists at run time
+from torch.distributed.distributed_c10d import (  # type: ignore[attr-defined]
+    AllgatherOptions,
+    AllreduceOptions,
+)
 
 from baton.protocol.errors import NodeError
 
@@ -140,10 +144,13 @@ class GroupRanks:
         self.rank, self.size = group.rank(), group.size()
         self.is_batch_invariant = is_ordered
         self.group = group
+        # On the stream of the caller: NCCL's own would fork and join a step twice in each layer.
+        self._sum, self._gather = AllreduceOptions(), AllgatherOptions()
+        self._sum.asyncOp = self._gather.asyncOp = False
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         if not self.is_batch_invariant:
-            self.group.allreduce([tensor]).wait()
+            self.group.allreduce([tensor], self._sum).wait()
             return tensor
         return tensor.copy_(sum_in_order(self._gathered(tensor)))
 
@@ -161,7 +168,7 @@ class GroupRanks:
         """Return the ranks' tensors, in rank order: `[size, *tensor.shape]`."""
         parts = tensor.new_empty(self.size * len(tensor), *tensor.shape[1:])
         if tensor.numel():  # a step that samples nothing asks for no logits
-            self.group._allgather_base(parts, tensor.contiguous()).wait()
+            self.group._allgather_base(parts, tensor.contiguous(), self._gather).wait()
         return parts.view(self.size, *tensor.shape)
 
 

@@ -4,12 +4,19 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.compute.tensor_parallel import SLOT_BYTES, SharedMemoryRanks, join
+from baton.engine.compute.tensor_parallel import (
+    SLOT_BYTES,
+    GroupRanks,
+    SharedMemoryRanks,
+    join,
+)
 from baton.protocol.errors import NodeError
 from tests.support import group_rank
 from tests.support.sources import REPOSITORY
@@ -79,6 +86,31 @@ def test_a_rank_that_is_gone_is_a_node_error() -> None:
         members[1]._peers[0].close()
         with pytest.raises(NodeError, match="another rank"):
             members[0].all_reduce(torch.zeros(3))
+
+
+def test_collectives_of_a_group_stay_on_the_stream_of_the_caller() -> None:
+    given = []
+
+    class Group:
+        def rank(self) -> int:
+            return 0
+
+        def size(self) -> int:
+            return 1
+
+        def allreduce(self, tensors: list[Tensor], options: Any) -> Any:
+            given.append(options.asyncOp)
+            return SimpleNamespace(wait=lambda: None)
+
+        def _allgather_base(self, parts: Tensor, tensor: Tensor, options: Any) -> Any:
+            parts.copy_(tensor)
+            return self.allreduce([parts], options)
+
+    for is_ordered in (False, True):
+        ranks = GroupRanks(Group(), is_ordered=is_ordered)  # type: ignore[arg-type]
+        assert ranks.all_reduce(torch.ones(2, 3)).sum() == 6
+        assert ranks.all_gather(torch.ones(2, 3)).shape == (2, 3)
+    assert given == [False] * 4
 
 
 @pytest.mark.release
