@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import assert_never
@@ -108,7 +108,6 @@ class ActiveRequest:
     stream: RequestStream
     began_s: float
     name: str  # for logs: the id of a stream that can be resumed is a secret
-    is_broken: bool = False
 
     @property
     def request_id(self) -> RequestId:
@@ -463,24 +462,12 @@ class RouterCore:
     def _step(self, active: ActiveRequest, event: RequestEvent, node: NodeId) -> None:
         if self._requests.get(active.request_id) is not active:
             return  # it has ended, so it must not join the queue again
-        commands: Iterator[RequestCommand] = iter(())
         try:
-            commands = iter(active.lifecycle.step(self._now_s, event, node))
-            for command in commands:
+            for command in active.lifecycle.step(self._now_s, event, node):
                 self._carry_out(active, command)
-        except Exception:
+        except Exception:  # a bug ends only its own request
             log.exception("unhandled error", request=active.name, at=type(event).__name__)
-            self._contain(active, commands)
-
-    def _contain(self, active: ActiveRequest, commands: Iterator[RequestCommand]) -> None:
-        """End, with an error, a request that met a bug. The others go on."""
-        active.stream.finish(BatonError("the router failed to handle this request"))
-        if not active.is_broken:
-            active.is_broken = True
-            self._events.append((active, CallerGone("router error"), NO_NODE))
-            for command in commands:
-                self._carry_out(active, command)
-        else:
+            active.stream.finish(BatonError("the router failed to handle this request"))
             self._forget(active)
 
     def _forget(self, active: ActiveRequest) -> None:

@@ -47,7 +47,6 @@ def attached(*choices: HeldChoice, num_choices: int = 1) -> Attached:
 
 
 def code(verdict: object) -> str:
-    assert isinstance(verdict, Failure)
     return verdict.code
 
 
@@ -59,7 +58,6 @@ def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
     assert one.verdict(0.0) is None
     one.heard(A, NOTHING)
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert verdict.choices[0].node == B
     assert one.running_keys == {B: [Key(ID)]}
 
@@ -106,7 +104,6 @@ def test_an_attempt_with_other_tokens_is_never_adopted(attempt: int) -> None:
     assert code(one.verdict(REJOIN_S)) == "stream_gone"
     one.heard(B, attached(held(num_tokens=4, attempt=1, is_running=True)))
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert verdict.choices[0].node == B
     assert one.running_keys == {A: [Key(ID, 0, attempt)], B: [Key(ID, 0, 1)]}, "A ends its own"
 
@@ -117,7 +114,6 @@ def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
     assert one.verdict(0.0) is None, "another node may have gone on with it"
     one.heard(B, attached(held(num_tokens=8, attempt=1, end="length")))
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert (verdict.choices[0].node, verdict.choices[0].held.key.attempt) == (B, 1)
 
 
@@ -127,11 +123,9 @@ def test_an_attempt_whose_first_token_is_unknown_gives_way_to_one_that_has_the_c
     one.heard(A, msgspec.structs.replace(landing, landing=(0,)))
     one.heard(B, NOTHING)
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert verdict.choices[0].node == A
     one.heard(B, attached(held(num_tokens=3, is_running=True)))
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert verdict.choices[0].node == B
 
 
@@ -142,7 +136,6 @@ def test_a_node_that_answers_twice_gives_one_sequence() -> None:
         one.heard(A, attached(held(num_tokens=num_tokens, is_running=True)))
     one.heard(B, NOTHING)
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert len(verdict.choices[0].held.token_ids) == 5
     assert one.running_keys == {A: [Key(ID)]}
 
@@ -154,7 +147,6 @@ def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them(
     assert one.verdict(0.0) is None
     one.heard(B, attached(held(2, 0, is_running=True), num_choices=3))
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert sorted(verdict.choices) == [0, 2]
 
 
@@ -200,7 +192,6 @@ def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
     assert one.verdict(ANSWER_S - 0.1) is None
     verdict = one.verdict(ANSWER_S)
     assert code(verdict) == "stream_unknown"
-    assert isinstance(verdict, Failure)
     assert (verdict.http_status, verdict.retry_after_s) == (503, RETRY_S)
     assert one.asks(B)
     one.heard(B, attached(held(is_running=True)))
@@ -212,10 +203,8 @@ def test_a_stream_that_was_found_may_be_elsewhere_until_all_nodes_have_answered(
     assert one.asks(A)
     one.heard(A, attached(held(is_running=True)))
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert verdict.may_be_elsewhere
     assert one.asks(B)
     one.heard(B, NOTHING)
     verdict = one.verdict(0.0)
-    assert isinstance(verdict, FoundRequest)
     assert not verdict.may_be_elsewhere

@@ -56,7 +56,6 @@ def test_an_idle_router_has_no_line_of_stats() -> None:
     assert line.take(10.0, idle) is None
     metrics.ended(RequestMetrics(num_prompt_tokens=50), "finished", 1)
     found = line.take(10.0, idle)
-    assert found is not None
     assert (found["ended"], found["prompt_tokens_per_s"]) == (1, 5.0)
     assert line.take(10.0, idle) is None
     assert line.take(10.0, Health("ready", (), 1, 0)) is not None

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter
 from baton.protocol.errors import RequestError
 from baton.protocol.messages import TokenLogprobs
 from baton.router.http.response_body import parse_response
-from baton.router.http.schema import Chat, ParsedRequest
+from baton.router.http.schema import ParsedRequest
 from baton.router.stream import RequestStream
 from tests.support.http_bench import (
     QWEN,
@@ -162,7 +162,6 @@ ITEMS: list[dict[str, object]] = [
 def test_items_become_turns_in_their_order() -> None:
     ask = parsed(input=ITEMS, instructions="You add.", tools=[TOOL], parallel_tool_calls=False)
     (chat,) = ask.prompts
-    assert isinstance(chat, Chat)
 
     def call(name: str, arguments: dict[str, object]) -> dict[str, object]:
         return {"id": name, "type": "function", "function": {"name": "add", "arguments": arguments}}

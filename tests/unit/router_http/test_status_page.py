@@ -67,7 +67,6 @@ def test_the_document_tells_of_nodes_pairs_and_requests(
         ("d0", "decode"), ("p0", "prefill"),
     ]  # fmt: skip
     load = told.nodes[0]["load"]
-    assert isinstance(load, dict)
     assert load["free_blocks"] == NUM_BLOCKS
     (pair,) = told.pairs
     assert (pair.prefill_node, pair.decode_node) == ("p0", "d0")

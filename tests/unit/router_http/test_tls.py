@@ -62,7 +62,6 @@ def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
 ) -> None:
     changed = with_tls(config, made)
     context = server_context(changed.router)
-    assert context is not None
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
     router = start(changed)
     url = router.wait_for_url()
