@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import assert_never
 
 import msgspec
@@ -141,7 +142,7 @@ class RouterCore:
         self._is_feeding = False
         self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
         self._next_round_s = 0.0
-        self._num_requests = 0
+        self._numbers = count(1)
         self._now_s = clock()
         self._failure: Failure | None = None
         # Every request needs these, so they are cached until the state of a node changes.
@@ -388,8 +389,7 @@ class RouterCore:
     # --- requests -------------------------------------------------------------------------------
 
     def _next_name(self) -> str:
-        self._num_requests += 1
-        return f"{self.epoch}-{self._num_requests:x}"
+        return f"{self.epoch}-{next(self._numbers):x}"
 
     def _begin(
         self, request: Request, stream: RequestStream, name: str, event: Begun | Adopted
@@ -421,7 +421,7 @@ class RouterCore:
             load = self._policy.load_of(node, place_of(request, choice))
             self.registry.reserve(node.node_id, choice.key, load)
             self._queue.placed(choice.key)
-            self._link.drop_kept_cancel(choice.process, choice.key)
+            self._link.forget_cancels(choice.process, (choice.key,))
         self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
         for name, message in early:
             self._on_request_message(name, claim.request_id, message)

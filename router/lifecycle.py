@@ -1,4 +1,4 @@
-"""The lifecycle of one request: what its nodes are told and what its caller gets.
+"""The lifecycle of one request: the messages to its nodes and the output for its caller.
 
 `step` turns each event into commands, which are carried out in order. The invariants: there is
 exactly one `Outcome`, and nothing is delivered after it; tokens come in order of position, none
@@ -197,7 +197,7 @@ class Lifecycle:
         if self._num_open == 0:
             self._conclude(None)
 
-    # --- what nodes say -------------------------------------------------------------------------
+    # --- messages of nodes ----------------------------------------------------------------------
 
     def _on_entry(self, node: NodeId, entry: TokenEntry) -> None:
         """Handle new tokens. This is the hot path: it runs once per sequence and step."""

@@ -1,4 +1,4 @@
-"""The socket that nodes dial, read on the router's event loop, and what nodes are told unasked.
+"""The socket that nodes dial, read on the router's event loop, and the news that nodes get unasked.
 
 The link turns bytes into messages and never blocks; all decisions are made above it. The loop
 watches the descriptor of a plain ZMQ socket, because awaiting each message would cost several times
@@ -99,7 +99,12 @@ class NodeLink:
         encoded raises here, where it ends only its own request.
         """
         if isinstance(message, Cancel) and (epoch := self._epochs.get(node)) is not None:
-            self._keep_cancel((node, epoch), message)
+            # It is kept until it is confirmed, for the node may lose its channel alone. It then
+            # keeps these sequences for their clients, which get them from other nodes. Another
+            # process of its name may be here before it is back.
+            self._open_cancels.setdefault((node, epoch), set()).update(message.keys)
+            if len(self._open_cancels) > MAX_CANCELLED:
+                del self._open_cancels[next(iter(self._open_cancels))]
         session = self._sessions.get(node)
         if session is None or not self._is_open:
             return
@@ -112,10 +117,6 @@ class NodeLink:
         """Send a node the cancels that it has not confirmed, for it may have lived on."""
         if keys := self._open_cancels.pop(process, None):
             self.send(process[0], Cancel(tuple(keys), "node lost"))
-
-    def drop_kept_cancel(self, process: NodeProcess, key: Key) -> None:
-        """Forget a cancel of this sequence, because its client has come back for it."""
-        self._forget_cancels(process, (key,))
 
     def read(self) -> None:
         """Read the messages that have arrived, up to one batch."""
@@ -162,7 +163,7 @@ class NodeLink:
             if message is None:
                 del self._sessions[node]
             elif isinstance(message, CancelDone):
-                self._forget_cancels((node, session.epoch), message.keys)
+                self.forget_cancels((node, session.epoch), message.keys)
             yield node, message
 
     def _open_session(self, node: NodeId, peer: bytes, hello: Hello) -> Heard:
@@ -190,17 +191,8 @@ class NodeLink:
         for session, encoded in outgoing:
             self._listener.send_encoded(session.peer, encoded)
 
-    def _keep_cancel(self, process: NodeProcess, message: Cancel) -> None:
-        """Keep a cancel until it is confirmed, for the node may lose only its channel.
-
-        The node then keeps these sequences for their clients, which get them from other nodes.
-        Another process of its name may be here before it is back.
-        """
-        self._open_cancels.setdefault(process, set()).update(message.keys)
-        if len(self._open_cancels) > MAX_CANCELLED:
-            del self._open_cancels[next(iter(self._open_cancels))]
-
-    def _forget_cancels(self, process: NodeProcess, keys: Iterable[Key]) -> None:
+    def forget_cancels(self, process: NodeProcess, keys: Iterable[Key]) -> None:
+        """Forget cancels that are confirmed, or of sequences whose client has come back."""
         if (kept := self._open_cancels.get(process)) is not None:
             kept.difference_update(keys)
             if not kept:
@@ -258,10 +250,10 @@ class NodeNotifier:
             case Notice(message=text, node=node, other=other, reason=reason):
                 log.warning(text, node=node, other=other, **({"reason": reason} if reason else {}))
             case Left(node=node, role=role, failure=failure):
-                say = log.info if failure.code == DRAINING else log.warning
-                say("node out of service", node=node, reason=failure.message)
+                write = log.info if failure.code == DRAINING else log.warning
+                write("node out of service", node=node, reason=failure.message)
                 self._introduce(role)
-                # Its channel may still work, so it is told.
+                # Its channel may still work, so it gets the news too.
                 if self._registry.node(node) is not None:
                     self._send(node, Peers(self._registry.peers_of(role), failure.message))
             case _:

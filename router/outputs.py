@@ -14,7 +14,7 @@ from baton.protocol.messages import FinishReason, StageTimes
 # itself, or by a prefill node alone, for a single token.
 Path = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
-# What a client is told; nodes only know `FinishReason`.
+# As clients get it; nodes only know `FinishReason`.
 EndReason = FinishReason | Literal["tool_calls"]
 # A stream may move on any number of times; the first attempt and the last ones are kept.
 MAX_ATTEMPTS_KEPT = 256

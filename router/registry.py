@@ -30,11 +30,11 @@ from baton.runtime.metrics import LostNode, NodeState
 
 
 class Refuse(msgspec.Struct, frozen=True):
-    """The node was refused and must be told why."""
+    """The node was refused, and gets the reason."""
 
     node: NodeId
     failure: Failure
-    is_new: bool = True  # the node was not told the same when it asked last
+    is_new: bool = True  # the node did not get the same reason when it asked last
 
 
 class Entered(msgspec.Struct, frozen=True):
@@ -343,7 +343,7 @@ class Registry:
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
-        """Return whether two nodes could exchange KV blocks, by what both have said."""
+        """Return whether two nodes could exchange KV blocks, by what both have published."""
         other = decode.node_id
         return other not in prefill.obstacles and other not in prefill.unreachable
 

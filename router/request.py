@@ -245,7 +245,7 @@ class Request(msgspec.Struct, frozen=True):
 
 class AttemptState(Enum):
     WAITING = auto()  # no nodes have been chosen yet
-    LIVE = auto()  # the nodes have been told to start
+    LIVE = auto()  # the nodes have been asked to start
     LEAVING = auto()  # no output is wanted, and nodes have yet to confirm their cancels
     CLOSED = auto()
 

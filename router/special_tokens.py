@@ -123,7 +123,7 @@ def _parts(splitter: _Splitter | None) -> Iterator[_Splitter]:
 
 
 def _sources(folder: Path) -> list[_Names]:
-    """Return what the files say from which transformers takes names, the last word last."""
+    """Return the names in the files that transformers reads, those that win last."""
     given = _read(folder / "tokenizer_config.json", _Names)
     if not isinstance(given.added_tokens_decoder, UnsetType):
         return [given]

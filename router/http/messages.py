@@ -1,4 +1,4 @@
-"""POST /v1/messages and its count of tokens: bodies that become chats, and answers in their form.
+"""POST /v1/messages and its count of tokens: bodies that become chats, and responses in their form.
 
 The blocks of a response are in the order in which the model wrote them. Each is open until its kind
 changes, and a call comes whole.

@@ -76,8 +76,8 @@ class RequestLog:
         request_id = request_id or (running.request_id if running is not None else "")
         if self._is_access:
             fields = {} if running is None else _sums([one.metrics for one in running.streams])
-            tell = log.debug if request.path in FREQUENT_PATHS else log.info
-            tell(
+            write = log.debug if request.path in FREQUENT_PATHS else log.info
+            write(
                 "access", request=request_id, method=request.method, path=clip(request.path),
                 status=status, client=request.remote, s=round(took_s, 6), **fields,
             )  # fmt: skip
@@ -86,9 +86,9 @@ class RequestLog:
         if running.failure is not None:
             self._failed(running.failure, running, request_id)
         elif any(one.metrics.num_resumes for one in running.streams):
-            log.info("request resumed after a loss", request=request_id, **_told(running))
+            log.info("request resumed after a loss", request=request_id, **_fields_of(running))
         elif any(one.metrics.num_retries for one in running.streams):
-            log.info("request tried again after a loss", request=request_id, **_told(running))
+            log.info("request tried again after a loss", request=request_id, **_fields_of(running))
 
     def _failed(self, failure: Failure, running: Running, request_id: str) -> None:
         """Log a request that failed without a mistake of its client."""
@@ -102,7 +102,7 @@ class RequestLog:
             self._num_unlogged = 0
         log.warning(
             "request failed", request=request_id, status=failure.http_status, code=failure.code,
-            reason=failure.message, **_told(running),
+            reason=failure.message, **_fields_of(running),
         )  # fmt: skip
 
     def _has_room(self) -> bool:
@@ -116,7 +116,7 @@ class RequestLog:
         return False
 
 
-def _told(running: Running) -> dict[str, object]:
+def _fields_of(running: Running) -> dict[str, object]:
     """Return the nodes, the losses and the stages of the requests, if there are any."""
     all_metrics = [stream.metrics for stream in running.streams]
     if not all_metrics:

@@ -56,7 +56,7 @@ def blaming(sent: Mapping[str, str]) -> Iterator[None]:
 def _without_nulls(data: bytes) -> bytes:
     """Return a body without null fields, at its top, in its options and in each message.
 
-    Clients send back messages of answers, with nulls in fields that requests do not have.
+    Clients send back messages of responses, with nulls in fields that requests do not have.
     """
     if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
         return data
@@ -154,7 +154,7 @@ class Turn(msgspec.Struct, forbid_unknown_fields=True):
     cache_control: Anything = msgspec.UNSET
     id: Anything = msgspec.UNSET
     prefix: Anything = msgspec.UNSET
-    # These are parts of answers, which clients send back unchanged.
+    # These are parts of responses, which clients send back unchanged.
     refusal: str | None = None
     annotations: Anything = msgspec.UNSET
     audio: Anything = msgspec.UNSET
