@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
@@ -20,17 +21,25 @@ from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
-from baton.router.health import ServedModel
 from baton.router.http.auth import authorization_of
 from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.prepare import Job, ModelFormat, check_ids, parse_body, rendered, unpacked
+from baton.router.http.prepare import (
+    Job,
+    ModelFormat,
+    Prepared,
+    check_ids,
+    packed,
+    parse_body,
+    rendered,
+    unpacked,
+)
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.http.response_events import ResponseEvents
 from baton.router.http.responses import ResponseWriter, ShownPrompt, clamped_to, system_fingerprint
-from baton.router.http.schema import BodyPrompt, Chat, Endpoint, ParsedRequest
+from baton.router.http.schema import Endpoint, ParsedRequest
 from baton.router.http.sse import (
     LAST_EVENT_ID,
     SILENCE_S,
@@ -77,14 +86,17 @@ log = logger("router")
 class Work:
     """One HTTP request and the form of its response."""
 
-    parsed: ParsedRequest
-    params: SamplingParams
+    parsed: ParsedRequest  # its prompts removed
     writer: ResponseWriter
-    prompts: list[str | list[int] | bytes]  # bytes are packed token ids
+    prompts: list[bytes]  # as token ids, each packed by `packed`
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
     request_id: str  # the client's own, or the response's
     kept: ResumeState | None = None  # for a stream that the client can resume
     parsing: Parsing | None = None
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.parsed.params
 
 
 class Handlers:
@@ -198,12 +210,13 @@ class Handlers:
                 if index:  # a long list of prompts must not delay other requests
                     await asyncio.sleep(0)
                 name = f"{work.writer.id}-{index}"
-                ready = unpacked(prompt) if isinstance(prompt, bytes) else prompt
+                ids = unpacked(prompt)
                 if self._logs_prompts:
-                    log.info("prompt", request=work.request_id, text=_shown(ready))
+                    shown = self._engine.get_tokenizer().decode(ids[:MAX_PROMPT_CHARS])
+                    log.info("prompt", request=work.request_id, text=clip(shown))
                 with blaming(work.parsed.sent):
                     stream = await self._engine.submit(
-                        ready, work.params, name, work.kept, work.parsing, work.parsed.scope
+                        ids, work.params, name, work.kept, work.parsing, work.parsed.scope
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)
@@ -213,17 +226,10 @@ class Handlers:
         return work
 
     async def _prepare(self, request: web.Request, body: bytes, job: Job) -> Work:
-        prompts: list[str | list[int] | bytes]
-        if len(body) > SMALL_BYTES:
-            prepared = await self._large.prepare(job, body)
-            parsed, prompts, echoes = prepared.parsed, [*prepared.prompts], prepared.echoes
-        else:
-            parsed = parse_body(job, body)
-            with blaming(parsed.sent):
-                small = [await self._ids_of(prompt, parsed, job.model) for prompt in parsed.prompts]
-            prompts = [*small]
-            echoes = [self._text_of(prompt) for prompt in small] if parsed.echo else []
-        parsed, parsing = self._format.apply(parsed)
+        is_large = len(body) > SMALL_BYTES
+        prepared = await (self._large.prepare if is_large else self._prepare_small)(job, body)
+        echoes = prepared.echoes
+        parsed, parsing = self._format.apply(prepared.parsed)
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
@@ -248,30 +254,35 @@ class Handlers:
         is_plain = (
             not parsed.echo and parsed.params.logprobs is None and parsed.endpoint in _CHUNKED
         )
-        if parsed.is_streamed and len(prompts) == 1 and is_plain:
+        if parsed.is_streamed and len(prepared.prompts) == 1 and is_plain:
             owner = owner_of(authorization_of(request), wants_key=self._wants_key)
             kept = kept_of(
                 Form(writer, parsed.kept_sampling, name, parsing), owner, parsed.params.n
             )
-        return Work(parsed, parsed.params, writer, prompts, echoes, name, kept, parsing)
+        return Work(parsed, writer, prepared.prompts, echoes, name, kept, parsing)
 
-    async def _ids_of(
-        self, prompt: BodyPrompt, parsed: ParsedRequest, model: ServedModel
-    ) -> str | list[int]:
-        """Return a prompt for the engine, which makes the checks that only it can make."""
-        max_tokens = model.max_model_len - 1
-        text = self._engine.get_tokenizer()
-        if isinstance(prompt, Chat):
-            chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
-            return await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
-        if isinstance(prompt, str) and not parsed.generates:
-            prompt = await text.encode(prompt, max_tokens=max_tokens)
-        if isinstance(prompt, list) and parsed.echo:
-            check_ids(prompt, model)
-        return prompt
-
-    def _text_of(self, prompt: str | list[int]) -> str:
-        return prompt if isinstance(prompt, str) else self._engine.get_tokenizer().decode(prompt)
+    async def _prepare_small(self, job: Job, body: bytes) -> Prepared:
+        """Do the same as `prepare`, without blocking the event loop for long."""
+        parsed, text = parse_body(job, body), self._engine.get_tokenizer()
+        prompts, echoes = [], []
+        max_tokens = job.model.max_model_len - 1
+        for index, prompt in enumerate(parsed.prompts):
+            if index:  # a long list of prompts must not delay other requests
+                await asyncio.sleep(0)
+            with blaming(parsed.sent):
+                if isinstance(prompt, list):
+                    ids = prompt
+                elif isinstance(prompt, str):
+                    ids = await text.encode(prompt, max_tokens=max_tokens)
+                else:
+                    chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
+                    ids = await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
+                if parsed.echo:
+                    check_ids(ids, job.model)
+            prompts.append(packed(ids))
+            if parsed.echo:
+                echoes.append(prompt if isinstance(prompt, str) else text.decode(ids))
+        return Prepared(msgspec.structs.replace(parsed, prompts=()), prompts, echoes)
 
     # --- answering ------------------------------------------------------------------------------
 
@@ -341,7 +352,7 @@ class Handlers:
             for index in range(len(work.echoes) * num_choices)
         ]
         running.outcome = "finished"
-        metrics = [RequestMetrics(num_prompt_tokens=_num_ids(ids)) for ids in work.prompts]
+        metrics = [RequestMetrics(num_prompt_tokens=len(unpacked(ids))) for ids in work.prompts]
         headers = _headers(work, metrics)
         if not work.parsed.is_streamed:
             body = await self._body(work, streams, outputs, metrics)
@@ -485,12 +496,3 @@ def _headers(work: Work, metrics: Sequence[RequestMetrics]) -> dict[str, str]:
     if clamped is not None:
         headers["Baton-Max-Tokens"] = str(clamped)
     return headers
-
-
-def _shown(prompt: str | list[int]) -> str:
-    return clip(str(prompt[:MAX_PROMPT_CHARS]))
-
-
-def _num_ids(prompt: str | list[int] | bytes) -> int:
-    assert not isinstance(prompt, str), "a prompt that is only echoed was encoded"
-    return len(unpacked(prompt) if isinstance(prompt, bytes) else prompt)
