@@ -8,7 +8,7 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
-from baton.router.pairs import PairHealth, PairTransfers
+from baton.router.pairs import PairTransfers
 from baton.router.queue import ROLES, Admission, Limits
 from baton.router.registry import Node, Registry
 from baton.runtime.metrics import LostNode, NodeHealth
@@ -41,8 +41,7 @@ class Health(msgspec.Struct, frozen=True):
     num_running: int  # requests that have nodes
     num_queued: int  # requests that wait for nodes
     message: str = ""
-    pairs: tuple[PairHealth, ...] = ()  # pairs whose handoffs fail
-    transfer_failures: tuple[tuple[NodeId, NodeId, int], ...] = ()  # by pair, since the start
+    pairs: tuple[PairTransfers, ...] = ()  # pairs whose handoffs fail
     transfers: tuple[PairTransfers, ...] = ()  # all handoffs by pair, since the start
     lost: tuple[LostNode, ...] = ()
     num_cache_gaps: int = 0  # gaps in the nodes' announcements of cached blocks, since the start
@@ -64,11 +63,9 @@ def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
 def health_of(
     now_s: float, registry: Registry, mode: LocalPrefill, queue: Admission, oldest_wait_s: float
 ) -> Health:
-    nodes, pairs = nodes_health(now_s, registry), registry.pairs
-    transfers = pairs.transfers(now_s)
-    failures = [one for one in transfers if one.num_failures]
+    nodes, transfers = nodes_health(now_s, registry), registry.pairs.transfers(now_s)
     status, message = _status(registry, mode, nodes)
-    failing = pairs.health(now_s)
+    failing = tuple(one for one in transfers if one.reason)
     if status == "ready" and failing:
         status, message = "degraded", "handoffs between some pairs of nodes fail"
     return Health(
@@ -78,7 +75,6 @@ def health_of(
         queue.num_queued,
         message,
         failing,
-        tuple((one.prefill_node, one.decode_node, one.num_failures) for one in failures),
         transfers,
         registry.lost_nodes(now_s),
         registry.caches.num_gaps,

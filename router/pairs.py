@@ -23,16 +23,6 @@ MAX_AVOID_S = 60.0
 MAX_COUNTED = 4096
 
 
-class PairHealth(msgspec.Struct, frozen=True):
-    """A pair that is avoided or is being tried again."""
-
-    prefill_node: NodeId
-    decode_node: NodeId
-    reason: str
-    num_failures: int  # in a row
-    avoided_s: float  # for how much longer; 0 if one attempt at a time may try it
-
-
 class PairTransfers(msgspec.Struct):
     """The handoffs from one node to another since the router started."""
 
@@ -43,7 +33,7 @@ class PairTransfers(msgspec.Struct):
     num_bytes: int = 0
     transfer_s: float = 0.0  # added up over all handoffs
     reason: str = ""  # why the pair is avoided, or is being tried again
-    avoided_s: float = 0.0
+    avoided_s: float = 0.0  # for how much longer; 0 if one attempt at a time may try it
 
 
 @dataclass(slots=True)
@@ -119,15 +109,6 @@ class Pairs:
         for pair in [pair for pair in self._trouble if process in pair]:
             self._forget(*pair)
 
-    def health(self, now_s: float) -> tuple[PairHealth, ...]:
-        return tuple(
-            PairHealth(
-                prefill[0], decode[0], trouble.failure.message, trouble.num_failures,
-                max(0.0, trouble.until_s - now_s),
-            )
-            for (prefill, decode), trouble in sorted(self._trouble.items(), key=lambda one: one[0])
-        )  # fmt: skip
-
     def moved(self, prefill: NodeId, decode: NodeId, times: StageTimes) -> None:
         """Note what a handoff moved."""
         if times.transfer_bytes:
@@ -137,9 +118,12 @@ class Pairs:
 
     def transfers(self, now_s: float) -> tuple[PairTransfers, ...]:
         found = {pair: copy(one) for pair, one in self._counts.items()}
-        for bad in self.health(now_s):
-            if (one := found.get((bad.prefill_node, bad.decode_node))) is not None:
-                one.reason, one.avoided_s = bad.reason, bad.avoided_s
+        for (prefill, decode), trouble in self._trouble.items():
+            if (one := found.get((prefill[0], decode[0]))) is not None:
+                one.reason, one.avoided_s = (
+                    trouble.failure.message,
+                    max(0.0, trouble.until_s - now_s),
+                )
         return tuple(found.values())
 
     def _forget(self, prefill: NodeProcess, decode: NodeProcess) -> None:

@@ -278,8 +278,8 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
         await stream.ended()
         assert stream.metrics.num_retries == (number == 0)
     health = bench.core.health()
-    assert (health.status, health.transfer_failures) == ("degraded", (("p0", "d0", 1),))
     ((pair,), reason) = health.pairs, health.message
+    assert (health.status, pair.num_failures) == ("degraded", 1)
     assert (pair.prefill_node, pair.decode_node, pair.reason) == ("p0", "d0", "no route")
     assert "no route" in reason
     lines = [record for record in caplog.records if "handoff failed" in record.message]
