@@ -13,13 +13,12 @@ import msgspec
 
 from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import ConfigError, Failure, NodeError, RequestError
+from baton.protocol.errors import ConfigError, NodeError, RequestError
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
 from baton.router.core import RouterCore
 from baton.router.grammars import after_reasoning, checked_grammar
 from baton.router.health import Health, ServedModel
-from baton.router.node_link import ProfileState
 from baton.router.queue import OutputRules, check_num_logprobs, check_prompt
 from baton.router.reattach import Claim, FoundRequest
 from baton.router.response_parser import Parsing
@@ -44,7 +43,7 @@ class TextRouter:
         """`sampling` holds the model's defaults for requests over HTTP."""
         self._config = config.model
         self._is_cache_aware = config.router.routing == "cache-aware"
-        self._core = core
+        self.core = core
         self._text = text
         self._name = config.model.shown_name
         self._is_closed = False
@@ -69,11 +68,7 @@ class TextRouter:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
-        return self._core.start(endpoint)
-
-    async def wait_for_nodes(self, num_prefill: int, num_decode: int) -> None:
-        """Wait until that many nodes are in service. Raises the router's error if it has failed."""
-        await self._core.wait_for(num_prefill, num_decode)
+        return self.core.start(endpoint)
 
     async def submit(
         self,
@@ -91,14 +86,14 @@ class TextRouter:
         client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
         have apart from their text. Only requests with the same `scope` share cached blocks.
         """
-        max_tokens = self._core.limits().max_model_len - 1
+        max_tokens = self.core.limits().max_model_len - 1
         if isinstance(prompt, str):
             text, token_ids = prompt, await self._text.encode(prompt, max_tokens=max_tokens)
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
             text, token_ids = None, list(prompt)  # the caller may change its own object
-        check_prompt(token_ids, self._core.limits())
+        check_prompt(token_ids, self.core.limits())
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
         keys = await self._keys_of(token_ids, scope.root) if is_cached else ()
@@ -113,13 +108,13 @@ class TextRouter:
         spell = self._text.token_text
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
         check_num_logprobs(stream.num_prompt_logprobs)
-        minted = self._core.submit(stream, kept, keys, rules)
+        minted = self.core.submit(stream, kept, keys, rules)
         stream.request_id = request_id or minted
         return stream
 
     async def _rules_of(self, params: SamplingParams, scope: Scope) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
-        vocab_size = self._core.limits().vocab_size
+        vocab_size = self.core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
             if max(getattr(params, name) or (0,)) >= vocab_size:
                 text = f"the ids of {name} must be below {vocab_size}, the size of the vocabulary"
@@ -136,7 +131,7 @@ class TextRouter:
 
     async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""
-        block_size = self._core.limits().block_size
+        block_size = self.core.limits().block_size
         if len(token_ids) < block_size:
             return ()
         if len(token_ids) <= MAX_HASHED_ON_LOOP:
@@ -163,56 +158,35 @@ class TextRouter:
                 stream.metrics.max_tokens_clamped = limit
             return stream
 
-        return await self._core.reattach(claim, accept)
-
-    def reset_prefix_cache(self) -> None:
-        """Let every node forget its prefix cache, before any request that is submitted later."""
-        self._core.notifier.reset_prefix_caches()
-
-    def start_profile(self) -> ProfileState:
-        """Let every node record its steps. Raises `RequestError` during another profile."""
-        return self._core.notifier.start_profile()
-
-    def stop_profile(self) -> ProfileState:
-        """End the profile, and let its nodes write traces. Raises `RequestError` without one."""
-        return self._core.notifier.stop_profile()
-
-    def fail(self, failure: Failure) -> None:
-        """Stop serving: every running request and every new one fails with this reason."""
-        self._core.fail(failure)
+        return await self.core.reattach(claim, accept)
 
     def close(self) -> None:
         """End every request and the connections to all nodes. It may be called again."""
         self._is_closed = True
-        self._core.close()
+        self.core.close()
         self._text.close()
         self._checks.shutdown(wait=False, cancel_futures=True)
 
     def health(self) -> Health:
-        return self._core.health()
+        return self.core.health()
 
     @property
     def errored(self) -> bool:
         """Return whether the router has ended for a reason other than `close`."""
-        return self._core.has_failed and not self._is_closed
-
-    @property
-    def was_ever_ready(self) -> bool:
-        """Return whether any node has been ready since the start."""
-        return self._core.registry.model is not None
+        return self.core.has_failed and not self._is_closed
 
     def get_tokenizer(self) -> Text:
         return self._text
 
     def get_model_config(self) -> ServedModel:
         """Return the model that the nodes serve. Raises `Overloaded` until a node is ready."""
-        registry = self._core.registry
+        registry = self.core.registry
         if self._served is None or self._served_at != registry.version:
             self._served, self._served_at = self._model_now(), registry.version
         return self._served
 
     def _model_now(self) -> ServedModel:
-        max_model_len, model = self._core.known_limits().max_model_len, self._core.registry.model
+        max_model_len, model = self.core.known_limits().max_model_len, self.core.registry.model
         assert model is not None, "there are limits only with a model"
         return ServedModel(
             name=self._name,

@@ -176,16 +176,16 @@ class App:
 
     async def _reset_prefix_cache(self, request: web.Request) -> web.Response:
         refuse_pages(request)
-        self._engine.reset_prefix_cache()
+        self._engine.core.notifier.reset_prefix_caches()
         return web.Response()
 
     async def _start_profile(self, request: web.Request) -> web.Response:
         refuse_pages(request)
-        return _json(msgspec.json.encode(self._engine.start_profile()))
+        return _json(msgspec.json.encode(self._engine.core.notifier.start_profile()))
 
     async def _stop_profile(self, request: web.Request) -> web.Response:
         refuse_pages(request)
-        return _json(msgspec.json.encode(self._engine.stop_profile()))
+        return _json(msgspec.json.encode(self._engine.core.notifier.stop_profile()))
 
     async def _live(self, request: web.Request) -> web.Response:
         # This is not readiness: status 503 means that only a restart can help.

@@ -120,7 +120,7 @@ class AsyncLLM:
         if self.config.router.local_prefill == "always":
             num_prefill = 0
         standstill = Standstill(timeout_s)
-        waiting = asyncio.create_task(self._router.wait_for_nodes(num_prefill, self.config.decode))
+        waiting = asyncio.create_task(self._router.core.wait_for(num_prefill, self.config.decode))
         try:
             while not (await asyncio.wait((waiting,), timeout=min(timeout_s, WATCH_S)))[0]:
                 health = self.health()
@@ -175,17 +175,17 @@ class AsyncLLM:
     async def reset_prefix_cache(self) -> bool:
         """Forget the prefix caches of all nodes. Requests that run keep what they use."""
         await self.begin()
-        self._router.reset_prefix_cache()
+        self._router.core.notifier.reset_prefix_caches()
         return True
 
     async def start_profile(self) -> ProfileState:
         """Let every node record its steps with torch's profiler, until `stop_profile`."""
         await self.begin()
-        return self._router.start_profile()
+        return self._router.core.notifier.start_profile()
 
     async def stop_profile(self) -> ProfileState:
         """End the profile. Its nodes write their traces and log the files' names meanwhile."""
-        return self._router.stop_profile()
+        return self._router.core.notifier.stop_profile()
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Start the nodes again with another adapter, unless they have it. No request may run.
@@ -335,7 +335,7 @@ class StartedNodes:
         assert self._nodes is not None
         for exit_ in self._nodes.poll():
             log.warning("node process ended", node=exit_.name, code=exit_.code)
-            if not self._router.was_ever_ready:
+            if self._router.core.registry.model is None:
                 tail = "\n".join(exit_.tail)
                 text = f"{exit_.name} ended with code {exit_.code} while it started:\n{tail}"
-                self._router.fail(NodeError(text, code="start_failed").to_failure())
+                self._router.core.fail(NodeError(text, code="start_failed").to_failure())
