@@ -178,22 +178,6 @@ async def test_a_client_cannot_claim_more_tokens_than_there_are(bench: RouterBen
 
 
 @routed()
-async def test_a_node_that_gives_a_stream_twice_is_not_told_to_end_it(bench: RouterBench) -> None:
-    """It lost its channel while it answered, and was asked again."""
-    _, decode = await bench.pair()
-    bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim())
-    await asked(decode)
-    for _ in range(2):
-        decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
-    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 5, ANSWER[5:], "length")]))
-    stream, deltas = await task
-    await stream.ended()
-    assert token_ids(deltas) == ANSWER
-    assert not [message for message in decode.heard if isinstance(message, Cancel)]
-
-
-@routed()
 async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: RouterBench) -> None:
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)

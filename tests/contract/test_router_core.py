@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import BatonError, Cancelled, Failure, Overloaded
+from baton.protocol.errors import BatonError, Cancelled, Failure
 from baton.protocol.messages import (
     Accepted,
     Cancel,
@@ -21,7 +21,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, RequestOutput
-from tests.support.router_bench import GREEDY, PROMPT, REMOTE, RouterBench, collected, routed, whole
+from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 
 
@@ -152,24 +152,6 @@ async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench)
     assert output.outputs[1].finish_reason == "stop"
     assert output.outputs[1].stop_reason == "wor"
     assert output.outputs[0].finish_reason == "length"
-    await bench.settled()
-
-
-@routed(msgspec.structs.replace(REMOTE, max_inflight=1, max_queued=1))
-async def test_a_full_queue_is_429_and_says_when_to_come_back(bench: RouterBench) -> None:
-    prefill, decode = await bench.toy_pair()
-    decode.max_steps = 1
-    first = await bench.router.submit(PROMPT, GREEDY)
-    second = await bench.router.submit(PROMPT, GREEDY)
-    with pytest.raises(Overloaded) as refusal:
-        await bench.router.submit(PROMPT, GREEDY)
-    assert refusal.value.http_status == 429
-    assert refusal.value.retry_after_s is not None
-    assert (bench.core.health().num_running, bench.core.health().num_queued) == (1, 1)
-    assert len(prefill.orders) <= 1
-    decode.max_steps = None
-    first.close()
-    assert (await collected(second)).outputs[0].token_ids == toy_answer(PROMPT, 8)
     await bench.settled()
 
 

@@ -1,4 +1,8 @@
-"""Checkpoints whose linear layers are quantized to eight bits, and what their numbers stand for."""
+"""Checkpoints whose linear layers are quantized, and the numbers that they stand for.
+
+In eight bits each, or as AutoAWQ, GPTQ and llm-compressor pack four and eight bits: there each
+number is put into its word by itself, as the formats' descriptions say.
+"""
 
 import json
 import shutil
@@ -43,17 +47,46 @@ CONFIGS: dict[str, dict[str, object]] = {
 }
 
 
+# Of eight neighbouring outputs of AWQ, the one in the lowest four bits of the word comes first.
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ: dict[str, object] = {
+    "quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
+    "modules_to_not_convert": None,
+}  # fmt: skip
+GPTQ: dict[str, object] = {
+    "quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": True,
+    "checkpoint_format": "gptq", "lm_head": False, "damp_percent": 0.01, "true_sequential": True,
+}  # fmt: skip
+
+
+def _packed(strategy: str, **weights: object) -> dict[str, object]:
+    config = compressed("int", strategy, **weights) | {"format": "pack-quantized"}
+    config["config_groups"]["group_0"]["input_activations"] = None  # type: ignore[index]
+    return config
+
+
+FORMATS: dict[str, dict[str, object]] = {
+    "awq": AWQ,
+    "awq, one group": AWQ | {"group_size": -1},
+    "gptq": GPTQ,
+    "gptq v2 in eight bits": GPTQ | {"bits": 8, "checkpoint_format": "gptq_v2", "desc_act": False},
+    "packed": _packed("group", num_bits=4, group_size=32),
+    "packed with zeros": _packed("group", num_bits=4, group_size=64, symmetric=False),
+    "packed by channel": _packed("channel", num_bits=8),
+}
+
+
 def quantized(model: Path, name: str) -> tuple[Path, Path]:
     """Return the folder with quantized weights, and one with the numbers that they stand for."""
-    config = CONFIGS[name]
+    config = CONFIGS.get(name) or FORMATS[name]
     weights, plain = {}, {}
     for key, tensor in load_file(model / "model.safetensors").items():
         weights[key] = plain[key] = tensor
         if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
-            numbers, scales, values = _eight_bits(tensor, name)
-            suffix = "weight_scale_inv" if config is FINE_GRAINED else "weight_scale"
-            weights[key], plain[key] = numbers, values
-            weights[key.removesuffix("weight") + suffix] = scales
+            del weights[key]
+            make = _eight_bits if name in CONFIGS else _pack
+            parts, plain[key] = make(tensor, name)
+            weights |= {key.removesuffix("weight") + part: of for part, of in parts.items()}
     folders = [scratch_folder("quantized"), scratch_folder("plain")]
     for folder, tensors in zip(folders, (weights, plain), strict=True):
         shutil.copytree(model, folder, dirs_exist_ok=True)
@@ -67,8 +100,8 @@ def change_config(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
-def _eight_bits(weight: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight in eight bits, its scales, and their product."""
+def _eight_bits(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return a weight in eight bits with its scales, and their product."""
     largest = 127.0 if name.startswith("int8") else 448.0
     if "block" in name:
         whole = torch.empty_like(weight)
@@ -83,4 +116,64 @@ def _eight_bits(weight: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
         scales = whole = (weight.abs().max() / largest).view(1)
     divided = weight / whole
     numbers = divided.round().to(torch.int8) if name.startswith("int8") else divided.to(FP8)
-    return numbers, scales, numbers.float() * whole
+    suffix = "weight_scale_inv" if CONFIGS[name] is FINE_GRAINED else "weight_scale"
+    return {"weight": numbers, suffix: scales}, numbers.float() * whole
+
+
+def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of a random weight of that shape, and its numbers."""
+    (outputs, inputs), config = weight.shape, FORMATS[name]
+    method = config["quant_method"]
+    given = config
+    if method == "compressed-tensors":
+        given = config["config_groups"]["group_0"]["weights"]  # type: ignore[index, assignment]
+    bits = int(given.get("bits") or given["num_bits"])  # type: ignore[call-overload]
+    size = int(given["group_size"] or -1)  # type: ignore[call-overload]
+    size = inputs if size == -1 else size
+    count, top = inputs // size, 1 << bits
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    numbers = torch.randint(top, (outputs, inputs), generator=generator)
+    zeros = torch.randint(top, (outputs, count), generator=generator)
+    scales = torch.rand(outputs, count, generator=generator) * 0.02 / top + 1e-3
+    groups = torch.arange(inputs) // size
+    if given.get("desc_act"):
+        groups = groups[torch.randperm(inputs, generator=generator)]
+    if given.get("symmetric"):
+        zeros.fill_(top // 2)
+    values = (numbers - zeros[:, groups]) * scales[:, groups]
+    if method == "awq":
+        parts = {
+            "qweight": words(numbers.T, 4, AWQ_ORDER),
+            "qzeros": words(zeros.T, 4, AWQ_ORDER),
+            "scales": scales.T.contiguous(),
+        }
+    elif method == "gptq":
+        stored = zeros if config["checkpoint_format"] == "gptq_v2" else (zeros - 1) % top
+        parts = {
+            "qweight": words(numbers, bits).T.contiguous(),
+            "qzeros": words(stored.T, bits),
+            "scales": scales.T.contiguous(),
+            "g_idx": groups.to(torch.int32),
+        }
+    else:
+        parts = {
+            "weight_packed": words(numbers, bits),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not given["symmetric"]:
+            parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+    return parts, values
+
+
+def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Pack neighbours of each row into words of 32 bits, the first of `order` lowest."""
+    found = []
+    per_word = 32 // bits
+    for row in numbers.tolist():
+        for first in range(0, len(row), per_word):
+            part = row[first : first + per_word]
+            places = order or range(len(part))
+            word = sum(part[place] << (bits * i) for i, place in enumerate(places))
+            found.append(word - (1 << 32) if word >> 31 else word)
+    return torch.tensor(found, dtype=torch.int32).view(len(numbers), -1)

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.rank import is_batch_invariant, plan_rank
+from baton.engine.compute.rank import plan_rank
 from baton.engine.compute.row_rule import MIN_ROWS, num_threads
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.protocol.errors import ConfigError
@@ -19,13 +19,12 @@ from tests.support.compute import (
     Text,
     chunked_logits,
     compute_config,
-    greedy,
     loaded,
     logits,
     needs_rules,
 )
 from tests.support.foreign_checkpoints import foreign_folder
-from tests.support.oracle import Oracle, count_ties, prompt
+from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 LENGTH = 150
@@ -93,27 +92,6 @@ def test_fields_that_config_leaves_out_have_transformers_values(tmp_path: Path) 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
-    folder = foreign_folder(kind, num_experts_per_tok=3)
-    with loaded(compute_config(folder, dtype)) as runner:
-        needs_rules(runner)
-        assert is_batch_invariant(runner)
-        text = Text("a", prompt(90), range(10))
-        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
-        (expected,) = logits(runner, text.chunk(0, 90))
-        beside = [one.chunk(0, 29) for one in crowd]
-        parts = [
-            logits(runner, text.chunk(0, 33))[0],
-            logits(runner, *beside, text.chunk(33, 89))[-1],
-            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
-        ]
-        assert torch.equal(torch.cat(parts), expected)
-        for start in (1, 88):
-            assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind: str, dtype: str) -> None:
     """Vector code treats the last rows of many numbers in its own way."""
     with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
@@ -139,19 +117,6 @@ def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
     with num_threads(2), loaded(config) as runner:
         found = chunked_logits(runner, one, [2 * MIN_ROWS + 3, 1, 9, 87])
     assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str) -> None:
-    folder = foreign_folder(kind)
-    expected = Oracle(folder).greedy(prompt(100), 20)
-    config = compute_config(folder)
-    with loaded(config) as prefill, loaded(config) as decode:
-        logits(prefill, Text("a", prompt(100), range(10, 20)).chunk(0, 99))
-        decode.cache.pool[30:37] = prefill.cache.pool[10:17]
-        found = greedy(decode, Text("a", prompt(100), range(30, 45)), 20)
-        assert found == greedy(prefill, Text("a", prompt(100), range(10, 25)), 20)
-        assert count_ties(expected, found) == 0
 
 
 @pytest.mark.parametrize("variant", ["qwen3_moe", "stacked mixtral", "a dense layer", "qwen2_moe"])
