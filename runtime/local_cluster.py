@@ -47,21 +47,14 @@ class LocalCluster:
         router = msgspec.structs.replace(config.router, api_keys=(), api_key_file="")
         self._config = msgspec.structs.replace(config, router=router)
         self._routers = (control_endpoint, *more_endpoints)
-        self._relay = relay
-        self._folder: Path | None = None
-        self._supervisor: Supervisor | None = None
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        counts = (("prefill", self._config.prefill), ("decode", self._config.decode))
-        return tuple(f"{role}-{index}" for role, count in counts for index in range(count))
+        counts = (("prefill", config.prefill), ("decode", config.decode))
+        self.names = tuple(f"{role}-{index}" for role, count in counts for index in range(count))
+        self._folder = private_folder()
+        self.commands = tuple(self._command(name, nth) for nth, name in enumerate(self.names))
+        self._supervisor = Supervisor(self.commands, relay=relay, may_leave=True)
 
     def start(self) -> None:
         """Spawn all nodes and return. Raises `NodeError` if the system cannot start one."""
-        assert self._supervisor is None, "a LocalCluster starts once"
-        self._folder = private_folder()
-        commands = tuple(self._commands(self._folder))
-        self._supervisor = Supervisor(commands, relay=self._relay, may_leave=True)
         try:
             self._supervisor.start()
         except BaseException:
@@ -70,43 +63,37 @@ class LocalCluster:
 
     def poll(self) -> Sequence[Exit]:
         """Restart the nodes that are due; return the exits since the last call. Never blocks."""
-        return self._supervisor.poll() if self._supervisor is not None else ()
+        return self._supervisor.poll()
 
     def stop(self, grace_s: float = NODE_GRACE_S) -> None:
         """End every node, by force after `grace_s`. A second call does nothing.
 
         The nodes' router has ended before, so they have nothing to drain.
         """
-        if self._supervisor is not None:
-            self._supervisor.stop(grace_s, is_hurried=True)
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._supervisor.stop(grace_s, is_hurried=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """End every node by force without waiting. A signal handler may call it."""
-        if self._supervisor is not None:
-            self._supervisor.kill()
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._supervisor.kill()
+        shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _commands(self, folder: Path) -> list[Command]:
-        return [self._command(folder, name, number) for number, name in enumerate(self.names)]
-
-    def _command(self, folder: Path, name: str, number: int) -> Command:
+    def _command(self, name: str, number: int) -> Command:
+        """Return the command of a node, whose settings are in a file of the private folder."""
         node = msgspec.structs.replace(
             self._config.node,
             id=name,
             routers=self._routers,
-            bind=f"ipc://{folder}/peers-{name}",
+            bind=f"ipc://{self._folder}/peers-{name}",
             http=_counted_up(self._config.node.http, number),
         )
-        settings = folder / f"{name}.yaml"
+        settings = self._folder / f"{name}.yaml"
         # The nodes share this host's CPUs, GPUs and memory: each would otherwise take them all.
         num_nodes = self._config.prefill + self._config.decode
         threads = threads_per_rank(self._config.engine, num_nodes)
         engine = msgspec.structs.replace(self._config.engine, threads=threads)
         if not self._config.engine.threads and engine.tensor_parallel_size == 1:
-            engine = msgspec.structs.replace(engine, shared_cpus=str(folder / "cpus"))
+            engine = msgspec.structs.replace(engine, shared_cpus=str(self._folder / "cpus"))
         degree = engine.tensor_parallel_size
         gpus = () if engine.device == "cpu" else gpus_of(number * degree)
         on_gpu = nodes_on_gpu(number, num_nodes, len(gpus), degree) if gpus else 1

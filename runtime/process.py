@@ -32,6 +32,7 @@ DEATH_SIGNAL_VARIABLE = "BATON_DEATH_SIGNAL"
 TAIL_LINES = 20
 GRACE_S = 3.5
 POLL_S = 0.02
+GOOD_RUN_S = 60.0
 # Takes the place of an exit code if the system could not start the process.
 NOT_STARTED = 127
 EXIT_INTERRUPTED = 130
@@ -214,14 +215,12 @@ def log_exit(log: Log, ended: Exit) -> None:
 class Backoff:
     """The delay before the next attempt. It doubles each time, and starts anew after a good run."""
 
-    def __init__(
-        self, first_s: float = 0.5, longest_s: float = 30.0, good_run_s: float = 60.0
-    ) -> None:
-        self._first_s, self._longest_s, self._good_run_s = first_s, longest_s, good_run_s
+    def __init__(self, first_s: float = 0.5, longest_s: float = 30.0) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
         self._next_s = first_s
 
     def after(self, ran_s: float) -> float:
-        if ran_s >= self._good_run_s:
+        if ran_s >= GOOD_RUN_S:
             self._next_s = self._first_s
         delay_s, self._next_s = self._next_s, min(2 * self._next_s, self._longest_s)
         return delay_s

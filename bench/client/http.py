@@ -289,9 +289,11 @@ class Session:
     async def open(self, timeout_s: float) -> Connection | Problem:
         """Return a new connection, for the caller alone, or the reason why there is none."""
         place, loop = self._place, asyncio.get_running_loop()
-        opening = loop.create_connection(Connection, place.host, place.port, ssl=self._tls)
         try:
-            _, connection = await asyncio.wait_for(opening, timeout_s)
+            async with asyncio.timeout(timeout_s):
+                _, connection = await loop.create_connection(
+                    Connection, place.host, place.port, ssl=self._tls
+                )
         except (OSError, UnicodeError) as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # not the system's limit
                 return Problem(Outcome.UNREACHABLE, f"no connection within {timeout_s:g} s")

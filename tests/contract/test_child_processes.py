@@ -177,10 +177,11 @@ def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool)
         assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
 
 
-def test_the_keys_of_clients_do_not_reach_the_nodes(tmp_path: Path) -> None:
+def test_the_keys_of_clients_do_not_reach_the_nodes() -> None:
     router = RouterConfig(api_keys=("a secret",), api_key_file="/a/secret/file")
     nodes = LocalCluster(ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control")
-    settings = [Path(command.args[-1]).read_text() for command in nodes._commands(tmp_path)]
+    settings = [Path(command.args[-1]).read_text() for command in nodes.commands]
+    nodes.stop()
     assert len(settings) == 2
     assert not any("secret" in text for text in settings)
 

@@ -203,16 +203,18 @@ def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
 
 
 def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Two nodes with a GPU each that both compute on the CPU must not take its memory twice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     caplog.set_level("INFO")
     config = ClusterConfig(prefill=1, decode=2)
     caches = []
-    for command in LocalCluster(config, "ipc://unused")._commands(tmp_path):
-        cache = yaml.safe_load((tmp_path / f"{command.name}.yaml").read_text())["cache"]
+    nodes = LocalCluster(config, "ipc://unused")
+    for command in nodes.commands:
+        cache = yaml.safe_load(Path(command.args[-1]).read_text())["cache"]
         caches.append((cache["shared_by"], cache.get("gpu_shared_by", 1)))
+    nodes.stop()
     assert caches == [(3, 2), (3, 1), (3, 2)]
     said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]  # type: ignore[attr-defined]
     assert said == [{"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")]
