@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from baton.protocol.errors import NodeError
 
@@ -68,10 +69,11 @@ class Server:
 
     def pin(self) -> None:
         """Bind all threads of the group: a server's own settings bind only some of them."""
-        for pid in group(self.pid):
-            for thread in _threads(pid):
-                with contextlib.suppress(OSError):  # the thread ended meanwhile
-                    os.sched_setaffinity(thread, self.command.cpus)
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # one of them ended meanwhile
+                if os.getpgid(process.pid) == self.pid:
+                    for thread in process.threads():
+                        os.sched_setaffinity(thread.id, self.command.cpus)
 
     def last_line(self) -> str:
         lines = self.log.read_text(errors="replace").strip().splitlines()
@@ -108,19 +110,6 @@ def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> 
             server.stop()
 
 
-def group(leader: int) -> list[int]:
-    """Return the processes of a group, by its leader's id."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdecimal():
-            with contextlib.suppress(OSError):  # the process ended meanwhile
-                # The second field is a name in parentheses that may hold anything.
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if int(fields[2]) == leader:
-                    found.append(int(entry.name))
-    return found
-
-
 def free_ports(count: int) -> list[int]:
     """Return ports of this host on which no process listens now."""
     with contextlib.ExitStack() as stack:
@@ -128,13 +117,6 @@ def free_ports(count: int) -> list[int]:
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
         ]
         return [int(taken.getsockname()[1]) for taken in sockets]
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
 
 
 def _answers(url: str) -> bool:
