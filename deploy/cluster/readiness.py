@@ -6,8 +6,6 @@ It asks the routers' /health and the platform's status.
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import Platform, ProcessStatus
 from baton.deploy.startup import HealthReply, StartProgress, ask_health
@@ -44,12 +42,12 @@ def wait_until_ready(
         urls = platform.urls(plan, folder)
         missing, phases = _missing_of(plan, nodes, urls)
         if len(urls) < len(plan.pool(ROUTERS)):
-            missing = [Missing(one, "is waiting", one.note) for one in statuses] + missing
+            missing = [f"{_who(one)} is waiting; {one.note}" for one in statuses] + missing
         elif not missing:
             return True
         progress.show(phases)
         if standstill.lasts(None if is_absolute else phases):
-            late = f"{missing[0]}; {missing[0].advice}" if missing else "nothing has started"
+            late = missing[0] if missing else "nothing has started"
             what = "not ready within" if is_absolute else "no progress for"
             raise NodeError(f"{what} {timeout_s:g} s: {late}")
     return False
@@ -68,17 +66,6 @@ def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]
                 )
 
 
-class Missing(msgspec.Struct, frozen=True):
-    """A process that is not ready, and advice."""
-
-    process: ProcessSpec | ProcessStatus
-    doing: str
-    advice: str
-
-    def __str__(self) -> str:
-        return f"{_who(self.process)} {self.doing}"
-
-
 def _who(process: ProcessSpec | ProcessStatus) -> str:
     return process.name + (f" on {process.host}" if process.host else "")
 
@@ -92,35 +79,35 @@ def _check_running(statuses: Sequence[ProcessStatus]) -> None:
 
 def _missing_of(
     plan: ClusterPlan, nodes: Sequence[ProcessSpec], urls: Sequence[str]
-) -> tuple[list[Missing], dict[str, str]]:
-    """Return the routers and those of `nodes` that are not ready, with what each is doing.
+) -> tuple[list[str], dict[str, str]]:
+    """Return a line on each router and node that is not ready, with advice; and nodes' phases.
 
     A node is ready when every router reports it as ready.
     """
-    missing: list[Missing] = []
+    missing: list[str] = []
     phases: dict[str, str] = {}
     for router, url in zip(plan.pool(ROUTERS), urls, strict=False):
         health = ask_health(url)
         if health is None:
-            advice = f"see that its host is up, that it was started there, and that {url} is open"
-            missing.append(Missing(router, "does not answer", advice))
+            missing.append(
+                f"{_who(router)} does not answer; see that its host is up, that it was started "
+                f"there, and that {url} is open"
+            )
             continue
         phases |= {node.node_id: node.doing for node in health.nodes}
         missing += [one for spec in nodes if (one := _lack(spec, router, health)) is not None]
     return missing, phases
 
 
-def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> Missing | None:
+def _lack(spec: ProcessSpec, router: ProcessSpec, health: HealthReply) -> str | None:
     node = next((node for node in health.nodes if node.node_id == spec.name), None)
     if node is None:
         control = next(port.port for port in router.ports if port.name == "control")
         where = f"port {control}" + (f" of {router.host}" if router.host else "")
-        return Missing(
-            spec,
-            f"has not joined {router.name}",
-            f"see that its host is up and reaches {where}, that it was started there with the same "
-            "key and model, and what it has logged",
+        return (
+            f"{_who(spec)} has not joined {router.name}; see that its host is up and reaches "
+            f"{where}, that it was started there with the same key and model, and what it logged"
         )
     if node.state == "ready":
         return None
-    return Missing(spec, f"is {node.doing} at {router.name}", node.reason or "see its log")
+    return f"{_who(spec)} is {node.doing} at {router.name}; {node.reason or 'see its log'}"
