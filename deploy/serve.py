@@ -19,14 +19,13 @@ from baton.deploy.startup import (
     ask_health,
     check_port,
     check_reach,
-    relay,
     reserve_port,
     url_of,
 )
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import parse_endpoint
-from baton.runtime.clock import Standstill, monotonic
+from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import is_json, logger
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
@@ -85,9 +84,9 @@ class LocalServer:
             Command(one.name, ("router", "--config", str(self._settings_of(one.name))))
             for one in self._routers
         ]
-        self._router = Supervisor(tuple(commands), monotonic, relay)
+        self._router = Supervisor(tuple(commands))
         first, *others = [one.control for one in self._routers if one.control is not None]
-        self._nodes = LocalCluster(config, first, relay, tuple(others))
+        self._nodes = LocalCluster(config, first, more_endpoints=tuple(others))
         self._names = frozenset(self._nodes.names)
         self._lost: set[str] = set()  # nodes that ended before the rest was ready
         self._ready_routers: set[str] = set()

@@ -18,7 +18,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.log import is_json, logger, relayed
+from baton.runtime.log import is_json, logger
 from baton.runtime.tls import trusting
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"
@@ -195,8 +195,3 @@ class StartProgress:
                 log.info("starting", node=name, phase=words)
             else:
                 print(f"{name}: {words}", file=sys.stderr, flush=True)
-
-
-def relay(name: str, line: str) -> None:
-    """Print a line of a child process on stderr."""
-    print(relayed(name, line), file=sys.stderr, flush=True)

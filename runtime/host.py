@@ -20,7 +20,7 @@ from baton.runtime.log import logger
 
 CGROUP = Path("/sys/fs/cgroup")  # a container has its own limit
 DEVICES = Path("/dev")
-VARIABLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 RDMA_PORTS = Path("/sys/class/infiniband")
 _ACTIVE = "4: ACTIVE"
 _WARN_EVERY_S = 10.0
@@ -79,7 +79,7 @@ def gpus_of(
 
     The result is empty on a machine without GPUs.
     """
-    given = (os.environ if environment is None else environment).get(VARIABLE)
+    given = (os.environ if environment is None else environment).get(VISIBLE_GPUS)
     if given is None:
         known = tuple(str(index) for index in range(num_gpus(devices)))
     else:

@@ -16,7 +16,7 @@ import msgspec
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import MAX_IPC_PATH_BYTES
-from baton.runtime.host import VARIABLE, gpus_of, nodes_on_gpu, threads_per_rank
+from baton.runtime.host import VISIBLE_GPUS, gpus_of, nodes_on_gpu, threads_per_rank
 from baton.runtime.log import logger
 from baton.runtime.process import Command, Exit, RelayLine, Supervisor, to_stderr
 from baton.runtime.settings import to_yaml
@@ -109,7 +109,7 @@ class LocalCluster:
             log.info(
                 "this node shares its GPU with other nodes", node=name, gpu=gpus[0], nodes=on_gpu
             )
-        env = ((VARIABLE, ",".join(gpus)),) if gpus else ()
+        env = ((VISIBLE_GPUS, ",".join(gpus)),) if gpus else ()
         role = name.rpartition("-")[0]
         return Command(name, (role, "--config", str(settings)), env=env)
 

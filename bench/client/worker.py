@@ -9,7 +9,6 @@ import contextlib
 import gc
 import math
 import os
-import resource
 import select
 import selectors
 import sys
@@ -25,6 +24,7 @@ from baton.bench.client.http import Session, send
 from baton.bench.client.load import LEAD_S, Finished, FromWorker, Load, Progress, Start, encode
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.runtime.clock import monotonic
+from baton.runtime.host import raise_descriptor_limit
 from baton.runtime.process import die_with_parent
 
 COUNT_EVERY_S = 0.5
@@ -44,9 +44,7 @@ TURNED_AWAY = (
 
 def main() -> None:
     die_with_parent()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    raise_descriptor_limit()
     with Connection(int(sys.argv[1])) as pipe, asyncio.Runner(loop_factory=new_loop) as runner:
         runner.run(_work(pipe))
 

@@ -13,11 +13,10 @@ from baton.deploy.model_folder import with_model
 from baton.deploy.startup import check_port
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.host import gpus_of, threads_per_rank
+from baton.runtime.host import VISIBLE_GPUS, gpus_of, threads_per_rank
 
 HERE = "127.0.0.1"
 THREADS = "engine.threads"
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def places_by_name(description: Description) -> ProcessPlaces:

@@ -17,6 +17,7 @@ from baton.deploy.cluster.description import Description, Pool, RouterPlace, Set
 from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
+from baton.runtime.host import VISIBLE_GPUS
 
 ProcessRole = Role | Literal["router"]
 
@@ -186,7 +187,7 @@ def _node(
         env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()
     if gpu_ids:
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, gpu_ids))
+        env[VISIBLE_GPUS] = ",".join(map(str, gpu_ids))
     env, secret_env = _split(description, env)
     settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
     return ProcessSpec(

@@ -19,6 +19,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.pairs import degrees_problem
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.fields import with_values
+from baton.runtime.host import VISIBLE_GPUS
 from baton.runtime.settings import VARIABLE_PREFIX, checked
 
 # Settings that the description decides with keys of its own, and those keys.
@@ -149,8 +150,8 @@ def _pool_problems(description: Description, at: str, pool: Pool) -> Iterator[st
             f"it is {config.engine.tensor_parallel_size}, but a "
             f"node has {pool.gpus} GPUs (gpus), which is its degree; take the line out"
         )
-    if "CUDA_VISIBLE_DEVICES" in pool.env and pool.gpus:
-        yield f"{at}.env.CUDA_VISIBLE_DEVICES: the platform sets it; take the line out"
+    if VISIBLE_GPUS in pool.env and pool.gpus:
+        yield f"{at}.env.{VISIBLE_GPUS}: the platform sets it; take the line out"
 
 
 def _split_problems(description: Description) -> Iterator[str]:

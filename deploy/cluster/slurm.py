@@ -29,11 +29,11 @@ from baton.deploy.cluster.processes import (
 from baton.deploy.cluster.state import make_private, write_private
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
+from baton.runtime.host import VISIBLE_GPUS
 
 SUBMIT, PLAN, KEY = "submit.sh", "plan.json", "key"
 PROCESSES = "processes"  # the subfolder with a folder per process
 ROUTERS_FILE = "routers"  # with the address of the routers
-GPUS = "CUDA_VISIBLE_DEVICES"
 # Variables of the plan. All routers of a job are on one host.
 FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
 ADDRESS = r"""
@@ -186,7 +186,7 @@ def placed(
     spec = filled(spec, host, spec.index, values)
     if not spec.gpus:
         return spec
-    gpus = [one for one in environment.get(GPUS, "").split(",") if one]
+    gpus = [one for one in environment.get(VISIBLE_GPUS, "").split(",") if one]
     if len(gpus) > spec.gpus:  # Slurm has not bound the tasks to their own
         gpus = gpus[nth * spec.gpus : (nth + 1) * spec.gpus]
     if len(gpus) < spec.gpus:
@@ -194,7 +194,7 @@ def placed(
             f"{spec.name} on {host}: it needs {spec.gpus} GPUs and Slurm gave it {len(gpus)}; see "
             "gres.conf, gpus and gpus_per_host"
         )
-    return msgspec.structs.replace(spec, env={**spec.env, GPUS: ",".join(gpus)})
+    return msgspec.structs.replace(spec, env={**spec.env, VISIBLE_GPUS: ",".join(gpus)})
 
 
 def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:

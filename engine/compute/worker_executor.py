@@ -36,7 +36,7 @@ from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch
 from baton.runtime.clock import Standstill, monotonic
-from baton.runtime.host import VARIABLE, gpus_of, threads_per_rank
+from baton.runtime.host import VISIBLE_GPUS, gpus_of, threads_per_rank
 from baton.runtime.process import Child, Command
 
 PROGRESS_EVERY_S = 0.5
@@ -248,7 +248,7 @@ def environment_of(
 ) -> tuple[tuple[str, str], ...]:
     """Return the environment of a rank: its threads and, on GPUs, the GPUs with its own first."""
     threads = ("OMP_NUM_THREADS", str(threads_per_rank(engine)))
-    return (threads, (VARIABLE, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
+    return (threads, (VISIBLE_GPUS, ",".join(gpus_of(rank)))) if is_on_gpus else (threads,)
 
 
 def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:

@@ -11,7 +11,6 @@ import argparse
 import csv
 import json
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
+from baton.bench.report.provenance import collect
 from tools.demo_model import folder as model_folder
 from tools.demo_model.lessons import LessonMaker
 from tools.demo_model.text import ANSWER
@@ -146,7 +146,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "command": "python -m tools.demo_model.train FOLDER "
         f"--seed {given.seed} --threads {given.threads}",
         "seed": given.seed,
-        "commit": _commit(),
+        "commit": collect(sys.argv).revision,
         "torch": torch.__version__,
         "tokens": trainer.curves[-1]["tokens"],
         "seconds": trainer.curves[-1]["seconds"],
@@ -160,15 +160,6 @@ def write_curves(file: Path, curves: Sequence[Mapping[str, float]]) -> None:
         writer = csv.DictWriter(opened, list(curves[0]), lineterminator="\n")
         writer.writeheader()
         writer.writerows(curves)
-
-
-def _commit() -> str:
-    """Return the commit that trains, with a mark if the tree is not clean."""
-    words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
-    told = subprocess.run(
-        words, cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    return told.stdout.strip() or "unknown"
 
 
 if __name__ == "__main__":
