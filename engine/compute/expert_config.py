@@ -65,7 +65,9 @@ EXPERT_FAMILIES = {
     "mixtral": ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2),
 }
 _DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")
-GROUPED_FAMILIES = {"deepseek_v2": False, "deepseek_v3": True}  # whether scores are sigmoids
+# Whether scores are sigmoids.
+GROUPED_FAMILIES = {"deepseek_v2": False, "deepseek_v3": True, "glm4_moe_lite": True}
+ALL_BUT_THE_FIRST = ("glm4_moe_lite",)  # have experts, unless `mlp_layer_types` says otherwise
 _Positive = Annotated[int, Meta(gt=0)]
 
 
@@ -122,9 +124,10 @@ class RawGrouped(msgspec.Struct):
     n_shared_experts: _Positive
     num_experts_per_tok: _Positive
     moe_intermediate_size: _Positive
-    first_k_dense_replace: Annotated[int, Meta(ge=0)]
     routed_scaling_factor: float
     norm_topk_prob: bool
+    first_k_dense_replace: Annotated[int, Meta(ge=0)] | None = None
+    mlp_layer_types: tuple[str, ...] | None = None
     n_group: _Positive | None = None
     topk_group: _Positive | None = None
     topk_method: str | None = None
@@ -171,7 +174,25 @@ def grouped_experts(file: Path, family: str, raw: RawGrouped) -> ExpertsConfig:
         num_experts_per_tok=raw.num_experts_per_tok,
         moe_intermediate_size=raw.moe_intermediate_size,
         norm_topk_prob=raw.norm_topk_prob,
-        mlp_only_layers=tuple(range(min(raw.first_k_dense_replace, raw.num_hidden_layers))),
+        mlp_only_layers=_dense_layers(file, family, raw),
         shared_expert_intermediate_size=raw.n_shared_experts * raw.moe_intermediate_size,
         routing=GroupedRouting(is_sigmoid, n_group, topk_group, raw.routed_scaling_factor),
     )
+
+
+def _dense_layers(file: Path, family: str, raw: RawGrouped) -> tuple[int, ...]:
+    """Return the layers without experts, which two fields may name."""
+    layers = range(raw.num_hidden_layers)
+    found = (
+        [] if raw.first_k_dense_replace is None else [tuple(layers[: raw.first_k_dense_replace])]
+    )
+    if kinds := raw.mlp_layer_types:
+        if len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
+            raise ConfigError(f"{file}: mlp_layer_types must be dense or sparse for each layer")
+        found.append(tuple(layer for layer in layers if kinds[layer] == "dense"))
+    elif family in ALL_BUT_THE_FIRST:
+        found.append((0,))
+    if len(set(found)) != 1:
+        what = "differ" if found else "are missing: name one"
+        raise ConfigError(f"{file}: first_k_dense_replace and mlp_layer_types {what}")
+    return found[0]

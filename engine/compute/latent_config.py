@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 _Positive = Annotated[int, Meta(gt=0)]
 
 

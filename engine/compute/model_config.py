@@ -31,7 +31,7 @@ from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
-    "deepseek_v3",
+    "deepseek_v3", "glm4_moe_lite", "youtu",
 ]  # fmt: skip
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 DecoderDtype = Literal["float32", "bfloat16"]
@@ -48,6 +48,8 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "MixtralForCausalLM": "mixtral",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+    "YoutuForCausalLM": "youtu",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
@@ -65,7 +67,8 @@ ABSENT_KV_HEADS: dict[ModelFamily, int] = {
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 ROPE_THETA, RMS_NORM_EPS = 10000.0, 1e-6
 ROPE_THETA_OF: dict[ModelFamily, float] = {"mixtral": 1e6}
-RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5}
+RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5, "glm4_moe_lite": 1e-5}
+TIED = ("youtu",)  # where tie_word_embeddings is absent
 # The rotary embedding has a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
 # Fields that transformers honours in every family, where they say more than nothing.
@@ -193,7 +196,9 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         max_position_embeddings=max(raw.max_position_embeddings, rope.num_positions),
         rms_norm_eps=eps,
         rope=rope,
-        tie_word_embeddings=raw.tie_word_embeddings,
+        tie_word_embeddings=(
+            family in TIED if raw.tie_word_embeddings is None else raw.tie_word_embeddings
+        ),
         qkv_bias=has_bias or family == "qwen2" or (family == "qwen2_moe" and raw.qkv_bias),
         output_bias=has_bias,
         mlp_bias=raw.mlp_bias and family == "llama",
@@ -252,7 +257,7 @@ class _RawConfig(msgspec.Struct):
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: float = 1.0
     original_max_position_embeddings: int | None = None
-    tie_word_embeddings: bool = False
+    tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     qkv_bias: bool = True
     mlp_bias: bool = False
@@ -427,9 +432,7 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
     if window is None or window >= raw.max_position_embeddings:
         return None
     if family in NO_WINDOWS:
-        raise ConfigError(
-            f"{file}: sliding_window is not supported in models of Llama and DeepSeek"
-        )
+        raise ConfigError(f"{file}: sliding_window is not supported in models of {family}")
     if not kinds and family in ("mistral", *WINDOWS_EVERYWHERE):
         return window
     if not kinds and family == "qwen2_moe":

@@ -35,6 +35,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "deepseek_v3": LATENT,
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "glm4_moe_lite": LATENT,
+    "youtu": {key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16},

@@ -62,6 +62,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v2",
         {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "rope_parameters": YARN},
     ),
+    "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
+    "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
 }  # fmt: skip
 
@@ -244,6 +246,9 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("deepseek_v3", {"v_head_dim": 8}, r"kv_b_proj\.weight has the shape"),
         ("deepseek_v3", {"n_shared_experts": 2}, r"shared_experts\.\w+\.weight has the shape"),
         ("deepseek_v3", {"first_k_dense_replace": 2}, "has no tensor"),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "are missing: name one"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "mlp_layer_types differ"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
         (
             "deepseek_v3", {"rope_parameters": YARN | {"rope_type": "linear"}},
             "mscale_all_dim is supported with yarn only",
