@@ -1,8 +1,9 @@
 """Processes that end while they serve: every request still ends as it should.
 
-`test_soak` draws faults at random; these are the schedules that it cannot be sure to meet.
+The soak draws faults at random; the others are schedules that it cannot be sure to meet.
 """
 
+import asyncio
 import json
 import time
 from functools import cache
@@ -18,6 +19,7 @@ from tests.support.cluster import Cluster
 from tests.support.oracle import Oracle, count_ties
 from tests.support.stream_reader import StreamReader
 from tests.support.waiting import until
+from tools.soak.__main__ import SoakSettings, soak, table
 
 NUM_TOKENS = 200
 MANY_TOKENS = 4_000  # far more than the streams get to
@@ -183,3 +185,14 @@ def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path
     assert reader.token_ids == expected(len(reader.token_ids))
     assert reads
     assert not any(reads)
+
+
+@pytest.mark.release
+def test_a_few_faults_lose_and_alter_no_token(tmp_path: Path) -> None:
+    settings = SoakSettings(
+        requests=24, faults=4, clients=4, model=str(model_folder("qwen3")), vocab_size=250
+    )
+    report = asyncio.run(soak(settings, tmp_path))
+    assert not report.problems, table(report)
+    assert report.outcomes["wrong"] == report.outcomes["lost"] == 0
+    assert report.outcomes["whole"]

@@ -1,12 +1,17 @@
-"""Outputs that have a form have it wherever they are computed, and are the same everywhere."""
+"""Outputs that have a form have it wherever they are computed, and are the same everywhere.
+
+Calls that a request demands have it, too, through OpenAI's client and a whole cluster.
+"""
 
 import asyncio
 import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import openai
 import pytest
 
 from baton.async_llm import AsyncLLM
@@ -17,6 +22,7 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.outputs import CompletionOutput
 from tests.support.checkpoints import model_folder, tiny_cluster
+from tests.support.cluster import Cluster
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import prompt
 
@@ -132,7 +138,9 @@ def test_ranks_of_a_node_agree_on_every_form(tmp_path: Path) -> None:
     check_all(NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms))
 
 
-@pytest.mark.parametrize("place", [never_local, always_local])
+@pytest.mark.parametrize(
+    "place", [never_local, pytest.param(always_local, marks=pytest.mark.release)]
+)
 def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
     place: Callable[[ClusterConfig], ClusterConfig], tmp_path: Path
 ) -> None:
@@ -152,3 +160,52 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
         assert (error.code, error.http_status) == ("no_token_allowed", 422)
     assert isinstance(free, list)
     assert len(free[0].token_ids) == 80
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}, "days": {"$ref": "#/$defs/days"}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+    "$defs": {"days": {"type": "integer", "minimum": 0, "maximum": 99}},
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+    for name in ("weather", "tides")
+]
+
+
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "tides"}}]
+)
+def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster: Cluster, choice: Any) -> None:
+    asked: Any = {
+        "model": "", "messages": [{"role": "user", "content": "the weather?"}], "tools": TOOLS,
+        "tool_choice": choice, "parallel_tool_calls": choice != "required", "max_tokens": 150,
+        "seed": 4,
+    }  # fmt: skip
+    with openai.OpenAI(base_url=cluster.url("/v1"), api_key="none", max_retries=0) as client:
+        whole = client.chat.completions.create(**asked).choices[0]
+        assert whole.finish_reason == "tool_calls"
+        assert whole.message.content is None
+        (call,) = whole.message.tool_calls or ()
+        assert call.type == "function"
+        arguments = json.loads(call.function.arguments)
+        assert set(arguments) == {"city", "days"}
+        assert 0 <= arguments["days"] <= 99
+        assert call.function.name == "tides" or choice == "required"
+        with client.chat.completions.stream(**asked) as stream:
+            for _ in stream:
+                pass
+            streamed = stream.get_final_completion().choices[0]
+        (again,) = streamed.message.tool_calls or ()
+        assert again.function.name == call.function.name
+        assert again.function.arguments == call.function.arguments
+        assert streamed.finish_reason == "tool_calls"
+        # The turns of a call are taken back.
+        asked["messages"] += [
+            whole.message.model_dump(),
+            {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+        ]
+        asked |= {"tool_choice": "none", "max_tokens": 3}
+        assert client.chat.completions.create(**asked).choices[0].finish_reason == "length"
