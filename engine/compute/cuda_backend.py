@@ -97,7 +97,7 @@ def missing_for(pool_shape: tuple[int, ...], num_heads: int, capability: tuple[i
     """
     _, kv_heads, _, planes, block_size, head_dim = pool_shape
     if planes == 1:
-        return "latent attention has no CUDA kernel yet"
+        return "latent attention has no CUDA kernel yet; plain heads (model_impl) may have one"
     if capability < LEAST_CAPABILITY:
         least, found = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
         return f"the GPU has compute capability {found}; CUDA kernels need {least} (Ampere)"

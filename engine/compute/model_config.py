@@ -4,9 +4,8 @@ It refuses what baton cannot compute exactly, before any weight is loaded: a mod
 activation or rotary scaling would run and give wrong text. It never imports torch.
 """
 
-import math
 from pathlib import Path
-from typing import Annotated, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
@@ -27,13 +26,13 @@ from baton.engine.compute.latent_config import (
     latent_config,
 )
 from baton.engine.compute.quantization import Quantization, read_quantization
+from baton.engine.compute.rope_config import MAX_POSITIONS, RawRope, Rope, rope_config
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "youtu",
 ]  # fmt: skip
-RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 T = TypeVar("T")
@@ -65,37 +64,11 @@ ABSENT_KV_HEADS: dict[ModelFamily, int] = {
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-ROPE_THETA, RMS_NORM_EPS = 10000.0, 1e-6
-ROPE_THETA_OF: dict[ModelFamily, float] = {"mixtral": 1e6}
+RMS_NORM_EPS = 1e-6
 RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5, "glm4_moe_lite": 1e-5}
 TIED = ("youtu",)  # where tie_word_embeddings is absent
-# The rotary embedding has a table of all positions, which fits a host's memory up to here.
-MAX_POSITIONS = 1 << 26
 # Fields that transformers honours in every family, where they say more than nothing.
 UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
-
-
-class Rope(msgspec.Struct, frozen=True):
-    """The rotary embedding. Each scaling uses some of the fields, with transformers' names."""
-
-    theta: float
-    scaling: RopeScaling = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 0
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    truncate: bool = True
-    attention_factor: float = 1.0  # of all cosines and sines
-    score_factor: float = 1.0  # of all scores, in latent attention
-
-    @property
-    def num_positions(self) -> int:
-        """Return to how many positions it stretches the model, as vLLM understands YaRN."""
-        if self.scaling != "yarn":
-            return 0
-        return int(self.original_max_position_embeddings * self.factor)
 
 
 class DecoderConfig(msgspec.Struct, frozen=True):
@@ -183,7 +156,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         experts = experts_config(file, family, _decode(file, RawExperts))
     if family in GROUPED_FAMILIES:
         experts = grouped_experts(file, family, _decode(file, RawGrouped))
-    rope = _rope(file, family, raw)
+    rope = rope_config(file, family, _decode(file, RawRope))
     return DecoderConfig(
         family=family,
         vocab_size=raw.vocab_size,
@@ -221,24 +194,6 @@ class _Kind(msgspec.Struct):
     model_type: str = ""
 
 
-class _RawRope(msgspec.Struct):
-    """`rope_parameters` of transformers 5 or `rope_scaling` of older folders."""
-
-    rope_theta: Annotated[float, Meta(gt=0)]
-    rope_type: str
-    factor: Annotated[float, Meta(gt=0)] | None = None
-    low_freq_factor: Annotated[float, Meta(gt=0)] | None = None
-    high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
-    original_max_position_embeddings: Positive | None = None
-    partial_rotary_factor: float = 1.0
-    beta_fast: Annotated[float, Meta(ge=0)] | None = None
-    beta_slow: Annotated[float, Meta(ge=0)] | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    attention_factor: Annotated[float, Meta(gt=0)] | None = None
-    truncate: bool = True
-
-
 class _RawConfig(msgspec.Struct):
     """The fields of config.json that affect the computation; all others are ignored."""
 
@@ -252,11 +207,6 @@ class _RawConfig(msgspec.Struct):
     head_dim: Positive | None = None
     hidden_act: str = "silu"
     rms_norm_eps: float | UnsetType = UNSET
-    rope_theta: float | UnsetType | None = UNSET
-    rope_scaling: dict[str, object] | None = None
-    rope_parameters: dict[str, object] | None = None
-    partial_rotary_factor: float = 1.0
-    original_max_position_embeddings: int | None = None
     tie_word_embeddings: bool | None = None
     attention_bias: bool = False
     qkv_bias: bool = True
@@ -321,82 +271,6 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
     for is_refused, text in refusals:
         if is_refused:
             raise ConfigError(f"{file}: {text}")
-
-
-def _rope(file: Path, family: ModelFamily, raw: _RawConfig) -> Rope:
-    fields = ("rope_parameters", "rope_scaling")
-    field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
-    if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
-        raise ConfigError(
-            f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
-        )
-    theta: object = raw.rope_theta
-    if isinstance(theta, UnsetType):
-        theta = ROPE_THETA_OF.get(family, ROPE_THETA)
-    values = {"rope_theta": theta, **(raw.rope_parameters or raw.rope_scaling or {})}
-    values.setdefault("rope_type", values.get("type", "default"))
-    if any(isinstance(value, dict) for value in values.values()):
-        raise ConfigError(f"{file}: {field} by kind of layer is not supported")
-    try:
-        given = msgspec.convert(values, _RawRope)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {field}: {error}") from None
-    base, factor = given.rope_theta, given.factor
-    if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
-        raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
-    if family in LATENT_FAMILIES and given.mscale_all_dim and given.rope_type == "linear":
-        raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
-    # transformers prefers the length beside the scaling to the one in it.
-    original = raw.original_max_position_embeddings or given.original_max_position_embeddings
-    if given.rope_type != "default" and factor is None:
-        raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
-    match given.rope_type:
-        case "default":
-            return Rope(base)
-        case "linear":
-            return Rope(base, "linear", factor or 1.0)
-        case "llama3":
-            low, high = given.low_freq_factor, given.high_freq_factor
-            if low is None or high is None or original is None:
-                raise ConfigError(
-                    f"{file}: {field} of type llama3 needs low_freq_factor, high_freq_factor "
-                    "and original_max_position_embeddings"
-                )
-            if low >= high:
-                raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
-            return Rope(base, "llama3", factor or 1.0, low, high, original)
-        case "yarn":
-            if original is None or base <= 1:
-                text = f"{field} of type yarn needs original_max_position_embeddings"
-                raise ConfigError(f"{file}: {text}, and a rope_theta above 1")
-            if not original * (factor or 1.0) <= MAX_POSITIONS:
-                raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
-            return _yarn(given, factor or 1.0, original)
-        case other:
-            known = ", ".join(get_args(RopeScaling))
-            raise ConfigError(f"{file}: {field} of type {other!r} is not supported, only {known}")
-
-
-def _yarn(given: _RawRope, factor: float, original: int) -> Rope:
-    """Return YaRN's fields, with the values that transformers infers for those left out."""
-
-    def logarithm(scale: float) -> float:
-        return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-    attention_factor = given.attention_factor
-    if attention_factor is None and given.mscale and given.mscale_all_dim:
-        attention_factor = logarithm(given.mscale) / logarithm(given.mscale_all_dim)
-    return Rope(
-        given.rope_theta,
-        "yarn",
-        factor,
-        original_max_position_embeddings=original,
-        beta_fast=given.beta_fast or 32.0,
-        beta_slow=given.beta_slow or 1.0,
-        truncate=given.truncate,
-        attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
-        score_factor=logarithm(given.mscale_all_dim) ** 2 if given.mscale_all_dim else 1.0,
-    )
 
 
 def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from baton.engine.compute.model_config import Rope
+from baton.engine.compute.rope_config import Rope
 
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:

@@ -21,7 +21,7 @@ from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
 from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
-from baton.engine.compute.model_config import Rope
+from baton.engine.compute.rope_config import Rope
 from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler

@@ -24,8 +24,8 @@ from baton.engine.compute.device_counts import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import GatedMlp
-from baton.engine.compute.model_config import Rope
 from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.rope_config import Rope
 from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import Sampler

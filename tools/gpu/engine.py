@@ -19,7 +19,7 @@ from baton.engine.compute.decoder import Decoder, DecoderLayer
 from baton.engine.compute.kv_cache import KVCache, device_cache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import GatedMlp
-from baton.engine.compute.model_config import Rope
+from baton.engine.compute.rope_config import Rope
 from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import Sampler

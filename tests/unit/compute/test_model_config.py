@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.compute.model_config import DecoderConfig, Rope, read_decoder_config
+from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
+from baton.engine.compute.rope_config import Rope
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import model_folder
 

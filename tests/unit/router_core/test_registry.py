@@ -10,6 +10,7 @@ from baton.protocol.messages import (
     Heartbeat,
     Hello,
     KVLayout,
+    LayerGroup,
     Load,
     NodeInfo,
     RankAddress,
@@ -198,6 +199,24 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     told = {health.node_id: health for health in nodes_health(1.0, registry)}
     assert (told[odd.node_id].batch_invariant, told[odd.node_id].compute) == (True, "a-2")
     assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
+
+
+def test_a_node_whose_layers_store_something_else_is_refused_in_one_line() -> None:
+    """As of one folder that baton's own decoder and transformers' code compute."""
+    registry = Registry()
+    kinds = LayerGroup("latent", 3, 1, 1, 40), LayerGroup("full", 3, 4, 2, 24)
+    first, other = (
+        msgspec.structs.replace(
+            node_info(name, "decode"),
+            layout=KVLayout(16, 1024, group.kind, group.kv_heads, groups=(group,)),
+        )
+        for name, group in zip(("d0", "d1"), kinds, strict=True)
+    )
+    join(registry, first)
+    registry.hello(0.0, other.node_id, hello_of(other))
+    (change,) = registry.ready(0.0, other.node_id, Ready(other))
+    assert isinstance(change, Refuse)
+    assert "3 full layers of 24, not 3 latent layers of 40" in change.failure.message
 
 
 def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line() -> None:
