@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from baton.bench import cli
@@ -96,10 +95,6 @@ def test_loads_that_were_never_run_make_a_report_unusable(
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
-def settings_of(name: str) -> type[msgspec.Struct]:
-    return cli.COMMANDS[name].settings
-
-
 def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> None:
     words = ("a=http://a", "--rounds", "7", "b=http://b#name", "--flags", "a=--x 1,2")
     settings, arms = cli.parse(CompareSettings, words)
@@ -108,15 +103,10 @@ def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> N
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_help_has_every_flag_and_an_example_that_works(name: str) -> None:
-    text = " ".join(cli.parser(settings_of(name)).format_help().split())
-    fields = cli.flags_of(settings_of(name))
-    assert all(f" {field.flag} " in text and field.meta.description for field in fields)
-    example = cli.COMMANDS[name].example
-    assert example in text
-    words = example.split()
+def test_the_example_in_the_help_works(name: str) -> None:
+    settings, words = cli.COMMANDS[name].settings, cli.COMMANDS[name].example.split()
     assert words[:3] == ["baton", "bench", name]
-    cli.parse(settings_of(name), words[3:])
+    cli.parse(settings, words[3:])
 
 
 @pytest.mark.parametrize(

@@ -67,26 +67,6 @@ def test_an_example_becomes_processes_that_understand_their_commands(
         assert process.grace_s > config.node.shutdown_timeout_s
 
 
-def test_the_processes_of_a_pool_differ_in_their_environment_alone(tmp_path: Path) -> None:
-    path = written(
-        tmp_path,
-        pools=pools(
-            replicas=3, peer_port=6000, http_port=6100, settings={"engine": {"threads": 2}}
-        ),
-    )
-    first, *others = planned(path).pool("decode")
-    assert first.argv[:2] == ("baton", "decode")
-    assert "engine.threads=2" in first.argv
-    assert [one.env["BATON_NODE_ID"] for one in (first, *others)] == [
-        "decode-0", "decode-1", "decode-2",
-    ]  # fmt: skip
-    assert [[port.port for port in one.ports] for one in (first, *others)] == [
-        [6000, 6100], [6001, 6101], [6002, 6102],
-    ]  # fmt: skip
-    assert settings_of(first).node.http == "127.0.0.1:6100"
-    assert {one.argv for one in others} == {first.argv}
-
-
 def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> None:
     hosts = {"a": ["10.0.0.1"], "b": ["10.0.0.1", "10.0.0.2"]}
     path = written(
@@ -125,13 +105,6 @@ def test_nodes_get_the_gpus_that_the_command_was_left(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     with pytest.raises(ConfigError, match=r"decode-1 on 127.0.0.1: no GPU is left .* has 1"):
         check_machine(plan, plan.processes)
-
-
-def test_keys_of_clients_are_in_no_command(tmp_path: Path) -> None:
-    path = written(tmp_path, settings={"router": {"api_keys": ["s3cret", "other"]}})
-    plan = planned(path)
-    assert not [one for one in plan.processes if "s3cret" in f"{one.argv}{one.env}"]
-    assert settings_of(plan.processes[0]).router.api_keys == ("s3cret", "other")
 
 
 REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": True}}}

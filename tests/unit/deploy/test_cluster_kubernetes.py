@@ -116,7 +116,6 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path: Path) -> None:
     pools = {**CONTENT["pools"], "decode": {**CONTENT["pools"]["decode"], "max_replicas": 9}}
     found = objects(rendered(tmp_path, pools=pools))
     spec = found["ScaledObject", "small-decode"]["spec"]
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (3, 9)
     queries = [one["metadata"]["query"] for one in spec["triggers"]]
     families = {family.full_name for family in ROUTER_FAMILIES}
     for query in queries:
