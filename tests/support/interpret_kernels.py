@@ -1,18 +1,30 @@
-"""A process that runs the interpreter cases it is given and writes their outcomes as JSON.
+"""A process that runs kernels in Triton's interpreter and writes what came of it as JSON.
 
-With the outcomes it names the kernels that were run. Triton decides at import whether it
-interprets, so it wants a process of its own, with `TRITON_INTERPRET=1`.
+Triton decides at import whether it interprets, so it wants a process of its own, with
+`TRITON_INTERPRET=1`. It is given the names of cases, and says their outcomes and which kernels ran;
+or nothing, and runs a decoder on the CUDA backend beside the CPU backend.
 """
 
 import json
 import sys
 import traceback
 import warnings
+from typing import ClassVar
 
 import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
+from baton.engine.compute.attention import Batch
+from baton.engine.compute.cuda_backend import CudaBackend
+from baton.engine.compute.cuda_start import warm_up
+from baton.engine.compute.rank import plan_rank
+from baton.engine.compute.rotary import rope_table
+from baton.engine.compute.runner import Runner
+from baton.engine.compute.step_queue import HostQueue
+from baton.runtime.clock import monotonic
+from tests.support.checkpoints import model_folder
+from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
 from tests.support.kernel_cases import interpreter_cases
 
 
@@ -43,6 +55,57 @@ def fma(
     return TensorHandle(exact.astype(np.float32), c.dtype.scalar)
 
 
+class NotingBackend(CudaBackend):
+    """Notes where each sequence of each step starts, and its length."""
+
+    noted: ClassVar[list[tuple[int, int]]] = []
+
+    def begin(self, batch: Batch) -> None:
+        self.noted.extend((chunk.start, chunk.length) for chunk in batch.chunks)
+        super().begin(batch)
+
+
+def beside_the_cpu() -> dict[str, object]:
+    """Return the largest relative error of each batch, and what a warm-up computed and stored."""
+    shape = {"num_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
+    config = compute_config(
+        model_folder("qwen3", **shape, num_heads=2, num_kv_heads=1, head_dim=32),  # type: ignore[arg-type]
+        num_blocks=16,
+    )
+    decoder = plan_rank(config, 1).decoder
+    errors: dict[str, float] = {}
+    with loaded(config) as cpu:
+        table = rope_table(decoder.rope, decoder.head_dim, 128)
+        pool = torch.zeros_like(cpu.cache.pool)
+        backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
+        cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
+        cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
+        warm_up(cuda)
+        warm = {
+            "chunks": backend.noted.copy(),
+            "slots": pool.transpose(1, 4).flatten(2).any(-1).nonzero().tolist(),
+            "generations": int(cache.generations.sum()),
+        }
+        one = Text("one", random_tokens(40, vocab=512), (5, 2, 9))
+        two = Text("two", random_tokens(21, seed=1, vocab=512), (1, 7))
+        batches = {
+            "a prompt": (one.chunk(0, 37),),
+            "decode beside a prompt": (one.chunk(37, 38), two.chunk(0, 20)),
+            "two that decode": (one.chunk(38, 39), two.chunk(20, 21)),
+        }
+        ordered = CudaBackend(
+            torch.zeros_like(pool), decoder.num_heads, table, decoder.rms_norm_eps, is_ordered=True
+        )
+        cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
+        in_order = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)
+        for runner, how in ((cuda, ""), (in_order, ", in one order")):
+            for name, batch in batches.items():
+                ours, theirs = torch.cat(logits(runner, *batch)), torch.cat(logits(cpu, *batch))
+                error = (ours - theirs).abs().max() / theirs.abs().max()
+                errors[name + how] = float(error)
+    return {"errors": errors, "warm_up": warm}
+
+
 def main() -> None:
     torch.set_num_threads(1)
     InterpreterBuilder.create_dot = dot
@@ -60,6 +123,9 @@ def main() -> None:
         return run(self, *arguments, **named)
 
     GridExecutor.__call__ = noting
+    if not sys.argv[1:]:
+        print(json.dumps(beside_the_cpu()))
+        return
     cases = interpreter_cases()
     for name in sys.argv[1:]:
         try:

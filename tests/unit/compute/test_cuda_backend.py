@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine tha
 def found() -> dict[str, Any]:
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
-    (line,) = said_by("tests.support.interpret_backend", env={"TRITON_INTERPRET": "1"})
+    (line,) = said_by("tests.support.interpret_kernels", env={"TRITON_INTERPRET": "1"})
     said: dict[str, Any] = json.loads(line)
     return said
 
