@@ -30,7 +30,9 @@ CONTENT: dict[str, Any] = {
         },
     },
     "secrets": ["MINE"],
-    "settings": {"router": {"api_keys": ["s3cret", "other"]}, "model": {"served_model_name": HOSTILE}},
+    "settings": {
+        "router": {"api_keys": ["s3cret", "other"]}, "model": {"served_model_name": HOSTILE},
+    },
 }  # fmt: skip
 OF_PLATFORM: dict[str, dict[str, Any]] = {
     "kubernetes": {
