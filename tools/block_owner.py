@@ -105,6 +105,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         import torch
 
+        torch.cuda.set_device(owned.device)
         pool, blocks = device_pool(owned.device, owned.num_blocks, owned.block_bytes)
         blocks.copy_(torch.from_numpy(marked).expand(blocks.shape))
         torch.cuda.synchronize()  # the parent reads at once

@@ -37,7 +37,7 @@ from tools.gpu.rows import (
 )
 
 MODULE = "tools.gpu"
-TOTAL_S, SMOKE_S = 465.0, 118.0
+TOTAL_S, SMOKE_S = 565.0, 300.0
 CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
 GONE_S = 15.0  # the longest wait for a section's process that was killed
 # Name, title, and the share of the time that a section may take while the others wait. The first
@@ -46,11 +46,13 @@ SECTIONS = (
     ("environment", "Machine and floors", 80.0),
     ("correctness", "Kernels against their torch references", 65.0),
     ("split", "Split against aggregated", 70.0),
-    ("transfer", "Reads between two processes", 30.0),
+    ("transfer", "Reads between two processes", 40.0),
+    ("ranks", "Two ranks", 30.0),
+    ("folder", "A model's folder against transformers", 60.0),
     ("engine", "Steps of the engine", 120.0),
     ("kernels", "Kernel speed", 100.0),
 )
-SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer")
+SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer", "ranks", "folder")
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -59,6 +61,7 @@ class Options(msgspec.Struct, frozen=True):
     sections: tuple[str, ...] = tuple(name for name, _, _ in SECTIONS)
     device: str = "cuda"
     is_smoke: bool = False
+    model: Path | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,6 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=[name for name, _, _ in SECTIONS], help="sections to run"
     )
+    parser.add_argument("--model", type=Path, help="a model's folder to compare with transformers")
     parser.add_argument("--section", help=argparse.SUPPRESS)  # the child gets it
     given = parser.parse_args(words)
     die_with_parent()
@@ -91,11 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if given.section:
             from tools.gpu.worker import Job, work
 
-            work(Job(given.section, given.seconds, given.device, given.smoke), given.out)
+            work(
+                Job(given.section, given.seconds, given.device, given.smoke, given.model), given.out
+            )
             return 0
         seconds = given.seconds or (SMOKE_S if given.smoke else TOTAL_S)
         only = given.only or (SMOKE_SECTIONS if given.smoke else None)
-        options = Options(given.out, seconds, chosen(only), given.device, given.smoke)
+        options = Options(given.out, seconds, chosen(only), given.device, given.smoke, given.model)
         report = run(options, words)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
@@ -160,6 +166,7 @@ def _run_section(section: Section, options: Options) -> bool:
         "--section", section.name, "--out", str(out), "--device", options.device,
         "--seconds", f"{max(0.1, section.budget_s - CLOSING_S):.1f}",
         *(("--smoke",) if options.is_smoke else ()),
+        *(("--model", str(options.model)) if options.model else ()),
     )  # fmt: skip
     deadline_s = monotonic() + section.budget_s
     with (out / f"{section.name}.log").open("w") as log:

@@ -6,8 +6,6 @@ import msgspec
 
 from tools.gpu.floors import LLAMA3_8B, QWEN3_06B, QWEN3_8B, Shape, Unit
 
-COLD_BYTES = 256 << 20  # several times the L2 of today's GPUs
-
 
 class PrefillCase(msgspec.Struct, frozen=True):
     """Causal attention of one prompt, all in one chunk."""
@@ -27,37 +25,14 @@ class DecodeCase(msgspec.Struct, frozen=True):
     num_layers: int = 8
 
 
-class CopyCase(msgspec.Struct, frozen=True):
-    """Blocks gathered into a staging buffer, and scattered from one."""
-
-    key: str
-    num_blocks: int
-    unit: Unit = "TB/s"
-
-    def rotation(self, block_bytes: int) -> tuple[int, int]:
-        """Return how many calls have blocks of their own, and how many buffers they rotate over."""
-        payload = self.num_blocks * block_bytes
-        num_calls = max(4, min(64, 2 * COLD_BYTES // payload))
-        return num_calls, min(num_calls, max(4, -(-COLD_BYTES // payload)))
-
-
 class KvRead(msgspec.Struct, frozen=True):
     """Blocks that one process reads of another's pool."""
 
     name: str
     num_blocks: int
 
-    def key(self, transport: str) -> str:
-        return f"KV reads {self.name}, {transport}"
-
-
-class TokensCase(msgspec.Struct, frozen=True):
-    """A fused operation over `num_tokens` rows."""
-
-    key: str
-    kernel: Literal["norm", "rope", "silu"]
-    num_tokens: int
-    unit: Unit = "TB/s"
+    def key(self, lane: str) -> str:
+        return f"KV reads {self.name}, {lane}"
 
 
 class SamplingCase(msgspec.Struct, frozen=True):
@@ -78,14 +53,9 @@ class KernelCases(msgspec.Struct, frozen=True):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    hidden_size: int
-    intermediate_size: int
     vocab_size: int
-    block_values: int  # of one KV block over all layers
     prefill: tuple[PrefillCase, ...]
     decode: tuple[DecodeCase, ...]
-    copies: tuple[CopyCase, ...]
-    fused: tuple[TokensCase, ...]
     sampling: tuple[SamplingCase, ...]
 
 
@@ -116,10 +86,9 @@ def short(count: int) -> str:
     return f"{count // 1024}k" if count and count % 1024 == 0 else str(count)
 
 
-# Heads, widths and blocks of Qwen3-8B: a block of 16 tokens has 2.25 MiB.
+# Heads and words of Qwen3-8B.
 KERNELS = KernelCases(
-    num_heads=32, num_kv_heads=8, head_dim=128, hidden_size=4096, intermediate_size=12_288,
-    vocab_size=151_936, block_values=8 * 36 * 2 * 16 * 128,
+    num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=151_936,
     prefill=(
         PrefillCase("prefill attention 4k", 4096),
         PrefillCase("prefill attention 8k", 8192),
@@ -143,20 +112,6 @@ KERNELS = KernelCases(
                    num_layers=36),
         DecodeCase("decode attention ragged, one 32k and 63 x 512", (32_768, *(512,) * 63),
                    "x floor"),
-    ),
-    copies=(
-        CopyCase("1 block", 1, "µs"),
-        CopyCase("9 MiB", 4),
-        CopyCase("65 MiB", 29),
-        CopyCase("261 MiB", 116),
-    ),
-    fused=(
-        TokensCase("add + norm, 32 MiB", "norm", 4096),
-        TokensCase("add + norm, b64", "norm", 64, "µs"),
-        TokensCase("QK norm + rotation + store, 48 MiB", "rope", 4096),
-        TokensCase("QK norm + rotation + store, b64", "rope", 64, "µs"),
-        TokensCase("SiLU · mul, 96 MiB", "silu", 2048),
-        TokensCase("SiLU · mul, b64", "silu", 64, "µs"),
     ),
     sampling=(
         SamplingCase("sampling b128, greedy", 128),
@@ -203,7 +158,6 @@ STEPS = (
 
 # 9 and 65 MiB: the blocks of 64 and of 464 tokens of an 8B model.
 KV_READS = (KvRead("8 MB", 4), KvRead("64 MB", 29))
-GATHER, SCATTER = "gather", "scatter"
 HANDOVER_PROMPTS = (512, 2048, 4096)
 
 

@@ -6,10 +6,12 @@ held to the rounding of bf16, with the rounding of the kernels' own tests.
 """
 
 import dataclasses
+import sys
 from collections.abc import Mapping
 from functools import partial
 
 import torch
+import triton
 from torch import Tensor
 
 from baton.engine.compute.cuda_start import keep_sums_whole
@@ -33,6 +35,7 @@ RELATIVE, ABSOLUTE = 2e-2, 1.6e-2  # four units in the last place of bf16, and w
 EPS = 1e-6
 BLOCK_SIZES = (16, 64)
 KEEPS_BITS = "rows keep their bits"
+FAR = "kernels beyond 2^31 elements"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -80,10 +83,65 @@ def run(
             if block_size == block_sizes[0]:
                 for key, work in OTHERS.items():
                     desk.check(f"{key}, {model.name}", partial(work, model, layout))
+    if desk.device.type == "cuda":
+        desk.check(FAR, partial(_far, desk.device))
+    for check in resources():
+        desk.emit(check)
     for name, sizes in (weights or {}).items():
         for product in products(desk.device):
             key = f"{KEEPS_BITS}: {product}, {name} {sizes[0]} x {sizes[1]}"
             desk.check(key, partial(keeps, desk.device, key, product, sizes))
+
+
+def _far(device: torch.device) -> Check:
+    """Compare attention, stores and copies in the last blocks of a pool of 2.4e9 elements."""
+    pool = torch.empty(2000, 8, 36, 2, 16, 128, dtype=torch.bfloat16, device=device)
+    ids, layer, scale = [1999, 1890, 1950], 35, 128**-0.5
+    pool[ids] = torch.randn(3, *pool.shape[1:], device=device).to(pool.dtype)
+    tables = torch.tensor([ids], dtype=torch.int32, device=device)
+    starts, lens = (torch.tensor(one, dtype=torch.int32, device=device) for one in ([0, 5], [40]))
+    q, k, v = torch.randn(3, 5, 8, 128, device=device).to(pool.dtype)
+    one, chunk = (q[:1], pool, layer, tables), (q, pool, layer, tables, starts)
+    found = [
+        _close(FAR, paged_decode_attention(*one, lens, scale),
+               reference.paged_decode_attention(*one, lens, scale)),
+        _close(FAR, paged_prefill_attention(*chunk, lens, scale),
+               reference.paged_prefill_attention(*chunk, lens, scale)),
+    ]  # fmt: skip
+    slots = torch.tensor([1999 * 16 + 3, 1890 * 16, 1950 * 16 + 15, -1, 7], device=device)
+    table = rotation_table(16, 128, device)
+    rope_and_store(q, k, v, torch.arange(5, device=device), table, pool, layer, slots)
+    blocks, places = slots[:3] // 16, slots[:3] % 16
+    found.append(_equal(FAR, pool[blocks, :, layer, 1, places], v[:3]))
+    whole = pool.view(len(pool), -1)
+    source, target = (torch.tensor([one], dtype=torch.int32, device=device) for one in (1999, 1888))
+    move_blocks(whole, source, whole, target)
+    found.append(_equal(FAR, whole[1888], whole[1999]))
+    failed = [check for check in found if not check.passed]
+    return failed[0] if failed else Check(FAR, True, "decode, prefill, stores and copies")
+
+
+def resources() -> list[Check]:
+    """Return what the driver says of each kernel that was compiled for this GPU."""
+    modules = [one for name, one in sys.modules.items() if name.startswith("baton.kernels.")]
+    kernels = {
+        one for module in modules for one in vars(module).values()
+        if isinstance(one, triton.JITFunction)
+    }  # fmt: skip
+    checks = []
+    for kernel in sorted(kernels, key=lambda one: str(one.__name__)):
+        built = [one for cache in kernel.device_caches.values() for one in cache[0].values()]
+        if built:
+            spilled = max(one.n_spills for one in built)
+            text = ", ".join(
+                f"{one.n_regs} registers x {32 * one.metadata.num_warps} threads, "
+                f"{one.metadata.shared} B"
+                for one in built[:4]
+            )
+            key = f"spills of {kernel.__name__}"
+            text = f"{spilled} B; {len(built)} variants: {text}"
+            checks.append(Check(key, not spilled, text, required=False))
+    return checks
 
 
 def products(device: torch.device) -> dict[str, Product]:

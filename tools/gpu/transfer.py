@@ -1,4 +1,4 @@
-"""Measure reads of KV blocks between two processes on one GPU, by each transport that works here.
+"""Measure reads of KV blocks between two processes, on one GPU and between two, by each transport.
 
 This is a section of the GPU benchmark. A child owns a pool, this process reads scattered blocks of
 it through a transfer agent, as a decode node does, and compares the bytes. A rate counts the bytes
@@ -9,6 +9,7 @@ import random
 import select
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 
 import msgspec
 import torch
@@ -53,30 +54,46 @@ class TransferPlan(msgspec.Struct, frozen=True):
 def run(desk: Desk, plan: TransferPlan | None = None) -> None:
     """Run the section."""
     plan = plan or TransferPlan()
-    for transport in plan.transports:
-        key = lane_key(transport)
+    for ends, transport in product(pairs(plan.device), plan.transports):
+        key = f"lane {lane_of(transport, ends)}"
         if transport == "nixl" and not is_installed():
             desk.emit(Check(key, None, "no NIXL wheel is installed"))
             continue
-        desk.check(key, partial(_measure, desk, plan, transport), 20.0)
+        desk.check(key, partial(_measure, desk, plan, transport, ends), 20.0)
 
 
-def lane_key(transport: str) -> str:
-    return f"lane {transport}, two processes on one GPU"
+def pairs(device: str) -> list[tuple[str, str]]:
+    """Return the devices of owner and reader: one GPU, and two GPUs both ways if there are two."""
+    if device == "cpu" or torch.cuda.device_count() < 2:
+        return [(device, device)]
+    return [("cuda:0", "cuda:0"), ("cuda:0", "cuda:1"), ("cuda:1", "cuda:0")]
 
 
-def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Check:
+def lane_of(transport: str, ends: tuple[str, str]) -> str:
+    owner, reader = ends
+    if owner == reader:
+        return f"{transport}, two processes on one device"
+    reads = torch.cuda.can_device_access_peer(torch.device(reader), torch.device(owner))
+    return f"{transport}, {owner} to {reader}, {'with' if reads else 'without'} peer access"
+
+
+def _measure(
+    desk: Desk, plan: TransferPlan, transport: TransportChoice, ends: tuple[str, str]
+) -> Check:
     """Report a row for each size. Return whether every block arrived unchanged."""
+    owner, reader = ends
+    if reader != "cpu":
+        torch.cuda.set_device(reader)
     num_blocks = 2 * max(read.num_blocks for read in plan.reads)
     pool: HostPool | DevicePool
     if plan.device == "cpu":
         pool = HostPool(num_blocks, plan.block_bytes)
         blocks = torch.from_numpy(words_of(pool))
     else:
-        pool, blocks = device_pool(plan.device, num_blocks, plan.block_bytes)
+        pool, blocks = device_pool(reader, num_blocks, plan.block_bytes)
     port = make_port(pool, READER, TransferConfig(transport=transport))
     try:
-        owned = Owned(num_blocks, plan.block_bytes, (transport,), plan.device)
+        owned = Owned(num_blocks, plan.block_bytes, (transport,), owner)
         with block_owner(owned) as address:
             whole = BlockSlice(0, 0, plan.block_bytes)
             port.send(AddPeer(RANK, transport, address, num_blocks, plan.block_bytes, whole))
@@ -84,14 +101,15 @@ def _measure(desk: Desk, plan: TransferPlan, transport: TransportChoice) -> Chec
             if not isinstance(up, PeerUp):
                 raise TransferError(f"the pool cannot be read: {up}")
             num_wrong = sum(
-                _rounds(desk, plan, port, blocks, read, transport) for read in plan.reads
+                _rounds(desk, plan, port, blocks, read, lane_of(transport, ends))
+                for read in plan.reads
             )
     finally:
         del blocks
         port.close()
         pool.close()
     detail = f"{transport}: " + (f"{num_wrong} blocks differ" if num_wrong else "all bytes equal")
-    return Check(lane_key(transport), not num_wrong, detail)
+    return Check(f"lane {lane_of(transport, ends)}", not num_wrong, detail)
 
 
 def _rounds(
@@ -100,7 +118,7 @@ def _rounds(
     port: TransferAgent,
     blocks: Tensor,
     read: KvRead,
-    transport: str,
+    lane: str,
 ) -> int:
     """Report the rate of a size. Return how many blocks arrived with wrong bytes."""
     luck, took, num_wrong = random.Random(read.num_blocks), [], 0
@@ -108,7 +126,8 @@ def _rounds(
         remote = luck.sample(range(len(blocks)), read.num_blocks)
         local = luck.sample(range(len(blocks)), read.num_blocks)
         blocks.zero_()
-        desk.watch.synchronize()  # the agent copies on another stream
+        if blocks.is_cuda:
+            torch.cuda.synchronize(blocks.device)  # the agent copies on another stream
         port.send(Read(number, RANK, tuple(remote), tuple(local), (0,) * len(remote)))
         end = _next(port)
         if not isinstance(end, ReadEnded) or end.failure is not None:
@@ -117,7 +136,7 @@ def _rounds(
         if number >= 2:
             took.append(end.ended_s - end.posted_s)
     payload = read.num_blocks * plan.block_bytes
-    desk.emit(Measured(read.key(transport), "TB/s", Work(2 * payload), timing_of(took), payload))
+    desk.emit(Measured(read.key(lane), "TB/s", Work(2 * payload), timing_of(took), payload))
     return num_wrong
 
 

@@ -11,24 +11,24 @@ from typing import BinaryIO
 import msgspec
 import torch
 
+from baton.deploy.doctor.machine import bar1_bytes, start_findings
+from baton.engine.compute.compute_facts import compute_facts
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 from tools.gpu.batches import Heads
 from tools.gpu.cases import (
     KERNELS,
     STEPS,
-    CopyCase,
     DecodeCase,
     KernelCases,
     KvRead,
     PrefillCase,
     SamplingCase,
     StepCase,
-    TokensCase,
 )
 from tools.gpu.correctness import BLOCK_SIZES, MODELS, Model
 from tools.gpu.floors import Shape
-from tools.gpu.rows import Event, Note, events_file
+from tools.gpu.rows import Check, Event, Note, events_file
 from tools.gpu.section import Desk
 from tools.gpu.split import SplitPlan
 from tools.gpu.timing import Stopwatch, clocks, environment, measure_floors
@@ -73,19 +73,12 @@ TINY = Sizes(
     ),
     block_sizes=(16,),
     kernels=KernelCases(
-        num_heads=4, num_kv_heads=2, head_dim=32, hidden_size=64, intermediate_size=96,
-        vocab_size=200, block_values=64,
+        num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=200,
         prefill=(PrefillCase("prefill attention tiny", 20),),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
             DecodeCase("decode attention tiny, blocks of 32", (17, 3), block_size=32, num_layers=2),
             DecodeCase("decode attention ragged tiny", (17, 1), unit="x floor", num_layers=2),
-        ),
-        copies=(CopyCase("1 block", 1, unit="µs"), CopyCase("2 blocks", 2)),
-        fused=(
-            TokensCase("norm tiny", "norm", 3),
-            TokensCase("rope tiny", "rope", 3, unit="µs"),
-            TokensCase("silu tiny", "silu", 3),
         ),
         sampling=(SamplingCase("sampling tiny", 3, 0.8, 5, 0.9),),
     ),
@@ -98,7 +91,7 @@ TINY = Sizes(
     rounds=1,
     split=SplitPlan(
         shape=_TINY_SHAPE, device="cpu", prompts=(40,), num_tokens=8, warm_ups=1, rounds=2,
-        memory_mib=64,
+        memory_mib=64, stream_tokens=24,
     ),
     transfer=TransferPlan(
         device="cpu", block_bytes=4096, reads=(KvRead("8 MB", 3), KvRead("64 MB", 7)),
@@ -121,6 +114,7 @@ class Job(msgspec.Struct, frozen=True):
     seconds: float
     device: str = "cuda"
     is_smoke: bool = False
+    model: Path | None = None
 
 
 def work(job: Job, out: Path) -> None:
@@ -131,18 +125,22 @@ def work(job: Job, out: Path) -> None:
     watch = Stopwatch(device, sizes.rounds)
     with events_file(out, job.section).open("wb") as file:
         desk = Desk(watch, lambda event: _write(file, event), monotonic, deadline_s)
-        _run(job.section, desk, sizes, out)
+        _run(job, desk, sizes, out)
         if job.device == "cuda":
             desk.emit(Note(f"at the end: {clocks()}"))
 
 
-def _run(section: str, desk: Desk, sizes: Sizes, out: Path) -> None:
+def _run(job: Job, desk: Desk, sizes: Sizes, out: Path) -> None:
     """Import and run the section: a missing package costs that section alone."""
-    match section:
+    match job.section:
         case "environment":
             desk.emit(environment(desk.device))
             copy_bytes = min(sizes.copy_bytes, desk.watch.free_bytes() // 4)
             desk.emit(measure_floors(desk.watch, copy_bytes, sizes.gemm_size))
+            for found in start_findings(compute_facts(), bar1_bytes()):
+                is_needed = found.level == "fault"
+                key = f"start: {found.check}"
+                desk.emit(Check(key, found.level == "ok", found.text, required=is_needed))
         case "correctness":
             from tools.gpu import correctness
 
@@ -155,6 +153,14 @@ def _run(section: str, desk: Desk, sizes: Sizes, out: Path) -> None:
             from tools.gpu import transfer
 
             transfer.run(desk, sizes.transfer)
+        case "ranks":
+            from tools.gpu import ranks
+
+            ranks.run(desk)
+        case "folder":
+            from tools.gpu import folder
+
+            folder.run(desk, job.model)
         case "kernels":
             from tools.gpu import kernels
 
@@ -164,7 +170,7 @@ def _run(section: str, desk: Desk, sizes: Sizes, out: Path) -> None:
 
             engine.run(desk, sizes.steps, sizes.rounds)
         case _:
-            raise ConfigError(f"there is no section {section!r}")
+            raise ConfigError(f"there is no section {job.section!r}")
 
 
 def _write(file: BinaryIO, event: Event) -> None:

