@@ -15,6 +15,7 @@ import os
 import secrets
 import select
 import struct
+import time
 from enum import Enum
 from typing import Literal
 
@@ -128,15 +129,7 @@ def name_of(identity: bytes) -> bytes:
     return identity.rpartition(SEPARATOR)[0]
 
 
-CLOCK_MONOTONIC = 1  # from time.h
-TFD_NONBLOCK, TFD_CLOEXEC = os.O_NONBLOCK, os.O_CLOEXEC
 SHORTEST_S = 1e-6  # zero would switch the timer off
-
-
-class _Interval(ctypes.Structure):
-    """`struct itimerspec`: the repetition, then the first expiry, as seconds and nanoseconds."""
-
-    _fields_ = [("times", ctypes.c_long * 4)]
 
 
 class Timer:
@@ -147,9 +140,8 @@ class Timer:
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
-        self._descriptor: int = self._libc.timerfd_create(
-            CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC
-        )
+        flags = os.O_NONBLOCK | os.O_CLOEXEC
+        self._descriptor: int = self._libc.timerfd_create(time.CLOCK_MONOTONIC, flags)
         if self._descriptor < 0:
             raise NodeError(f"cannot make a timer: {os.strerror(ctypes.get_errno())}")
 
@@ -159,8 +151,9 @@ class Timer:
     def set(self, seconds: float | None) -> None:
         """Fire once after `seconds`; None means never. A call replaces the one before it."""
         whole, part = divmod(max(seconds, SHORTEST_S), 1.0) if seconds is not None else (0, 0)
-        wanted = _Interval((ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9)))
-        self._libc.timerfd_settime(self._descriptor, 0, ctypes.byref(wanted), None)
+        # `struct itimerspec`: the repetition, then the first expiry, as seconds and nanoseconds.
+        wanted = (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9))
+        self._libc.timerfd_settime(self._descriptor, 0, wanted, None)
 
     def close(self) -> None:
         os.close(self._descriptor)
