@@ -32,9 +32,9 @@ def main() -> int:
     took_s = time.monotonic() - began_s
     print(f"{len(seeds)} schedules, {num_bad} with problems, {len(seeds) / took_s:.1f} a second")
     print(f"longest gap of an attached stream {gap_s:.1f} s; {dict(fates.most_common())}")
-    print("messages met, by the state of their session:")
+    print(f"{len(met)} pairs of a message and the state of its request and session met:")
     for (kind, state), number in sorted(met.items()):
-        print(f"    {kind} {state}: {number}")
+        print(f"    {kind}, {state}: {number}" if state else f"    {kind}: {number}")
     return 1 if num_bad else 0
 
 

@@ -25,7 +25,7 @@ class Process:
         self.is_dead = self.is_frozen = False
         self.clock_offset_s = clock_offset_s
         self.tasks: set[asyncio.Task[Any]] = set()  # that have not ended
-        self.on_thaw: list[Callable[[], None]] = []
+        self.state_of: Callable[[str], str] = lambda _: ""  # of a request, here
         self._waiting: list[Callable[[], None]] = []
 
     def clock(self) -> float:

@@ -110,6 +110,7 @@ class SimNode(Member):
     ) -> None:
         super().__init__(world, name, life)
         self.role: Role = role
+        self.speaks = PROTOCOL_VERSION
         self.salt = sum(name.encode())
         self.num_blocks = num_blocks
         self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
@@ -131,7 +132,7 @@ class SimNode(Member):
         wake = self._wake
         endpoints = tuple(router.endpoint for router in world.routers)
         self.channels = SimChannels(world.network, process, wake)
-        hello = Hello(PROTOCOL_VERSION, node_id, self.role, self.epoch)
+        hello = Hello(self.speaks, node_id, self.role, self.epoch)
         self.sockets = EngineSockets(endpoints, hello, self.channels, process.clock)
         heartbeats = SimChannels(world.network, process, lambda: None)
         name = f"heartbeats:{self.name}".encode()
@@ -167,6 +168,7 @@ class SimNode(Member):
         self.loop = EngineLoop(
             self.scheduler, self.executor, connector, self.sockets, observer, process.clock
         )
+        process.state_of = self._state_of
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
         self._wake()
@@ -182,6 +184,27 @@ class SimNode(Member):
             *ended,
             *(HeldChoice(one.key, one.token_ids[one.num_prompt_tokens :]) for one in running),
         ]
+
+    def _state_of(self, request_id: str) -> str:
+        scheduler = self.scheduler
+        held: dict[str, Iterable[Key]]
+        if isinstance(scheduler, DecodeScheduler):
+            held = {
+                "waiting": scheduler.queue.pending,
+                "running": scheduler._running,
+                "leaving": scheduler._leaving,
+                "ended": [one.key for one in self.held(RequestId(request_id))],
+            }
+        else:
+            held = {
+                "waiting": scheduler._waiting,
+                "computing": scheduler._computing,
+                "held": scheduler._holding,
+            }
+        known = (
+            state for state, keys in held.items() if any(k.request_id == request_id for k in keys)
+        )
+        return next(known, "unknown")
 
     @property
     def num_channels(self) -> int:
@@ -286,6 +309,7 @@ class SimRouter(Member):
             router=RouterConfig(
                 control=self.endpoint,
                 local_prefill=self.world.local_prefill,
+                max_queued=self.world.max_queued,
                 max_queued_s=60.0,  # type: ignore[arg-type]
                 shares_port=True,
             ),
@@ -298,6 +322,7 @@ class SimRouter(Member):
         self.router = TextRouter(config, self.core, Text(TOKENIZER, DECODING))
         self.app = App(self.router, config)
         self.server = Server(self.app, config.router)
+        process.state_of = self._state_of
         self.router.start(self.endpoint)
 
     def kill(self) -> None:
@@ -317,6 +342,14 @@ class SimRouter(Member):
     @property
     def is_idle(self) -> bool:
         return not (self.app._num_open or self.server._connections._open)
+
+    def _state_of(self, request_id: str) -> str:
+        active = self.core._requests.get(RequestId(request_id))
+        if active is None:
+            return "sought" if request_id in self.core._reattaching._searching else "unknown"
+        if active.lifecycle.has_outcome:
+            return "ended"
+        return "waiting" if active.lifecycle.waiting_choices else "running"
 
     def requests_of(self, seed: int) -> list[ActiveRequest]:
         """Return the requests of the client with this seed."""

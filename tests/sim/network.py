@@ -26,7 +26,10 @@ HEARTBEAT_TIMEOUT_S = (2.5, 3.2)  # that of libzmq, as the channels set it
 
 
 class Network:
-    """The links between processes. `met` counts messages by kind and state of their session."""
+    """The links between processes.
+
+    `met` counts messages by kind and the states of their session and request at who receives them.
+    """
 
     def __init__(self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]) -> None:
         self.loop, self.rng = loop, rng
@@ -46,8 +49,12 @@ class Network:
     def latency_s(self) -> float:
         return self.rng.choice((0.0001, 0.0005, 0.002))
 
-    def meet(self, message: object, state: str) -> None:
-        met = type(message).__name__, state
+    def meet(self, process: Process, message: object, *, is_over: bool) -> None:
+        entries = getattr(message, "entries", None) or getattr(message, "keys", None) or [message]
+        key = getattr(entries[0], "key", entries[0])
+        request_id = getattr(key, "request_id", "")
+        state = f"{process.state_of(request_id)} request" if request_id else ""
+        met = type(message).__name__, state + ", ended session" * is_over
         self.met[met] = self.met.get(met, 0) + 1
 
     def can_connect(self, dialer: Process, listener: Process) -> bool:
@@ -271,7 +278,7 @@ class SimDialer(Generic[Out, In]):
                 message = self._decode(item[HEADER_BYTES:])
                 self._asked |= _asked_by(message)
                 is_over = self._connection is None or self._connection.is_lost
-                self.network.meet(message, "ended" if is_over else "current")
+                self.network.meet(self.process, message, is_over=is_over)
                 return message
         return None
 
@@ -368,6 +375,8 @@ class SimListener(Generic[Out, In]):
                 continue
             session_id, sequence = HEADER.unpack_from(frame)
             if peer not in self._sessions:
+                if sequence:
+                    continue  # of a session that this end has given up
                 self._sessions[peer] = connection, Session(session_id)
             assert self._sessions[peer][1].accept(session_id, sequence) is Verdict.NEXT
             try:
@@ -375,7 +384,7 @@ class SimListener(Generic[Out, In]):
             except MalformedMessage:
                 self.num_malformed += 1
                 continue
-            self.network.meet(message, "ended" if connection.is_lost else "current")
+            self.network.meet(self.process, message, is_over=connection.is_lost)
             return Received(peer, message)
         return None
 

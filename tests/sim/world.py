@@ -6,12 +6,13 @@ import secrets
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 from unittest import mock
 
 from baton.protocol.ids import Key
+from baton.protocol.messages import PROTOCOL_VERSION
 from tests.sim.clients import Client
 from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
@@ -25,6 +26,10 @@ HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
+PACES = (  # of leases and of reads
+    (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
+    (6.0, (0.001, 0.02, 0.2)),
+)  # fmt: skip
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 
 
@@ -44,15 +49,16 @@ KINDS = (
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
     "strand node", "double node", "drain silent node", "isolate node", "refuse", "slow names",
+    "other version",
 )  # fmt: skip
 
 
-def faults_of(rng: random.Random, number: int = NUM_FAULTS) -> list[Fault]:
+def faults_of(rng: random.Random, kinds: Sequence[str]) -> list[Fault]:
     durations = (0.5, 1.9, 2.1, 2.4, 3.0, 3.5, 4.0, 5.0, 6.1, 7.0)
     return [
-        Fault(rng.choice(KINDS), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
+        Fault(rng.choice(kinds), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
               rng.choice(durations))
-        for _ in range(number)
+        for _ in range(NUM_FAULTS)
     ]  # fmt: skip
 
 
@@ -84,8 +90,8 @@ class World:
         self.step_s = rng.choice(((0.005, 0.02), (0.02, 0.08)))
         self.local_prefill = rng.choice(("auto", "never"))
         self.p_leave = rng.choice((0.0, 0.2, 0.5))
-        self.lease_s = rng.choice((0.6, 2.0, 6.0))
-        self.landing_s = rng.choice(((0.001, 0.02, 0.2), (0.02, 0.3, 1.2), (0.6, 1.0, 1.5)))
+        self.lease_s, self.landing_s = rng.choice(PACES)
+        self.max_queued = rng.choice((3, 1024))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
         self.max_model_len = 160 if self.is_tiny else 400
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
@@ -98,7 +104,9 @@ class World:
         self.twins: list[SimNode] = []  # that use the name of another
         num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0), (30, 3.0)))
         self.clients = [Client(self, number) for number in range(num_clients)]
-        own = [faults_of(rng), faults_of(rng)]
+        # Few kinds of faults meet each other more often than all of them do.
+        kinds = rng.sample(KINDS, rng.choice((2, 4, len(KINDS))))
+        own = [faults_of(rng, kinds), faults_of(rng, kinds)]
         self.lanes = own if lanes is None else lanes
         self.healed_s = float("inf")
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
@@ -226,6 +234,8 @@ class World:
                 node.kill()
                 await asyncio.sleep(seconds / 2)
                 node.start()
+            case "other version":
+                await self._roll(node, seconds)
             case "drain node":
                 if node.is_up:
                     node.drain()
@@ -273,6 +283,13 @@ class World:
         router.start()
         await asyncio.sleep(seconds)
         node.thaw()
+
+    async def _roll(self, node: SimNode, seconds: float) -> None:
+        """Start the next version of a node too early, and go back to the one before."""
+        for node.speaks, after_s in ((PROTOCOL_VERSION + 1, seconds), (PROTOCOL_VERSION, 0.0)):
+            node.kill()
+            node.start()
+            await asyncio.sleep(after_s)
 
     async def _drain_silent(self, node: SimNode, seconds: float) -> None:
         """End a node whose last words reach the routers after those of the next process."""
