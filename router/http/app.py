@@ -19,7 +19,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.router.health import Health, ServedModel
 from baton.router.http.auth import Access, Cors, refuse_pages
-from baton.router.http.connections import Connection, connection_of
+from baton.router.http.connections import Bodies, Connection, connection_of
 from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.messages import CountBody, MessageBody, message_error
 from baton.router.http.metrics import HttpMetrics
@@ -66,8 +66,9 @@ class App:
             self._baton_version,
             self._name if config.router.shares_port else "",
         )
-        self._handlers = Handlers(engine, config, self.metrics, chat_template, silence_s)
-        self._tokens = TokenEndpoints(engine, config, chat_template)
+        bodies = Bodies(config.router.max_body_mib)
+        self._handlers = Handlers(engine, config, bodies, self.metrics, chat_template, silence_s)
+        self._tokens = TokenEndpoints(engine, config, bodies, chat_template)
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine

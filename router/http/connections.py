@@ -210,12 +210,6 @@ _FREE_BYTES = 4 * 1024
 _LARGE_BODIES = 16
 
 
-def body_limit(max_body_mib: int, model: ServedModel, max_token_bytes: int) -> int:
-    """Return the size in bytes of the largest body that the model can use."""
-    longest_prompt = model.max_model_len * max_token_bytes * _ESCAPED_BYTES
-    return min(max_body_mib * MIB, max(longest_prompt, _ALWAYS_ALLOWED_BYTES))
-
-
 class Room:
     """The memory that one body holds while its context lasts."""
 
@@ -248,9 +242,17 @@ class Room:
 
 
 class Bodies:
+    """The bodies that the router reads, and the memory that they hold together."""
+
     def __init__(self, max_body_mib: int) -> None:
-        self.max_bytes = max_body_mib * MIB * _LARGE_BODIES
+        self.max_body_bytes = max_body_mib * MIB
+        self.max_bytes = self.max_body_bytes * _LARGE_BODIES
         self.held_bytes = 0
+
+    def limit(self, model: ServedModel, max_token_bytes: int) -> int:
+        """Return the size in bytes of the largest body that the model can use."""
+        longest_prompt = model.max_model_len * max_token_bytes * _ESCAPED_BYTES
+        return min(self.max_body_bytes, max(longest_prompt, _ALWAYS_ALLOWED_BYTES))
 
     def room(self) -> Room:
         return Room(self)

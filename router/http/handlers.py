@@ -22,7 +22,7 @@ from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.http.auth import authorization_of
-from baton.router.http.connections import SMALL_BYTES, Bodies, body_limit
+from baton.router.http.connections import SMALL_BYTES, Bodies
 from baton.router.http.large_bodies import LargeBodies
 from baton.router.http.messages import MessageEvents
 from baton.router.http.metrics import HttpMetrics
@@ -106,6 +106,7 @@ class Handlers:
         self,
         engine: TextRouter,
         config: ClusterConfig,
+        bodies: Bodies,
         metrics: HttpMetrics,
         chat_template: ChatTemplate | None = None,
         silence_s: float = SILENCE_S,
@@ -118,8 +119,7 @@ class Handlers:
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
         self._wants_key = config.router.wants_key
-        self._max_body_mib = config.router.max_body_mib
-        self._bodies = Bodies(config.router.max_body_mib)
+        self._bodies = bodies
         # Held while a body with the log probabilities of prompts is made, which takes much memory.
         self._scoring = asyncio.Lock()
         self._large = LargeBodies(config.model.path, config.model.chat_template)
@@ -139,7 +139,7 @@ class Handlers:
             place = place_of(request.headers[LAST_EVENT_ID])
             # The form of the response is known, so the body is not used.
             with self._bodies.room() as room:
-                await self._bodies.read(request, room, self._max_body_mib << 20)
+                await self._bodies.read(request, room, self._bodies.max_body_bytes)
         with self._counted_request(request) as running:
             if place is not None:
                 return await self._again(request, running, place)
@@ -199,7 +199,7 @@ class Handlers:
         self._refuse_if_draining()
         model = self._engine.get_model_config()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
-        max_bytes = body_limit(self._max_body_mib, model, token_bytes)
+        max_bytes = self._bodies.limit(model, token_bytes)
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
             work = await self._prepare(request, body, Job(endpoint, model))

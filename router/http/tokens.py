@@ -10,7 +10,7 @@ from aiohttp import web
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import RequestError
 from baton.router.health import ServedModel
-from baton.router.http.connections import MIB, Bodies, body_limit
+from baton.router.http.connections import MIB, Bodies
 from baton.router.http.messages import CountBody, chat_of, count_decoder
 from baton.router.http.prepare import check_ids, lora_of, rendered
 from baton.router.http.schema import Chat
@@ -50,12 +50,15 @@ _detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
 
 class TokenEndpoints:
     def __init__(
-        self, engine: TextRouter, config: ClusterConfig, chat_template: ChatTemplate | None
+        self,
+        engine: TextRouter,
+        config: ClusterConfig,
+        bodies: Bodies,
+        chat_template: ChatTemplate | None,
     ) -> None:
         self._engine = engine
         self._chat_template = chat_template
-        self._max_body_mib = config.router.max_body_mib
-        self._bodies = Bodies(config.router.max_body_mib)
+        self._bodies = bodies
         self._config_file = Path(config.model.path) / "tokenizer_config.json"
 
     async def tokenize(self, request: web.Request) -> web.Response:
@@ -122,7 +125,7 @@ class TokenEndpoints:
         self, request: web.Request, model: ServedModel, decoder: msgspec.json.Decoder[S]
     ) -> S:
         token_bytes = self._engine.get_tokenizer().max_token_bytes
-        max_bytes = min(body_limit(self._max_body_mib, model, token_bytes), MAX_BODY_BYTES)
+        max_bytes = min(self._bodies.limit(model, token_bytes), MAX_BODY_BYTES)
         with self._bodies.room() as room:
             body = decoded(decoder, await self._bodies.read(request, room, max_bytes))
         lora_of(body.model, model)

@@ -239,12 +239,16 @@ async def test_bodies_that_stall_lose_their_memory(bench: HttpBench) -> None:
 
 
 async def let_bodies_stall(bench: HttpBench) -> None:
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {2**20}\r\n\r\n"
+    paths = ("/v1/completions", "/tokenize")  # which share the memory
+    heads = [
+        f"POST {path} HTTP/1.1\r\nHost: x\r\n{TYPE}Content-Length: {2**20}\r\n\r\n".encode()
+        for path in paths
+    ]
     coming = [await bench.dial() for _ in range(20)]
     lines = [asyncio.create_task(reader.readline()) for reader, _ in coming]
     large = {"prompt": [5], "user": "x" * 100_000}
-    for _, writer in coming:
-        writer.write(head.encode() + b" " * 9_000)
+    for number, (_, writer) in enumerate(coming):
+        writer.write(heads[number % 2] + b" " * 9_000)
     assert (await bench.post(large)).status == 200  # announcements hold nothing
     assert not any(line.done() for line in lines)
     for _, writer in coming:
