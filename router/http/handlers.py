@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import msgspec
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
@@ -86,7 +85,7 @@ log = logger("router")
 class Work:
     """One HTTP request and the form of its response."""
 
-    parsed: ParsedRequest  # its prompts removed
+    parsed: ParsedRequest
     writer: ResponseWriter
     prompts: list[bytes]  # as token ids, each packed by `packed`
     echoes: list[str]  # the text before each choice, per prompt; empty without `echo`
@@ -282,7 +281,7 @@ class Handlers:
             prompts.append(packed(ids))
             if parsed.echo:
                 echoes.append(prompt if isinstance(prompt, str) else text.decode(ids))
-        return Prepared(msgspec.structs.replace(parsed, prompts=()), prompts, echoes)
+        return Prepared(parsed, prompts, echoes)
 
     # --- answering ------------------------------------------------------------------------------
 

@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
 class Prepared(msgspec.Struct, frozen=True):
     """A checked body whose prompts are token ids, each packed by `packed`."""
 
-    parsed: ParsedRequest  # its prompts removed
+    parsed: ParsedRequest
     prompts: list[bytes]
     echoes: list[str]
 
