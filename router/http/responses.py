@@ -7,6 +7,7 @@ import base64
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import accumulate
 
 import msgspec
@@ -367,6 +368,7 @@ def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]
     }
 
 
+@cache
 def system_fingerprint(model_fingerprint: str) -> str:
     """Return a name of the model's weights and baton's version."""
     return "fp_" + hashlib.sha256(f"{model_fingerprint} {VERSION}".encode()).hexdigest()[:10]

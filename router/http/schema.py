@@ -221,7 +221,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     def needs_nodes(self) -> bool:
         return self.generates or self.params.prompt_logprobs is not None
 
-    @property
+    @cached_property
     def sent(self) -> dict[str, str]:
         """The fields of the body, by the parameters that they become."""
         logprobs = "logprobs" if self.num_prompt_logprobs is None else "prompt_logprobs"
