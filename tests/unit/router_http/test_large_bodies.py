@@ -70,49 +70,45 @@ def shown(reply: Reply) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"prompt": "the end"},
-        {"prompt": [5, 6, 7], "echo": True},
-        {"prompt": ["the", "end"], "n": 2, "echo": True, "max_tokens": 3, "stop": ["x"]},
-        {"prompt": [[1, 2], [3]], "return_token_ids": True},
-        {"prompt": ["the", "end"], "echo": True, "max_tokens": 0},
-        {"messages": [{"role": "user", "content": "hello"}]},
-        {"input": "hello", "instructions": "the end"},
-        {"input": "hello", "store": True},
-        {"prompt": "x", "model": "other"},
-        {"prompt": [400], "echo": True},
-        {"prompt": "x", "wish": 1},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-    ],
-)
+BODIES: list[dict[str, object]] = [
+    {"prompt": "the end"},
+    {"prompt": [5, 6, 7], "echo": True},
+    {"prompt": ["the", "end"], "n": 2, "echo": True, "max_tokens": 3, "stop": ["x"]},
+    {"prompt": [[1, 2], [3]], "return_token_ids": True},
+    {"prompt": ["the", "end"], "echo": True, "max_tokens": 0},
+    {"messages": [{"role": "user", "content": "hello"}]},
+    {"input": "hello", "instructions": "the end"},
+    {"input": "hello", "store": True},
+    {"prompt": "x", "model": "other"},
+    {"prompt": [400], "echo": True},
+    {"prompt": "x", "wish": 1},
+    {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+]
+
+
 @on_a_loop
-async def test_a_large_body_gets_the_answer_of_a_small_one(
-    tmp_path: Path, body: dict[str, object]
-) -> None:
+async def test_a_large_body_gets_the_answer_of_a_small_one(tmp_path: Path) -> None:
     paths = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
-    path = next((paths[name] for name in body if name in paths), "/v1/completions")
     async with Bench(tmp_path) as bench:
-        small, large = await bench.both(body, path)
-        assert small.status == large.status
-        streams = bench.engine.streams
-        assert shown(small) == shown(large)
-        half = len(streams) // 2
-        for first, second in zip(streams[:half], streams[half:], strict=True):
-            assert first.prompt_token_ids == second.prompt_token_ids
-            assert first.params == second.params
+        for body in BODIES:
+            path = next((paths[name] for name in body if name in paths), "/v1/completions")
+            bench.engine.streams.clear()
+            small, large = await bench.both(body, path)
+            assert (small.status, shown(small)) == (large.status, shown(large)), body
+            streams = bench.engine.streams
+            half = len(streams) // 2
+            for first, second in zip(streams[:half], streams[half:], strict=True):
+                assert first.prompt_token_ids == second.prompt_token_ids
+                assert first.params == second.params
 
 
-@pytest.mark.parametrize("prompt", [[5] * 300, "the end " * 300, "x" * 500_000, [5, 400]])
 @on_a_loop
-async def test_what_the_model_cannot_take_is_refused_there(
-    tmp_path: Path, prompt: str | list[int]
-) -> None:
+async def test_what_the_model_cannot_take_is_refused_there(tmp_path: Path) -> None:
     async with Bench(tmp_path) as bench:
-        refused = await bench.large({"prompt": prompt})
-        code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
-        assert (refused.status, refused.error["code"]) == (400, code)
+        for prompt in ([5] * 300, "the end " * 300, "x" * 500_000, [5, 400]):
+            refused = await bench.large({"prompt": prompt})
+            code = "invalid_request" if prompt == [5, 400] else "context_length_exceeded"
+            assert (refused.status, refused.error["code"]) == (400, code)
         assert bench.engine.streams == []
 
 

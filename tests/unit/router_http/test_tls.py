@@ -1,6 +1,5 @@
 """TLS by files: what is served with them, and which of them stop a start."""
 
-import asyncio
 import http.client
 import shutil
 import ssl
@@ -13,10 +12,8 @@ import pytest
 
 from baton.__main__ import main
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.runtime.tls import client_context, server_context
-from tests.support.async_tests import on_a_loop
+from baton.runtime.tls import server_context
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.http_bench import JSON, HttpBench, ScriptedEngine, well
 from tests.support.router_process import WAIT_S, StartRouter
 
 
@@ -25,36 +22,11 @@ def made(tmp_path: Path) -> Certificate:
     return make_certificate(tmp_path)
 
 
-def dial(url: str, made: Certificate) -> http.client.HTTPSConnection:
-    host, port = url.removeprefix("https://").split(":")
-    context = client_context(str(made.cert))
-    return http.client.HTTPSConnection(host, int(port), timeout=WAIT_S, context=context)
-
-
 def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
     router = msgspec.structs.replace(
         config.router, ssl_certfile=str(made.cert), ssl_keyfile=str(made.key)
     )
     return msgspec.structs.replace(config, router=router)
-
-
-@on_a_loop
-async def test_a_connection_goes_on_after_a_stream(made: Certificate) -> None:
-    engine, config = ScriptedEngine(well), with_tls(ClusterConfig(), made)
-    async with HttpBench(engine, config) as bench:
-        connection = dial(bench.url, made)
-        await asyncio.to_thread(connection.connect)
-        socket = connection.sock
-        for _ in range(2):
-            assert "[DONE]" in await asyncio.to_thread(streamed, connection)
-        assert connection.sock is socket  # it was never closed
-        connection.close()
-    engine.close()
-
-
-def streamed(connection: http.client.HTTPSConnection) -> str:
-    connection.request("POST", "/v1/completions", b'{"prompt":[5],"stream":true}', JSON)
-    return connection.getresponse().read().decode()
 
 
 def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
