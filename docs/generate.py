@@ -119,8 +119,6 @@ def messages_page() -> str:
     for name, members in unions.items():
         lines += ["", f"## {_title(name)} (`{name}`)", ""]
         lines += _struct_table([structs[member] for member in members.split(" | ")])
-    lines += ["", "## Carried inside", ""]
-    lines += _struct_table([node for node in structs.values() if not _is_message(node)])
     return "\n".join(lines) + "\n"
 
 
@@ -142,10 +140,6 @@ def _unions(source: str) -> dict[str, str]:
         and isinstance(node.targets[0], ast.Name)
         and isinstance(node.value, ast.BinOp)
     }
-
-
-def _is_message(node: ast.ClassDef) -> bool:
-    return node.name == "Message" or any(ast.unparse(base) == "Message" for base in node.bases)
 
 
 def _title(union: str) -> str:
