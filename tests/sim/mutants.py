@@ -93,7 +93,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "introduce half of a node in a new session": ((RouterChannel, "_introduce", _hello_alone),),
     "keep the channels of lost peers": ((EngineSockets, "_drop", _drop_open),),
     "answer into the next session": ((Outputs, "drop", _nothing),),
-    "forget the cancels of a lost session": ((NodeLink, "_keep_cancel", _nothing),),
+    "forget the cancels of a lost session": ((NodeLink, "send_kept_cancels", _nothing),),
 }  # fmt: skip
 
 
