@@ -49,6 +49,7 @@ class Decoder:
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
     scale: float | None = None  # of queries times keys; None: the backend's
+    windows: tuple[int | None, ...] = ()  # keys that a query sees in each layer; (): the backend's
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -89,9 +90,9 @@ class Decoder:
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
         for number in range(last):
-            x = backend.attend(number, x, self.layers[number].head_norms)
+            x = self._attend(number, backend, x)
             x, residual = by_rows(partial(self._to_next, number, backend, adapted), x, residual)
-        x = backend.attend(last, x, self.layers[last].head_norms, None if are_many else rows)
+        x = self._attend(last, backend, x, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
             return residual[rows]
@@ -99,6 +100,13 @@ class Decoder:
         x, residual = by_rows(work, x, residual[rows])
         x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
         return x
+
+    def _attend(
+        self, number: int, backend: Backend, x: Tensor, rows: Tensor | None = None
+    ) -> Tensor:
+        if self.windows:
+            backend.window = self.windows[number]
+        return backend.attend(number, x, self.layers[number].head_norms, rows)
 
     def _to_next(
         self,

@@ -170,6 +170,7 @@ class _Loader:
             lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
             of_adapters=tuple(linear for lora in self.made for linear in lora.linears()),
             scale=config.attention_scale,
+            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
         )  # fmt: skip
 
     def _layer(self, number: int) -> DecoderLayer:

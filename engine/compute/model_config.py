@@ -31,7 +31,7 @@ from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "youtu",
+    "deepseek_v3", "glm4_moe_lite", "youtu", "ministral",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -40,6 +40,7 @@ T = TypeVar("T")
 ARCHITECTURES: dict[str, ModelFamily] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MinistralForCausalLM": "ministral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen2MoeForCausalLM": "qwen2_moe",
@@ -60,7 +61,8 @@ SLIDING_WINDOW = 4096
 WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
-    "mistral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4, "mixtral": 8,
+    "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
+    "mixtral": 8,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -77,8 +79,8 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     With latent attention a layer stores one row for all heads: `num_kv_heads` is 1, and `head_dim`
     is the length of the row.
 
-    `sliding_window` applies to every layer: a token sees itself and `sliding_window - 1` tokens
-    before it. `dtype` is the checkpoint's (float16 is widened); a setting may override it.
+    In all layers but `full_layers`, a token sees itself and `sliding_window - 1` tokens before it.
+    `dtype` is the checkpoint's (float16 is widened); a setting may override it.
     """
 
     family: ModelFamily
@@ -103,6 +105,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     eos_token_ids: tuple[int, ...]
     quantization: Quantization | None = None
     experts: ExpertsConfig | None = None
+    full_layers: tuple[int, ...] = ()
     latent: LatentConfig | None = None
     num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
 
@@ -117,6 +120,9 @@ class DecoderConfig(msgspec.Struct, frozen=True):
             return None
         scale: float = self.latent.qk_head_dim**-0.5
         return scale * self.rope.score_factor
+
+    def window_of(self, layer: int) -> int | None:
+        return None if layer in self.full_layers else self.sliding_window
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None where it has a dense MLP."""
@@ -156,6 +162,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         experts = experts_config(file, family, _decode(file, RawExperts))
     if family in GROUPED_FAMILIES:
         experts = grouped_experts(file, family, _decode(file, RawGrouped))
+    window, full_layers = _sliding_window(file, family, raw)
     rope = rope_config(file, family, _decode(file, RawRope))
     return DecoderConfig(
         family=family,
@@ -176,7 +183,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         output_bias=has_bias,
         mlp_bias=raw.mlp_bias and family == "llama",
         qk_norm=family in ("qwen3", "qwen3_moe"),
-        sliding_window=_sliding_window(file, family, raw),
+        sliding_window=window,
+        full_layers=full_layers,
         quantization=_quantization(file, raw),
         dtype=_dtype(file, raw),
         is_widened=(raw.dtype or raw.torch_dtype) == "float16",
@@ -287,8 +295,13 @@ def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
     return None
 
 
-def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | None:
-    """Return the window of all layers, or None without one shorter than the model's length."""
+def _sliding_window(
+    file: Path, family: ModelFamily, raw: _RawConfig
+) -> tuple[int | None, tuple[int, ...]]:
+    """Return the window and the layers that see everything.
+
+    The window is None if no layer has one that is shorter than the model's length.
+    """
     absent = None if family in ("mixtral", *NO_WINDOWS) else SLIDING_WINDOW
     window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if family.startswith("qwen") and not raw.use_sliding_window:
@@ -304,23 +317,21 @@ def _sliding_window(file: Path, family: ModelFamily, raw: _RawConfig) -> int | N
     if window == 0:
         raise ConfigError(f"{file}: sliding_window must be at least 1")
     if window is None or window >= raw.max_position_embeddings:
-        return None
+        return None, ()
     if family in NO_WINDOWS:
         raise ConfigError(f"{file}: sliding_window is not supported in models of {family}")
-    if not kinds and family in ("mistral", *WINDOWS_EVERYWHERE):
-        return window
-    if not kinds and family == "qwen2_moe":
-        kinds = LAYER_TYPES  # transformers takes turns
-    elif not kinds:
-        full = min(max(raw.max_window_layers, 0), raw.num_hidden_layers)
-        kinds |= {"full_attention"} if full else set()
-        kinds |= {"sliding_attention"} if full < raw.num_hidden_layers else set()
-    if kinds == {"full_attention"} and family not in WINDOWS_EVERYWHERE:
-        return None
-    if kinds == {"sliding_attention"}:
-        return window
-    field = "layer_types" if raw.layer_types else "max_window_layers"
-    raise ConfigError(f"{file}: {field}: layers with different attention are not supported")
+    layers = range(raw.num_hidden_layers)
+    if raw.layer_types:
+        full = tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
+        if full and family in WINDOWS_EVERYWHERE:
+            raise ConfigError(f"{file}: layer_types: {family} has the window in all layers")
+    elif family == "qwen2_moe":  # in turns, up to a layer
+        full = tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
+    elif family in ("mistral", "ministral", *WINDOWS_EVERYWHERE):
+        full = ()
+    else:
+        full = tuple(layer for layer in layers if layer < raw.max_window_layers)
+    return (None, ()) if len(full) == len(layers) else (window, full)
 
 
 def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:

@@ -67,7 +67,10 @@ class NotingBackend(CudaBackend):
 
 def beside_the_cpu() -> dict[str, object]:
     """Return the largest relative error of each batch, and what a warm-up computed and stored."""
-    shape = {"num_layers": 1, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96}
+    shape = {
+        "num_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+        "sliding_window": 16, "extra": json.dumps({"max_window_layers": 1}),
+    }  # fmt: skip
     config = compute_config(
         model_folder("qwen3", **shape, num_heads=2, num_kv_heads=1, head_dim=32),  # type: ignore[arg-type]
         num_blocks=16,

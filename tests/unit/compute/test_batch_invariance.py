@@ -19,10 +19,19 @@ from tests.support.compute import (
     random_tokens,
 )
 
-# Group sizes 4, 2 and 1, odd widths, a bias and a window: each is another path through a library.
+# Group sizes 4, 2 and 1, odd widths, a bias, a window in all layers or one: each is another path
+# through a library.
 SHAPES: dict[str, tuple[str, Shape]] = {
     "qwen3": ("qwen3", {"num_heads": 8, "num_kv_heads": 2, "head_dim": 64}),
-    "qwen2": ("qwen2", {"intermediate_size": 344, "vocab_size": 1023}),
+    "qwen2": (
+        "qwen2",
+        {
+            "intermediate_size": 344,
+            "vocab_size": 1023,
+            "sliding_window": 140,
+            "extra": '{"max_window_layers": 1}',
+        },
+    ),
     "mistral": ("mistral", {"num_kv_heads": 4, "sliding_window": 140}),
     "wide": ("llama", {"hidden_size": 512, "intermediate_size": 3072, "num_heads": 8}),
 }

@@ -29,6 +29,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 WHOLE_YARN = YARN | {
     "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False,
 }  # fmt: skip
+TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -77,6 +79,20 @@ VARIANTS: dict[str, tuple[str, Shape]] = {
     "qwen3 with biases": ("qwen3", {"attention_bias": True}),
     "tied embeddings": ("qwen2", {"tie": True}),
     "a sliding window": ("mistral", {"sliding_window": 50}),
+    "a window in the upper layer": (
+        "qwen2",
+        {"sliding_window": 50, "extra": json.dumps({"max_window_layers": 1})},
+    ),
+    "a window in one layer": ("qwen3", {"sliding_window": 50, "extra": json.dumps(TURNS)}),
+    "mistral with kinds of layers": (
+        "mistral",
+        {"sliding_window": 50, "extra": json.dumps(TURNS)},
+    ),
+    "ministral": (
+        "mistral",
+        {"sliding_window": 50, "extra": json.dumps(MINISTRAL | TURNS)},
+    ),
+    "ministral with windows": ("mistral", {"sliding_window": 50, "extra": json.dumps(MINISTRAL)}),
     "a head size of its own": ("qwen3", {"head_dim": 64}),
     "no grouped queries": ("llama", {"num_kv_heads": 4}),
     "one KV head": ("llama", {"num_kv_heads": 1}),

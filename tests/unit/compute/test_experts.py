@@ -164,12 +164,15 @@ def test_experts_that_do_not_fit_are_refused(
         pass
 
 
-def test_windows_in_turns_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("fields", [{}, {"max_window_layers": 1}])
+def test_windows_in_turns_equal_those_of_transformers(
+    fields: dict[str, object], tmp_path: Path
+) -> None:
     folder = changed(
-        tmp_path, "qwen2_moe", ("layer_types",), use_sliding_window=True, sliding_window=24
-    )
-    with pytest.raises(ConfigError, match="layers with different attention"):
-        plan_rank(compute_config(folder), 1)
+        tmp_path, "qwen2_moe", ("layer_types",), use_sliding_window=True, sliding_window=24,
+        **fields,
+    )  # fmt: skip
+    assert_close(whole(folder), reference(folder))
 
 
 def changed(tmp_path: Path, kind: str, absent: tuple[str, ...] = (), **fields: object) -> Path:

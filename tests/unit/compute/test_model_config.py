@@ -101,11 +101,15 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     used["sliding_window"] = 100
     assert read(tmp_path, **used, max_window_layers=32).sliding_window is None
     assert read(tmp_path, **used, max_window_layers=0).sliding_window == 100
-    assert "max_window_layers" in refusal(tmp_path, **used, max_window_layers=7)
+    assert read(tmp_path, **used, max_window_layers=2).full_layers == (0, 1)
     mixed = ["full_attention", "sliding_attention"] * 16
-    assert "layer_types" in refusal(tmp_path, **used, layer_types=mixed)
+    assert read(tmp_path, **used, layer_types=mixed).full_layers == tuple(range(0, 32, 2))
     kinds: dict[str, object] = {"architectures": mistral, "sliding_window": 100}
-    assert "layer_types" in refusal(tmp_path, **kinds, layer_types=mixed)
+    assert read(tmp_path, **kinds, layer_types=mixed).window_of(2) is None
+    assert read(tmp_path, **kinds, layer_types=mixed).window_of(3) == 100
+    for architecture in ("MixtralForCausalLM", "Qwen3MoeForCausalLM"):
+        of = {**used, "architectures": [architecture], "layer_types": mixed}
+        assert "has the window in all layers" in refusal(tmp_path, **of)
     assert read(tmp_path, **kinds, layer_types=mixed[::2] * 2).sliding_window is None
     assert read(tmp_path, **kinds, layer_types=mixed[1::2] * 2).sliding_window == 100
 
