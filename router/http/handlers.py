@@ -276,7 +276,7 @@ class Handlers:
                 else:
                     chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
                     ids = await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
-                if parsed.echo:
+                if parsed.echo or isinstance(prompt, list):
                     check_ids(ids, job.model)
             prompts.append(packed(ids))
             if parsed.echo:

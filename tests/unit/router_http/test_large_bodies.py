@@ -81,6 +81,7 @@ BODIES: list[dict[str, object]] = [
     {"input": "hello", "store": True},
     {"prompt": "x", "model": "other"},
     {"prompt": [400], "echo": True},
+    {"prompt": [2**40]},
     {"prompt": "x", "wish": 1},
     {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
 ]
