@@ -39,7 +39,7 @@ class SliceRecord(msgspec.Struct, frozen=True):
     key: Key
     start: int
     length: int
-    draws: int
+    num_samples: int
 
 
 class StepRecord(msgspec.Struct, frozen=True, tag="step"):
@@ -226,7 +226,8 @@ MAX_TOKENS = 1_000_000
 class EventRing:
     """The last `capacity` events of one loop, which are encoded only when they are dumped.
 
-    It holds fewer events if their prompts have more than `max_tokens` tokens together.
+    It holds fewer events if their prompts have more than `max_tokens` tokens together, and none of
+    the log probabilities of a step, which may be far larger than its tokens.
     """
 
     def __init__(self, capacity: int = 10_000, max_tokens: int = MAX_TOKENS) -> None:
@@ -236,6 +237,8 @@ class EventRing:
         self._events: deque[tuple[float, msgspec.Struct]] = deque()
 
     def record(self, now_s: float, event: msgspec.Struct) -> None:
+        if isinstance(event, StepResult) and (event.logprobs or event.prompt_logprobs):
+            event = msgspec.structs.replace(event, logprobs=(), prompt_logprobs=())
         events = self._events
         events.append((now_s, event))
         self._num_tokens += _num_tokens(event)
@@ -267,7 +270,8 @@ def folder_for_dumps(chosen: str) -> Path:
 
 def _num_tokens(event: msgspec.Struct) -> int:
     message = getattr(event, "message", None)
-    return len(getattr(message, "token_ids", ()))
+    prompt = getattr(message, "prompt_token_ids", ())  # of `Keep`
+    return len(getattr(message, "token_ids", prompt))
 
 
 class _Line(msgspec.Struct):

@@ -13,9 +13,10 @@ import pytest
 
 from baton.engine.process.records import EventRing, folder_for_dumps
 from baton.engine.process.sockets import FromRouter
+from baton.engine.scheduling.plan import StepResult
 from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
-from baton.protocol.messages import Load, Prefill
+from baton.protocol.messages import Keep, Load, Prefill, ResumeState, TokenLogprobs
 from baton.protocol.sampling import Sampling
 from baton.runtime.log import logger, setup
 
@@ -97,10 +98,23 @@ def test_a_dump_is_a_new_file_that_only_its_owner_can_read(tmp_path: Path) -> No
     shutil.rmtree(folder)
 
 
-def test_a_ring_holds_a_bounded_number_of_tokens() -> None:
+PREFILL = Prefill(Key(RequestId("r1")), [5] * 400, 400, Sampling(seed=0, max_tokens=1))
+KEEP = Keep(ResumeState(b"form", b"owner", 1), [5] * 400, Sampling(seed=0, max_tokens=1), ())
+
+
+@pytest.mark.parametrize("message", [PREFILL, KEEP])
+def test_a_ring_holds_a_bounded_number_of_tokens(message: Prefill | Keep) -> None:
     ring = EventRing(capacity=100, max_tokens=1_000)
-    message = Prefill(Key(RequestId("r1")), [5] * 400, 400, Sampling(seed=0, max_tokens=1))
     for _ in range(10):
         ring.record(0.0, FromRouter(0, message))
         ring.record(0.0, Load(1))
     assert len(ring) == 5  # two prompts and what came around them
+
+
+def test_a_ring_keeps_no_log_probabilities(tmp_path: Path) -> None:
+    """2,000 steps of 256 sequences with 20 likeliest tokens each would take a gigabyte."""
+    ring, scores = EventRing(), ((0, (TokenLogprobs(-0.5, 1, ((7, -0.5),) * 20),)),)
+    ring.record(0.0, StepResult(1, ((7,),), 0.0, 1.0, (), scores, ((0, b"12345678"),)))
+    ring.dump(tmp_path / "events")
+    event = json.loads((tmp_path / "events").read_text())["event"]
+    assert (event["tokens"], event["logprobs"], event["prompt_logprobs"]) == ([[7]], [], [])
