@@ -12,8 +12,7 @@ from typing import assert_never
 import msgspec
 
 from baton.decode_node.detached import Detached
-from baton.decode_node.speculation import PromptLookup
-from baton.decode_node.stream import Stream, fork_prompt
+from baton.decode_node.stream import PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.choices import ByRequest, Choices
@@ -389,10 +388,10 @@ class DecodeScheduler:
             if choice not in live:
                 self._detached.keep_first(prompt, choice, first)
                 self._tell_first(prompt, choice, first)
-        fork = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
-        self._copies.extend(fork.copies)
+        sequences, copies = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
+        self._copies.extend(copies)
         streams: list[Stream] = []
-        for sequence in fork.sequences:
+        for sequence in sequences:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
             limit = min(limit, self.limits.max_model_len)
             position = sequence.num_computed_tokens

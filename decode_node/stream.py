@@ -1,14 +1,15 @@
-"""One generating sequence, and the fork of one prompt into several sequences.
+"""One generating sequence, its guesses, and the fork of one prompt into several sequences.
 
 Only the decode scheduler holds streams. All choices share the prompt's whole blocks; its partial
 last block is copied for each choice but the first, because a shared block is never written.
 """
 
+from array import array
 from dataclasses import dataclass
 
-from baton.decode_node.speculation import PromptLookup
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import NO_ROUTER, Origin
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.engine.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
@@ -19,6 +20,56 @@ from baton.protocol.messages import (
     TokenEntry,
     TokenLogprobs,
 )
+
+TOKEN_BYTES = 4
+MAX_PAUSE = 32  # tokens without a guess, after guesses that were all wrong
+
+
+class PromptLookup:
+    """Guesses the next tokens of a sequence from its own text: speculative decoding.
+
+    What followed the last tokens when they stood in the prompt or the output before is guessed to
+    follow again. A step that computes the guesses samples after each of them, and keeps what was
+    guessed right, so the tokens are those of a node that does not guess. After wrong guesses it
+    pauses, for twice as many tokens each time, so that text which repeats nothing costs next to
+    nothing.
+    """
+
+    def __init__(self, limits: NodeLimits) -> None:
+        self._num_guesses = limits.num_speculative_tokens
+        self._sizes = range(limits.prompt_lookup_max, limits.prompt_lookup_min - 1, -1)
+        self._text = bytearray()  # of all tokens, each in `TOKEN_BYTES`
+        self._guesses: tuple[int, ...] = ()
+        self._paused_until = 0  # this many tokens
+        self._pause = 0
+
+    def guesses(self, token_ids: list[int]) -> tuple[int, ...]:
+        """Return what may follow these tokens, which begin with those of the last call."""
+        num_known = len(self._text) // TOKEN_BYTES
+        if num_known < len(token_ids):
+            self._text += array("I", token_ids[num_known:]).tobytes()
+            self._guesses = () if len(token_ids) < self._paused_until else self._found()
+        return self._guesses
+
+    def learn(self, num_right: int, num_tokens: int) -> None:
+        """Note how many guesses were right. The sequence has `num_tokens` tokens now."""
+        self._pause = 0 if num_right else min(2 * self._pause + 1, MAX_PAUSE)
+        self._paused_until = num_tokens + self._pause
+
+    def _found(self) -> tuple[int, ...]:
+        """Return what followed the longest run of last tokens where it stood last."""
+        text = self._text
+        for size in self._sizes:
+            run = text[-size * TOKEN_BYTES :]
+            end = len(text) - TOKEN_BYTES  # something must follow
+            while (at := text.rfind(run, 0, end)) % TOKEN_BYTES and at >= 0:
+                end = at + len(run) - 1  # it began inside of a token
+            if at >= 0:
+                start = at + len(run)
+                follows = array("I", bytes(text[start : start + TOKEN_BYTES * self._num_guesses]))
+                # A text that repeats itself up to its end goes on so.
+                return tuple(follows[i % len(follows)] for i in range(self._num_guesses))
+        return ()
 
 
 @dataclass(slots=True, eq=False)
@@ -81,24 +132,15 @@ class Stream:
         return HeldChoice(sequence.key, output, is_running=True)
 
 
-@dataclass(slots=True)
-class Fork:
-    """One sequence per live choice, and the copies to make before their first step.
-
-    Source and target of each copy have one more reference until the copy is settled.
-    """
-
-    sequences: list[Sequence]
-    copies: list[tuple[int, int]]
-
-
 def fork_prompt(
     pool: BlockPool, prompt: Sequence, tails: list[int], first_tokens: dict[int, int]
-) -> Fork:
+) -> tuple[list[Sequence], list[tuple[int, int]]]:
     """Split a computed prompt into its choices. The references of prompt and tails are consumed.
 
     `first_tokens` maps each choice that goes on to its first token; `tails` are blocks, perhaps
-    more than needed, that are reserved for copies of a partial last block.
+    more than needed, that are reserved for copies of a partial last block. Return the sequences,
+    and the copies to make before their first step, whose source and target each have one more
+    reference until the copy is settled.
     """
     num_whole = prompt.num_tokens // pool.block_size
     whole, tail = prompt.block_table[:num_whole], prompt.block_table[num_whole:]
@@ -127,4 +169,4 @@ def fork_prompt(
         )
     pool.release(prompt.block_table)
     pool.release(tails)
-    return Fork(sequences, copies)
+    return sequences, copies

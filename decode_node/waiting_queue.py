@@ -217,18 +217,18 @@ class WaitingQueue:
         has_tail = sequence.num_tokens % pool.block_size != 0
         num_tails = len(prompt.choices.live) - 1 if has_tail else 0
         num_held = sequence.num_reusable_tokens if prompt.is_local else sequence.num_tokens
-        reservation = reserve(pool, sequence, num_held, num_tails + watermark)
-        if reservation is None:
+        num_cached = reserve(pool, sequence, num_held, num_tails + watermark)
+        if num_cached is None:
             return False
         prompt.tails = pool.allocate(num_tails)
         prompt.reserved_s = now_s
         self._seated[prompt.key] = prompt
-        prompt.num_cached_tokens = len(reservation.cached) * pool.block_size
+        prompt.num_cached_tokens = num_cached * pool.block_size
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)
         else:
-            land = BeginReceive(prompt.key, len(reservation.cached), tuple(reservation.fresh))
-            self.outputs.to_connector.append(land)
+            fresh = tuple(sequence.block_table[num_cached:])
+            self.outputs.to_connector.append(BeginReceive(prompt.key, num_cached, fresh))
         self.outputs.say(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
         return True
 

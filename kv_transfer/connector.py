@@ -14,7 +14,6 @@ from baton.kv_transfer.interfaces import (
     BeginReceive,
     BlocksSummed,
     ConnectorEvent,
-    ConnectorStep,
     Effects,
     Expect,
     FromPeer,
@@ -61,17 +60,17 @@ class NodeConnector:
         self._offers = Offers(self._peers, transfer.lease_s, sums)
         self._receives = KVReceives(node, self._peers)
 
-    def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> ConnectorStep:
+    def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> Effects:
         out = Effects(now_s, self._peers.reachable)
         for event in events:
             self._on(event, out)
-        wake_at_s = self._wake_at_s()
-        if wake_at_s is not None and wake_at_s <= now_s:
+        out.wake_at_s = self._wake_at_s()
+        if out.wake_at_s is not None and out.wake_at_s <= now_s:
             self._end_waits(out)
             self._receives.renew(out)
-            wake_at_s = self._wake_at_s()
+            out.wake_at_s = self._wake_at_s()
         self._peers.forget_unlisted(self._used_peers, out)
-        return ConnectorStep(out.commands, out.reports, wake_at_s)
+        return out
 
     @property
     def unreachable(self) -> tuple[NodeId, ...]:

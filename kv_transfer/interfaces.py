@@ -370,22 +370,18 @@ class BlocksDrained(msgspec.Struct, frozen=True):
 ConnectorReport = Released | OfferBroken | Offered | KVReceived | ReceiveEnded | BlocksDrained
 
 
-class ConnectorStep(msgspec.Struct, frozen=True):
-    """The effects of one step. Call the connector again by `wake_at_s`, if that is set."""
-
-    commands: list[ConnectorCommand]
-    reports: list[ConnectorReport]
-    wake_at_s: float | None
-
-
 @dataclass(slots=True)
 class Effects:
-    """What one step at `now_s` does. A message to a peer that is not `reachable` is dropped."""
+    """What one step at `now_s` does. A message to a peer that is not `reachable` is dropped.
+
+    Call the connector again by `wake_at_s`, if that is set.
+    """
 
     now_s: float
     reachable: set[PeerName]
     commands: list[ConnectorCommand] = field(default_factory=list)
     reports: list[ConnectorReport] = field(default_factory=list)
+    wake_at_s: float | None = None
 
     def tell(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
         if peer in self.reachable:

@@ -135,7 +135,7 @@ class PrefillScheduler:
         handoff = self._computing.get(report.key) or self._holding[report.key]
         handoff.is_offered = isinstance(report, OfferBroken)
         if handoff.is_ended:
-            self._release_if_quiet(handoff)
+            self._release_if_idle(handoff)
             return
         # Decode will not get all blocks, even if the router has the first tokens.
         if report.failure is not None:
@@ -166,7 +166,7 @@ class PrefillScheduler:
             handoff = self._computing.get(done.key) or self._holding[done.key]
             handoff.sequence.settle(done, tokens)
             if handoff.is_ended:
-                self._release_if_quiet(handoff)
+                self._release_if_idle(handoff)
                 continue
             if index in of_prompts:
                 self.outputs.say(handoff.origin, PromptLogprobs(done.key, of_prompts[index]))
@@ -219,10 +219,10 @@ class PrefillScheduler:
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
         """Reserve every block of the prompt, the cached prefix first, and offer them to decode."""
         sequence = handoff.sequence
-        reservation = reserve(self.pool, sequence, sequence.num_reusable_tokens)
-        if reservation is None:
+        num_cached = reserve(self.pool, sequence, sequence.num_reusable_tokens)
+        if num_cached is None:
             return False
-        handoff.num_cached_tokens = len(reservation.cached) * self.pool.block_size
+        handoff.num_cached_tokens = num_cached * self.pool.block_size
         sequence.start_at(handoff.num_cached_tokens)
         handoff.admitted_s = now_s
         self._computing[sequence.key] = handoff
@@ -267,7 +267,7 @@ class PrefillScheduler:
             self.outputs.to_connector.append(End(sequence.key, tokens))
         else:
             handoff.is_ended = True
-        self._release_if_quiet(handoff)
+        self._release_if_idle(handoff)
 
     def _end(self, handoff: Handoff, why: Failure | None) -> None:
         """End a handoff. Its blocks are released when no step and no reader needs them.
@@ -282,9 +282,9 @@ class PrefillScheduler:
         self._holding[key] = self._computing.pop(key, handoff)
         if handoff.is_offered and why is not None:
             self.outputs.to_connector.append(Withdrawn(key, why))
-        self._release_if_quiet(handoff)
+        self._release_if_idle(handoff)
 
-    def _release_if_quiet(self, handoff: Handoff) -> None:
+    def _release_if_idle(self, handoff: Handoff) -> None:
         if handoff.sequence.is_idle and not handoff.is_offered:
             key = handoff.sequence.key
             if self._holding.pop(key, None) is not None:

@@ -19,7 +19,7 @@ Progress = Callable[[str, int, int], None]
 
 
 class ExecutorInfo(msgspec.Struct, frozen=True):
-    """The facts of an executor that has loaded its weights and allocated its pool."""
+    """What an executor knows once it has loaded, in the fields of `NodeInfo`."""
 
     num_blocks: int
     layout: KVLayout
@@ -31,8 +31,6 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
     batch_invariant: bool = False  # a token's bits depend on its own sequence alone
     compute: str = ""  # equal for nodes that compute the same bits
     facts: NodeFacts = NodeFacts()
-    max_num_batched_tokens: int = 512  # the most that one step computes
-    max_num_seqs: int = 64  # the most sequences in one step
 
 
 class Executor(Protocol):

@@ -5,6 +5,7 @@ ring of sampled tokens on the device. A decode step can be padded to a bucket, s
 that bucket have their inputs at the same places: padding adds rows, never sequences.
 """
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,23 +14,74 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from baton.engine.compute.attention import AdaptedRows, Batch, Chunk, Tables
-from baton.engine.compute.device_counts import NO_ROW, DeviceCounts, NewRows
-from baton.engine.compute.device_tables import IDLE_ROW, DeviceTables
-from baton.engine.compute.packed_words import ArrayPlace, PackedWords
+from baton.engine.compute.device_state import (
+    IDLE_PLACE,
+    IDLE_ROW,
+    NO_ROW,
+    DeviceCounts,
+    DeviceTables,
+    NewRows,
+    TokenRing,
+)
 from baton.engine.compute.penalties import CountedTokens, packed
 from baton.engine.compute.sampler import SampleRow, SamplingTensors
 from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
-from baton.engine.compute.token_ring import IDLE_PLACE, TokenRing
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.sampling import Sampling
 
 NO_ADAPTER = -1
+NO_WORDS = torch.empty(0, dtype=torch.int64)
 BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
 IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
+
+NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
+}  # fmt: skip
+
+
+class ArrayPlace(NamedTuple):
+    """An array within the words of a step."""
+
+    first: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, words: Tensor) -> Tensor:
+        part = words[self.first : self.end]
+        if self.dtype != torch.int64:
+            part = part.view(self.dtype)
+        if self.dtype == torch.int32:  # two to a word
+            part = part[: math.prod(self.shape)]
+        return part.view(self.shape)
+
+
+class PackedWords:
+    """Arrays that are laid one after the other into 64-bit words."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[int, NDArray[np.generic]]] = []
+        self._size = 0
+
+    def put(self, values: ArrayLike, dtype: torch.dtype = torch.int64) -> ArrayPlace:
+        array, first = np.asarray(values, NUMPY[dtype]), self._size
+        self._size += -(-array.size // 2) if dtype == torch.int32 else array.size
+        self._arrays.append((first, array))
+        return ArrayPlace(first, self._size, array.shape, dtype)
+
+    def laid(self, allocate: Callable[[int], Tensor]) -> Tensor:
+        """Return the words, in memory from `allocate`."""
+        words = allocate(self._size)
+        into = words.numpy()
+        for first, array in self._arrays:
+            into[first:].view(array.dtype)[: array.size] = array.reshape(-1)
+        return words
+
 
 AdaptedPlaces = tuple[ArrayPlace, ArrayPlace] | None  # `order` and `ends` of rows, if any
 
@@ -38,7 +90,6 @@ AdaptedPlaces = tuple[ArrayPlace, ArrayPlace] | None  # `order` and `ends` of ro
 class StepInputs:
     """The inputs of a step in `words`, in host memory or, after one copy, on the device."""
 
-    words: Tensor  # int64
     tokens: ArrayPlace  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
     rows: ArrayPlace  # [num_rows]: those whose logits are needed
     repeats: ArrayPlace | None  # [num_samples]: the row of logits of each, if not its own
@@ -57,6 +108,7 @@ class StepInputs:
     targets: tuple[ArrayPlace, ArrayPlace] | None = None
     # Of the adapted tokens, and of those among `rows` and before `targets`.
     adapted: tuple[AdaptedPlaces, AdaptedPlaces] = (None, None)
+    words: Tensor = NO_WORDS  # until all arrays are known
 
     def adapted_rows(self) -> Iterator[AdaptedRows | None]:
         for places in self.adapted:
@@ -335,89 +387,57 @@ class Packer:
         is_padded: bool = False,
     ) -> StepInputs:
         """Lay all inputs into one piece of memory; the changes of tables come last."""
-        num_samples = len(lists.samples)
-        numbers = (
-            3 * len(lists.ids) + len(lists.rows) + len(lists.repeats) + len(lists.places)
-            + 7 * num_samples + num_samples * width + len(lists.table_rows) + len(lists.lengths)
-            + len(lists.starts) + 2 * len(lists.changes[0])
-            + sum(2 + len(mask) for mask in lists.masks.values())
-            + sum(5 * len(one.ids) for one in lists.counted.values())
-            + num_samples + 4 * len(lists.new_rows.rows) + 2 * len(lists.new_rows.places)
-            + len(lists.new_rows.rows) * max(map(len, lists.new_rows.biases), default=0)
-            + 2 * len(lists.targets)
-        )  # fmt: skip
-        if lists.adapters:
-            numbers += len(lists.ids) + len(lists.rows) + len(lists.before)
-            numbers += 2 * len(self._adapters)
-        into = PackedWords(self._allocate(numbers))
+        num_samples, into = len(lists.samples), PackedWords()
+        padded = [(*ids, *(-1,) * (width - len(ids))) for ids in held_back]
         inputs = StepInputs(
-            into.words,
-            tokens=into.put((lists.ids, lists.positions, lists.slots), 3, len(lists.ids)),
-            rows=into.put(lists.rows, len(lists.rows)),
+            tokens=into.put((lists.ids, lists.positions, lists.slots)),
+            rows=into.put(lists.rows),
             repeats=None,
-            places=into.put(lists.places, num_samples),
+            places=into.put(lists.places),
             samples=(
-                into.put([row.ints for row in lists.samples], num_samples, 4),
-                into.put([row.reals for row in lists.samples], num_samples, 3, dtype=torch.float64),
-                into.put(
-                    [(*ids, *(-1,) * (width - len(ids))) for ids in held_back],
-                    num_samples, width, dtype=torch.int32,
-                ),
+                into.put([row.ints for row in lists.samples]),
+                into.put([row.reals for row in lists.samples], torch.float64),
+                into.put(padded, torch.int32),
             ),
-        )  # fmt: skip
+        )
         if num_samples > len(lists.rows):  # the choices of one prompt share its logits
-            inputs.repeats = into.put(lists.repeats, num_samples)
+            inputs.repeats = into.put(lists.repeats)
         if lists.counted:
             changed, changes = packed(lists.counted)
-            inputs.penalties = (
-                into.put(changed, *changed.shape),
-                into.put(changes, *changes.shape, dtype=torch.float64),
-            )
+            inputs.penalties = into.put(changed), into.put(changes, torch.float64)
         # A captured step has room for the row of every sample.
         if self._counts is not None and (lists.rows_of_counts or is_padded):
             rows = [lists.rows_of_counts.get(sample, NO_ROW) for sample in range(num_samples)]
-            inputs.counted = into.put(rows, num_samples, 2, dtype=torch.int32)
+            inputs.counted = into.put(rows, torch.int32)
         if lists.targets:
-            inputs.targets = (
-                into.put(lists.before, len(lists.before)),
-                into.put(lists.targets, len(lists.targets)),
-            )
+            inputs.targets = into.put(lists.before), into.put(lists.targets)
         if lists.adapters:
             outputs = [lists.adapters[row] for row in (*lists.rows, *lists.before)]
             inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
         if lists.masks:
-            masks = list(lists.masks.values())
-            inputs.masks = (
-                into.put(list(lists.masks), len(masks)),
-                into.put(masks, len(masks), len(masks[0]), dtype=torch.int32),
-            )
+            masks = into.put(list(lists.masks.values()), torch.int32)
+            inputs.masks = into.put(list(lists.masks)), masks
         if self._tables is not None:
             inputs.tables = (
-                into.put(lists.table_rows, len(lists.table_rows)),
-                into.put(lists.lengths, len(lists.lengths), dtype=torch.int32),
-                into.put(lists.starts, len(lists.starts), dtype=torch.int32),
+                into.put(lists.table_rows),
+                into.put(lists.lengths, torch.int32),
+                into.put(lists.starts, torch.int32),
             )
             places, blocks = lists.changes
             if places:
-                inputs.changes = (
-                    into.put(places, len(places)),
-                    into.put(blocks, len(blocks), dtype=torch.int32),
-                )
+                inputs.changes = into.put(places), into.put(blocks, torch.int32)
         if (new := lists.new_rows).rows:
-            inputs.new_rows = self._new_rows(into, new)
-        inputs.words = into.used()
+            most = max(map(len, new.biases))
+            biases = [[*own, *[0.0] * (most - len(own))] for own in new.biases]
+            inputs.new_rows = (
+                into.put(new.rows),
+                into.put(new.factors, torch.float64),
+                into.put(biases, torch.float64),
+                into.put(new.places),
+                into.put(new.words, torch.int32),
+            )
+        inputs.words = into.laid(self._allocate)
         return inputs
-
-    def _new_rows(self, into: PackedWords, new: NewRows) -> tuple[ArrayPlace, ...]:
-        num_rows, width = len(new.rows), max(map(len, new.biases))
-        biases = [[*own, *[0.0] * (width - len(own))] for own in new.biases]
-        return (
-            into.put(new.rows, num_rows),
-            into.put(new.factors, num_rows, 3, dtype=torch.float64),
-            into.put(biases, num_rows, width, dtype=torch.float64),
-            into.put(new.places, len(new.places)),
-            into.put(new.words, len(new.words), dtype=torch.int32),
-        )
 
     def _adapted(self, into: PackedWords, adapters: list[int]) -> AdaptedPlaces:
         """Lay the rows that have an adapter, in the order of the adapters."""
@@ -426,4 +446,4 @@ class Packer:
         if not len(order):
             return None
         ends = np.searchsorted(of_row[order], numbers, side="right")
-        return into.put(order, len(order)), into.put(ends, len(ends), dtype=torch.int32)
+        return into.put(order), into.put(ends, torch.int32)

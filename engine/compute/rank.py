@@ -25,7 +25,7 @@ from baton.engine.compute.cuda_start import (
     why_no_gpu,
 )
 from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.device_counts import DeviceCounts
+from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.executor import ExecutorInfo, Progress
 from baton.engine.compute.kv_cache import (
     SPARE_BLOCKS,
@@ -68,7 +68,7 @@ from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
-from baton.protocol.messages import KVLayout, NodeFacts
+from baton.protocol.messages import KVLayout, NodeFacts, StepLimits
 from baton.runtime.clock import boottime
 from baton.runtime.host import gpus_of, num_gpus, thread_counts
 from baton.runtime.log import logger
@@ -145,10 +145,12 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         batch_invariant=is_batch_invariant(runner),
         compute=compute_path(runner),
         facts=NodeFacts(
-            dtype, plan.device.type, lora_modules=tuple(one.name for one in plan.adapters)
+            dtype,
+            plan.device.type,
+            model_name=config.model.shown_name,
+            step=StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens),
+            lora_modules=tuple(one.name for one in plan.adapters),
         ),
-        max_num_batched_tokens=plan.max_num_batched_tokens,
-        max_num_seqs=plan.max_num_seqs,
     )
     return LoadedRank(runner, pool, port, info)
 

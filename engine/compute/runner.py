@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.attention import Backend, Batch
-from baton.engine.compute.device_tables import DeviceTables
+from baton.engine.compute.device_state import RING_TOKENS, DeviceTables
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
@@ -29,7 +29,6 @@ from baton.engine.compute.packing import ModelFacts, PackedStep, Packer, StepInp
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import Ranks
-from baton.engine.compute.token_ring import RING_TOKENS
 from baton.engine.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
 from baton.protocol.messages import TokenLogprobs
 from baton.runtime.clock import Clock

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from baton.engine.compute.device_counts import DeviceCounts
+from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.penalties import penalize
 from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels.constants import (

@@ -16,8 +16,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.engine.compute.expert_config import ExpertNames, ExpertsConfig
 from baton.engine.compute.model_config import DecoderConfig
-from baton.engine.compute.packed_weights import Packing
-from baton.engine.compute.quantization import Quantization
+from baton.engine.compute.quantization import Packing, Quantization
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from baton.engine.compute.packed_weights import Packing
+from baton.engine.compute.quantization import Packing
 from baton.engine.compute.weight_files import Stored, stored_tensors
 from baton.protocol.errors import ConfigError
 
@@ -64,7 +64,9 @@ class Checkpoint:
             raise ConfigError(f"{self.folder} has no tensor {name}")
         shard = stored.file
         try:
-            handle = self._handle(shard)
+            if shard not in self._open:
+                self._open[shard] = safe_open(shard, framework="pt", device="cpu")
+            handle = self._open[shard]
             if rows is None and columns is None and item is None:
                 return handle.get_tensor(name)
             view = handle.get_slice(name)
@@ -74,11 +76,6 @@ class Checkpoint:
             return view[rows] if columns is None else view[rows, columns]
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
-
-    def _handle(self, shard: Path) -> "OpenFile":
-        if shard not in self._open:
-            self._open[shard] = safe_open(shard, framework="pt", device="cpu")
-        return self._open[shard]
 
 
 def fingerprint(folder: Path, dtype: str, adapters: bytes = b"") -> str:

@@ -134,7 +134,10 @@ class EngineLoop:
         self._connect(now_s)
         self._launch(now_s)
         self._speak(now_s)
-        self.observer.turned(self.scheduler.load(), self.connector.unreachable)
+        load = self.scheduler.load()
+        if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
+            raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")
+        self.observer.turned(load, self.connector.unreachable)
         wake_at_s = (self._wake_at_s, self.scheduler.pool.cache.journal.wake_at_s)
         wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
         self.links.wait(min(max(wake_s - self._clock(), 0.0), MAX_WAIT_S))
@@ -281,6 +284,3 @@ class EngineLoop:
                     self.links.to_router(origin, InProgress(tuple(keys)))
         for origin, changes in self.scheduler.pool.cache.journal.take(now_s):
             self.links.to_router(origin, changes)
-        load = self.scheduler.load()
-        if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
-            raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")

@@ -36,7 +36,6 @@ from baton.protocol.messages import (
     Hello,
     NodeInfo,
     Role,
-    StepLimits,
 )
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.listener import Channels
@@ -147,7 +146,7 @@ class EngineNode:
         return http
 
     def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
-        info = _with_facts(self._start(executor, sockets), self.config)
+        info = self._start(executor, sockets)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = self._published(info, endpoint)
         pool = BlockPool(
@@ -156,8 +155,8 @@ class EngineNode:
             cache_prefixes=self.config.cache.enable_prefix_caching,
         )
         limits = NodeLimits(
-            info.max_num_batched_tokens,
-            info.max_num_seqs,
+            info.facts.step.num_tokens,
+            info.facts.step.num_slots,
             info.max_model_len,
             info.eos_token_ids,
             info.vocab_size,
@@ -194,22 +193,21 @@ class EngineNode:
 
     def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
         """Return the information about this node that its routers and peers get."""
+        switches = {
+            "batch_invariant": info.batch_invariant,
+            "prefix_caching": self.config.cache.enable_prefix_caching,
+            "verify_kv": self.config.transfer.verify_kv,
+        }
+        features = tuple(name for name, is_on in switches.items() if is_on)
+        loaded = msgspec.structs.asdict(info)
+        loaded["facts"] = msgspec.structs.replace(info.facts, features=features)
         return NodeInfo(
             node_id=self.node_id,
             epoch=self.epoch,
             role=self.role,
             control_endpoint=endpoint,
-            num_blocks=info.num_blocks,
-            layout=info.layout,
-            ranks=info.ranks,
-            model=info.model,
-            max_model_len=info.max_model_len,
-            vocab_size=info.vocab_size,
-            eos_token_ids=info.eos_token_ids,
-            batch_invariant=info.batch_invariant,
-            compute=info.compute,
             reaches=reaches_of(info.ranks, self.config.transfer),
-            facts=info.facts,
+            **loaded,
         )
 
     def _say_ready(self, info: ExecutorInfo) -> None:
@@ -293,20 +291,6 @@ class EngineNode:
             if standstill.lasts(seen[0]):
                 log.error(f"no progress for {seconds:g} s (node.start_timeout_s)")
                 os._exit(1)
-
-
-def _with_facts(info: ExecutorInfo, config: ClusterConfig) -> ExecutorInfo:
-    """Return the info with the facts that the settings add."""
-    found = {
-        "batch_invariant": info.batch_invariant,
-        "prefix_caching": config.cache.enable_prefix_caching,
-        "verify_kv": config.transfer.verify_kv,
-    }
-    features = tuple(name for name, is_on in found.items() if is_on)
-    name = config.model.shown_name
-    step = StepLimits(info.max_num_seqs, info.max_num_batched_tokens)
-    facts = msgspec.structs.replace(info.facts, features=features, model_name=name, step=step)
-    return msgspec.structs.replace(info, facts=facts)
 
 
 def local_or_workers(config: ClusterConfig, epoch: Epoch) -> Executor:

@@ -192,21 +192,13 @@ def no_token(reason: str) -> Failure:
     return error.to_failure()
 
 
-@dataclass(slots=True, frozen=True)
-class Reservation:
-    """The two parts of a block table: blocks from the prefix cache, and fresh blocks after them."""
-
-    cached: list[int]
-    fresh: list[int]
-
-
 def reserve(
     pool: BlockPool, sequence: Sequence, num_cacheable_tokens: int, num_kept_free: int = 0
-) -> Reservation | None:
+) -> int | None:
     """Give `sequence` blocks for all its tokens, or return None if the pool has too few.
 
-    Whole blocks among the first `num_cacheable_tokens` may come from the cache. `num_kept_free`
-    blocks must stay free.
+    Whole blocks among the first `num_cacheable_tokens` may come from the cache; return how many
+    do. `num_kept_free` blocks must stay free.
     """
     cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
     num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)
@@ -215,6 +207,5 @@ def reserve(
         return None
     pool.counts.prefix_queried_tokens += sequence.num_tokens
     pool.counts.prefix_hit_tokens += len(cached) * pool.block_size
-    reservation = Reservation(cached, pool.allocate(num_fresh))
-    sequence.block_table = [*cached, *reservation.fresh]
-    return reservation
+    sequence.block_table = [*cached, *pool.allocate(num_fresh)]
+    return len(cached)

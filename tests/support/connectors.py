@@ -5,7 +5,7 @@ import msgspec
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
     ConnectorEvent,
-    ConnectorStep,
+    Effects,
     FromPeer,
     Offer,
     PeersChanged,
@@ -83,7 +83,7 @@ def told(info: NodeInfo, message: ToDecode | ToPrefill) -> ToPeer:
     return ToPeer(info.node_id, info.epoch, message)
 
 
-def said(step: ConnectorStep) -> list[ToDecode | ToPrefill]:
+def said(step: Effects) -> list[ToDecode | ToPrefill]:
     return [command.message for command in step.commands if isinstance(command, ToPeer)]
 
 

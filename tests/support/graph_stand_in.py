@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from baton.engine.compute.attention import Batch
 from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.device_counts import DeviceCounts
+from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear, share
 from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts

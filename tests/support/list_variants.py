@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from baton.engine.compute.cuda_backend import CudaBackend
 from baton.engine.compute.cuda_start import prepare
 from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.device_counts import DeviceCounts
+from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import GatedMlp

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.compute.cuda_start import buckets_up_to
-from baton.engine.compute.device_tables import DeviceTables
+from baton.engine.compute.device_state import DeviceTables
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
 from baton.engine.compute.token_masks import TokenMasks

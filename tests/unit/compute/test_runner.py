@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.engine.compute.device_state import REMEMBERED_STEPS
 from baton.engine.compute.runner import Runner
-from baton.engine.compute.token_ring import REMEMBERED_STEPS
 from baton.engine.scheduling.plan import NOT_FINITE, StepPlan
 from baton.engine.scheduling.sequence import no_token
 from baton.protocol.errors import InvariantBroken

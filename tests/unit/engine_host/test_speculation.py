@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.decode_node.speculation import MAX_PAUSE, PromptLookup
+from baton.decode_node.stream import MAX_PAUSE, PromptLookup
 from tests.support.drive import LIMITS, Drive, local
 from tests.support.toy_executor import ToyExecutor, next_token
 

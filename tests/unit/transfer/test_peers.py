@@ -11,9 +11,9 @@ from baton.kv_transfer.interfaces import (
     BlockSlice,
     BlocksSummed,
     CancelRead,
-    ConnectorStep,
     DialPeer,
     DropPeer,
+    Effects,
     Expect,
     FromRank,
     OfferBroken,
@@ -73,7 +73,7 @@ def up(target: int, source: int) -> FromRank:
     return FromRank(target, PeerUp(PeerRank(PREFILL.epoch, source), "shm"))
 
 
-def codes(step: ConnectorStep) -> list[str | None]:
+def codes(step: Effects) -> list[str | None]:
     found = [getattr(report, "failure", None) for report in step.reports]
     return [failure and failure.code for failure in found]
 
