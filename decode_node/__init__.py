@@ -1,1 +1,1 @@
-"""The decode engine, which lands KV blocks and generates tokens by continuous batching."""
+"""The decode engine, which receives KV blocks and generates tokens by continuous batching."""

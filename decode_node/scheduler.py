@@ -108,12 +108,12 @@ class DecodeScheduler:
             case Offered():
                 self.queue.offered(now_s, report)
             case KVReceived():
-                self._land(now_s, report)
+                self._received(now_s, report)
             case ReceiveEnded():
                 prompt = self.queue.pending[report.key]
                 if prompt.origin == NO_ROUTER:
                     self._detached.keep_prompt(prompt, prompt.choices.live)
-                self.queue.landing_ended(report)
+                self.queue.receive_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
             case Released() | OfferBroken():
@@ -340,9 +340,9 @@ class DecodeScheduler:
             if first.finish_reason is not None:
                 self._leave(stream, first.finish_reason)
 
-    def _land(self, now_s: float, report: KVReceived) -> None:
+    def _received(self, now_s: float, report: KVReceived) -> None:
         prompt = self.queue.pending[report.key]
-        if prompt.is_ended:  # the prompt landed while the cancel was on its way
+        if prompt.is_ended:  # its blocks came while the cancel was on its way
             self.queue.release_if_idle(prompt)
             return
         if not self._fit(report.tokens, prompt.choices):

@@ -1,9 +1,9 @@
-"""Requests that are about to join the running batch: prompts that land or are computed here.
+"""Requests that are about to join the running batch: prompts that are received or computed here.
 
 Blocks are reserved in full, so a request that has its blocks waits for nothing else. A request gets
 blocks only when the steps have a place for one of its choices, because a first token is worthless
 if the second one must wait. Its other choices get places as they become free. Smaller requests may
-pass the head of the line while it has no blocks, until it has waited for `MAX_PASSED_S`.
+pass the head of the queue while it has no blocks, until it has waited for `MAX_PASSED_S`.
 """
 
 from dataclasses import dataclass, field
@@ -21,13 +21,13 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NOT_CACHED, Accepted, Decode, Failed, HeldChoice, Offered
 
 MAX_PASSED_S = 1.0
-# The number of requests behind the head of the line that one step considers.
+# The number of requests behind the head of the queue that one step considers.
 MAX_PASSING = 8
 
 
 @dataclass(slots=True, eq=False)
 class PendingPrompt:
-    """One `Decode` message until its sequences run. The connector has the state of its landing."""
+    """One `Decode` message until its sequences run. The connector has the state of its receive."""
 
     sequence: Sequence
     origin: Origin
@@ -76,7 +76,7 @@ class WaitingQueue:
         self.pending: dict[Key, PendingPrompt] = {}
         self._by_request: ByRequest[PendingPrompt] = ByRequest()  # the same
         self._queue: dict[Key, PendingPrompt] = {}  # offered or local, without blocks; in order
-        self._seated: dict[Key, PendingPrompt] = {}  # prompts that have blocks and were not ended
+        self._reserved: dict[Key, PendingPrompt] = {}  # prompts that have blocks and were not ended
 
     @property
     def num_waiting(self) -> int:
@@ -113,7 +113,7 @@ class WaitingQueue:
         """Remove a prompt whose blocks the caller takes over."""
         self._by_request.remove(key)
         self._queue.pop(key, None)
-        self._seated.pop(key, None)
+        self._reserved.pop(key, None)
         return self.pending.pop(key)
 
     def reserve(self, now_s: float, num_requests: int, num_growing: int) -> None:
@@ -123,7 +123,7 @@ class WaitingQueue:
         block to grow into.
         """
         for prompt in list(islice(self._queue.values(), MAX_PASSING + 1)):
-            if num_requests + len(self._seated) >= self.limits.max_num_seqs:
+            if num_requests + len(self._reserved) >= self.limits.max_num_seqs:
                 return
             if self._lacks_too_much(prompt):
                 self.refuse(prompt, _not_cached())
@@ -136,20 +136,20 @@ class WaitingQueue:
 
     def computing(self) -> list[PendingPrompt]:
         """Return the local prompts that have their blocks, in order of admission."""
-        return [prompt for prompt in self._seated.values() if prompt.is_local]
+        return [prompt for prompt in self._reserved.values() if prompt.is_local]
 
     def in_progress(self) -> list[PendingPrompt]:
         """Return the prompts that wait for nothing but this node, which prefill has offered."""
-        return [*self._queue.values(), *self._seated.values()]
+        return [*self._queue.values(), *self._reserved.values()]
 
     def refuse(self, prompt: PendingPrompt, failure: Failure) -> None:
         self._say_failed(prompt, failure)
         self.end(prompt, failure)
 
     def fail(self, prompt: PendingPrompt, failure: Failure) -> None:
-        """End a prompt that has landed but cannot continue."""
+        """End a prompt that was received or computed but cannot continue."""
         prompt.is_ended = True
-        self._seated.pop(prompt.key, None)
+        self._reserved.pop(prompt.key, None)
         self._say_failed(prompt, failure)
         self.release_if_idle(prompt)
 
@@ -157,7 +157,7 @@ class WaitingQueue:
         """End a prompt. Its blocks are released when no read or step needs them."""
         was_ended, prompt.is_ended = prompt.is_ended, True
         self._queue.pop(prompt.key, None)
-        self._seated.pop(prompt.key, None)
+        self._reserved.pop(prompt.key, None)
         if prompt.is_local:
             self.release_if_idle(prompt)
         elif not was_ended:
@@ -169,7 +169,7 @@ class WaitingQueue:
             self.take(prompt.key)
             self.pool.release([*prompt.sequence.block_table, *prompt.tails])
 
-    def landing_ended(self, report: ReceiveEnded) -> None:
+    def receive_ended(self, report: ReceiveEnded) -> None:
         prompt = self.take(report.key)
         blocks = [*prompt.sequence.block_table, *prompt.tails]
         self.pool.quarantine(report.quarantined)
@@ -222,7 +222,7 @@ class WaitingQueue:
             return False
         prompt.tails = pool.allocate(num_tails)
         prompt.reserved_s = now_s
-        self._seated[prompt.key] = prompt
+        self._reserved[prompt.key] = prompt
         prompt.num_cached_tokens = num_cached * pool.block_size
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)

@@ -35,7 +35,10 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
 
 class Executor(Protocol):
     def start(self, progress: Progress) -> ExecutorInfo:
-        """Load and allocate, within a deadline. Raises `ConfigError` or `NodeError`."""
+        """Load and allocate. Raises `ConfigError` or `NodeError`.
+
+        The caller ends a start whose `progress` stands still.
+        """
         ...
 
     def submit(self, plan: StepPlan) -> None:

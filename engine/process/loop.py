@@ -44,6 +44,9 @@ from baton.protocol.messages import (
     ToNode,
     WatchCache,
 )
+from baton.runtime.log import logger
+
+log = logger("node")
 
 MAX_LAUNCHED = 2  # plans at the executor: one runs, and the next one is ready when it ends
 MAX_WAIT_S = 0.25
@@ -163,7 +166,7 @@ class EngineLoop:
             case FromPeer():
                 self._events.append(event)
             case PeerLost(node=node):
-                self.observer.peer_lost(node)
+                log.info("the channel to a peer broke", node=node)
                 self._events.append(event)
             case _:
                 assert_never(event)
@@ -258,8 +261,8 @@ class EngineLoop:
     def _launch(self, now_s: float) -> None:
         """Plan and submit steps while the executor can take them.
 
-        Planning may admit prompts, which are then offered or landed. A prompt that lands
-        immediately is planned immediately, because no event will wake this loop for it.
+        Planning may admit prompts, which are then offered or received. A prompt that is
+        received immediately is planned immediately, because no event will wake this loop for it.
         """
         while True:
             while len(self._launched) < MAX_LAUNCHED:

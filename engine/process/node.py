@@ -19,7 +19,7 @@ from baton.engine.compute.local_executor import InProcessExecutor
 from baton.engine.compute.worker_executor import WorkerExecutor
 from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
-from baton.engine.process.records import NodeObserver, Records, folder_for_dumps
+from baton.engine.process.records import NodeObserver, folder_for_dumps
 from baton.engine.process.registration import RouterStanding
 from baton.engine.process.sockets import EngineSockets
 from baton.engine.scheduling.block_pool import BlockPool
@@ -116,21 +116,21 @@ class EngineNode:
             self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
         )
         executor = self._make_executor(self.config, self.epoch)
-        records = Records(self.config.log.records, self.node_id)
+        observer = NodeObserver(self._vitals, self.node_id, self.config.log)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
         sockets = EngineSockets(self.config.node.routers, hello, Channels(keys))
         http: NodeHttp | None = None
         try:
             http = self._start_http(sockets.standings)
             heartbeats.start()
-            self._serve(executor, sockets, records)
+            self._serve(executor, sockets, observer)
         finally:
             heartbeats.stop()
             if http is not None:
                 http.stop()
             executor.close()
             sockets.close(LINGER_MS if self._drain_by_s is not None else 0)
-            records.close()
+            observer.close()
 
     def _start_http(self, standings: Callable[[], tuple[RouterStanding, ...]]) -> "NodeHttp | None":
         if not self.config.node.http:
@@ -145,7 +145,7 @@ class EngineNode:
         log.info(f"serving /live, /ready and /metrics on {http.url}")
         return http
 
-    def _serve(self, executor: Executor, sockets: EngineSockets, records: Records) -> None:
+    def _serve(self, executor: Executor, sockets: EngineSockets, observer: NodeObserver) -> None:
         info = self._start(executor, sockets)
         endpoint = sockets.listen(self.config.node.bind) if self.role == "decode" else ""
         node = self._published(info, endpoint)
@@ -171,11 +171,11 @@ class EngineNode:
             executor,
             NodeConnector(node, self.config.transfer),
             sockets,
-            NodeObserver(self._vitals, records, self.config.log.stats_s),
+            observer,
             boottime,
         )
         self._info = node
-        self._vitals.totals = lambda: records.counters.totals(pool.counts)
+        self._vitals.totals = lambda: observer.counters.totals(pool.counts)
         self._vitals.note(is_ready=True)
         sockets.ready(node)
         self._say_ready(info)

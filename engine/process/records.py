@@ -1,6 +1,6 @@
 """What a node keeps of its steps, reads and events, for metrics, benchmarks and bug reports.
 
-`Records` keeps counters, and appends one JSON line per settled step and per ended read when a
+`NodeObserver` keeps counters, and appends one JSON line per settled step and per ended read when a
 folder is configured. `EventRing` holds the last events of the loop, and is written to a file when
 an invariant breaks. Events hold prompts, so only the user of the process may read that file.
 """
@@ -26,6 +26,7 @@ from baton.kv_transfer.interfaces import (
     ReceiveEnded,
     Released,
 )
+from baton.protocol.config import LogConfig
 from baton.protocol.errors import Cancelled
 from baton.protocol.ids import Key, NodeId
 from baton.protocol.messages import Load, Totals
@@ -83,17 +84,33 @@ class Counters(msgspec.Struct):
         return Totals(**msgspec.structs.asdict(self), **asdict(pool))
 
 
-class Records:
-    def __init__(self, folder: str, node_id: NodeId) -> None:
+class NodeObserver:
+    """Takes the loop's reports, for the heartbeat thread, the records and the stats line.
+
+    It logs no stats line for an interval in which the node was idle.
+    """
+
+    def __init__(
+        self, vitals: Vitals, node_id: NodeId, settings: LogConfig, clock: Clock = boottime
+    ) -> None:
         self.counters = Counters()
+        self._vitals = vitals
+        self._clock = clock
+        self._stats_s = settings.stats_s
+        self._next_stats_s = clock() + self._stats_s
+        self._last = (0, 0, 0)
         self._encoder = msgspec.json.Encoder()
         self._file: TextIOWrapper | None = None
-        if folder:
-            path = Path(folder)
+        if settings.records:
+            path = Path(settings.records)
             path.mkdir(parents=True, exist_ok=True)
             self._file = (path / f"{node_id}.jsonl").open("a", encoding="utf-8")
 
-    def step(self, plan: StepPlan, result: StepResult) -> None:
+    def step_started(self, at_s: float, predicted_s: float) -> None:
+        self._vitals.note(step_started_s=at_s, predicted_s=predicted_s)
+
+    def step_settled(self, plan: StepPlan, result: StepResult) -> None:
+        self._vitals.note(step_started_s=None, predicted_s=0.0)
         counters = self.counters
         counters.steps += 1
         counters.steps_s += result.ended_s - result.started_s
@@ -106,73 +123,28 @@ class Records:
         counters.prompt_tokens += num_prompt_tokens
         if self._file is not None:
             slices = [SliceRecord(p.key, p.start, p.length, len(p.samples)) for p in plan.slices]
-            self._write(
-                StepRecord(
-                    plan.step_id, result.started_s, result.ended_s, num_prompt_tokens, slices
-                )
-            )
+            times = result.started_s, result.ended_s
+            self._write(StepRecord(plan.step_id, *times, num_prompt_tokens, slices))
 
-    def read(self, rank: int, event: ReadEnded) -> None:
-        counters = self.counters
+    def read_ended(self, rank: int, event: ReadEnded) -> None:
+        counters, failure = self.counters, event.failure
         counters.reads += 1
         counters.read_bytes += event.num_bytes
         counters.reads_s += event.ended_s - event.posted_s
-        if event.failure is not None:
-            counters.failed_reads += 1
-            counters.corrupt_reads += event.failure.code == CORRUPT_BLOCKS
+        counters.failed_reads += failure is not None
+        if failure is not None and failure.code == CORRUPT_BLOCKS:
+            counters.corrupt_reads += 1
+            log.error(failure.message, rank=rank, so_far=counters.corrupt_reads)
         if self._file is not None:
-            failure = event.failure.code if event.failure else None
-            self._write(
-                ReadRecord(
-                    rank, event.ticket, event.posted_s, event.ended_s, event.num_bytes, failure
-                )
-            )
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def _write(self, record: Record) -> None:
-        assert self._file is not None
-        self._file.write(self._encoder.encode(record).decode() + "\n")
-        self._file.flush()
-
-
-class NodeObserver:
-    """Passes the loop's reports on to the heartbeat thread, the records and the stats line.
-
-    It logs no stats line for an interval in which the node was idle.
-    """
-
-    def __init__(
-        self, vitals: Vitals, records: Records, stats_s: float, clock: Clock = boottime
-    ) -> None:
-        self._vitals = vitals
-        self._clock = clock
-        self._records = records
-        self._stats_s = stats_s
-        self._next_stats_s = clock() + stats_s
-        self._last = (0, 0, 0)
-
-    def step_started(self, at_s: float, predicted_s: float) -> None:
-        self._vitals.note(step_started_s=at_s, predicted_s=predicted_s)
-
-    def step_settled(self, plan: StepPlan, result: StepResult) -> None:
-        self._vitals.note(step_started_s=None, predicted_s=0.0)
-        self._records.step(plan, result)
-
-    def read_ended(self, rank: int, event: ReadEnded) -> None:
-        self._records.read(rank, event)
-        if event.failure is not None and event.failure.code == CORRUPT_BLOCKS:
-            num_corrupt = self._records.counters.corrupt_reads
-            log.error(event.failure.message, rank=rank, so_far=num_corrupt)
+            times, code = (event.posted_s, event.ended_s), failure.code if failure else None
+            self._write(ReadRecord(rank, event.ticket, *times, event.num_bytes, code))
 
     def reported(self, report: ConnectorReport) -> None:
         if not isinstance(report, Released | OfferBroken | ReceiveEnded) or report.failure is None:
             return
         failure, key = report.failure, report.key
         if isinstance(report, Released) and failure.code == LEASE_EXPIRED:
-            self._records.counters.leases_expired += 1
+            self.counters.leases_expired += 1
         if failure.code != Cancelled.code:
             what = "broke off" if isinstance(report, OfferBroken) else "failed"
             log.warning(
@@ -183,9 +155,6 @@ class NodeObserver:
                 reason=failure.message,
             )
 
-    def peer_lost(self, node: NodeId) -> None:
-        log.info("the channel to a peer broke", node=node)
-
     def turned(self, load: Load, unreachable: tuple[NodeId, ...]) -> None:
         """Take the state at the end of each turn of the loop."""
         now_s = self._clock()
@@ -194,8 +163,17 @@ class NodeObserver:
             self._next_stats_s = now_s + self._stats_s
             self._log_stats(load)
 
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    def _write(self, record: Record) -> None:
+        assert self._file is not None
+        self._file.write(self._encoder.encode(record).decode() + "\n")
+        self._file.flush()
+
     def _log_stats(self, load: Load) -> None:
-        c = self._records.counters
+        c = self.counters
         now = (c.prompt_tokens, c.output_tokens, c.read_bytes)
         prompt, output, num_bytes = (new - old for new, old in zip(now, self._last, strict=True))
         self._last = now

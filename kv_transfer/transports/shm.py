@@ -34,7 +34,7 @@ from baton.protocol.ids import Epoch
 
 
 class ShmTransport:
-    """Lends the local `pool` to other processes, and reads the pools of peers.
+    """Exports the local `pool` to other processes, and reads the pools of peers.
 
     Raises `ConfigError` if the order of reads cannot be enforced (`fence`).
     """
@@ -169,20 +169,19 @@ def _runs(ends: NDArray[np.bool_]) -> Iterable[tuple[int, int]]:
 
 
 class OwnerLinks:
-    """Lends `pool` and maps peers' pools. Call `service` when `fileno` is readable."""
+    """Exports `pool` and maps peers' pools. Call `service` when `fileno` is readable."""
 
     def __init__(self, pool: HostPool) -> None:
         self._peers: dict[PeerRank, _LinkedPeer] = {}
         self._links: dict[int, PeerRank] = {}
         self._gone: list[PeerRank] = []
         self._poller = select.epoll()
-        self._lender = PoolExporter(pool)
-        self._poller.register(self._lender, select.EPOLLIN)
+        self._exporter = PoolExporter(pool, self._poller)
 
     @property
     def name(self) -> str:
-        """Return the name of the lender's socket, in the abstract namespace."""
-        return self._lender.name
+        """Return the name of the exporter's socket, in the abstract namespace."""
+        return self._exporter.name
 
     def add(self, peer: PeerRank, owner: str, nonce: bytes, shape: PoolShape) -> None:
         """Ask the owner at socket `owner` for its pool. Raises `TransferError`."""
@@ -222,17 +221,17 @@ class OwnerLinks:
     def service(self) -> list[PeerRank]:
         """Serve readers and owners, and return the peers whose processes are gone."""
         for descriptor, _ in self._poller.poll(0):
-            if descriptor == self._lender.fileno():
-                self._lender.service()
-            elif descriptor in self._links:
+            if descriptor in self._links:
                 self._hear_owner(descriptor)
+            else:
+                self._exporter.service(descriptor)
         gone, self._gone = self._gone, []
         return gone
 
     def close(self) -> None:
         for peer in list(self._peers):
             self.remove(peer)
-        self._lender.close()
+        self._exporter.close()
         self._poller.close()
 
     def _hear_owner(self, descriptor: int) -> None:
@@ -327,39 +326,34 @@ class PoolExporter:
 
     Every process in this network namespace can connect to an abstract socket, so a connection has
     to prove itself: its process must be this user's or root's, and its first packet must be the
-    nonce, which only travels over authenticated control channels. Watch `fileno`, and call
-    `service` whenever it is readable.
+    nonce, which only travels over authenticated control channels. Call `service` with descriptors
+    that `poller` finds readable.
     """
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: HostPool, poller: select.epoll) -> None:
         self._pool = pool
         self.name = f"baton-{secrets.token_hex(8)}"
         self._readers: dict[int, socket.socket] = {}
         self._unproven: dict[int, socket.socket] = {}  # the oldest first
-        self._poller = select.epoll()
+        self._poller = poller
         self._listener = unix_socket()
         self._listener.bind("\0" + self.name)
         self._listener.listen(BACKLOG)
         self._poller.register(self._listener, select.EPOLLIN)
 
-    def fileno(self) -> int:
-        return self._poller.fileno()
-
-    def service(self) -> None:
-        """Accept connections, answer readers, and close connections that ended."""
-        for descriptor, _ in self._poller.poll(0):
-            if descriptor == self._listener.fileno():
-                self._accept_some()
-            elif descriptor in self._unproven:
-                self._prove(descriptor)
-            elif descriptor in self._readers:
-                self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
+    def service(self, descriptor: int) -> None:
+        """Accept connections, answer a reader, or close a connection that ended."""
+        if descriptor == self._listener.fileno():
+            self._accept_some()
+        elif descriptor in self._unproven:
+            self._prove(descriptor)
+        elif descriptor in self._readers:
+            self._drop(descriptor)  # a reader sends nothing more, so it has disconnected
 
     def close(self) -> None:
         for descriptor in [*self._unproven, *self._readers]:
             self._drop(descriptor)
         self._listener.close()
-        self._poller.close()
 
     def _accept_some(self) -> None:
         for _ in range(ACCEPTED_AT_ONCE):

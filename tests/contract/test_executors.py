@@ -4,6 +4,7 @@ import json
 import os
 import select
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import count
@@ -16,6 +17,7 @@ from baton.engine.compute.executor import RANK_KILLED, Executor, ExecutorInfo
 from baton.engine.compute.local_executor import InProcessExecutor
 from baton.engine.compute.weights import fingerprint
 from baton.engine.compute.worker_executor import WorkerExecutor
+from baton.engine.compute.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import (
     AddPeer,
@@ -365,3 +367,34 @@ def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
         got = steps.tokens(decode_slice(key, local, len(PROMPT), expected.token_ids[0]))
         got += steps.tokens(decode_slice(key, local, len(PROMPT) + 1))
         assert got == expected.token_ids[1:3]
+
+
+class ScriptedRank:
+    """A rank's process that only says how far it has loaded."""
+
+    def __init__(self, rank: int, *_: object) -> None:
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self.rank, self.info, self.progress = rank, None, ("start", 0, 1)
+        self.steps = MessageSocket[FromWorker](ours, FromWorker)  # type: ignore[arg-type]
+        self.far_end = MessageSocket[ToWorker](theirs, ToWorker)  # type: ignore[arg-type]
+        if rank:
+            self.far_end.send(Loading("weights", 3, 9))
+
+
+def test_the_progress_of_every_rank_is_the_progress_of_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A node ended whose first rank had loaded, while another one still did."""
+    monkeypatch.setattr(worker_executor, "_RankProcess", ScriptedRank)
+    executor = WorkerExecutor(config_of("two ranks", node={"start_timeout_s": 2.0}), SOURCE)
+
+    def progress(phase: str, done: int, total: int) -> None:
+        if (phase, done, total) == ("start", 3, 10):
+            raise StopIteration
+
+    with pytest.raises(StopIteration):
+        executor.start(progress)
+    for rank in executor._workers:
+        rank.steps.close()
+        rank.far_end.close()  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
-from baton.engine.process.records import NodeObserver, Records
+from baton.engine.process.records import NodeObserver
 from baton.engine.process.sockets import EngineSockets
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
@@ -23,6 +23,7 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import (
     ClusterConfig,
+    LogConfig,
     ModelConfig,
     NodeConfig,
     RouterConfig,
@@ -164,7 +165,7 @@ class SimNode(Member):
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
         self.scheduler: Scheduler = make(self.pool, node_limits)
         connector = NodeConnector(info, TransferConfig(lease_s=world.lease_s))
-        observer = NodeObserver(self.vitals, Records("", node_id), 0.0, process.clock)
+        observer = NodeObserver(self.vitals, node_id, LogConfig(stats_s=0.0), process.clock)
         self.loop = EngineLoop(
             self.scheduler, self.executor, connector, self.sockets, observer, process.clock
         )

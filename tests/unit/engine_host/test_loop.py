@@ -17,7 +17,7 @@ from baton.engine.process.loop import (
     EngineLoop,
     StepForecast,
 )
-from baton.engine.process.records import NodeObserver, Records
+from baton.engine.process.records import NodeObserver
 from baton.engine.process.sockets import FromRouter, LinkEvent, RouterLost
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.outputs import Origin
@@ -33,7 +33,7 @@ from baton.kv_transfer.interfaces import (
     Released,
     ToPeer,
 )
-from baton.protocol.config import TransferConfig
+from baton.protocol.config import LogConfig, TransferConfig
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
@@ -117,10 +117,11 @@ class Bench:
         limits = NodeLimits(
             max_num_batched_tokens=16, max_num_seqs=8, max_model_len=100, detached_s=30.0
         )
+        observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
         self.loop = EngineLoop(
             DecodeScheduler(self.pool, limits), self.executor,
             NodeConnector(node("d0", "decode"), TransferConfig()),
-            self.wire, NodeObserver(Vitals(), Records("", NodeId("d0")), 0.0), lambda: self.now_s,
+            self.wire, observer, lambda: self.now_s,
         )  # fmt: skip
 
     def hear(self, *events: LinkEvent) -> None:
@@ -275,7 +276,7 @@ def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
 
 
 def test_a_handoff_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
-    observer = NodeObserver(Vitals(), Records("", NodeId("d0")), 0.0)
+    observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
     lost = TransferError("the channel to node p0 broke", code="node_lost").to_failure()
     observer.reported(ReceiveEnded(key("gone"), Cancelled("by its client").to_failure()))
     assert caplog.messages == []
