@@ -141,7 +141,7 @@ class Owners:
         self._note(request_id, first)
         return first
 
-    def hear(self, key: Key) -> bool:
+    def accepts(self, key: Key) -> bool:
         """Return whether this attempt counts, because no later router has the request."""
         known = self._first.get(key.request_id, 0)
         # Its router took the request over at another node.
@@ -200,14 +200,14 @@ class Detached:
         streams = self._streams.of(request_id)
         kept = self._kept(request_id, prompts, streams)
         if kept is None or kept.owner != message.owner:
-            self._outputs.say(origin, NotAttached(request_id))
+            self._outputs.send(origin, NotAttached(request_id))
             return
         # The owner who comes back wins, and the router of its old connection is told.
         held: list[PendingPrompt | Stream] = [*prompts, *streams]
         for one in held:
             if one.origin not in (origin, NO_ROUTER):
                 for key in one.keys:
-                    self._outputs.say(one.origin, Failed(key, taken_over()))
+                    self._outputs.send(one.origin, Failed(key, taken_over()))
                 one.detach()
         self._until_s.pop(request_id, None)
         for prompt in [one for one in prompts if one.reserved_s is None]:
@@ -216,7 +216,7 @@ class Detached:
             self.keep_prompt(prompt, prompt.choices.live)
             self._queue.end(prompt, _lost_router())
             prompts.remove(prompt)
-        self._outputs.say(origin, self._give(request_id, kept, origin, prompts, streams))
+        self._outputs.send(origin, self._give(request_id, kept, origin, prompts, streams))
 
     def keep_stream(self, stream: Stream, reason: FinishReason | None) -> None:
         """Keep the tokens of a sequence that ends, with the finish reason if there is one."""

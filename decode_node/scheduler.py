@@ -70,10 +70,10 @@ class DecodeScheduler:
         problem = problem_of(message, self.limits, self._uses)
         if problem is not None or not isinstance(message, Decode):
             error = problem or MalformedMessage("a decode node was sent a Prefill")
-            self.outputs.say(origin, Failed(message.key, error.to_failure()))
+            self.outputs.send(origin, Failed(message.key, error.to_failure()))
             return
-        if not self._detached.owners.hear(message.key):
-            self.outputs.say(origin, Failed(message.key, taken_over()))
+        if not self._detached.owners.accepts(message.key):
+            self.outputs.send(origin, Failed(message.key, taken_over()))
             return
         self._supersede(origin, Choices.of(message))
         self.queue.add(now_s, origin, message)
@@ -92,7 +92,7 @@ class DecodeScheduler:
             stream = self._running.get(key)
             if stream is not None and origin in (stream.origin, stream.left_by):
                 self._leave(stream)
-        self.outputs.say(origin, CancelDone(keys))
+        self.outputs.send(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
         self._detached.forget(origin, list(self._running.values()))
@@ -163,7 +163,7 @@ class DecodeScheduler:
             else:
                 if index in of_prompts:  # a router that has cancelled it drops them
                     origin = self.queue.pending[done.key].origin
-                    self.outputs.say(origin, PromptLogprobs(done.key, of_prompts[index]))
+                    self.outputs.send(origin, PromptLogprobs(done.key, of_prompts[index]))
                 self._settle_prompt(now_s, done, tokens, failed.get(index), scores)
 
     def load(self) -> Load:
@@ -205,7 +205,7 @@ class DecodeScheduler:
         for stream in self._by_request.of(newer.key.request_id):
             key = stream.sequence.key
             if stream.origin not in mine:
-                self.outputs.say(stream.origin, Failed(key, taken_over()))
+                self.outputs.send(stream.origin, Failed(key, taken_over()))
                 self._leave(stream)
             elif any(key.is_superseded_by(other) for other in newer.keys):
                 self._leave(stream)
@@ -264,7 +264,7 @@ class DecodeScheduler:
             youngest = next(reversed(self._running.values()))
             text = "preempted: no KV block is left to grow into"
             failure = Failure("preempted", text, retryable=True, http_status=503)
-            self.outputs.say(youngest.origin, Failed(youngest.sequence.key, failure))
+            self.outputs.send(youngest.origin, Failed(youngest.sequence.key, failure))
             self.pool.counts.preemptions += 1
             self._leave(youngest)
         if stream.is_ended or self.pool.num_free == 0:
@@ -287,7 +287,7 @@ class DecodeScheduler:
             self._release_if_idle(stream)
             return
         if problem is not None:
-            self.outputs.say(stream.origin, Failed(done.key, no_token(problem)))
+            self.outputs.send(stream.origin, Failed(done.key, no_token(problem)))
             self._leave(stream)
         if not tokens:
             return
@@ -387,7 +387,7 @@ class DecodeScheduler:
         for choice, first in zip(prompt.choices.every, firsts, strict=True):
             if choice not in live:
                 self._detached.keep_first(prompt, choice, first)
-                self._tell_first(prompt, choice, first)
+                self._send_first(prompt, choice, first)
         sequences, copies = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
         self._copies.extend(copies)
         streams: list[Stream] = []
@@ -409,7 +409,7 @@ class DecodeScheduler:
             streams.append(stream)
         return streams
 
-    def _tell_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
+    def _send_first(self, prompt: PendingPrompt, choice: int, first: FirstToken) -> None:
         """Send a router that took over the prompt what prefill sent to the router before it."""
         if prompt.is_adopted and choice in prompt.choices.live:
             key, position = prompt.key.of_choice(choice), prompt.sequence.num_tokens

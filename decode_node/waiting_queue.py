@@ -86,7 +86,7 @@ class WaitingQueue:
         choices = Choices.of(message)
         prompt = PendingPrompt(Sequence.of(message), origin, message, now_s, choices)
         if (refusal := self._refusal(prompt)) is not None:
-            self.outputs.say(origin, Failed(message.key, refusal))
+            self.outputs.send(origin, Failed(message.key, refusal))
             return
         self.pending[message.key] = prompt
         self._by_request.add(message.key, prompt)
@@ -143,14 +143,14 @@ class WaitingQueue:
         return [*self._queue.values(), *self._reserved.values()]
 
     def refuse(self, prompt: PendingPrompt, failure: Failure) -> None:
-        self._say_failed(prompt, failure)
+        self._send_failed(prompt, failure)
         self.end(prompt, failure)
 
     def fail(self, prompt: PendingPrompt, failure: Failure) -> None:
         """End a prompt that was received or computed but cannot continue."""
         prompt.is_ended = True
         self._reserved.pop(prompt.key, None)
-        self._say_failed(prompt, failure)
+        self._send_failed(prompt, failure)
         self.release_if_idle(prompt)
 
     def end(self, prompt: PendingPrompt, failure: Failure | None = None) -> None:
@@ -175,13 +175,13 @@ class WaitingQueue:
         self.pool.quarantine(report.quarantined)
         self.pool.release([block for block in blocks if block not in set(report.quarantined)])
         if not prompt.is_ended:
-            self._say_failed(prompt, report.failure)
+            self._send_failed(prompt, report.failure)
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _say_failed(self, prompt: PendingPrompt, failure: Failure) -> None:
+    def _send_failed(self, prompt: PendingPrompt, failure: Failure) -> None:
         for key in prompt.keys:
-            self.outputs.say(prompt.origin, Failed(key, failure))
+            self.outputs.send(prompt.origin, Failed(key, failure))
 
     def _enqueue(self, now_s: float, prompt: PendingPrompt) -> None:
         prompt.queued_s = now_s
@@ -229,7 +229,7 @@ class WaitingQueue:
         else:
             fresh = tuple(sequence.block_table[num_cached:])
             self.outputs.to_connector.append(BeginReceive(prompt.key, num_cached, fresh))
-        self.outputs.say(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
+        self.outputs.send(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
         return True
 
 

@@ -82,7 +82,7 @@ def load_library(
     progress(0, 1)
     refusals: list[Exception] = []  # raised by `progress`, which may end the start of a node
 
-    def told(done: int, total: int) -> None:
+    def report(done: int, total: int) -> None:
         try:
             progress(done, total)
         except Exception as error:
@@ -97,7 +97,7 @@ def load_library(
         try:
             from baton.kernels.cpu_compile import compile_kernels
 
-            arguments, code = compile_kernels(is_bf16=is_bf16, in_pairs=in_pairs, progress=told)
+            arguments, code = compile_kernels(is_bf16=is_bf16, in_pairs=in_pairs, progress=report)
             library = CpuLibrary(arguments, code, in_pairs=in_pairs)
         # A compiler can raise anything, and torch can take the place of the kernels.
         except Exception as error:

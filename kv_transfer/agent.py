@@ -153,7 +153,7 @@ class TransferAgent:
         moved_s = boottime()
         while not self._closing:
             while self._commands:
-                self._turns.hear(self._commands.popleft())
+                self._turns.handle(self._commands.popleft())
             moved = self._turns.turn()
             if events := self._turns.take_events():
                 self._events.extend(events)
@@ -228,7 +228,7 @@ class _ReadablePeer:
 
 
 class AgentTurns:
-    """The peers and reads of one rank over `transports`. The owner calls `hear` and `turn`."""
+    """The peers and reads of one rank over `transports`. The owner calls `handle` and `turn`."""
 
     def __init__(
         self,
@@ -246,7 +246,7 @@ class AgentTurns:
         self._draining: list[_Reading] = []  # have ended without being quiesced
         self._events: list[AgentEvent] = []
 
-    def hear(self, command: AgentCommand) -> None:
+    def handle(self, command: AgentCommand) -> None:
         now_s = self._clock()
         match command:
             case AddPeer():

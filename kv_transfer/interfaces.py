@@ -383,9 +383,9 @@ class Effects:
     reports: list[ConnectorReport] = field(default_factory=list)
     wake_at_s: float | None = None
 
-    def tell(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+    def send(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
         if peer in self.reachable:
             self.commands.append(ToPeer(*peer, message))
 
-    def order(self, rank: int, command: AgentCommand) -> None:
+    def command(self, rank: int, command: AgentCommand) -> None:
         self.commands.append(ToRank(rank, command))

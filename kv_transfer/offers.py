@@ -100,7 +100,7 @@ class Offers:
             self._on(source, message, out)
         elif isinstance(message, Renew):
             unknown = TransferError("prefill does not hold this prompt").to_failure()
-            out.tell(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
+            out.send(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
 
     def channel_lost(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         for source in self._of(peer):
@@ -111,7 +111,7 @@ class Offers:
             self._on(source, Reconnected(), out)
         for key in [key for key, name in self._unanswered.items() if name == peer]:
             if (withdrawn := self._tombstones.answer(key)) is not None:
-                out.tell(peer, withdrawn)
+                out.send(peer, withdrawn)
 
     def end_leases(self, out: Effects) -> set[PeerName]:
         """End the leases that are over, and return the peers that did not renew them."""
@@ -201,7 +201,7 @@ class SourceHandoff:
         self._num_blocks = offer.num_blocks
         self._num_announced_blocks = 0
         self._is_complete = False
-        out.tell(peer, Offered(offer.key, offer.num_tokens, offer.num_blocks, lease_s))
+        out.send(peer, Offered(offer.key, offer.num_tokens, offer.num_blocks, lease_s))
 
     def on(self, event: SourceEvent, out: Effects) -> None:
         match self.state:
@@ -222,14 +222,14 @@ class SourceHandoff:
                 self._complete(event, out)
             case Renew():
                 self.deadline_s = out.now_s + self.lease_s
-                out.tell(self.peer, Renewed(self.key))
+                out.send(self.peer, Renewed(self.key))
             case Done():
                 error = TransferError("decode reported Done for a prompt that had not ended")
                 self._release(None if self._is_complete else error.to_failure(), out)
             case Declined(failure=failure):
                 self._release(failure, out)
             case Withdrawn(failure=failure):
-                out.tell(self.peer, event)
+                out.send(self.peer, event)
                 self._leave(failure, out)
             case ChannelLost(failure=failure):
                 self._leave(failure, out)
@@ -238,7 +238,7 @@ class SourceHandoff:
             case LeaseEnded():
                 text = f"decode node {self.peer[0]} let the lease of {self.lease_s:g} s end"
                 failure = TransferError(text, code=LEASE_EXPIRED).to_failure()
-                out.tell(self.peer, Withdrawn(self.key, failure))
+                out.send(self.peer, Withdrawn(self.key, failure))
                 self._release(failure, out)
             case Reconnected():
                 pass
@@ -249,7 +249,7 @@ class SourceHandoff:
         match event:
             case Renew() | Reconnected():
                 assert self.failure is not None
-                out.tell(self.peer, Withdrawn(self.key, self.failure))
+                out.send(self.peer, Withdrawn(self.key, self.failure))
             case Done():
                 self._release(None if self._is_complete else self.failure, out)
             case Declined() | LeaseEnded():
@@ -265,13 +265,13 @@ class SourceHandoff:
                 f"{self.key} announces block {block_range.first_block} out of order"
             )
         self._num_announced_blocks += len(block_range.block_ids)
-        out.tell(self.peer, block_range)
+        out.send(self.peer, block_range)
 
     def _complete(self, end: End, out: Effects) -> None:
         if self._is_complete or self._num_announced_blocks != self._num_blocks:
             raise InvariantBroken(f"{self.key} ends twice or without all of its blocks")
         self.state, self._is_complete = SourceState.COMPLETE, True
-        out.tell(self.peer, end)
+        out.send(self.peer, end)
 
     def _leave(self, failure: Failure, out: Effects) -> None:
         self.failure = failure
@@ -310,7 +310,7 @@ class AnnouncedSums:
             self._asked[ticket] = waiting
             slice_bytes = self._block_bytes // num_slices
             for rank in range(self._num_ranks):
-                out.order(rank, SumBlocks(ticket, message.block_ids, slice_bytes, num_slices))
+                out.command(rank, SumBlocks(ticket, message.block_ids, slice_bytes, num_slices))
 
     def summed(self, rank: int, event: BlocksSummed) -> Key | None:
         """Note an answer, and return the key whose announcements may now be ready."""

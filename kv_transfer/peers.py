@@ -157,7 +157,7 @@ class PeerTable:
             peer.dialled_s = peer.heard_s = out.now_s
             self.reachable.add(peer.name)
             out.commands.append(DialPeer(peer.info))
-            out.tell(peer.name, self._hello())
+            out.send(peer.name, self._hello())
 
     def greeted(self, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
         """Handle a peer's PeerHello, and return why the peer is refused, if it is.
@@ -166,7 +166,7 @@ class PeerTable:
         """
         if not peer.is_dialled:
             self.reachable.add(peer.name)
-            out.tell(peer.name, self._hello())
+            out.send(peer.name, self._hello())
         peer.refusal = self._difference(
             peer.name[0], hello.version, hello.model, hello.layout_fingerprint
         )
@@ -220,7 +220,7 @@ class PeerTable:
 
     def link_up(self, peer: Peer, link: RankLink, out: Effects) -> None:
         if link.state is LinkState.ABSENT:  # the link was given up in the meantime
-            out.order(link.edge.target, RemovePeer(_owner(peer, link)))
+            out.command(link.edge.target, RemovePeer(_owner(peer, link)))
         else:
             link.state = LinkState.UP
 
@@ -228,7 +228,7 @@ class PeerTable:
         """Disconnect a link; the next receive that needs it connects it again."""
         if link.state is not LinkState.ABSENT:
             link.state = LinkState.ABSENT
-            out.order(link.edge.target, RemovePeer(_owner(peer, link)))
+            out.command(link.edge.target, RemovePeer(_owner(peer, link)))
 
     def _add(self, peer: Peer, info: NodeInfo, link: RankLink, out: Effects) -> None:
         edge = link.edge
@@ -239,7 +239,7 @@ class PeerTable:
             _owner(peer, link), transport, address, info.num_blocks, info.layout.block_bytes,
             edge.part,
         )  # fmt: skip
-        out.order(edge.target, add)
+        out.command(edge.target, add)
 
     def _hello(self) -> PeerHello:
         node = self._node

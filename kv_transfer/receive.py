@@ -169,7 +169,7 @@ class KVReceive:
     def _on_live(self, event: ReceiveEvent, out: Effects) -> None:
         match event:
             case Offered() | BlockRange() | End() | Renewed():
-                self._hear(event, out)
+                self._on_announcement(event, out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(self._why(event), out)
             case PeerUp():
@@ -211,7 +211,7 @@ class KVReceive:
         else:
             out.reports.append(offered)
 
-    def _hear(self, message: Announcement, out: Effects) -> None:
+    def _on_announcement(self, message: Announcement, out: Effects) -> None:
         assert self.lease is not None
         problem: str | None = None
         match message:
@@ -259,7 +259,7 @@ class KVReceive:
         self.state = ReceiveState.RECEIVING
         self._since_s = self._progress_s = out.now_s
         self.lease.renewed(out.now_s)
-        out.tell(self.peer, Renew((self.key,)))
+        out.send(self.peer, Renew((self.key,)))
 
     def _read(self, peer: Peer | None, out: Effects) -> None:
         """Post reads, over every link that is up, of announced blocks that are missing."""
@@ -280,7 +280,7 @@ class KVReceive:
                 take_ticket = partial(self._take_ticket, self.key)
                 read = reads.post(number, link.edge, block_range, peer.epoch, take_ticket)
                 if read is not None:
-                    out.order(link.edge.target, read)
+                    out.command(link.edge.target, read)
 
     def _has_all(self) -> bool:
         if self._end is None or self._reads is None:
@@ -297,7 +297,7 @@ class KVReceive:
         if self._reads.block_ids and not self.lease.covers(self._reads.last_end_s):
             return  # the proof is on its way, or `renew_at_s` requests it
         self.state = ReceiveState.RECEIVED
-        out.tell(self.peer, Done(self.key))
+        out.send(self.peer, Done(self.key))
         out.reports.append(
             KVReceived(
                 self.key,
@@ -316,14 +316,14 @@ class KVReceive:
             self._finish(out)
             return
         for ticket, (rank, _) in self._reads.outstanding.items():
-            out.order(rank, CancelRead(ticket))
+            out.command(rank, CancelRead(ticket))
 
     def _finish(self, out: Effects) -> None:
         assert self.failure is not None
         self.state = ReceiveState.ENDED
         quarantined = tuple(sorted({b for local in self.quarantined.values() for b in local}))
         if self.peer is not None:
-            out.tell(self.peer, Declined(self.key, self.failure))
+            out.send(self.peer, Declined(self.key, self.failure))
         out.reports.append(ReceiveEnded(self.key, self.failure, quarantined))
 
     def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:

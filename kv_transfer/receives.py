@@ -95,13 +95,13 @@ class KVReceives:
             if receive.prefill_node == peer.name[0] and receive.peer in (None, peer.name):
                 self._on(receive, message, out, sender=peer)
             elif wants_answer:
-                out.tell(peer.name, Declined(key, _unexpected()))
+                out.send(peer.name, Declined(key, _unexpected()))
         elif (tombstone := self._tombstones.answer(key)) is not None:
             if wants_answer:
-                out.tell(peer.name, tombstone)
+                out.send(peer.name, tombstone)
         elif peer.channel is Channel.REFUSED:
             assert peer.refusal is not None
-            out.tell(peer.name, Declined(key, peer.refusal))
+            out.send(peer.name, Declined(key, peer.refusal))
         else:
             self._announced_early(peer, message, out)
 
@@ -168,7 +168,7 @@ class KVReceives:
         for peer in sorted(due):
             receives = [one for one in self._of(peer) if one.renew_at_s is not None]
             receives.sort(key=lambda receive: receive.key)
-            out.tell(peer, Renew(tuple(receive.key for receive in receives)))
+            out.send(peer, Renew(tuple(receive.key for receive in receives)))
             for receive in receives:
                 assert receive.lease is not None
                 receive.lease.renewed(out.now_s)
@@ -257,7 +257,7 @@ class KVReceives:
         """Refuse a handoff for good; later messages of its key get the same answer."""
         declined = Declined(key, failure)
         self._tombstones.bury(key, declined)
-        out.tell(peer, declined)
+        out.send(peer, declined)
 
     def _take_ticket(self, key: Key) -> int:
         ticket = next(self._tickets)

@@ -80,7 +80,7 @@ class PrefillScheduler:
         problem = problem_of(message, self.limits, self._uses)
         if problem is not None or not isinstance(message, Prefill):
             error = problem or MalformedMessage("a prefill node was sent a Decode")
-            self.outputs.say(origin, Failed(message.key, error.to_failure()))
+            self.outputs.send(origin, Failed(message.key, error.to_failure()))
             return
         handoff = Handoff.of(message, origin, now_s)
         for lower in self._live_of(message.key.request_id):
@@ -91,13 +91,13 @@ class PrefillScheduler:
                 # The other router loses the whole request and would not learn it otherwise. If it
                 # has the first tokens, decode tells it.
                 if lower.sequence.key not in self._holding:
-                    self.outputs.say(lower.origin, Failed(lower.sequence.key, taken_over()))
+                    self.outputs.send(lower.origin, Failed(lower.sequence.key, taken_over()))
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt replaced it").to_failure())
         if self.pool.blocks_for(handoff.sequence.num_tokens) > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
-            self.outputs.say(origin, Failed(message.key, never.to_failure()))
+            self.outputs.send(origin, Failed(message.key, never.to_failure()))
             return
         self._waiting[message.key] = handoff
         self._known.add(message.key, handoff)
@@ -107,7 +107,7 @@ class PrefillScheduler:
             for handoff in self._live_of(request_id):
                 if handoff.choices.cancel(keys):
                     self._end(handoff, Cancelled("the request was cancelled").to_failure())
-        self.outputs.say(origin, CancelDone(keys))
+        self.outputs.send(origin, CancelDone(keys))
 
     def forget(self, origin: Origin) -> None:
         # Decode may still reach the router, to which this must look like a lost node and not like a
@@ -124,7 +124,7 @@ class PrefillScheduler:
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
         # Requests on prefill nodes end with their router. Decode has the tokens to begin them
         # again.
-        self.outputs.say(origin, NotAttached(message.request_id))
+        self.outputs.send(origin, NotAttached(message.request_id))
 
     def keep(self, message: Keep) -> None:
         pass  # decode nodes keep tokens
@@ -139,7 +139,7 @@ class PrefillScheduler:
             return
         # Decode will not get all blocks, even if the router has the first tokens.
         if report.failure is not None:
-            self.outputs.say(handoff.origin, Failed(report.key, report.failure))
+            self.outputs.send(handoff.origin, Failed(report.key, report.failure))
         self._end(handoff, None)
 
     # --- steps ---------------------------------------------------------------------------------
@@ -169,10 +169,10 @@ class PrefillScheduler:
                 self._release_if_idle(handoff)
                 continue
             if index in of_prompts:
-                self.outputs.say(handoff.origin, PromptLogprobs(done.key, of_prompts[index]))
+                self.outputs.send(handoff.origin, PromptLogprobs(done.key, of_prompts[index]))
             if index in failed:
                 failure = no_token(failed[index])
-                self.outputs.say(handoff.origin, Failed(done.key, failure))
+                self.outputs.send(handoff.origin, Failed(done.key, failure))
                 self._end(handoff, failure)
                 continue
             handoff.sequence.store_prefix(self.pool)
@@ -258,7 +258,7 @@ class PrefillScheduler:
             prefill_s=now_s - handoff.admitted_s,
             num_cached_tokens=handoff.num_cached_tokens,
         )
-        self.outputs.say(
+        self.outputs.send(
             handoff.origin, FirstTokens(sequence.key, sequence.num_tokens, tokens, times)
         )
         del self._computing[sequence.key]

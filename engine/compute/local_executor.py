@@ -36,7 +36,7 @@ class InProcessExecutor:
 
     def start(self, progress: Progress) -> ExecutorInfo:
         profiler = StepProfiler(self._config, self._epoch)
-        self._threads = StepThreads(StepCpus(self._config.engine), self._hear, profiler)
+        self._threads = StepThreads(StepCpus(self._config.engine), self._take, profiler)
         load = partial(load_rank, self._config, self._epoch, SingleRank())
         self._rank = self._threads.start(load, progress)
         return self._rank.info
@@ -84,7 +84,7 @@ class InProcessExecutor:
             os.close(self._event_fd)
             self._event_fd = -1
 
-    def _hear(self, outcome: StepResult | NodeError) -> None:
+    def _take(self, outcome: StepResult | NodeError) -> None:
         if isinstance(outcome, NodeError):
             self._error = outcome
         else:

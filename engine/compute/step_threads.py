@@ -103,19 +103,19 @@ class StepCpus:
 
 REPORT_S = 0.5  # progress is reported at least once a second
 
-Hear = Callable[[StepResult | NodeError], None]
+TakeOutcome = Callable[[StepResult | NodeError], None]
 MakeRank = Callable[[Progress], LoadedRank]
 Report = tuple[str, int, int]
 T = TypeVar("T")
 
 
 class StepThreads:
-    """The threads. The one that collects calls `hear` with results, and last with an error."""
+    """The threads. The one that collects calls `take` with results, and last with an error."""
 
-    def __init__(self, cpus: StepCpus, hear: Hear, profiler: StepProfiler) -> None:
+    def __init__(self, cpus: StepCpus, take: TakeOutcome, profiler: StepProfiler) -> None:
         self._cpus = cpus
         self._profiler = profiler
-        self._hear = hear
+        self._take = take
         self._loading: queue.SimpleQueue[Report | LoadedRank | BaseException] = queue.SimpleQueue()
         self._plans: queue.SimpleQueue[StepPlan | str | None] = queue.SimpleQueue()
         self._launched: queue.SimpleQueue[int | NodeError | None] = queue.SimpleQueue()
@@ -182,11 +182,11 @@ class StepThreads:
                 with self._profiler.step(plan):
                     result = runner.execute(plan)
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._hear(_failure(plan.step_id, error))
+                self._take(_failure(plan.step_id, error))
                 return
             finally:
                 self._cpus.end()
-            self._hear(result)
+            self._take(result)
 
     def _launch(self, runner: Runner) -> None:
         while (plan := self._next_plan()) is not None:
@@ -202,14 +202,14 @@ class StepThreads:
     def _collect(self, runner: Runner) -> None:
         while (step := self._launched.get()) is not None:
             if isinstance(step, NodeError):
-                self._hear(step)
+                self._take(step)
                 return
             try:
                 result = runner.collect()
             except Exception as error:  # noqa: BLE001  (the thread's top: it ends the node)
-                self._hear(_failure(step, error))
+                self._take(_failure(step, error))
                 return
-            self._hear(result)
+            self._take(result)
 
 
 def _failure(step_id: int, error: Exception) -> NodeError:

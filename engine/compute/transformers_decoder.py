@@ -218,7 +218,7 @@ def load_transformers(
     linears: LinearMaker | None, device: torch.device,
 ) -> TransformersDecoder:  # fmt: skip
     """Load with transformers' own loader. Raises `ConfigError` for weights that do not fit."""
-    quiet()
+    silence()
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, local_files_only=True, use_safetensors=True,
@@ -341,7 +341,7 @@ def try_rows(decoder: TransformersDecoder, backend: Backend, pool: Tensor, vocab
         decoder.bare = None  # a mode costs a call in Python for each operation
 
 
-def quiet() -> None:
+def silence() -> None:
     """Keep transformers' own lines out of the node's log."""
     transformers_log.set_verbosity_error()
     transformers_log.disable_progress_bar()

@@ -31,7 +31,7 @@ from baton.engine.compute.transformers_decoder import (
     heads_of,
     in_chunks,
     one_line,
-    quiet,
+    silence,
     trial_ids,
     with_row_linears,
 )
@@ -56,7 +56,7 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
     Raises a one-line `ConfigError` for a model that would be computed wrongly.
     """
     architecture, dtype = check_for_transformers(folder)
-    quiet()
+    silence()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         text = config.get_text_config()

@@ -70,20 +70,20 @@ class Worker:
                 return 1
             if not isinstance(error, BatonError):
                 log.exception("the worker failed")
-            self._tell(WorkerFailed(_as_baton(error).to_failure()))
+            self._send(WorkerFailed(_as_baton(error).to_failure()))
             return 1
         return int(self._error is not None)
 
     def _serve(self, load: LoadRank) -> None:
         profiler = StepProfiler(load.config, load.epoch, load.rank)
-        threads = StepThreads(StepCpus(load.config.engine), self._hear, profiler)
+        threads = StepThreads(StepCpus(load.config.engine), self._take, profiler)
         ranks = _join(load)
         start = partial(load_rank, load.config, load.epoch, ranks)
         rank = threads.start(start, self._progress)
-        pump = PortPump(rank.port, self._port, self._tell)
+        pump = PortPump(rank.port, self._port, self._send)
         pump.start()
         try:
-            self._tell(Loaded(rank.info))
+            self._send(Loaded(rank.info))
             while (message := self._steps.wait()) is not None:
                 match message:
                     case RunStep(plan=plan):
@@ -102,22 +102,22 @@ class Worker:
         if isinstance(ranks, GroupRanks) and has_ended and self._error is None:
             ranks.leave()
 
-    def _hear(self, outcome: StepResult | NodeError) -> None:
+    def _take(self, outcome: StepResult | NodeError) -> None:
         if isinstance(outcome, StepResult):
-            self._tell(StepDone(outcome))
+            self._send(StepDone(outcome))
             return
         try:
             raise outcome
         except NodeError:
             log.exception("the worker failed")
         self._error = outcome
-        self._tell(WorkerFailed(outcome.to_failure()))
+        self._send(WorkerFailed(outcome.to_failure()))
         self._steps.close()  # the main thread waits for a plan, and this ends its wait
 
     def _progress(self, phase: str, done: int, total: int) -> None:
-        self._tell(Loading(phase, done, total))
+        self._send(Loading(phase, done, total))
 
-    def _tell(self, message: FromWorker) -> None:
+    def _send(self, message: FromWorker) -> None:
         self._steps.send(message)
 
 
@@ -125,12 +125,12 @@ class PortPump:
     """The thread between the executor's socket and this rank's transfer agent."""
 
     def __init__(
-        self, port: TransferPort, stream: socket.socket, tell: Callable[[FromWorker], None]
+        self, port: TransferPort, stream: socket.socket, send: Callable[[FromWorker], None]
     ) -> None:
         stream.setblocking(False)
         self._port = port
         self._socket = MessageSocket[AgentCommand](stream, AgentCommand)  # type: ignore[arg-type]
-        self._tell = tell
+        self._send = send
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name="port pump", daemon=True)
 
@@ -148,7 +148,7 @@ class PortPump:
             self._work()
         except Exception as error:
             log.exception("the transfer agent's thread failed")
-            self._tell(WorkerFailed(_as_baton(error).to_failure()))
+            self._send(WorkerFailed(_as_baton(error).to_failure()))
 
     def _work(self) -> None:
         poller = select.poll()

@@ -69,7 +69,7 @@ class WorkerExecutor:
                 load = LoadRank(config, self._epoch, rank, memory, peers[rank])
                 self._send(worker, load)
         while waiting := [worker for worker in self._workers if worker.info is None]:
-            self._hear(PROGRESS_EVERY_S)
+            self._receive(PROGRESS_EVERY_S)
             if self._error is not None:
                 raise self._error
             # The node ends a start without progress, and that of any rank is progress.
@@ -86,7 +86,7 @@ class WorkerExecutor:
             self._send(worker, ProfileRank(name))
 
     def poll(self) -> StepResult | None:
-        self._hear(0.0)
+        self._receive(0.0)
         if self._workers and all(worker.results for worker in self._workers):
             return _agreed([worker.results.popleft() for worker in self._workers])
         if self._error is not None:
@@ -127,7 +127,7 @@ class WorkerExecutor:
         if not worker.steps.is_closed:
             self._epoll.modify(worker.steps, select.EPOLLIN | unsent)
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive(self, timeout_s: float) -> None:
         """Handle all messages of the workers, after waiting up to `timeout_s` for the first."""
         if self._epoll.closed:
             return

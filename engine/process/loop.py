@@ -1,4 +1,4 @@
-"""The loop of an engine process: listen, settle, connect, plan, launch, speak.
+"""The loop of an engine process: receive, settle, connect, plan, launch, send.
 
 The loop is plain code on non-blocking parts. Executors compute, so it renews leases and answers
 cancels while a step runs. It never asks which node it is in.
@@ -119,7 +119,7 @@ class EngineLoop:
         self._wake_at_s: float | None = 0.0
         self._next_progress_s = 0.0
         self._is_draining = False
-        self.is_told_to_drain = False  # by a router
+        self.is_asked_to_drain = False  # by a router
         links.watch(executor.fileno())
         for port in executor.ports:
             links.watch(port.fileno())
@@ -132,11 +132,11 @@ class EngineLoop:
         now_s = self._clock()
         for event in events:
             self.ring.record(now_s, event)
-            self._hear(now_s, event)
+            self._handle(now_s, event)
         self._settle(now_s)
         self._connect(now_s)
         self._launch(now_s)
-        self._speak(now_s)
+        self._send(now_s)
         load = self.scheduler.load()
         if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
             raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")
@@ -157,10 +157,10 @@ class EngineLoop:
         is_busy = load.num_running or load.num_waiting or self._launched
         return has_all_blocks and not is_busy and not self.scheduler.has_unseen
 
-    def _hear(self, now_s: float, event: LinkEvent) -> None:
+    def _handle(self, now_s: float, event: LinkEvent) -> None:
         match event:
             case FromRouter(origin, message):
-                self._hear_router(now_s, origin, message)
+                self._handle_router(now_s, origin, message)
             case RouterLost(origin):
                 self._forget(origin)
             case FromPeer():
@@ -171,12 +171,12 @@ class EngineLoop:
             case _:
                 assert_never(event)
 
-    def _hear_router(self, now_s: float, origin: Origin, message: ToNode | Unreadable) -> None:
+    def _handle_router(self, now_s: float, origin: Origin, message: ToNode | Unreadable) -> None:
         match message:
             case Unreadable(key=key, failure=failure):
-                self.scheduler.outputs.say(origin, Failed(key, failure))
+                self.scheduler.outputs.send(origin, Failed(key, failure))
             case Prefill(key=key) | Decode(key=key) if self._is_draining:
-                self.scheduler.outputs.say(origin, Failed(key, DRAINING))
+                self.scheduler.outputs.send(origin, Failed(key, DRAINING))
             case Prefill() | Decode():
                 self.scheduler.add(now_s, origin, message)
             case Cancel(keys=keys):
@@ -188,7 +188,7 @@ class EngineLoop:
             case Keep():
                 self.scheduler.keep(message)
             case Drain():
-                self.is_told_to_drain = True
+                self.is_asked_to_drain = True
             case DrainState():  # routers alone get it
                 pass
             case ResetPrefixCache():
@@ -277,7 +277,7 @@ class EngineLoop:
                 return
             self._connect(now_s)
 
-    def _speak(self, now_s: float) -> None:
+    def _send(self, now_s: float) -> None:
         for origin, message in self.scheduler.outputs.take_router_messages():
             self.links.to_router(origin, message)
         if now_s >= self._next_progress_s:

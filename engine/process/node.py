@@ -178,7 +178,7 @@ class EngineNode:
         self._vitals.totals = lambda: observer.counters.totals(pool.counts)
         self._vitals.note(is_ready=True)
         sockets.ready(node)
-        self._say_ready(info)
+        self._log_ready(info)
         try:
             self._work(loop, sockets)
         except (InvariantBroken, AssertionError, LookupError):  # each of these exceptions is a bug
@@ -210,7 +210,7 @@ class EngineNode:
             **loaded,
         )
 
-    def _say_ready(self, info: ExecutorInfo) -> None:
+    def _log_ready(self, info: ExecutorInfo) -> None:
         kv_tokens = info.num_blocks * info.layout.block_size
         if kv_tokens < info.max_model_len:
             setting = "num_blocks" if self.config.cache.num_blocks else "memory_mib"
@@ -242,11 +242,11 @@ class EngineNode:
                 # after node.
                 keys = tuple(part.key for part in loop.crashed_in.slices)
                 failure = NodeError(f"{self.node_id} ends because of an unexpected error: {error}")
-                sockets.last_words(Crashed(keys, failure.to_failure()))
+                sockets.send_crashed(Crashed(keys, failure.to_failure()))
             raise
 
     def _has_drained(self, loop: EngineLoop, sockets: EngineSockets) -> bool:
-        if not (self._draining.is_set() or loop.is_told_to_drain):
+        if not (self._draining.is_set() or loop.is_asked_to_drain):
             return False
         now_s = boottime()
         if self._drain_by_s is None:
@@ -256,7 +256,7 @@ class EngineNode:
             self._vitals.note(is_draining=True)
             # The thread may send its next heartbeat too late, after this process has ended.
             load = loop.scheduler.load()
-            sockets.tell_routers(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
+            sockets.broadcast(Heartbeat(self.node_id, self.epoch, load, is_draining=True))
             if not loop.is_idle:
                 log.info("draining: running sequences finish, and new ones are refused")
         if loop.is_idle:

@@ -38,8 +38,8 @@ class RouterWatch:
                 log.info("found the router", router=router.endpoint)
             return
         later = (now_s + FIRST_S, FIRST_S)
-        tell_at_s, wait_s = self._absent.setdefault(router.endpoint, later)
-        if now_s < tell_at_s or router.refusals:  # the node's channel reports refusals
+        log_at_s, wait_s = self._absent.setdefault(router.endpoint, later)
+        if now_s < log_at_s or router.refusals:  # the node's channel reports refusals
             return
         wait_s = min(wait_s * 4, LONGEST_S)
         self._absent[router.endpoint] = (now_s + wait_s, wait_s)
@@ -49,7 +49,7 @@ class RouterWatch:
 
 # The number of failed handshakes in a row after which a node reports that a router refuses its key.
 # A single one may fail because a router ends.
-REFUSALS_TO_TELL = 3
+REFUSALS_TO_LOG = 3
 
 RegistrationState = Literal["absent", "joining", "in service", "out of service", "refused"]
 
@@ -80,7 +80,7 @@ class RouterChannel:
         self._answer: RouterStanding | None = None
         self._backoff: Backoff | None = None  # while the router refuses the node
         self._ask_at_s = math.inf
-        self._has_told = False  # that the router refuses the node's key
+        self._has_logged = False  # that the router refuses the node's key
         dialer.send(hello)
 
     def ready(self, ready: Ready) -> None:
@@ -92,9 +92,9 @@ class RouterChannel:
             self._note(message)
             yield message
         if self.dialer.connected:
-            self._has_told = False
-        elif self._is_key_refused and not self._has_told:
-            self._has_told = True
+            self._has_logged = False
+        elif self._is_key_refused and not self._has_logged:
+            self._has_logged = True
             log.error(
                 "the router refused this node's key, or that the node has none",
                 router=self.dialer.endpoint,
@@ -114,7 +114,7 @@ class RouterChannel:
 
     @property
     def _is_key_refused(self) -> bool:
-        return self.dialer.refusals >= REFUSALS_TO_TELL
+        return self.dialer.refusals >= REFUSALS_TO_LOG
 
     def _introduce(self) -> None:
         self._ask_at_s = math.inf  # until the answer

@@ -54,8 +54,8 @@ LinkEvent = FromRouter | RouterLost | FromPeer | PeerLost
 
 
 # How long a process that ends because of an error waits for its routers to confirm it.
-LAST_WORDS_S = 1.0
-LAST_WORDS_POLL_S = 0.05
+CRASHED_S = 1.0
+CRASHED_POLL_S = 0.05
 
 log = logger("sockets")
 
@@ -141,19 +141,19 @@ class EngineSockets:
         # A full queue ends the session, which `receive` reports as a lost router.
         self._routers[origin].dialer.send(message)
 
-    def tell_routers(self, message: ToRouter) -> None:
+    def broadcast(self, message: ToRouter) -> None:
         for router in self._routers:
             if router.dialer.connected:
                 router.dialer.send(message)
 
-    def last_words(self, message: Crashed) -> None:
+    def send_crashed(self, message: Crashed) -> None:
         """Tell the routers why this process ends, and wait up to a second for their answers."""
         dialers = [router.dialer for router in self._routers]
         waiting = [one for one in dialers if one.connected and one.send(message)]
-        deadline_s = self._clock() + LAST_WORDS_S
+        deadline_s = self._clock() + CRASHED_S
         while waiting and self._clock() < deadline_s:
             waiting = [one for one in waiting if not _has_answered(one, message)]
-            self.wait(LAST_WORDS_POLL_S)
+            self.wait(CRASHED_POLL_S)
 
     def to_peer(self, command: ToPeer | DialPeer | DropPeer) -> None:
         match command:

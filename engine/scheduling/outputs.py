@@ -19,7 +19,7 @@ class Outputs:
     to_connector: list[ConnectorEvent] = field(default_factory=list)
     _entries: dict[Origin, list[TokenEntry]] = field(default_factory=dict)
 
-    def say(self, origin: Origin, message: ToRouter) -> None:
+    def send(self, origin: Origin, message: ToRouter) -> None:
         if origin != NO_ROUTER:
             self.flush(origin)
             self.to_routers.append((origin, message))

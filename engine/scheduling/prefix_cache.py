@@ -22,15 +22,15 @@ INTERVAL_S = 0.1
 
 @dataclass(slots=True)
 class _Reader:
-    """`untold` says which blocks the cache holds where the router assumes the opposite."""
+    """`pending` says which blocks the cache holds where the router assumes the opposite."""
 
-    untold: dict[BlockHash, bool]
+    pending: dict[BlockHash, bool]
     number: int = 0
     due_s: float = 0.0
 
     @property
     def has_news(self) -> bool:
-        return bool(self.untold) or self.number == 0
+        return bool(self.pending) or self.number == 0
 
 
 class CacheJournal:
@@ -47,8 +47,8 @@ class CacheJournal:
     def note(self, block_hash: BlockHash, *, is_held: bool) -> None:
         """Note that the cache has just added or removed a block."""
         for reader in self._readers.values():
-            if reader.untold.pop(block_hash, None) is None:
-                reader.untold[block_hash] = is_held
+            if reader.pending.pop(block_hash, None) is None:
+                reader.pending[block_hash] = is_held
 
     @property
     def wake_at_s(self) -> float | None:
@@ -66,9 +66,9 @@ class CacheJournal:
 
 
 def _next_part(reader: _Reader) -> CacheChanges:
-    part = list(islice(reader.untold.items(), MAX_KEYS))
+    part = list(islice(reader.pending.items(), MAX_KEYS))
     for block_hash, _ in part:
-        del reader.untold[block_hash]
+        del reader.pending[block_hash]
     added = pack_keys(block_hash for block_hash, is_held in part if is_held)
     removed = pack_keys(block_hash for block_hash, is_held in part if not is_held)
     return CacheChanges(reader.number, added, removed)

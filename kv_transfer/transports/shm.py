@@ -222,7 +222,7 @@ class OwnerLinks:
         """Serve readers and owners, and return the peers whose processes are gone."""
         for descriptor, _ in self._poller.poll(0):
             if descriptor in self._links:
-                self._hear_owner(descriptor)
+                self._receive_pool(descriptor)
             else:
                 self._exporter.service(descriptor)
         gone, self._gone = self._gone, []
@@ -234,21 +234,21 @@ class OwnerLinks:
         self._exporter.close()
         self._poller.close()
 
-    def _hear_owner(self, descriptor: int) -> None:
+    def _receive_pool(self, descriptor: int) -> None:
         """Map the pool that the owner has sent, or note that its process has ended."""
         owner = self._links[descriptor]
         peer = self._peers[owner]
         assert peer.link is not None
         try:
-            said, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
+            data, descriptors, _, _ = socket.recv_fds(peer.link, 16, 1)
         except BlockingIOError:
             return
         except OSError:
-            said, descriptors = b"", []
+            data, descriptors = b"", []
         try:
             if descriptors and peer.mapping is None:
                 peer.mapping = Mapping(descriptors[0], peer.shape, peer.nonce)
-            elif not said:
+            elif not data:
                 raise TransferError("the owner of the pool is gone")
         except TransferError as error:
             peer.failure = error.message
@@ -382,10 +382,10 @@ class PoolExporter:
         reader = self._unproven[descriptor]
         with contextlib.suppress(OSError):
             try:
-                said = reader.recv(NONCE_BYTES + 1)
+                data = reader.recv(NONCE_BYTES + 1)
             except BlockingIOError:
                 return
-            if secrets.compare_digest(said, self._pool.nonce):
+            if secrets.compare_digest(data, self._pool.nonce):
                 socket.send_fds(reader, [b"pool"], [self._pool.fileno()])
                 self._readers[descriptor] = self._unproven.pop(descriptor)
                 return

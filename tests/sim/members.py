@@ -284,7 +284,7 @@ class SimNode(Member):
         self.loop.drain()
         self.vitals.note(is_draining=True)
         load = self.scheduler.load()
-        self.sockets.tell_routers(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
+        self.sockets.broadcast(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
         self._wake()
 
     def _has_drained(self) -> bool:

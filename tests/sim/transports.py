@@ -184,7 +184,7 @@ class SimPort:
         return -1
 
     def send(self, command: AgentCommand) -> None:
-        self._turns.hear(command)
+        self._turns.handle(command)
         self._pump_in(self._rng.choice((0.0, 0.001, 0.02)))
 
     def poll(self) -> list[AgentEvent]:

@@ -95,7 +95,7 @@ class Driven:
         self.clock = VirtualClock(100.0)
         self.turns = AgentTurns([self.transport], LIMITS, self.clock)
         for peer in peers:
-            self.turns.hear(add(peer))
+            self.turns.handle(add(peer))
         assert self.settle() == [PeerUp(peer, "scripted") for peer in peers]
 
     def settle(self) -> list[AgentEvent]:
@@ -126,7 +126,7 @@ def ended(events: list[AgentEvent]) -> ReadEnded:
 
 def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight() -> None:
     driven = Driven(A)
-    driven.turns.hear(read(7, 10))
+    driven.turns.handle(read(7, 10))
     assert driven.settle() == []
     assert driven.transport.posted == [
         (A, (0, 1, 2, 3), (50, 51, 52, 53)),
@@ -140,8 +140,8 @@ def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight() -> None:
 
 def test_peers_are_served_in_turn() -> None:
     driven = Driven(A, B)
-    driven.turns.hear(read(1, 12, A))
-    driven.turns.hear(read(2, 12, B))
+    driven.turns.handle(read(1, 12, A))
+    driven.turns.handle(read(2, 12, B))
     driven.settle()
     assert [peer for peer, _, _ in driven.transport.posted] == [A, B, A, B]
 
@@ -149,8 +149,8 @@ def test_peers_are_served_in_turn() -> None:
 def test_a_read_waits_for_its_peer_to_connect() -> None:
     driven = Driven()
     driven.transport.up = set()
-    driven.turns.hear(add(A))
-    driven.turns.hear(read(1, 4))
+    driven.turns.handle(add(A))
+    driven.turns.handle(read(1, 4))
     assert driven.settle() == []
     assert driven.transport.posted == []
     driven.transport.up = {A}
@@ -160,10 +160,10 @@ def test_a_read_waits_for_its_peer_to_connect() -> None:
 
 def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed() -> None:
     driven = Driven(A)
-    driven.turns.hear(read(1, 100))
+    driven.turns.handle(read(1, 100))
     driven.settle()
     driven.end(1)
-    driven.turns.hear(CancelRead(1))
+    driven.turns.handle(CancelRead(1))
     got = ended(driven.settle())
     assert (got.num_bytes, got.quiesced, got.failure and got.failure.code) == (
         400,
@@ -179,7 +179,7 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancel
 ) -> None:
     driven = Driven(A)
     driven.transport.cancels = cancels
-    driven.turns.hear(read(1, 4))
+    driven.turns.handle(read(1, 4))
     assert driven.settle() == []
     driven.clock.advance(30.0)  # its deadline
     if not cancels:
@@ -197,7 +197,7 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancel
 
 def test_a_failed_chunk_fails_the_read_and_cancels_the_other() -> None:
     driven = Driven(A)
-    driven.turns.hear(read(1, 100))
+    driven.turns.handle(read(1, 100))
     driven.settle()
     driven.transport.failed = {1}
     got = ended(driven.settle())
@@ -207,20 +207,20 @@ def test_a_failed_chunk_fails_the_read_and_cancels_the_other() -> None:
 
 def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:
     driven = Driven(A)
-    driven.turns.hear(read(1, 4))
+    driven.turns.handle(read(1, 4))
     driven.settle()
     driven.transport.gone = [A, A]
     events = driven.settle()
     assert sorted(type(event).__name__ for event in events) == ["PeerDown", "ReadEnded"]
     assert driven.transport.removed == [A]
-    driven.turns.hear(read(2, 4))
+    driven.turns.handle(read(2, 4))
     assert ended(driven.settle()).failure is not None
 
 
 def test_a_peer_that_does_not_connect_in_time_is_down() -> None:
     driven = Driven()
     driven.transport.up = set()
-    driven.turns.hear(add(A))
+    driven.turns.handle(add(A))
     driven.settle()
     assert driven.turns.wake_at_s(1.0) == 101.0
     driven.clock.advance(10.0)
@@ -232,10 +232,10 @@ def test_a_peer_that_does_not_connect_in_time_is_down() -> None:
 def test_a_removed_peer_is_forgotten_after_its_reads_and_may_be_added_again() -> None:
     driven = Driven(A)
     driven.transport.cancels = False
-    driven.turns.hear(read(1, 4))
+    driven.turns.handle(read(1, 4))
     driven.settle()
-    driven.turns.hear(RemovePeer(A))
-    driven.turns.hear(add(A))
+    driven.turns.handle(RemovePeer(A))
+    driven.turns.handle(add(A))
     assert driven.settle() == []
     assert driven.transport.removed == []
     driven.transport.ended = {1}
@@ -251,7 +251,7 @@ def test_only_what_has_no_descriptor_is_polled() -> None:
     assert driven.turns.wake_at_s(0.001) is None
     driven.transport.progress_s = 0.002  # it has no thread of its own
     assert driven.turns.wake_at_s(0.001) == 100.002
-    driven.turns.hear(read(1, 4))
+    driven.turns.handle(read(1, 4))
     driven.settle()
     assert driven.turns.wake_at_s(0.001) == 100.001
 
