@@ -217,7 +217,7 @@ class DecodeScheduler:
             if len(slices) == num_slots:
                 break
             if stream.wants_step and self._grow(stream):
-                guesses = self._guesses(stream, num_guesses)
+                guesses = () if stream.lookup is None else self._guesses(stream, num_guesses)
                 num_guesses -= len(guesses)
                 choice = stream.sequence.key.choice
                 slices.append(stream.sequence.slice(1, (choice,), self._step_id + 1, guesses))

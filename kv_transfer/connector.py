@@ -61,7 +61,7 @@ class NodeConnector:
         self._receives = KVReceives(node, self._peers)
 
     def step(self, now_s: float, events: Sequence[ConnectorEvent]) -> Effects:
-        out = Effects(now_s, self._peers.reachable)
+        out = Effects(now_s, self._peers.has_channel)
         for event in events:
             self._on(event, out)
         out.wake_at_s = self._wake_at_s()

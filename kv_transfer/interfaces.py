@@ -4,6 +4,7 @@ A read is *stale* if it ended after its lease. The connector decides that; trans
 when a read was posted and when it ended. All times are seconds since this host's boot (`boottime`).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -372,19 +373,19 @@ ConnectorReport = Released | OfferBroken | Offered | KVReceived | ReceiveEnded |
 
 @dataclass(slots=True)
 class Effects:
-    """What one step at `now_s` does. A message to a peer that is not `reachable` is dropped.
+    """What one step at `now_s` does. A message to a peer without a channel is dropped.
 
     Call the connector again by `wake_at_s`, if that is set.
     """
 
     now_s: float
-    reachable: set[PeerName]
+    has_channel: Callable[[PeerName], bool]
     commands: list[ConnectorCommand] = field(default_factory=list)
     reports: list[ConnectorReport] = field(default_factory=list)
     wake_at_s: float | None = None
 
     def send(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
-        if peer in self.reachable:
+        if self.has_channel(peer):
             self.commands.append(ToPeer(*peer, message))
 
     def command(self, rank: int, command: AgentCommand) -> None:

@@ -62,7 +62,6 @@ class Peer:
     info: NodeInfo | None = None
     is_listed: bool | None = None  # None if no router has named the node yet
     channel: Channel = Channel.NONE
-    is_dialled: bool = False  # by us
     is_broken: bool = False  # its channel broke, and it has not answered on a new one
     refusal: Failure | None = None
     dialled_s: float = 0.0
@@ -91,14 +90,13 @@ class Peer:
 
 
 class PeerTable:
-    """Every peer that was listed or has sent a message. `reachable` names those with a channel."""
+    """Every peer that was listed or has sent a message."""
 
     def __init__(self, node: NodeInfo, transfer: TransferConfig) -> None:
         self._node = node
         self._transfer = transfer
         self._peers: dict[PeerName, Peer] = {}
         self._current: dict[NodeId, PeerName] = {}  # the process last listed under that id
-        self.reachable: set[PeerName] = set()
 
     def all(self) -> list[Peer]:
         return list(self._peers.values())
@@ -108,6 +106,9 @@ class PeerTable:
         if name not in self._peers:
             self._peers[name] = Peer(name)
         return self._peers[name]
+
+    def has_channel(self, name: PeerName) -> bool:
+        return name in self._peers and self._peers[name].channel is not Channel.NONE
 
     def of_epoch(self, epoch: Epoch) -> Peer | None:
         return next((peer for peer in self._peers.values() if peer.epoch == epoch), None)
@@ -153,24 +154,23 @@ class PeerTable:
     def dial(self, peer: Peer, out: Effects) -> None:
         """Open a channel to that peer. Messages wait until the channel is open."""
         if peer.channel is Channel.NONE and peer.info is not None:
-            peer.channel, peer.is_dialled = Channel.DIALLED, True
+            peer.channel = Channel.DIALLED
             peer.dialled_s = peer.heard_s = out.now_s
-            self.reachable.add(peer.name)
             out.commands.append(DialPeer(peer.info))
             out.send(peer.name, self._hello())
 
     def greeted(self, peer: Peer, hello: PeerHello, out: Effects) -> Failure | None:
         """Handle a peer's PeerHello, and return why the peer is refused, if it is.
 
-        Only the dialled side answers; otherwise two nodes would greet each other for ever.
+        Only decode nodes answer, which prefill nodes dial; otherwise two nodes would greet each
+        other for ever.
         """
-        if not peer.is_dialled:
-            self.reachable.add(peer.name)
-            out.send(peer.name, self._hello())
         peer.refusal = self._difference(
             peer.name[0], hello.version, hello.model, hello.layout_fingerprint
         )
         peer.channel = Channel.UP if peer.refusal is None else Channel.REFUSED
+        if self._node.role == "decode":
+            out.send(peer.name, self._hello())
         peer.heard_s, peer.is_broken = out.now_s, False
         return peer.refusal
 
@@ -180,8 +180,7 @@ class PeerTable:
             out.commands.append(DropPeer(*peer.name))
 
     def lost(self, peer: Peer, out: Effects) -> None:
-        peer.channel, peer.is_dialled, peer.lost_s = Channel.NONE, False, out.now_s
-        self.reachable.discard(peer.name)
+        peer.channel, peer.lost_s = Channel.NONE, out.now_s
 
     def num_slices(self, name: PeerName) -> int:
         """Return into how many slices that decode node's reads cut one of our blocks."""
