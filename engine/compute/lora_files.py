@@ -14,7 +14,7 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.model_config import DecoderConfig, read_json
 from baton.engine.compute.weight_files import expected_tensors, tensors_of
 from baton.protocol.errors import ConfigError
 
@@ -100,14 +100,8 @@ def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:
 
 def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     where = f"adapter {name!r} in {folder}"
-    try:
-        data = (folder / CONFIG_FILE).read_bytes()
-        fields = msgspec.json.decode(data, type=dict[str, object])
-        given = msgspec.json.decode(data, type=_Config)
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot read {CONFIG_FILE}: {error.strerror}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{where}: {CONFIG_FILE}: {error}") from None
+    file = folder / CONFIG_FILE
+    fields, given = read_json(file, dict[str, object]), read_json(file, _Config)
     if given.peft_type != "LORA":
         raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
     if given.bias != "none":

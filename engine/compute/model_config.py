@@ -138,8 +138,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     file = folder / "config.json"
     if not file.is_file():
         raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
-    family = _family(file, _decode(file, _Kind))
-    raw = _decode(file, _RawConfig)
+    family = _family(file, read_json(file, _Kind))
+    raw = read_json(file, _RawConfig)
     kv_heads = raw.num_key_value_heads
     if isinstance(kv_heads, UnsetType):
         kv_heads = ABSENT_KV_HEADS.get(family)
@@ -148,7 +148,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     head_dim = raw.head_dim or default
     latent, num_guessing = None, 0
     if family in LATENT_FAMILIES:
-        raw_latent = _decode(file, RawLatent)
+        raw_latent = read_json(file, RawLatent)
         latent = latent_config(file, family, raw_latent)
         num_kv_heads, head_dim = 1, latent.row_dim
         num_guessing = raw_latent.num_nextn_predict_layers
@@ -159,11 +159,11 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         eps = RMS_NORM_EPS_OF.get(family, RMS_NORM_EPS)
     experts = None
     if family in EXPERT_FAMILIES:
-        experts = experts_config(file, family, _decode(file, RawExperts))
+        experts = experts_config(file, family, read_json(file, RawExperts))
     if family in GROUPED_FAMILIES:
-        experts = grouped_experts(file, family, _decode(file, RawGrouped))
+        experts = grouped_experts(file, family, read_json(file, RawGrouped))
     window, full_layers = _sliding_window(file, family, raw)
-    rope = rope_config(file, family, _decode(file, RawRope))
+    rope = rope_config(file, family, read_json(file, RawRope))
     return DecoderConfig(
         family=family,
         vocab_size=raw.vocab_size,
@@ -238,10 +238,11 @@ class _RawGeneration(msgspec.Struct):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
-def _decode(file: Path, kind: type[T]) -> T:
+def read_json(file: Path, kind: type[T]) -> T:
+    """Return what a file says. Raises a one-line `ConfigError` that names it."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
@@ -349,7 +350,7 @@ def _eos_token_ids(folder: Path, raw: _RawConfig) -> tuple[int, ...]:
     given = [raw.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():
-        given.append(_decode(generation, _RawGeneration).eos_token_id)
+        given.append(read_json(generation, _RawGeneration).eos_token_id)
     ids: set[int] = set()
     for entry in given:
         if entry is not None:

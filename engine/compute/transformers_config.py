@@ -16,6 +16,7 @@ from baton.engine.compute.model_config import (
     ARCHITECTURES,
     QUANTIZATION_FILES,
     DecoderDtype,
+    read_json,
 )
 from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
@@ -58,8 +59,8 @@ def runs_in_transformers(folder: Path, wanted: ModelImpl) -> bool:
     if wanted == "transformers":
         return True
     try:
-        raw = msgspec.json.decode((folder / "config.json").read_bytes(), type=_Folder)
-    except (OSError, msgspec.DecodeError):
+        raw = read_json(folder / "config.json", _Folder)
+    except ConfigError:
         return False  # the reader of baton's own models says what is wrong
     named = raw.architectures or ()
     return bool(named) and not any(name in ARCHITECTURES for name in named)
@@ -68,12 +69,7 @@ def runs_in_transformers(folder: Path, wanted: ModelImpl) -> bool:
 def check_for_transformers(folder: Path) -> tuple[str, str]:
     """Return the architecture and the checkpoint's dtype. Raises a one-line `ConfigError`."""
     file = folder / "config.json"
-    try:
-        raw = msgspec.json.decode(file.read_bytes(), type=_Folder)
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    except OSError as error:
-        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    raw = read_json(file, _Folder)
     known = _known_decoders()
     named = (raw.architectures or ("nothing",))[0]
     if named not in known.values():

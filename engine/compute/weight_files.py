@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from baton.engine.compute.expert_config import ExpertNames, ExpertsConfig
-from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.model_config import DecoderConfig, read_json
 from baton.engine.compute.quantization import Packing, Quantization
 from baton.protocol.errors import ConfigError
 
@@ -97,10 +97,7 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if not index.is_file():
         raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
-    try:
-        names = set(msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values())
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{index}: {error}") from None
+    names = set(read_json(index, _Index).weight_map.values())
     files = sorted(folder / name for name in names)
     if missing := [file.name for file in files if not file.is_file()]:
         raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")

@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from baton.engine.compute.model_config import read_json
 from baton.engine.compute.quantization import Packing
 from baton.engine.compute.weight_files import Stored, stored_tensors
 from baton.protocol.errors import ConfigError
@@ -174,11 +175,6 @@ def _samples(stored: Stored) -> Iterator[bytes]:
 
 def _significant_config(file: Path) -> bytes:
     """Return config.json in canonical form, without the fields that do not change the model."""
-    try:
-        fields = msgspec.json.decode(file.read_bytes(), type=dict[str, object])
-    except FileNotFoundError:
-        raise ConfigError(f"{file.parent} has no config.json") from None
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"{file}: {error}") from None
-    kept = {name: value for name, value in fields.items() if name not in INCIDENTAL_FIELDS}
+    fields = read_json(file, dict[str, object]).items()
+    kept = {name: value for name, value in fields if name not in INCIDENTAL_FIELDS}
     return msgspec.json.encode(kept, order="sorted")

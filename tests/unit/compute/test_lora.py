@@ -162,7 +162,7 @@ def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
             lambda: changed("0.mlp.up_proj.lora_B", to="model.layers.0.mlp.up_proj.lora_B", cut=1),
             "imply",
         ),
-        (lambda: Path("/nowhere"), "cannot read adapter_config.json: No such file"),
+        (lambda: Path("/nowhere"), "adapter_config.json cannot be read: No such file"),
     ],
 )
 def test_tensors_that_do_not_fit_are_refused(adapter: object, reason: str) -> None:
