@@ -15,9 +15,8 @@ from baton.decode_node.detached import Detached
 from baton.decode_node.stream import PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.choices import ByRequest, Choices
-from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.engine.scheduling.sequence import no_token
 from baton.kv_transfer.interfaces import (

@@ -8,7 +8,7 @@ from array import array
 from dataclasses import dataclass
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.outputs import NO_ROUTER, Origin
+from baton.engine.scheduling.requests import NO_ROUTER, Origin
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.engine.scheduling.sequence import Sequence
 from baton.protocol.ids import Key

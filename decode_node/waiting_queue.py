@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.choices import ByRequest, Choices
-from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
+from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.engine.scheduling.sequence import Sequence, reserve
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded

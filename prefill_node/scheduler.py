@@ -9,9 +9,8 @@ waiting prompt, no other prompt passes it.
 from dataclasses import dataclass
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.choices import ByRequest, Choices
-from baton.engine.scheduling.outputs import NO_ROUTER, Origin, Outputs
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.engine.scheduling.sequence import Sequence, no_token, reserve
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released

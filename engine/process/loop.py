@@ -12,8 +12,8 @@ from typing import assert_never
 from baton.engine.compute.executor import RANK_KILLED, Executor
 from baton.engine.process.records import EventRing, NodeObserver
 from baton.engine.process.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
-from baton.engine.scheduling.outputs import NO_ROUTER, Origin
 from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.engine.scheduling.requests import NO_ROUTER, Origin
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (

@@ -10,7 +10,7 @@ from typing import assert_never
 import msgspec
 
 from baton.engine.process.registration import RouterChannel, RouterStanding
-from baton.engine.scheduling.outputs import Origin
+from baton.engine.scheduling.requests import Origin
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, PeerLost, PeerName, ToPeer
 from baton.protocol.codec import (
     NodeInbox,

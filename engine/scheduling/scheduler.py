@@ -11,9 +11,8 @@ from typing import Protocol
 import msgspec
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.choices import Choices
-from baton.engine.scheduling.outputs import Origin, Outputs
 from baton.engine.scheduling.plan import StepPlan, StepResult
+from baton.engine.scheduling.requests import Choices, Origin, Outputs
 from baton.kv_transfer.interfaces import ConnectorReport
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError

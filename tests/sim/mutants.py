@@ -10,7 +10,7 @@ from unittest import mock
 from baton.engine.process.registration import RouterChannel
 from baton.engine.process.sockets import EngineSockets, PeerName
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.outputs import Outputs
+from baton.engine.scheduling.requests import Outputs
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer.handoff import ReaderLease, Tombstones
 from baton.kv_transfer.receive import KVReceive

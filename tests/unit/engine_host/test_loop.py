@@ -20,8 +20,8 @@ from baton.engine.process.loop import (
 from baton.engine.process.records import NodeObserver
 from baton.engine.process.sockets import FromRouter, LinkEvent, RouterLost
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.outputs import Origin
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
+from baton.engine.scheduling.requests import Origin
 from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.interfaces import (
