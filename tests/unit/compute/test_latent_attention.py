@@ -1,6 +1,7 @@
 """Latent attention in baton's own decoder: right, one row of a token, and bits of no batch."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.kv_cache import kv_layout
+from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.engine.compute.row_rule import MIN_ROWS, num_threads
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from tests.support.compute import (
@@ -204,6 +208,61 @@ def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair() -> None:
     assert own.fingerprint != theirs.fingerprint
     # transformers' code stores a key and a value, as long as a key, for each head.
     assert theirs.block_bytes == 16 * 3 * (4 * 2 * 24) * 4
+
+
+# What the folders on the hub say that bears on a pool: V3's, V2-Lite's and Kimi-K2's.
+COMMON: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "hidden_size": 7168,
+    "intermediate_size": 18432, "moe_intermediate_size": 2048, "vocab_size": 129280,
+    "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
+    "max_position_embeddings": 163840, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "n_routed_experts": 256,
+    "n_shared_experts": 1, "num_experts_per_tok": 8, "first_k_dense_replace": 3, "n_group": 8,
+    "topk_group": 4, "topk_method": "noaux_tc", "scoring_func": "sigmoid", "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5, "moe_layer_freq": 1, "num_nextn_predict_layers": 1,
+    "attention_bias": False, "hidden_act": "silu", "torch_dtype": "bfloat16", "rope_theta": 1e4,
+    "rope_scaling": {
+        "type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1.0,
+        "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1,
+    },
+    "quantization_config": {
+        "activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+}  # fmt: skip
+V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+    "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "q_lora_rank": None, "n_routed_experts": 64, "n_shared_experts": 2, "num_experts_per_tok": 6,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy",
+    "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    "rope_scaling": COMMON["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+KIMI: dict[str, Any] = {
+    "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1,
+    "topk_group": 1, "n_routed_experts": 384, "first_k_dense_replace": 1, "rope_theta": 5e4,
+    "num_nextn_predict_layers": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "token_bytes", "scale"),
+    [
+        ({}, 61 * 576 * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
+        (V2_LITE, 27 * 576 * 2, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2),
+        (KIMI, 61 * 576 * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
+    ],
+)
+def test_published_folders_are_read(
+    fields: dict[str, Any], token_bytes: int, scale: float, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
+    config = read_decoder_config(tmp_path)
+    layout = kv_layout(config, CacheConfig(block_size=16), 1, torch.bfloat16)
+    assert layout.block_bytes == 16 * token_bytes
+    assert config.attention_scale == pytest.approx(scale)
+    assert (config.rope.attention_factor, config.rotary_dim) == (1.0, 64)
+    assert config.max_position_embeddings == 163840
 
 
 def test_a_folder_of_kimi_is_one_of_deepseek(tmp_path: Path) -> None:
