@@ -14,7 +14,6 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from baton.engine.compute.attention import Backend, PlainBackend
 from baton.engine.compute.decoder import Decoder, DecoderLayer
 from baton.engine.compute.kv_cache import KVCache, device_cache
 from baton.engine.compute.linear import Linear
@@ -25,13 +24,11 @@ from baton.engine.compute.runner import Runner
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import CudaQueue, HostQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import SingleRank
-from baton.engine.scheduling.plan import Slice
-from baton.protocol.ids import Key, RequestId
 from baton.runtime.clock import monotonic
 from tools.gpu import serving
 from tools.gpu.cases import STEPS, StepCase
 from tools.gpu.floors import Shape
-from tools.gpu.rows import Check, Measured, Unreached
+from tools.gpu.rows import Measured, Unreached
 from tools.gpu.section import Desk
 from tools.gpu.serving import BLOCK_SIZE, decode, prefill
 
@@ -43,9 +40,6 @@ BUILD_S = 15.0  # a model is not begun if less time than this is left
 SHARED_BLOCKS = 8320  # 128 sequences of 1k tokens
 MAX_POSITIONS = 40_960  # of Qwen3; block tables on the device are as wide
 SPARE_BYTES = 6 << 30  # memory for activations and logits beside weights and pool
-AGREEMENT = Shape("2 layers of 0.6B", 1024, 3072, 2, 16, 8, 128, 640, is_tied=True)
-AGREES = "a decoder on the kernels agrees with the CPU's"
-LARGEST_ERROR = 1e-3  # fp32, sums in another order
 
 
 def run(
@@ -55,8 +49,6 @@ def run(
 ) -> None:
     """Run the section: models one after the other, each built once per size of pool."""
     torch.manual_seed(0)
-    shape = AGREEMENT if desk.device.type == "cuda" else steps[0].shape
-    desk.check(AGREES, partial(agreement, desk.device, shape))
     for model in _models(steps):
         shape, num_blocks = model[0].shape, max(map(blocks_of, model))
         if lacking := _lacking(desk, shape, num_blocks):
@@ -123,27 +115,19 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
     )
     cache.pool.normal_()  # reading zeros takes less power
     positions = min(num_blocks * BLOCK_SIZE, MAX_POSITIONS)
-    return make_runner(shape, decoder, cache, positions, with_kernels=True)
+    return make_runner(shape, decoder, cache, positions)
 
 
-def make_runner(
-    shape: Shape, decoder: Decoder, cache: KVCache, positions: int, *, with_kernels: bool
-) -> Runner:
+def make_runner(shape: Shape, decoder: Decoder, cache: KVCache, positions: int) -> Runner:
     """Return a runner that is built like a rank's, without a checkpoint."""
+    from baton.engine.compute.cuda_backend import CudaBackend
+    from baton.kernels.device_sampling import sample_tokens
+
     table = rope_table(Rope(THETA), shape.head_dim, positions)
-    backend: Backend
     device = cache.pool.device
     queue: StepQueue = CudaQueue(device) if device.type == "cuda" else RepeatingQueue()
-    sampler = Sampler()
-    if with_kernels:
-        from baton.engine.compute.cuda_backend import CudaBackend
-        from baton.kernels.device_sampling import sample_tokens
-
-        backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
-        sampler = Sampler((), sample_tokens)
-    else:
-        backend = PlainBackend(cache.pool, shape.num_heads, table, EPS, window=None)
-    return Runner(decoder, backend, cache, sampler, queue, monotonic)
+    backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
+    return Runner(decoder, backend, cache, Sampler((), sample_tokens), queue, monotonic)
 
 
 class RepeatingQueue(HostQueue):
@@ -181,57 +165,3 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
     embedding = linear(shape.vocab_size, hidden).weight
     head = Linear(embedding) if shape.is_tied else linear(shape.vocab_size, hidden)
     return Decoder(embedding, layers, ones(hidden), head, False, EPS, SingleRank())
-
-
-def agreement(device: torch.device, shape: Shape = AGREEMENT) -> Check:
-    """Compare fp32 logits of prompts and decode steps: baton's kernels with the CPU's backend."""
-    host = random_decoder(shape, torch.float32, torch.device("cpu"))
-    sizes = (8, shape.num_kv_heads, shape.num_layers, 2, BLOCK_SIZE, shape.head_dim)
-    found = []
-    for decoder, with_kernels in ((host, False), (_moved(host, device), True)):
-        cache = device_cache(sizes, torch.float32, decoder.embedding.device)
-        runner = make_runner(shape, decoder, cache, 128, with_kernels=with_kernels)
-        found.append(_logits(runner).cpu())
-    error = float((found[0] - found[1]).abs().max() / found[0].abs().max())
-    detail = f"largest error {error:.1e} of the largest logit, at most {LARGEST_ERROR:g}; fp32"
-    return Check(AGREES, error <= LARGEST_ERROR, detail)
-
-
-def _logits(runner: Runner) -> Tensor:
-    """Return the logits of a prompt, a decode step beside another prompt, and two decode steps."""
-    one, two = Key(RequestId("one")), Key(RequestId("two"))
-    tokens = tuple(range(3, 43))
-    batches = (
-        (Slice(one, 0, 37, tokens[:37], (5, 2, 7)),),
-        (Slice(one, 37, 1, tokens[37:38], (5, 2, 7)), Slice(two, 0, 20, tokens[:20], (1, 4))),
-        (Slice(one, 38, 1, tokens[38:39], (5, 2, 7)), Slice(two, 20, 1, tokens[20:21], (1, 4))),
-    )
-    found = []
-    for slices in batches:
-        batch = runner.pack(slices)
-        rows = torch.arange(batch.num_tokens, device=runner.device)
-        with torch.inference_mode():
-            logits = runner.decoder.forward(batch, rows, runner.backend)
-        found.append(logits)
-    return torch.cat(found)
-
-
-def _moved(decoder: Decoder, device: torch.device) -> Decoder:
-    def linear(layer: Linear) -> Linear:
-        return Linear(layer.weight.to(device))
-
-    layers = tuple(
-        DecoderLayer(
-            layer.attention_norm.to(device),
-            linear(layer.qkv),
-            None if layer.head_norms is None else layer.head_norms.to(device),
-            linear(layer.output),
-            layer.mlp_norm.to(device),
-            GatedMlp(*map(linear, layer.mlp.linears())),
-        )
-        for layer in decoder.layers
-    )
-    return Decoder(
-        decoder.embedding.to(device), layers, decoder.final_norm.to(device), linear(decoder.head),
-        decoder.head_is_split, decoder.eps, SingleRank(),
-    )  # fmt: skip
