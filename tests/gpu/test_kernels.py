@@ -118,6 +118,10 @@ def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: 
     cases.check_block_copy(numel, dtype, "cuda")
 
 
+def test_sums_of_blocks_are_those_of_the_reference() -> None:
+    cases.check_block_sums(1 << 19, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("spread", [0.3, 3.0, 9.0])
 @pytest.mark.parametrize("vocab", [1, 301, 50_257, 151_936])

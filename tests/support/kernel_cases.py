@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -283,6 +284,15 @@ def check_add_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtype, 
     assert_equal_bits(grouped_product.add_experts(rows[1:2], weights[1:2]), whole[1:2])
 
 
+def check_on_warps(shape: AttentionShape, device: str) -> None:
+    """Both attentions with the tiles of GPUs that multiply on warps."""
+    from baton.kernels import paged
+
+    with patch.object(paged, "tilings_of", lambda _: paged.WARPS):
+        check_decode_as_prefill(shape, device, 9)
+        check_prefill(_with(shape, contexts=(70, 5), queries=(40, 5)), device)
+
+
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> None:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
     from baton.kernels.pool_writes import move_blocks
@@ -379,6 +389,9 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "ordered window": lambda: check_decode_as_prefill(_with(one, window=530), "cpu", 9),
         "ordered bf16": lambda: check_decode_as_prefill(
             _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
+        ),
+        "tiles for warps": lambda: check_on_warps(
+            _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
         ),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),
