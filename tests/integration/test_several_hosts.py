@@ -1,6 +1,7 @@
-"""One cluster.yaml and `baton up` on each of several hosts, which are network namespaces."""
+"""One cluster.yaml, `baton doctor` and `baton up` on several hosts: network namespaces."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -47,6 +48,12 @@ except urllib.error.HTTPError as error:
 """
 
 
+def write_cluster(folder: Path, described: dict[str, object]) -> None:
+    write_demo_model(folder / "demo")
+    write_key(folder / "cluster.key")
+    (folder / "cluster.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
+
+
 class Three:
     """Three hosts that have the same cluster.yaml, and `baton up` on each of them."""
 
@@ -54,9 +61,7 @@ class Three:
         self.on = on
         self.folder = folder
         self.up: dict[int, subprocess.Popen[bytes]] = {}
-        write_demo_model(folder / "demo")
-        write_key(folder / "cluster.key")
-        (folder / "cluster.yaml").write_text(yaml.safe_dump(DESCRIBED, sort_keys=False))
+        write_cluster(folder, DESCRIBED)
 
     def start(self, host: int) -> None:
         words = (str(self.folder / "cluster.yaml"), "--state", str(self.folder / f"state-{host}"))
@@ -112,3 +117,43 @@ def test_one_description_serves_on_three_hosts_through_the_loss_of_one(three: Th
     three.on.plug(DECODE[0], is_in=True)
     until(lambda: three.state_of("decode-0") == "ready", three.logs)
     assert "Traceback" not in three.logs()
+
+
+def looked_at(on: Hosts, folder: Path, *words: str) -> tuple[int, str]:
+    """Look at the cluster from the prefill node's host; return the exit code and what is said."""
+    via = on.launcher(folder / "on")
+    file = str(folder / "cluster.yaml")
+    given = (file, "--via", via, "--state", str(folder / "state"), *words)
+    done = on.run(ROUTER, sys.executable, "-m", "baton", "doctor", *given)
+    assert "Traceback" not in done.stderr
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path: Path) -> None:
+    described = {**DESCRIBED, "settings": {"cache": {"memory_mib": 64}}}  # any transport
+    write_cluster(tmp_path, described)
+    with hosts(3) as on:
+        code, said = looked_at(on, tmp_path)
+        assert code == 0, said
+        for host in ("10.0.0.1", "10.0.0.2", "10.0.0.3", "all hosts", "paths"):
+            assert f"{host}:\n" in said
+        rows = re.findall(
+            r"ok +(\S+) reads (\S+)  (\d+\.\d\d) GB/s, \d+\.\d\d ms for a block of 64 KiB, by "
+            r"nixl: (\S+)",
+            said,
+        )
+        assert [(row[0], row[1], row[3]) for row in rows] == [
+            ("10.0.0.2", "10.0.0.1", "tcp/eth0"), ("10.0.0.3", "10.0.0.1", "tcp/eth0"),
+        ]  # fmt: skip
+        assert all(float(row[2]) > 0 for row in rows)
+
+        # UCX dials the prefill host; nodes dial the decode host and the router.
+        new = "ct state new"
+        on.drop(ROUTER, f"ip saddr 10.0.0.3 {new} tcp dport != {{ 5570, 8000 }}")
+        on.drop(DECODE[0], f"ip saddr 10.0.0.1 {new} tcp dport 1-65535")
+        code, said = looked_at(on, tmp_path, "--timeout", "10")
+        assert code == 1
+        blocked, unread = re.findall(r"fault +\S+ reads \S+  (.*)", said)
+        assert re.search(r"no answer from 10.0.0.2:\d+ within 10 s", blocked)
+        assert re.search(r"no answer in time from nixl at 10.0.0.1, TCP port \d+", unread)
+        assert "open all TCP ports of the host that is read" in unread

@@ -169,16 +169,6 @@ class Cluster:
 
         until(is_healthy, self._last_lines)
 
-    def wait_until_unused(self) -> None:
-        """Until every node has told the router that all of its blocks are free."""
-
-        def is_unused() -> bool:
-            loads = [node["load"] for node in json.loads(self.get("/health")[1])["nodes"]]
-            free = [0 < load["total_blocks"] == load["free_blocks"] for load in loads]
-            return bool(free) and all(free)
-
-        until(is_unused, self._last_lines)
-
     def records(self, name: str) -> list[Record]:
         return read_records(self.folder / "records" / f"{name}.jsonl")
 
