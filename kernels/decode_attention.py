@@ -33,6 +33,7 @@ from baton.kernels.paged import (
     num_programs,
     padded,
     slot_rows,
+    tilings_of,
 )
 
 SPLIT = 256  # tokens; the partial results are then 3 % of the bytes read (4 heads of 128, bf16)
@@ -65,9 +66,8 @@ def paged_decode_attention(
     tiles, split = decode_tiling(q), ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
-    programs = num_programs(
-        q.device, tiles.per_multiprocessor if rows == 16 else min(tiles.per_multiprocessor, 2)
-    )
+    wide = tilings_of(q.device).wide_programs
+    programs = num_programs(q.device, tiles.per_multiprocessor if rows == 16 else wide)
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
     num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)

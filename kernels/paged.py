@@ -226,6 +226,8 @@ class Tilings:
     prefill: Mapping[Row, PrefillTiling]
     ordered_prefill: Mapping[Row, PrefillTiling]
     product_warps: int = 4  # of a fixed product
+    # Decode programs on a multiprocessor where more than 16 query heads share a KV head.
+    wide_programs: int = 2
 
 
 # The first tables are for GPUs that multiply on warpgroups. A multiprocessor keeps some 100 KiB of
@@ -290,6 +292,7 @@ WARPS = Tilings(
         (FP32, 256): PrefillTiling(16, 16, 16, 2),
     },
     product_warps=8,
+    wide_programs=1,
 )
 LEAST_CAPABILITY = (8, 0)  # older GPUs cannot multiply bf16
 

@@ -24,7 +24,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels import fixed_product, paged
+from baton.kernels import decode_attention, fixed_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
@@ -215,7 +215,7 @@ class Cubin(msgspec.Struct, frozen=True):
 def compiled(launch: Callable[[], object], gpu: str) -> list[Cubin]:
     """Return one cubin for each kernel that a call launches on a GPU of that capability."""
     tilings = paged.tilings_for((int(gpu) // 10, int(gpu) % 10))
-    places = (paged, fixed_product)
+    places = (paged, decode_attention, fixed_product)
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(patch.object(place, "tilings_of", lambda _: tilings))

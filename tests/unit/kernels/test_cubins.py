@@ -60,7 +60,7 @@ def check(reports: Reports, gpu: str) -> None:
         dtype = torch.bfloat16 if "bf16" in str(report["case"]) else torch.float32
         words = str(report["case"]).removeprefix("ordered ").split()
         wanted = tilings.decode[dtype, padded(int(words[2]))].per_multiprocessor
-        wanted = min(wanted, 2) if "group of 32" in str(report["case"]) else wanted
+        wanted = tilings.wide_programs if "group of 32" in str(report["case"]) else wanted
         if gpu in {"90", "100"} or dtype == torch.bfloat16:
             assert int(report["blocks"]) >= wanted, report
 
