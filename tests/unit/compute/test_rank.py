@@ -19,10 +19,12 @@ from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_ran
 from baton.engine.compute.worker_executor import environment_of
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.fields import with_values
 from baton.runtime.host import gpus_of
 from baton.runtime.local_cluster import LocalCluster
 from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config, loaded
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
 
 
@@ -67,6 +69,14 @@ def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
     assert re.search(reason, said.fields["reason"])  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{reason}"):
         plan_rank(config_for("cuda", **model), num_ranks)
+
+
+@pytest.mark.usefixtures("with_gpu")
+def test_latent_attention_is_computed_on_cpus_alone() -> None:
+    config = with_values(compute_config(foreign_folder("deepseek_v3")), {"engine.device": "auto"})
+    assert plan_rank(config, 1).device.type == "cpu"
+    with pytest.raises(ConfigError, match="latent attention has no CUDA kernel yet"):
+        plan_rank(with_values(config, {"engine.device": "cuda"}), 1)
 
 
 @pytest.mark.usefixtures("with_gpu")
