@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from baton.protocol.config import ClusterConfig, RouterConfig
+from baton.protocol.config import ClusterConfig
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
@@ -22,6 +22,7 @@ from tests.support.waiting import until
 from tools.soak.__main__ import SoakSettings, soak, table
 
 NUM_TOKENS = 200
+MAX_ATTEMPTS = 2
 MANY_TOKENS = 4_000  # far more than the streams get to
 DEADLINE_S = 240.0
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
@@ -36,7 +37,7 @@ def settings(**nodes: object) -> ClusterConfig:
     return tiny_cluster(
         cache={"num_blocks": 600},
         engine={"max_num_batched_tokens": 64, "num_speculative_tokens": 3},
-        router={"local_prefill": "never"}, **nodes,
+        router={"local_prefill": "never", "max_attempts": MAX_ATTEMPTS}, **nodes,
     )  # fmt: skip
 
 
@@ -115,7 +116,7 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
             StreamReader(cluster, body(PROMPT, MANY_TOKENS) | {"model": name})
             for name in ("tiny", "mine")
         ]
-        for _ in range(RouterConfig().max_attempts + 1):
+        for _ in range(MAX_ATTEMPTS + 1):
             for reader in readers:
                 reader.wait_for_more(2)
             cluster.kill("decode-0")
