@@ -35,10 +35,7 @@ class ExecutorInfo(msgspec.Struct, frozen=True):
 
 class Executor(Protocol):
     def start(self, progress: Progress) -> ExecutorInfo:
-        """Load and allocate. Raises `ConfigError` or `NodeError`.
-
-        The caller ends a start whose `progress` stands still.
-        """
+        """Load and allocate, within a deadline. Raises `ConfigError` or `NodeError`."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

@@ -35,7 +35,7 @@ from baton.kv_transfer.interfaces import AgentCommand, AgentEvent, TransferPort
 from baton.protocol.config import ClusterConfig, EngineConfig
 from baton.protocol.errors import ConfigError, Failure, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Standstill, monotonic
 from baton.runtime.host import VISIBLE_GPUS, gpus_of, threads_per_rank
 from baton.runtime.process import Child, Command
 
@@ -68,11 +68,14 @@ class WorkerExecutor:
                 self._epoll.register(worker.steps, select.EPOLLIN)
                 load = LoadRank(config, self._epoch, rank, memory, peers[rank])
                 self._send(worker, load)
+        standstill = Standstill(self._config.node.start_timeout_s)
         while waiting := [worker for worker in self._workers if worker.info is None]:
             self._receive(PROGRESS_EVERY_S)
             if self._error is not None:
                 raise self._error
-            # The node ends a start without progress, and that of any rank is progress.
+            if standstill.lasts([worker.progress for worker in self._workers]):
+                raise NodeError("the ranks make no progress in loading (node.start_timeout_s)")
+            # The node watches as well, and the progress of any rank is that of its start.
             _, done, total = zip(*(worker.progress for worker in self._workers), strict=True)
             progress(waiting[0].progress[0], sum(done), sum(total))
         return _combined([worker.info for worker in self._workers if worker.info])
