@@ -40,7 +40,7 @@ class Codec(Generic[T]):
             raise MalformedMessage(str(error)) from error
 
 
-class Unreadable(msgspec.Struct, frozen=True):
+class Unreadable(msgspec.Struct, frozen=True, tag=True):
     """A malformed `Prefill` or `Decode` whose key could be read. It never travels."""
 
     key: Key

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import Tokenizer
@@ -10,12 +10,13 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from baton.decode_node.scheduler import DecodeScheduler
+from baton.engine.compute.executor import Executor
 from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
 from baton.engine.process.loop import EngineLoop
 from baton.engine.process.records import NodeObserver
 from baton.engine.process.sockets import EngineSockets
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
+from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.agent import AgentLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.transports.addresses import ShmAddress
@@ -161,18 +162,22 @@ class SimNode(Member):
             world.max_model_len, VOCAB, compute=self.name, reaches=(f"{transport.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32)),
         )  # fmt: skip
-        node_limits = NodeLimits(32, 8, world.max_model_len, EOS, VOCAB, DETACHED_S)
-        make = DecodeScheduler if self.role == "decode" else PrefillScheduler
-        self.scheduler: Scheduler = make(self.pool, node_limits)
-        connector = NodeConnector(info, TransferConfig(lease_s=world.lease_s))
-        observer = NodeObserver(self.vitals, node_id, LogConfig(stats_s=0.0), process.clock)
-        self.loop = EngineLoop(
-            self.scheduler, self.executor, connector, self.sockets, observer, process.clock
-        )
+        self.info = info
+        self.loop = self.loop_with(self.pool, self.executor, self.sockets, process.clock)
+        self.scheduler = self.loop.scheduler
         process.state_of = self._state_of
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
         self._wake()
+
+    def loop_with(
+        self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
+    ) -> EngineLoop:
+        limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB, DETACHED_S)
+        make = DecodeScheduler if self.role == "decode" else PrefillScheduler
+        connector = NodeConnector(self.info, TransferConfig(lease_s=self.world.lease_s))
+        observer = NodeObserver(self.vitals, self.info.node_id, LogConfig(stats_s=0.0), clock)
+        return EngineLoop(make(pool, limits), executor, connector, links, observer, clock)
 
     def held(self, request_id: RequestId) -> list[HeldChoice]:
         """Return what this node runs of a request, or keeps of its end."""
