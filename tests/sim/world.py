@@ -1,6 +1,7 @@
 """One schedule: a cluster, its clients, two lanes of faults, and what must hold at the end."""
 
 import asyncio
+import gc
 import random
 import secrets
 import time
@@ -368,6 +369,8 @@ class World:
 
 def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     """Run the schedule of a seed, with its own faults or with these."""
+    gc.collect()  # here, because coroutines of the schedule before would end in this one's loop
+    gc.freeze()  # so that the next one looks at this schedule alone
     loop = SimLoop()
     asyncio.set_event_loop(loop)
     world = World(loop, seed, lanes)
