@@ -87,7 +87,7 @@ class Wire(asyncio.Transport):
         protocol.connection_made(self)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._is_closing:
+        if not self._is_closing and not self._loop.is_closed():
             self._exchange.send(bytes(data))
             self.flow()
 
