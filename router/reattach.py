@@ -205,7 +205,13 @@ class Search:
         return unknown(text) if self._may_be_held(now_s) else gone()
 
     def _may_be_held(self, now_s: float) -> bool:
-        return bool(self._silent or self._missing) or now_s < self._unmet_s
+        """Return whether a node may hold the stream that has not said so.
+
+        A router that has no decode node now may soon have one, to which another router has moved
+        the stream.
+        """
+        is_unheard = bool(self._silent or self._missing or not self._asked)
+        return is_unheard or now_s < self._unmet_s
 
     @property
     def running_keys(self) -> dict[NodeId, list[Key]]:

@@ -169,6 +169,14 @@ def test_an_attempt_that_catches_up_counts_if_it_has_the_clients_tokens(token: i
     assert isinstance(one.verdict(0.0), FoundRequest if token == 5 else Failure)
 
 
+def test_a_router_without_a_decode_node_does_not_know_that_a_stream_is_gone() -> None:
+    one = search(part(3), nodes=())
+    assert code(one.verdict(0.0)) == "stream_unknown"
+    assert one.asks(A)
+    one.heard(A, NOTHING)
+    assert code(one.verdict(0.0)) == "stream_gone"
+
+
 def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream() -> None:
     one = Search(ID, None, 0.0, REJOIN_S, (), unmet_s=30.0)
     assert one.asks(A)
