@@ -369,8 +369,16 @@ class World:
 
 def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     """Run the schedule of a seed, with its own faults or with these."""
-    gc.collect()  # here, because coroutines of the schedule before would end in this one's loop
-    gc.freeze()  # so that the next one looks at this schedule alone
+    if not gc.get_freeze_count():
+        gc.freeze()  # what is collected after a schedule is this schedule alone
+    try:
+        return _simulate(seed, lanes)
+    finally:
+        asyncio.set_event_loop(None)
+        gc.collect()  # here, because its coroutines would else end in the loop of the next
+
+
+def _simulate(seed: int, lanes: list[list[Fault]] | None) -> Result:
     loop = SimLoop()
     asyncio.set_event_loop(loop)
     world = World(loop, seed, lanes)
