@@ -468,7 +468,10 @@ class RouterCore:
         except Exception:  # a bug ends only its own request
             log.exception("unhandled error", request=active.name, at=type(event).__name__)
             active.stream.finish(BatonError("the router failed to handle this request"))
-            self._forget(active)
+            if isinstance(event, CallerGone):
+                self._forget(active)
+            else:  # its nodes must not go on
+                self._events.append((active, CallerGone("router error"), NO_NODE))
 
     def _forget(self, active: ActiveRequest) -> None:
         """Drop a request. A node that still works for it is told to stop at its next message."""

@@ -119,11 +119,10 @@ class Pairs:
     def transfers(self, now_s: float) -> tuple[PairTransfers, ...]:
         found = {pair: copy(one) for pair, one in self._counts.items()}
         for (prefill, decode), trouble in self._trouble.items():
-            if (one := found.get((prefill[0], decode[0]))) is not None:
-                one.reason, one.avoided_s = (
-                    trouble.failure.message,
-                    max(0.0, trouble.until_s - now_s),
-                )
+            pair = prefill[0], decode[0]
+            one = found.setdefault(pair, PairTransfers(*pair))
+            one.reason = trouble.failure.message or trouble.failure.code
+            one.avoided_s = max(0.0, trouble.until_s - now_s)
         return tuple(found.values())
 
     def _forget(self, prefill: NodeProcess, decode: NodeProcess) -> None:

@@ -19,7 +19,7 @@ from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import ProcessId, ProcessState, ProcessStatus, write_private
 from baton.deploy.cluster.supervision import JOB, STATUS, HostJob
 from baton.deploy.startup import url_of
-from baton.protocol.errors import NodeError
+from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.process import Child, Command
 from baton.runtime.settings import VARIABLE_PREFIX
 
@@ -113,7 +113,12 @@ def _detached(folder: Path) -> "subprocess.Popen[bytes]":
 
 
 def _supervisor_of(folder: Path) -> ProcessId | None:
+    file = folder / SUPERVISOR
     try:
-        return msgspec.json.decode((folder / SUPERVISOR).read_bytes(), type=ProcessId)
+        return msgspec.json.decode(file.read_bytes(), type=ProcessId)
     except FileNotFoundError:
         return None
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{file} is of another version of baton: end that process: {error}"
+        ) from None

@@ -211,7 +211,9 @@ class Handlers:
                 name = f"{work.writer.id}-{index}"
                 ids = unpacked(prompt)
                 if self._logs_prompts:
-                    shown = self._engine.get_tokenizer().decode(ids[:MAX_PROMPT_CHARS])
+                    shown = self._engine.get_tokenizer().decode(
+                        ids[:MAX_PROMPT_CHARS], skip_special_tokens=False
+                    )
                     log.info("prompt", request=work.request_id, text=clip(shown))
                 with blaming(work.parsed.sent):
                     stream = await self._engine.submit(
@@ -276,8 +278,7 @@ class Handlers:
                 else:
                     chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
                     ids = await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
-                if parsed.echo or isinstance(prompt, list):
-                    check_ids(ids, job.model)
+                check_ids(ids, job.model)
             prompts.append(packed(ids))
             if parsed.echo:
                 echoes.append(prompt if isinstance(prompt, str) else text.decode(ids))

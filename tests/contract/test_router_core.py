@@ -5,6 +5,7 @@ import pytest
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import BatonError, Cancelled, Failure
+from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     Accepted,
     Cancel,
@@ -20,6 +21,7 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import SamplingParams
+from baton.router.lifecycle import Lifecycle
 from baton.router.outputs import CompletionOutput, RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
@@ -168,4 +170,28 @@ async def test_an_error_of_one_request_touches_no_other(bench: RouterBench) -> N
     with pytest.raises(BatonError, match="failed to handle"):
         await broken.ended()
     assert (await collected(other)).outputs[0].token_ids == toy_answer(PROMPT, 8)
+    await bench.settled()
+
+
+@routed()
+async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(
+    bench: RouterBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes = await bench.pair()
+    stream = await bench.router.submit(PROMPT, GREEDY)
+    order = await nodes[0].hear(Prefill)
+    step = Lifecycle.step
+
+    def broken(lifecycle: Lifecycle, now_s: float, event: object, node: NodeId) -> object:
+        if isinstance(event, InProgress):
+            raise ValueError("a bug")
+        return step(lifecycle, now_s, event, node)
+
+    monkeypatch.setattr(Lifecycle, "step", broken)
+    nodes[0].say(InProgress((order.key,)))
+    with pytest.raises(BatonError, match="failed to handle"):
+        await stream.ended()
+    for node in nodes:
+        assert (await node.hear(Cancel)).keys == (order.key,)
+        node.say(CancelDone((order.key,)))
     await bench.settled()
