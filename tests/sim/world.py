@@ -368,17 +368,17 @@ class World:
 
 
 def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
-    """Run the schedule of a seed, with its own faults or with these."""
+    """Run the schedule of a seed, with its own faults or with these, and collect what it leaves."""
     if not gc.get_freeze_count():
         gc.freeze()  # what is collected after a schedule is this schedule alone
     try:
-        return _simulate(seed, lanes)
+        return simulate_once(seed, lanes)
     finally:
-        asyncio.set_event_loop(None)
         gc.collect()  # here, because its coroutines would else end in the loop of the next
 
 
-def _simulate(seed: int, lanes: list[list[Fault]] | None) -> Result:
+def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
+    """Run a schedule in a process that runs no other."""
     loop = SimLoop()
     asyncio.set_event_loop(loop)
     world = World(loop, seed, lanes)
@@ -392,6 +392,7 @@ def _simulate(seed: int, lanes: list[list[Fault]] | None) -> Result:
         for member in (*world.routers, *world.nodes, *world.twins):
             member.process.kill()
         loop.close()
+        asyncio.set_event_loop(None)
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
         seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,
