@@ -459,6 +459,8 @@ class Lifecycle:
         elif by_router:
             self._leave(attempt, None)
         elif not attempt.open:
+            if not attempt.streaming:  # prefill tells decode of the end, unless they are cut off
+                self._cancel(attempt, attempt.decode, attempt.keys)
             self._leave_quietly(attempt)
         if self._num_open == 0:
             self._conclude(None)

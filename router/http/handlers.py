@@ -48,6 +48,7 @@ from baton.router.http.sse import (
     ReaderPlace,
     form_of,
     kept_of,
+    last_event,
     owner_of,
     place_of,
     start_of,
@@ -175,7 +176,15 @@ class Handlers:
             forms.append(form_of(data))
             return forms[-1].params, forms[-1].parsing
 
-        stream = await self._engine.reattach(claim, read_form)
+        try:
+            stream = await self._engine.reattach(claim, read_form)
+        except RequestError as error:
+            if error.code != "stream_gone" or not place.is_whole:
+                raise
+            # Nodes keep no stream that ended with its first tokens, and others for a while only.
+            running.outcome = "finished"
+            end = last_event(request.headers[LAST_EVENT_ID])
+            return web.Response(body=end, headers={"Content-Type": "text/event-stream"})
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         writer, running.request_id = forms[-1].writer, forms[-1].request_id

@@ -253,6 +253,11 @@ class ReaderPlace(msgspec.Struct, frozen=True):
     received: tuple[ReceivedPart, ...] | None
     tail: Tail = ""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the reader has the end of every choice."""
+        return self.received is not None and all(part.has_ended for part in self.received)
+
 
 class ChunkEvents:
     """The events of completions and chats, which are chunks, and an end."""
@@ -377,6 +382,11 @@ def place_of(event_id: str) -> ReaderPlace:
         text = "this is not the id of an event of a stream that can be resumed"
         raise RequestError(text, param=LAST_EVENT_ID)
     return ReaderPlace(response_id, received, _TAILS[tail])
+
+
+def last_event(event_id: str) -> bytes:
+    """Return the event that ends a stream for a reader who has everything before it."""
+    return f"id: {event_id.partition('/')[0]}/d\ndata: {_DONE.decode()}\n\n".encode()
 
 
 def start_of(response_id: str, event_id: str | None = None) -> ReaderPlace:

@@ -14,7 +14,7 @@ from tests.support.cluster import Cluster
 from tests.support.waiting import until
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
-NUM_TOKENS = 300
+NUM_TOKENS = 700  # so many that none has come whole when the router is killed
 DEADLINE_S = 120.0
 KEY = "one"
 # The stop string never comes, so the text before it is held back again and again.
@@ -113,7 +113,7 @@ def test_streams_outlive_a_router_that_is_killed(tmp_path: Path) -> None:
         expected = list(pool.map(lambda ask: Client(cluster, ask).read().result(), asks))
         clients = [Client(cluster, ask, by_get=n % 2 == 0) for n, ask in enumerate(asks)]
         reading = [pool.submit(client.read) for client in clients]
-        until(lambda: all(client.num_events >= 20 for client in clients))
+        until(lambda: all(client.num_events >= 3 for client in clients))
         cluster.kill("router")
         cluster.start_router()
         assert [one.result().result() for one in reading] == expected

@@ -244,7 +244,7 @@ class Client:
     def _check_gone(self) -> None:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.
 
-        Nobody keeps one that ended with its first tokens; a client may then lack its last event.
+        A client that has the end of every choice gets the last event from any router.
         A router that has long been up does not know of one that it has never met, and takes one
         process for another of the same name: once that has left, it knows of no other until the
         node has joined it again.
@@ -268,5 +268,5 @@ class Client:
             if one.token_ids[: self.num_tokens(one.key.choice)] == self._tokens(one.key.choice)
         }
         lacking = {index for index in range(self.n) if not self.has_ended[index]}
-        if lacking and lacking <= held:
+        if lacking <= held:
             self._complain("its stream is gone, but nodes hold it")

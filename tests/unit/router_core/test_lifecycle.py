@@ -114,6 +114,16 @@ def test_a_request_goes_from_one_place_to_closed() -> None:
     assert drive.says(D, TokenEntry(KEY, 6, [7])) == []
 
 
+def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_tell_it() -> None:
+    drive = Driver()
+    drive.place()
+    commands = drive.says(P, FirstTokens(KEY, 3, (FirstToken(9, "stop"),), TIMES))
+    assert of_type(commands, Send) == [Send(D, Cancel((KEY,)))]
+    assert of_type(commands, Outcome) == [Outcome()]
+    assert not of_type(commands, HandoffEnded)  # so the pair is not blamed
+    assert drive.says(D, CancelDone((KEY,))) == [Release(D, KEY), Closed()]
+
+
 def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed() -> None:
     drive = Driver(max_attempts=1)
     (place,) = of_type(drive.step(Begun()), Place)

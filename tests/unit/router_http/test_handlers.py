@@ -91,6 +91,18 @@ async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_i
     assert closing["usage"]["completion_tokens"] == 2  # type: ignore[index]
 
 
+@served()
+async def test_a_client_that_has_all_but_the_end_of_a_stream_gets_the_end(
+    bench: HttpBench,
+) -> None:
+    """No node holds the stream any more."""
+    name = f"cmpl-{'0' * 24}"
+    for place, status in (("1e@00000001.0e", 200), ("1e@00000001.", 404), ("1e@00000001.0", 404)):
+        reply = await bench.post({}, **{"Last-Event-ID": f"{name}:{place}"})
+        assert reply.status == status
+        assert status == 404 or reply.events == [(f"{name}:{place}/d", "[DONE]")]
+
+
 @served(script=hello)
 async def test_prompts_and_choices_are_numbered_in_order(
     bench: HttpBench, engine: ScriptedEngine
