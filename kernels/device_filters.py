@@ -121,6 +121,20 @@ _COARSE_STEPS, _SLACK = tl.constexpr(15), tl.constexpr(2 << 16)  # a bound leave
 
 
 @triton.jit
+def load_logits(own: tl.tuple, token: tl.tensor, is_live: tl.tensor) -> tl.tensor:
+    """Return a row's logits in fp32.
+
+    `own` is where they are, where its changed ones are, and whether it has those.
+    """
+    logits, changed, is_changed = own
+    x = tl.load(logits + token, mask=is_live & (is_changed == 0), other=float("-inf")).to(
+        tl.float32
+    )
+    y = tl.load(changed + token, mask=is_live & is_changed, other=float("-inf"))
+    return tl.where(is_changed, y, x)
+
+
+@triton.jit
 def bound(
     tile_tops: tl.tensor,
     tile_sums: tl.tensor,
@@ -168,7 +182,7 @@ def bound(
 
 @triton.jit
 def gather(
-    own: tl.tensor,
+    own: tl.tuple,
     tile_tops: tl.tensor,
     places: tl.tensor,
     kept: tl.tensor,
@@ -193,7 +207,7 @@ def gather(
         place = tl.load(places + lane // WIDTH, mask=lane < num_lanes, other=0)
         token = place * WIDTH + lane % WIDTH
         is_live = (lane < num_lanes) & (token < vocab)
-        x = tl.load(own + token, mask=is_live, other=float("-inf")).to(tl.float32)
+        x = load_logits(own, token, is_live)
         taken = _distance(x, heat, highest) <= limit
         target = count + tl.cumsum(taken.to(tl.int32), 0) - 1
         tl.store(kept + target, x, mask=taken & (target < CANDIDATES))
@@ -205,7 +219,7 @@ def gather(
 
 @triton.jit
 def draw(
-    own: tl.tensor,
+    own: tl.tuple,
     kept: tl.tensor,
     kept_ids: tl.tensor,
     count: tl.tensor,
@@ -267,11 +281,15 @@ def draw(
 
 @triton.jit
 def _logits(
-    own: tl.tensor, kept: tl.tensor, start: tl.tensor, count: tl.tensor, is_row: tl.tensor
+    own: tl.tuple,
+    kept: tl.tensor,
+    start: tl.tensor,
+    count: tl.tensor,
+    is_row: tl.tensor,
 ) -> tl.tensor:
     lane = start + tl.arange(0, STEP)
     is_live = lane < count
-    from_row = tl.load(own + lane, mask=is_live & is_row, other=float("-inf")).to(tl.float32)
+    from_row = load_logits(own, lane, is_live & is_row)
     gathered = tl.load(kept + lane, mask=is_live & (is_row == 0), other=float("-inf"))
     return tl.where(is_row, from_row, gathered)
 

@@ -30,6 +30,7 @@ from baton.kernels.device_filters import (
     bound,
     draw,
     gather,
+    load_logits,
     race,
     row_key,
     weight_of,
@@ -38,6 +39,7 @@ from baton.kernels.device_filters import (
 CHUNK = 4096  # logits of one program of the first two kernels
 _ROW_INTS, _ROW_REALS = tl.constexpr(ROW_INTS), tl.constexpr(ROW_REALS)
 _MIN_TEMPERATURE = tl.constexpr(constants.MIN_TEMPERATURE)
+_OTHERS = ("number_ptr", "has_changed")
 
 
 def sample_tokens(
@@ -45,9 +47,12 @@ def sample_tokens(
     ints: Tensor,  # [num_rows, ROW_INTS] int64: seed, choice, position, top_k
     reals: Tensor,  # [num_rows, ROW_REALS] float64: temperature, log of min_p, top_p
     held_back: Tensor,  # [num_rows, width] int32: ids that must not be drawn; -1 names none
+    changed: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Return one token id for each row, `[num_rows]` int64, on the device.
 
+    `changed` has other logits, `[num_rows, vocab]` fp32, for rows whose number in `[num_rows, 2]`
+    int32 is not negative: those of `token_counts`, which bf16 would round.
     The logits of the ids that must not be drawn are overwritten with minus infinity. A temperature
     below `constants.MIN_TEMPERATURE` is greedy and takes the lowest id among equals; it ignores the
     filters and costs least, so it suits the padding rows of a captured graph.
@@ -69,17 +74,22 @@ def sample_tokens(
     kept_ids = new((num_rows, CANDIDATES.value), dtype=torch.int32)
     tokens = new(num_rows, dtype=torch.int64)
     padded = max(16, triton.next_power_of_2(chunks))
+    # Without any, other tensors of these types stand for them, which nothing reads.
+    others = (tile_tops, held_back, 0) if changed is None else (*changed, 1)
+    assert others[0].is_contiguous()
+    assert others[1].is_contiguous()
     _scan_kernel[(chunks, num_rows)](
-        logits, held_back, tile_tops, tops, top_ids, vocab, tiles, held_back.shape[1],
+        logits, *others, held_back, tile_tops, tops, top_ids, vocab, tiles, held_back.shape[1],
         logits.stride(0), CHUNK=CHUNK, num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
     _weigh_kernel[(chunks, num_rows)](
-        logits, ints, reals, tops, tile_sums, raced, raced_ids, vocab, tiles, logits.stride(0),
-        CHUNK=CHUNK, CHUNKS=padded, num_warps=4, num_stages=2, enable_fp_fusion=False,
+        logits, *others, ints, reals, tops, tile_sums, raced, raced_ids, vocab, tiles,
+        logits.stride(0), CHUNK=CHUNK, CHUNKS=padded, num_warps=4, num_stages=2,
+        enable_fp_fusion=False,
     )  # fmt: skip
     _choose_kernel[(num_rows,)](
-        logits, ints, reals, tops, top_ids, raced, raced_ids, tile_tops, tile_sums, places, kept,
-        kept_ids, tokens, vocab, tiles, chunks, logits.stride(0), CHUNKS=padded,
+        logits, *others, ints, reals, tops, top_ids, raced, raced_ids, tile_tops, tile_sums, places,
+        kept, kept_ids, tokens, vocab, tiles, chunks, logits.stride(0), CHUNKS=padded,
         TILES=max(16, triton.next_power_of_2(tiles)),
         num_warps=16, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
@@ -88,9 +98,14 @@ def sample_tokens(
 
 # Counts, and the addresses of tensors that the host fills, are not specialised, so that every batch
 # finds the variants that the first call compiled.
-@triton.jit(do_not_specialize=["held_ptr", "top_ptr", "top_id_ptr", "tiles", "held_width"])
+@triton.jit(
+    do_not_specialize=[*_OTHERS, "held_ptr", "top_ptr", "top_id_ptr", "tiles", "held_width"]
+)
 def _scan_kernel(
     logits_ptr: tl.tensor,
+    changed_ptr: tl.tensor,
+    number_ptr: tl.tensor,
+    has_changed: tl.tensor,
     held_ptr: tl.tensor,
     tile_top_ptr: tl.tensor,
     top_ptr: tl.tensor,
@@ -103,16 +118,18 @@ def _scan_kernel(
 ) -> None:
     """Hide ids that must not be drawn; store a chunk's maxima and the first id of the largest."""
     first, row = tl.program_id(0) * CHUNK, tl.program_id(1)
-    own = logits_ptr + row.to(tl.int64) * stride_logits
+    own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
+    logits, changed, is_changed = own
     for start in range(0, held_width, 16):
         i = start + tl.arange(0, 16)
         token = tl.load(held_ptr + row * held_width + i, mask=i < held_width, other=-1)
         is_here = (token >= first) & (token < first + CHUNK) & (token < vocab)
-        tl.store(own + token, float("-inf"), mask=is_here)
+        tl.store(logits + token, float("-inf"), mask=is_here & (is_changed == 0))
+        tl.store(changed + token, float("-inf"), mask=is_here & is_changed)
     tl.debug_barrier()  # the loads below are by other threads
     tile = tl.arange(0, CHUNK // WIDTH)
     token = first + tile[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    x = tl.load(own + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x = load_logits(own, token, token < vocab)
     tile_tops = tl.max(x, 1)
     tile += first // WIDTH
     tl.store(tile_top_ptr + row.to(tl.int64) * tiles + tile, tile_tops, mask=tile < tiles)
@@ -124,10 +141,15 @@ def _scan_kernel(
 
 
 @triton.jit(
-    do_not_specialize=["int_ptr", "real_ptr", "top_ptr", "raced_ptr", "raced_id_ptr", "tiles"]
-)
+    do_not_specialize=[
+        *_OTHERS, "int_ptr", "real_ptr", "top_ptr", "raced_ptr", "raced_id_ptr", "tiles",
+    ]
+)  # fmt: skip
 def _weigh_kernel(
     logits_ptr: tl.tensor,
+    changed_ptr: tl.tensor,
+    number_ptr: tl.tensor,
+    has_changed: tl.tensor,
     int_ptr: tl.tensor,
     real_ptr: tl.tensor,
     top_ptr: tl.tensor,
@@ -149,14 +171,14 @@ def _weigh_kernel(
         chunk = tl.arange(0, CHUNKS)
         tops = tl.load(top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
         highest = tl.div_rn(tl.max(tops, 0), heat)
-        own = logits_ptr + row.to(tl.int64) * stride_logits
+        own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
         tile = tl.arange(0, STEP // WIDTH)
         lane = tile[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
         first = tl.program_id(0) * CHUNK
         if top_p < 1.0:
             for start in range(first, first + CHUNK, STEP):
                 token = start + lane
-                x = tl.load(own + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+                x = load_logits(own, token, token < vocab)
                 weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
                 sums = tl.sum((weight * SCALE).to(tl.int64), 1)
                 place = start // WIDTH + tile
@@ -168,7 +190,7 @@ def _weigh_kernel(
             best_id = tl.zeros((STEP // WIDTH, WIDTH), tl.int32)
             for start in range(first, first + CHUNK, STEP):
                 token = start + lane
-                x = tl.load(own + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+                x = load_logits(own, token, token < vocab)
                 weight = weight_of(tl.div_rn(x, heat) - highest, lowest)
                 best, best_id = race(best, best_id, weight, TINY, key, token)
             won = tl.max(tl.max(best, 1), 0)
@@ -180,12 +202,15 @@ def _weigh_kernel(
 
 @triton.jit(
     do_not_specialize=[
-        "int_ptr", "real_ptr", "top_ptr", "top_id_ptr", "raced_ptr", "raced_id_ptr", "tiles",
-        "chunks",
+        *_OTHERS, "int_ptr", "real_ptr", "top_ptr", "top_id_ptr", "raced_ptr", "raced_id_ptr",
+        "tiles", "chunks",
     ]
 )  # fmt: skip
 def _choose_kernel(
     logits_ptr: tl.tensor,
+    changed_ptr: tl.tensor,
+    number_ptr: tl.tensor,
+    has_changed: tl.tensor,
     int_ptr: tl.tensor,
     real_ptr: tl.tensor,
     top_ptr: tl.tensor,
@@ -217,7 +242,7 @@ def _choose_kernel(
         chunk = tl.arange(0, CHUNKS)
         tops = tl.load(top_ptr + row * chunks + chunk, mask=chunk < chunks, other=float("-inf"))
         highest = tl.div_rn(tl.max(tops, 0), heat)
-        own = logits_ptr + row * stride_logits
+        own = _own(logits_ptr, stride_logits, changed_ptr, number_ptr, has_changed, row, vocab)
         limit, wanted = bound(
             tile_top_ptr + row * tiles, tile_sum_ptr + row * tiles, tiles, heat, highest, lowest,
             has_top_k, top_k, top_p, TILES,
@@ -233,6 +258,22 @@ def _choose_kernel(
     else:
         token = _winner(raced_ptr, raced_id_ptr, row, chunks, CHUNKS)
     tl.store(token_ptr + row, token.to(tl.int64))
+
+
+@triton.jit
+def _own(
+    logits_ptr: tl.tensor,
+    stride_logits: tl.tensor,
+    changed_ptr: tl.tensor,
+    number_ptr: tl.tensor,
+    has_changed: tl.tensor,
+    row: tl.tensor,
+    vocab: tl.tensor,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return what `load_logits` takes."""
+    number = tl.load(number_ptr + 2 * row, mask=has_changed > 0, other=-1)
+    row = row.to(tl.int64)
+    return logits_ptr + row * stride_logits, changed_ptr + row * vocab, number >= 0
 
 
 @triton.jit

@@ -210,7 +210,7 @@ def _rotate(x: Tensor, positions: Tensor, cos_sin: Tensor) -> Tensor:
 def penalize_counted(
     logits: Tensor, words: Tensor, factors: Tensor, biases: Tensor, counted: Tensor,
     token_ids: Tensor,
-) -> None:  # fmt: skip
+) -> Tensor:  # fmt: skip
     """Do what `token_counts.penalize_counted` does, with shapes that no value changes."""
     tokens = torch.arange(words.shape[1], device=words.device)
     has_row, rows = counted[:, :1] >= 0, counted[:, 0].clamp(min=0).long()
@@ -225,4 +225,4 @@ def penalize_counted(
     is_seen = (own & ((1 << BIAS_SHIFT) - 1)) > 0
     x = torch.where(is_seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x -= torch.where(count > 0, frequency * count + presence, 0.0)
-    logits.copy_(x)
+    return x.float()

@@ -11,6 +11,7 @@ code of the engine's `penalties` defines what a row computes.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -24,30 +25,34 @@ _BIAS_MASK = tl.constexpr(constants.BIAS_MASK)
 
 
 def penalize_counted(
-    logits: Tensor,  # [num_samples, vocab], changed in place
+    logits: Tensor,  # [num_samples, vocab] fp32 or bf16
     words: Tensor,  # [num_rows, vocab] int32
     factors: Tensor,  # [num_rows, 3] float64: presence, frequency and repetition penalty
     biases: Tensor,  # [num_rows, num_biases] float64
     counted: Tensor,  # [num_samples, 2] int32: the row, -1 for none; whether its token is output
     token_ids: Tensor,  # [num_samples] int64: the token that was computed
-) -> None:
-    """Count the tokens, then change each logit as its word says, in fp64.
+) -> Tensor:
+    """Count the tokens; return the logits as their words change them, in fp64, rounded to fp32.
 
-    Samples may share a row unless their token is counted.
+    Only samples that have a row have logits in what is returned. They may share a row unless their
+    token is counted.
     """
     num_samples, vocab = logits.shape
     assert logits.stride(1) == 1, "the logits of a row are contiguous"
     assert words.shape[1] == vocab
     assert all(given.is_contiguous() for given in (words, factors, biases, counted, token_ids))
+    changed = logits.new_empty((num_samples, vocab), dtype=torch.float32)
     _penalize_kernel[(triton.cdiv(vocab, CHUNK), num_samples)](
-        logits, words, factors, biases, counted, token_ids, vocab, biases.shape[1],
+        logits, changed, words, factors, biases, counted, token_ids, vocab, biases.shape[1],
         logits.stride(0), CHUNK=CHUNK, num_warps=4, num_stages=1, enable_fp_fusion=False,
     )  # fmt: skip
+    return changed
 
 
 @triton.jit(do_not_specialize=["counted_ptr", "token_ptr"])
 def _penalize_kernel(
     logits_ptr: tl.tensor,
+    changed_ptr: tl.tensor,
     word_ptr: tl.tensor,
     factor_ptr: tl.tensor,
     bias_ptr: tl.tensor,
@@ -69,8 +74,8 @@ def _penalize_kernel(
         count = tl.where(is_new, count + 1, count)
         word = tl.where(is_new, word + 2, word)
         tl.store(word_ptr + row * vocab + token, word, mask=is_new)
-        place = logits_ptr + sample * stride_logits + token
-        x = tl.load(place, mask=word != 0, other=0.0).to(tl.float64)
+        x = tl.load(logits_ptr + sample * stride_logits + token, mask=token < vocab, other=0.0)
+        x = x.to(tl.float64)
         bias = (word >> _BIAS_SHIFT) & _BIAS_MASK
         x += tl.load(bias_ptr + row * num_biases + bias - 1, mask=bias > 0, other=0.0)
         presence, frequency = tl.load(factor_ptr + 3 * row), tl.load(factor_ptr + 3 * row + 1)
@@ -78,4 +83,4 @@ def _penalize_kernel(
         is_seen = (count > 0) | ((word & 1) > 0)
         x = tl.where(is_seen, tl.where(x > 0, x / repetition, x * repetition), x)
         x -= tl.where(count > 0, frequency * count.to(tl.float64) + presence, 0.0)
-        tl.store(place, x.to(logits_ptr.dtype.element_ty), mask=word != 0)
+        tl.store(changed_ptr + sample * vocab + token, x.to(tl.float32), mask=token < vocab)

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -68,10 +67,10 @@ class Decoder:
         return self.logits(self.hidden(batch, rows, backend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[num_rows, vocab]` in fp32."""
+        """Return `[num_rows, vocab]`."""
         if not len(hidden):
-            return hidden.new_empty(0, len(self.embedding), dtype=torch.float32)
-        logits = self.head(hidden).float()
+            return hidden.new_empty(0, len(self.embedding))
+        logits = self.head(hidden)
         return self.ranks.all_gather(logits) if self.head_is_split else logits
 
     def hidden(

@@ -94,7 +94,7 @@ class DeviceTables:
 
 NO_ROW = (-1, 0)  # of a sample without penalties
 # Does what `kernels.reference.penalize_counted` does.
-CountKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+CountKernel = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
 class Counted(NamedTuple):
@@ -164,10 +164,10 @@ class DeviceCounts:
         self._factors.index_copy_(0, rows, factors)
         self._biases[:, : biases.shape[1]].index_copy_(0, rows, biases)
 
-    def penalize(self, logits: Tensor, counted: Tensor, token_ids: Tensor) -> None:
-        """Count the tokens and change the logits of the samples that have a row."""
+    def penalize(self, logits: Tensor, counted: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Count the tokens; return changed logits of the samples that have a row, and the rows."""
         tables = self._words, self._factors, self._biases
-        self._kernel(logits, *tables, counted, token_ids.contiguous())
+        return self._kernel(logits, *tables, counted, token_ids.contiguous()), counted
 
     def _begin(self, row: int, part: Slice, penalties: Penalties, new: NewRows) -> None:
         vocab = self._words.shape[1]

@@ -20,7 +20,7 @@ _LOGITS_ROWS, _ROWS = 64, 8
 
 
 def packed_logprobs(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    """Return the pairs `[num_rows, 1 + num_top]` of logits `[num_rows, vocab]` in fp32."""
+    """Return the pairs `[num_rows, 1 + num_top]` of logits `[num_rows, vocab]`."""
     parts = zip(torch.split(logits, _ROWS), torch.split(token_ids, _ROWS), strict=True)
     return torch.cat([_packed(part, ids, num_top) for part, ids in parts])
 
@@ -41,7 +41,8 @@ def unpacked_logprobs(words: Sequence[int]) -> TokenLogprobs:
 
 
 def _packed(logits: Tensor, token_ids: Tensor, num_top: int) -> Tensor:
-    token_ids, largest = token_ids[:, None], logits.amax(dim=1, keepdim=True)
+    token_ids, logits = token_ids[:, None], logits.float()
+    largest = logits.amax(dim=1, keepdim=True)
     total = largest + _sum((logits - largest).exp().double()).log()
     chosen = logits.gather(1, token_ids)
     rank = (logits > chosen).count_nonzero(dim=1)[:, None] + 1

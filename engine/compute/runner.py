@@ -69,7 +69,7 @@ class StepDecoder(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[num_rows, vocab]` in fp32."""
+        """Return `[num_rows, vocab]`."""
         ...
 
 

@@ -93,8 +93,9 @@ class SamplingTensors:
         return SamplingTensors(self.ints[rows], self.reals[rows], self.held_back[rows])
 
 
-# Samples as `Sampler` does, from logits and the fields of `SamplingTensors`.
-SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+# Samples as `Sampler` does, from logits, the fields of `SamplingTensors`, and what
+# `DeviceCounts.penalize` returns.
+SampleKernel = Callable[[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor] | None], Tensor]
 
 
 class Sampler:
@@ -127,19 +128,22 @@ class Sampler:
         return ids
 
     def sample(self, logits: Tensor, samples: SamplingTensors) -> Tensor:
-        """Return one id per row. `logits`, [num_samples, vocab] in float32, may be overwritten.
+        """Return one id per row. `logits`, [num_samples, vocab], may be overwritten.
 
         Greedy takes the lowest id among equals. Other rows apply temperature, min_p (relative to
         the likeliest token), top_k, then top_p of the rest; equals at an edge stay together.
         """
+        if logits.device.type == "cpu":
+            logits = logits.float()
         if samples.penalties:
             penalize(logits, *samples.penalties)
-        if self.counts is not None and samples.counted:
-            self.counts.penalize(logits, *samples.counted)
         if samples.masked is not None and samples.masks is not None:
             apply_masks(logits, samples.masked, samples.masks)
         if self._kernel is not None:
-            return self._kernel(logits, samples.ints, samples.reals, samples.held_back)
+            changed = None
+            if self.counts is not None and samples.counted:
+                changed = self.counts.penalize(logits, *samples.counted)
+            return self._kernel(logits, samples.ints, samples.reals, samples.held_back, changed)
         _hold_back(logits, samples.held_back)
         warm = samples.reals[:, TEMPERATURE] >= MIN_TEMPERATURE
         random: list[int] = warm.nonzero().flatten().tolist()
@@ -188,7 +192,9 @@ class Sampler:
 def compiled(kernel: CpuSampler) -> SampleKernel:
     """Return the kernel for logits on a CPU."""
 
-    def sample(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+    def sample(
+        logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor, _changed: object
+    ) -> Tensor:
         _hold_back(logits, held_back)
         return torch.tensor(kernel.sample(logits.contiguous(), ints.numpy(), reals.numpy()))
 

@@ -178,13 +178,13 @@ class TransformersDecoder:
         return self.logits(self.hidden(batch, rows, backend))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `[num_rows, vocab]` in fp32.
+        """Return `[num_rows, vocab]`.
 
         Models scale or cap their logits after the head, so their own code computes them, from a
         base that returns `hidden`.
         """
         if not len(hidden):
-            return hidden.new_empty(0, 0, dtype=torch.float32)
+            return hidden.new_empty(0, 0)
         self.attention.backend = None  # a head that attends would write to the pool
         outputs = copy(self._outputs)
         outputs.last_hidden_state = hidden[None]
@@ -193,7 +193,7 @@ class TransformersDecoder:
             with torch.no_grad(), self.bare or contextlib.nullcontext():
                 ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
                 logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-            return logits[0].float()
+            return logits[0]
         finally:
             del self._base.forward
 

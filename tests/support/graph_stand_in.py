@@ -218,8 +218,13 @@ class TableBackend:
         return torch.nn.functional.silu(gate) * up
 
 
-def sample_on_device(logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor) -> Tensor:
+def sample_on_device(
+    logits: Tensor, ints: Tensor, reals: Tensor, held_back: Tensor,
+    changed: tuple[Tensor, Tensor] | None,
+) -> Tensor:  # fmt: skip
     """Draw from noise that the seed and the position give; not what a `Sampler` samples."""
+    if changed is not None:
+        logits = torch.where(changed[1][:, :1] >= 0, changed[0], logits)
     vocab = logits.shape[1]
     spare = torch.nn.functional.pad(logits, (0, 1))
     places = torch.where(held_back < 0, vocab, held_back).long()

@@ -407,6 +407,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         # More tokens than are gathered, and more wanted than there are maxima.
         "sampling flat": lambda: check_sampling(9001, 0.3, fp32, "cpu", 8),
         "penalties fp32": lambda: check_penalties(1500, fp32, "cpu"),
+        "penalties bf16": lambda: check_penalties(1500, bf16, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
@@ -431,8 +432,9 @@ FILTERS = tuple(
 def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, every: int) -> None:
     """Every n-th combination of filters draws what torch draws.
 
-    bf16 gives equal logits, some tokens cannot be drawn, a row of NaN and a row of minus infinity
-    stand among the others, and held-back ids lie anywhere in a row.
+    bf16 gives equal logits, and a third of its rows have others, which it would round. Some tokens
+    cannot be drawn, a row of NaN and a row of minus infinity stand among the others, and held-back
+    ids lie anywhere in a row.
     """
     rows = [
         SampleRow(Sampling(number - 9, 9, 0, heat, k, top_p, min_p), number % 5, number, 5)
@@ -446,17 +448,23 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
     held_back = torch.randint(-vocab, vocab, (len(rows), 19), generator=generator)
     held_back = held_back.clamp(min=-1).to(torch.int32)
     held_back[0] = -1
-    seen = logits.float()
+    seen, changed = logits.float(), None
+    if dtype == torch.bfloat16:
+        numbers = torch.tensor([[-(number % 3), 0] for number in range(len(rows))]).to(torch.int32)
+        near = 1.0 + torch.randn(len(rows), vocab, generator=generator) / 1000
+        changed = near.to(device), numbers.to(device)
+        seen = torch.where(numbers[:, :1] >= 0, near, seen)
     for row, ids in zip(seen, held_back, strict=True):
         row[ids[ids >= 0].long()] = -math.inf
     expected = Sampler().sample_rows(seen, rows)
-    got = drawn(logits.to(device), rows, held_back)
+    got = drawn(logits.to(device), rows, held_back, changed)
     assert got == expected, f"{got} instead of {expected}"
     # Alone, with other numbers of held-back ids.
     for number in range(0, len(rows), 7):
         one = slice(number, number + 1)
         ids = held_back[one][held_back[one] >= 0][None]
-        assert drawn(logits[one].to(device), rows[one], ids) == expected[one]
+        other = changed and (changed[0][one], changed[1][one])
+        assert drawn(logits[one].to(device), rows[one], ids, other) == expected[one]
 
 
 def check_proof(words: int, device: str) -> None:
@@ -491,20 +499,21 @@ def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> None:
     rows = torch.tensor(counted, dtype=torch.int32)
     token_ids = torch.tensor([3, 4, 45, 2, 6, vocab - 1, 9])
     logits = (torch.randn(len(rows), vocab + 2, generator=luck) * 5).to(dtype)[:, :vocab]
-    expected, counts = logits.clone(), words.clone()
-    reference.penalize_counted(expected, counts, factors, biases, rows, token_ids)
-    assert not torch.equal(expected, logits)
+    counts = words.clone()
+    expected = reference.penalize_counted(logits, counts, factors, biases, rows, token_ids)
+    has_row = rows[:, 0] >= 0
+    assert not torch.equal(expected[has_row], logits[has_row].float())
     tables = [one.to(device) for one in (words, factors, biases, rows, token_ids)]
-    got = logits.to(device)
-    penalize_counted(got, *tables)
-    assert torch.equal(got.cpu(), expected)
+    got = penalize_counted(logits.to(device), *tables)
+    assert torch.equal(got.cpu()[has_row], expected[has_row])
     assert torch.equal(tables[0].cpu(), counts)
 
 
-def drawn(logits: Tensor, rows: list[SampleRow], held_back: Tensor) -> list[int]:
+def drawn(
+    logits: Tensor, rows: list[SampleRow], held_back: Tensor, changed: tuple[Tensor, Tensor] | None
+) -> list[int]:
     from baton.kernels.device_sampling import sample_tokens
 
     samples = SamplingTensors.of(rows, (), logits.device)
     on_device = held_back.to(logits.device)
-    tokens: list[int] = sample_tokens(logits, samples.ints, samples.reals, on_device).tolist()
-    return tokens
+    return sample_tokens(logits, samples.ints, samples.reals, on_device, changed).tolist()

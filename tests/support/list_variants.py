@@ -139,13 +139,14 @@ def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
     prepare(rank, MAX_SEQS, lambda *_: None, with_graphs=with_graphs)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
-    copies, replayed = set(), set()
+    copies, replayed, converted = set(), set(), set()
     for step in range(NUM_BATCHES):
         before = queue.num_replays
         with Watch() as watch:
             rank.launch(batch(luck, step))
         rank.collect()
         copies.add(watch.num_copies_to_device)
+        converted.update({"to", "_to_copy"} & set(watch.names))
         if queue.num_replays > before:
             replayed.update(watch.names)
     return {
@@ -154,6 +155,7 @@ def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
         "copies": sorted(copies),
         "num_replays": queue.num_replays,
         "replayed": sorted(replayed),
+        "converted": sorted(converted),
         "is_batch_invariant": is_batch_invariant(rank),
     }
 

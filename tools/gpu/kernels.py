@@ -125,13 +125,14 @@ class Kernels:
         samples = SamplingTensors.of(rows, (), self.desk.device)
         calls = [
             partial(
-                sample_tokens, case.spread * torch.randn(shape, device=self.desk.device),
+                sample_tokens,
+                case.spread * torch.randn(shape, dtype=self._dtype, device=self.desk.device),
                 samples.ints, samples.reals, samples.held_back,
             )
             for _ in range(2)
         ]  # fmt: skip
         timing = self.desk.watch.kernels(calls)
-        return Measured(case.key, case.unit, Work(4 * shape[0] * shape[1]), timing)
+        return Measured(case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing)
 
     @property
     def _dtype(self) -> torch.dtype:

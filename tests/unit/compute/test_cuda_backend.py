@@ -75,6 +75,7 @@ def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(
 ) -> None:
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * 3
+    assert [found["converted"] for found in launched.values()] == [[]] * 3, "logits are widened"
     assert launched["graphs"]["num_replays"] > 30
     # Into block tables, and into the counts of sequences that have just begun.
     written = {"index_copy_", "index_fill_"}
