@@ -162,8 +162,9 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         experts = experts_config(file, family, read_json(file, RawExperts))
     if family in GROUPED_FAMILIES:
         experts = grouped_experts(file, family, read_json(file, RawGrouped))
-    window, full_layers = _sliding_window(file, family, raw)
     rope = rope_config(file, family, read_json(file, RawRope))
+    num_positions = max(raw.max_position_embeddings, rope.num_positions)
+    window, full_layers = _sliding_window(file, family, raw, num_positions)
     return DecoderConfig(
         family=family,
         vocab_size=raw.vocab_size,
@@ -173,7 +174,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_heads=raw.num_attention_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
-        max_position_embeddings=max(raw.max_position_embeddings, rope.num_positions),
+        max_position_embeddings=num_positions,
         rms_norm_eps=eps,
         rope=rope,
         tie_word_embeddings=(
@@ -297,7 +298,7 @@ def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
 
 
 def _sliding_window(
-    file: Path, family: ModelFamily, raw: _RawConfig
+    file: Path, family: ModelFamily, raw: _RawConfig, num_positions: int
 ) -> tuple[int | None, tuple[int, ...]]:
     """Return the window and the layers that see everything.
 
@@ -317,7 +318,7 @@ def _sliding_window(
         raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
     if window == 0:
         raise ConfigError(f"{file}: sliding_window must be at least 1")
-    if window is None or window >= raw.max_position_embeddings:
+    if window is None or window >= num_positions:
         return None, ()
     if family in NO_WINDOWS:
         raise ConfigError(f"{file}: sliding_window is not supported in models of {family}")

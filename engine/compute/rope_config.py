@@ -93,7 +93,8 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     base, factor = given.rope_theta, given.factor
     if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
         raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
-    if family in LATENT_FAMILIES and given.mscale_all_dim and given.rope_type == "linear":
+    is_scored = given.rope_type in {"default", "yarn"}
+    if family in LATENT_FAMILIES and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
     original = raw.original_max_position_embeddings or given.original_max_position_embeddings

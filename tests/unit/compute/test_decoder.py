@@ -13,7 +13,14 @@ from baton.engine.compute.runner import Runner
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, Shape, model_folder
-from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    loaded,
+    logits,
+    random_tokens,
+)
 from tests.support.thread_ranks import on_all, thread_ranks
 
 LLAMA3 = {
@@ -93,6 +100,14 @@ VARIANTS: dict[str, tuple[str, Shape]] = {
         {"sliding_window": 50, "extra": json.dumps(MINISTRAL | TURNS)},
     ),
     "ministral with windows": ("mistral", {"sliding_window": 50, "extra": json.dumps(MINISTRAL)}),
+    "yarn beyond a window": (
+        "qwen3",
+        {
+            "sliding_window": 64,
+            "max_position_embeddings": 64,
+            "extra": json.dumps({"max_window_layers": 1, "rope_scaling": YARN}),
+        },
+    ),
     "a head size of its own": ("qwen3", {"head_dim": 64}),
     "no grouped queries": ("llama", {"num_kv_heads": 4}),
     "one KV head": ("llama", {"num_kv_heads": 1}),
@@ -105,6 +120,17 @@ def test_variants_equal_transformers_too(variant: str) -> None:
     folder, tokens = model_folder(family, num_layers=2, **shape), random_tokens(160)
     with loaded(compute_config(folder)) as runner:
         assert_close(whole(runner, tokens), reference(folder, tokens), 2e-5)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_prompts_beyond_the_window_of_qwen_equal_transformers_too(family: str) -> None:
+    """Where config.json says nothing, the window has 4,096 tokens."""
+    extra = json.dumps({"max_window_layers": 1})
+    folder = model_folder(family, num_layers=2, sliding_window=4096, extra=extra)
+    text = Text("r", random_tokens(4_100), range(260))
+    with loaded(compute_config(folder, num_blocks=260)) as runner:
+        assert_close(chunked_logits(runner, text, [512]), reference(folder, text.tokens), 2e-5)
 
 
 @pytest.mark.parametrize(

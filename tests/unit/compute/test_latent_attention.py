@@ -297,6 +297,14 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
             "deepseek_v3", {"rope_parameters": YARN | {"rope_type": "linear"}},
             "mscale_all_dim is supported with yarn only",
         ),
+        (
+            "deepseek_v3",
+            {
+                "rope_parameters": YARN
+                | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+            },
+            "mscale_all_dim is supported with yarn only",
+        ),
     ],
 )  # fmt: skip
 def test_a_folder_that_means_something_else_is_refused(

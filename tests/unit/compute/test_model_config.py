@@ -98,6 +98,7 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     assert read(tmp_path, architectures=mistral, sliding_window=8192).sliding_window is None
     assert read(tmp_path, architectures=qwen2, sliding_window=100).sliding_window is None
     used: dict[str, object] = {"architectures": qwen2, "use_sliding_window": True}
+    assert read(tmp_path, **used, max_window_layers=0).sliding_window == 4096
     used["sliding_window"] = 100
     assert read(tmp_path, **used, max_window_layers=32).sliding_window is None
     assert read(tmp_path, **used, max_window_layers=0).sliding_window == 100
