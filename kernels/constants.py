@@ -6,6 +6,9 @@ The compiled kernels evaluate both polynomials in the same order with fused mult
 agree to the last bit.
 """
 
+import math
+from typing import NamedTuple
+
 # --- sizes of the CPU kernels -------------------------------------------------------------------
 
 WIDTH = 16  # floats in a vector
@@ -52,6 +55,32 @@ TINY = 2.0**-126  # a smaller weight is never drawn
 # A word of `token_counts`: bit 0, the count, and 1 plus the index of a bias.
 MAX_COUNT, BIAS_SHIFT, BIAS_MASK = (1 << 20) - 1, 21, (1 << 11) - 1
 CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)  # of a word's place, the word, the mix
+
+
+class Gate(NamedTuple):
+    """The gate of an MLP: `g * sigmoid(slope * g + cubic * g**3) * (up + offset)`.
+
+    `g` is at most `limit`, and `up` is within it on both sides.
+    """
+
+    slope: float = 1.0
+    cubic: float = 0.0
+    limit: float = math.inf
+    offset: float = 0.0
+
+
+SILU = Gate()
+GELU_TANH = Gate(2 * math.sqrt(2 / math.pi), 0.08943 * math.sqrt(2 / math.pi))
+
+
+def in_powers_of_2(scale: float, softcap: float | None) -> tuple[float, float]:
+    """Return the factor of products and the cap for a softmax in base 2; a cap of 0 is none.
+
+    A capped score is `cap - 2 * cap / (1 + 2**(factor * product))`, which is `cap` times the tanh.
+    """
+    if softcap is None:
+        return scale * LOG2_E, 0.0
+    return 2 * LOG2_E * scale / softcap, softcap * LOG2_E
 
 
 def padded(head_dim: int) -> int:

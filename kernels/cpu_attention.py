@@ -16,6 +16,7 @@ import numpy as np
 
 from baton.kernels.constants import MAX_STRIP, ROWS, TILE, WIDTH, padded
 from baton.kernels.cpu_products import add_product, set_product, transpose, widen
+from baton.kernels.cpu_rows import ONE, ZERO, soft_cap
 from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,
@@ -38,7 +39,7 @@ from baton.kernels.cpu_vectors import (
     total,
 )
 
-HIDDEN, ZERO = np.float32("-inf"), np.float32(0)
+HIDDEN = np.float32("-inf")
 
 row_floats = inlined(padded)
 
@@ -68,7 +69,10 @@ def attention(
         stride_block: int,
         stride_head: int,
         window: int,
-        scale: float,  # of the scores, for a softmax in base 2
+        scale: float,  # of the products; this and `cap` as `in_powers_of_2` says
+        cap: float,
+        sinks: Floats,  # [num_heads], for a softmax in base 2
+        has_sinks: int,
         out: Numbers,  # shaped as q
     ) -> None:
         """Attend for the units `first_unit:end_unit`, each an item for one KV head."""
@@ -89,6 +93,10 @@ def attention(
             at = ((items[item] * kv_heads + head) * group) * head_dim
             step = (kv_heads - 1) * group * head_dim  # over the heads of other KV heads
             take_queries(scratch, mixed, sums, tops, shift(q, at), num_rows, group, head_dim, step)
+            for row in range(num_rows if has_sinks else 0):
+                # A key before all others, with a value of zeros.
+                tops[row] = sinks[head * group + row % group]
+                sums[row * WIDTH] = ONE
             for tile in range(_first_tile(position, window), end, TILE):
                 next_pool, next_table, next_tile, next_end = head_pool, table, tile + TILE, end
                 if next_tile >= end and unit + 1 < end_unit:
@@ -103,7 +111,7 @@ def attention(
                 )  # fmt: skip
                 attend_tile(
                     scratch, mixed, keys, values, scores, sums, tops, num_rows, group,
-                    position - tile, window, head_dim, scale,
+                    position - tile, window, head_dim, scale, cap,
                 )  # fmt: skip
             _give_results(shift(out, at), mixed, sums, num_rows, group, head_dim, step)
 
@@ -187,7 +195,7 @@ def _unpack(
 def _attend_tile(
     queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
     tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
-    scale: float,
+    scale: float, cap: float,
 ) -> None:  # fmt: skip
     """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
     width = row_floats(head_dim)
@@ -205,6 +213,10 @@ def _attend_tile(
             shift(scores, start), TILE, shift(queries, row * width), width, count,
             shift(keys, start * width), WIDTH, WIDTH * width, end - start, head_dim,
         )  # fmt: skip
+        factor = np.float32(scale)
+        if cap > ZERO:
+            soft_cap(0, count, shift(scores, start), TILE, end - start, scale, cap)
+            factor = ONE
         # Unless all rows see the same keys, each is mixed on its own, so that no term is added
         # for a key that it does not see.
         is_alike = max(high - window + 1, 0) == first and min(low + 1, TILE) == end
@@ -215,7 +227,7 @@ def _attend_tile(
                 continue
             of, to = shift(scores, i * TILE), shift(mixed, (row + i) * width)
             weights = shift(sums, (row + i) * WIDTH)
-            _weigh(of, own_first, own_end, scale, shift(tops, row + i), weights, to, used)
+            _weigh(of, own_first, own_end, factor, shift(tops, row + i), weights, to, used)
             if not is_alike:
                 add_product(
                     to, width, shift(of, own_first), TILE, 1,

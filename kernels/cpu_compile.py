@@ -31,7 +31,8 @@ if FEATURES.get("avx512vnni"):
 KERNELS = (
     cpu_rows.rope_and_store,
     cpu_rows.add_rms_norm,
-    cpu_rows.silu_mul,
+    cpu_rows.gate_mul,
+    cpu_rows.soft_cap,
     cpu_sampling.sample,
 )
 POINTED = {

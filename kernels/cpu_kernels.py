@@ -24,8 +24,11 @@ from baton.kernels.constants import (
     ROW_REALS,
     ROWS,
     SHEET,
+    SILU,
     SUMS,
     WIDTH,
+    Gate,
+    in_powers_of_2,
     padded,
     scratch_floats,
 )
@@ -130,18 +133,22 @@ class CpuKernels:
         q: Tensor,  # [num_tokens, num_heads, head_dim], contiguous
         layer: int,
         work: AttentionWork,
-        window: int | None,
-        scale: float,
         out: Tensor,  # shaped as q; rows that belong to no chunk keep their values
+        scale: float,
+        window: int | None = None,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,  # [num_heads] fp32
     ) -> None:
         """Compute causal attention of ragged chunks or single tokens over paged contexts."""
         size = self._scratch_bytes
+        in_base_2 = None if sinks is None else sinks.float() * LOG2_E
         if self._scratch.nbytes < size * (len(work.cuts) - 1):
             self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
         arguments = (
             q.data_ptr(), self._layers[layer], *work.addresses, self.kv_heads, self.group,
             self.head_dim, self.block_size, (self.planes - 1) * self.block_size * self.head_dim,
-            *self._strides, window or NO_WINDOW, scale * LOG2_E, out.data_ptr(),
+            *self._strides, window or NO_WINDOW, *in_powers_of_2(scale, softcap),
+            0 if in_base_2 is None else in_base_2.data_ptr(), in_base_2 is not None, out.data_ptr(),
         )  # fmt: skip
         scratch = range(self._scratch.data_ptr(), 1 << 64, size)
         slices = [
@@ -166,6 +173,7 @@ class CpuKernels:
         """
         assert qkv.is_contiguous()
         num_tokens = len(slots)
+        head_norms = None if head_norms is None else head_norms.float()
         q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
         self._run_rows(
             "rope_and_store", num_tokens, qkv.shape[1],
@@ -185,7 +193,7 @@ class CpuKernels:
         eps: float,
     ) -> tuple[Tensor, Tensor]:
         """Return the RMS norm of `x + residual`, and that sum, which is `x` without a residual."""
-        num_rows, hidden = x.shape
+        (num_rows, hidden), weight = x.shape, weight.float()
         assert x.stride(1) == 1
         assert residual is None or residual.is_contiguous()
         normed = x.new_empty(num_rows, hidden)
@@ -198,15 +206,24 @@ class CpuKernels:
         )  # fmt: skip
         return normed, stream
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        """Return the gated numbers of `[num_rows, 2 * features]`, gates first."""
         assert gate_up.is_contiguous()
         num_rows, width = gate_up.shape
         out = gate_up.new_empty(num_rows, width // 2)
         self._run_rows(
-            "silu_mul", num_rows, width // 2, gate_up.data_ptr(), width // 2, out.data_ptr()
-        )
+            "gate_mul", num_rows, width // 2, gate_up.data_ptr(), width // 2,
+            -LOG2_E * gate.slope, -LOG2_E * gate.cubic, gate.limit, gate.offset, out.data_ptr(),
+        )  # fmt: skip
         return out
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        """Replace the fp32 numbers of `[num_rows, count]` by `softcap * tanh(x / softcap)`."""
+        assert x.is_contiguous()
+        assert x.dtype == torch.float32
+        num_rows, count = x.shape
+        factor, _ = in_powers_of_2(1.0, softcap)
+        self._run_rows("soft_cap", num_rows, count, x.data_ptr(), count, count, factor, softcap)
 
     def _run_rows(self, name: str, num_rows: int, row_numbers: int, *arguments: float) -> None:
         run_over_rows(self._threads, self._library.kernels[name], num_rows, row_numbers, *arguments)

@@ -14,9 +14,10 @@ from __future__ import annotations
 import numpy as np
 
 from baton.kernels.constants import MAX_STRIP, TILE, WIDTH
-from baton.kernels.cpu_attention import HIDDEN, ZERO, address, attention, row_floats
+from baton.kernels.cpu_attention import HIDDEN, address, attention, row_floats
 from baton.kernels.cpu_pairs import as_halves, as_words, interleave, store_halves, weight
 from baton.kernels.cpu_products import add_product, set_product, transpose
+from baton.kernels.cpu_rows import ONE, ZERO, soft_cap
 from baton.kernels.cpu_vectors import (
     Floats,
     Int32s,
@@ -103,7 +104,7 @@ def _unpack(
 def _attend_tile(
     queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
     tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
-    scale: float,
+    scale: float, cap: float,
 ) -> None:  # fmt: skip
     """Add a tile of keys to what the queries have seen; positions count from the tile's start."""
     width = row_floats(head_dim)
@@ -120,6 +121,10 @@ def _attend_tile(
             shift(scores, start), TILE, shift(as_words(queries), row * pairs), pairs, count,
             shift(as_words(keys), start * pairs), WIDTH, WIDTH * pairs, end - start, head_dim // 2,
         )  # fmt: skip
+        factor = np.float32(scale)
+        if cap > ZERO:
+            soft_cap(0, count, shift(scores, start), TILE, end - start, scale, cap)
+            factor = ONE
         for i in range(count):
             own = position + (row + i) // group
             own_first, own_end = max(own - window + 1, 0), min(own + 1, TILE)
@@ -132,7 +137,7 @@ def _attend_tile(
                 for key in range(start, end, WIDTH):
                     store(of, key, hide(load(of, key), own_first - key, own_end - key))
             weights = shift(sums, (row + i) * WIDTH)
-            _weigh(of, start, end, scale, shift(tops, row + i), weights, to, used)
+            _weigh(of, start, end, factor, shift(tops, row + i), weights, to, used)
         add_product(
             shift(mixed, row * width), width, shift(as_words(scores), start // 2), TILE, count,
             shift(as_words(values), start // 2 * width), width, WIDTH, used,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.kernels.constants import LOG2_E, WIDTH
+from baton.kernels.constants import WIDTH
 from baton.kernels.cpu_vectors import (
     Floats,
     Int64s,
@@ -19,17 +19,18 @@ from baton.kernels.cpu_vectors import (
     exp2,
     fma,
     kernel,
+    larger,
     load,
     load_first,
     root,
     shift,
+    smaller,
     store,
     store_first,
     total,
 )
 
-ZERO, ONE = np.float32(0), np.float32(1)
-MINUS_LOG2_E = np.float32(-LOG2_E)
+ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
 
 
 @kernel
@@ -57,7 +58,7 @@ def add_rms_norm(
     stride_x: int,
     residual: Numbers,  # [num_rows, hidden]
     has_residual: int,
-    weight: Numbers,  # [hidden]
+    weight: Floats,  # [hidden]
     eps: float,
     hidden: int,
     normed: Numbers,  # [num_rows, hidden]
@@ -84,11 +85,15 @@ def add_rms_norm(
 
 
 @kernel
-def silu_mul(
+def gate_mul(
     first: int,
     end: int,
     gate_up: Numbers,  # [num_rows, 2 * features]
     features: int,
+    slope: float,  # as in `constants.Gate`, times -log2(e); so is `cubic`
+    cubic: float,
+    limit: float,
+    offset: float,
     out: Numbers,  # [num_rows, features]
 ) -> None:
     for row in range(first, end):
@@ -101,12 +106,28 @@ def silu_mul(
                 gate, up = (
                     load_first(gate_up, gates + i, count), load_first(gate_up, ups + i, count)
                 )  # fmt: skip
-            one = every(ONE)
-            gated = gate / (one + exp2(gate * every(MINUS_LOG2_E))) * up
+            gate = smaller(every(limit), gate)
+            up = larger(every(-limit), smaller(every(limit), up)) + every(offset)
+            exponent = gate * every(slope)
+            if cubic != ZERO:
+                exponent = exponent + gate * gate * gate * every(cubic)
+            gated = gate / (every(ONE) + exp2(exponent)) * up
             if count >= WIDTH:
                 store(out, to + i, gated)
             else:
                 store_first(out, to + i, gated, count)
+
+
+@kernel
+def soft_cap(
+    first: int, end: int, x: Floats, stride: int, count: int, factor: float, cap: float
+) -> None:
+    """Replace the first `count` numbers of each row, `stride` apart: cap - 2 cap / (1 + 2**…)."""
+    for row in range(first, end):
+        for i in range(0, count, WIDTH):
+            at, left = row * stride + i, count - i
+            power = exp2(load_first(x, at, left) * every(factor))
+            store_first(x, at, every(cap) - every(TWO * cap) / (every(ONE) + power), left)
 
 
 @kernel
@@ -122,7 +143,7 @@ def rope_and_store(
     positions: Int64s,
     cos_sin: Floats,  # [max_position, head_dim - plain]: the cosines, then the sines
     slots: Int64s,
-    norms: Numbers,  # [num_heads + kv_heads, head_dim]
+    norms: Floats,  # [num_heads + kv_heads, head_dim]
     has_norms: int,
     eps: float,
     pool: Numbers,  # of one layer

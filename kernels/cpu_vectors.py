@@ -95,6 +95,10 @@ def _larger(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
     return builder.select(builder.fcmp_ordered(">", a, b), a, b)
 
 
+def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
+    return builder.select(builder.fcmp_ordered("<", a, b), a, b)
+
+
 def _exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return 2**x; 0 below 2**-126, and infinity from 2**128 on."""
     is_huge = builder.fcmp_ordered(">", x, constant(FLOATS, 128.0))
@@ -159,7 +163,8 @@ _define(operator.add, _of_two(ir.IRBuilder.fadd))
 _define(operator.sub, _of_two(ir.IRBuilder.fsub))
 _define(operator.mul, _of_two(ir.IRBuilder.fmul))
 _define(operator.truediv, _of_two(ir.IRBuilder.fdiv))
-larger = _of_two(_larger)
+# Where the first is NaN, the second is returned; the second may be NaN, too.
+larger, smaller = _of_two(_larger), _of_two(_smaller)
 exp2, root = _of_one(_exp2), _of_one(_root)
 total = _of_one(_folded(ir.IRBuilder.fadd), types.float32)
 largest = _of_one(_folded(_larger), types.float32)

@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.constants import in_powers_of_2
 from baton.kernels.paged import (
-    LOG2_E,
     MAX_BATCH,
     NO_WINDOW,
     ORDERED_SPLIT,
+    before_keys,
     check_pool,
     decode_tiling,
     fold,
@@ -51,6 +52,8 @@ def paged_decode_attention(
     context_lens: Tensor,  # [batch] int32
     scale: float,
     window: int | None = None,  # keys that a query sees, itself included
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads] fp32
     *,
     ordered: bool = False,
 ) -> Tensor:
@@ -61,13 +64,15 @@ def paged_decode_attention(
     ordered, as many as the table has room for, so tables should be no wider than the batch needs.
     """
     check_pool(q, pool, block_tables)
+    scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = pool.shape[1], pool.shape[4]
     tiles, split = decode_tiling(q), ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
-    wide = tilings_of(q.device).wide_programs
-    programs = num_programs(q.device, tiles.per_multiprocessor if rows == 16 else wide)
+    share = tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
+    # The exponentials of a cap take registers of a third program.
+    programs = num_programs(q.device, share if softcap is None else min(share, 2))
     is_few = 2 * batch * kv_heads <= programs and not ordered
     # A window may touch one more split than its length alone needs.
     num_splits = triton.cdiv(keys, tiles.keys if is_few else split) + (window is not None)
@@ -78,7 +83,8 @@ def paged_decode_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     _split_kernel[(programs,)](
         q, pool, block_tables, context_lens, partial, sums, counts, out,
-        batch, num_splits, layer * pool.stride(2), scale * LOG2_E, window or NO_WINDOW,
+        batch, num_splits, layer * pool.stride(2), scale_log2, cap_log2 or None,
+        window or NO_WINDOW, sinks,
         q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
         KV_HEADS=kv_heads, GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
         ROWS=rows, BLOCK_SIZE=block_size, KEYS=tiles.keys, SPLIT=split, MAX_BATCH=MAX_BATCH,
@@ -88,7 +94,7 @@ def paged_decode_attention(
     )  # fmt: skip
     if num_splits > 1:
         _combine_kernel[(batch, num_heads)](
-            partial, sums, counts, out, num_splits,
+            partial, sums, counts, out, sinks, num_splits,
             HEAD_DIM=head_dim, DIM=padded(head_dim), MAX_SPLITS=MAX_SPLITS, ORDERED=ordered,
             num_warps=4, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
@@ -153,7 +159,9 @@ def _split_kernel(
     num_splits: tl.tensor,
     layer_offset: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     window: tl.tensor,
+    sink_ptr: tl.tensor | None,
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -217,11 +225,15 @@ def _split_kernel(
         # Skip the tiles before the window, which would change nothing.
         m, total, acc = _attend(
             q, kv_ptr, table, tl.maximum(start, first_key // KEYS * KEYS), end, first_key,
-            scale_log2, stride_block, HEAD_DIM, DIM, ROWS, BLOCK_SIZE, KEYS, ORDERED, UPCAST,
+            scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, ROWS, BLOCK_SIZE, KEYS, ORDERED,
+            UPCAST,
         )  # fmt: skip
         line = sequence.to(tl.int64) * KV_HEADS * GROUP + heads
         live = own[:, None] & (d < HEAD_DIM)[None, :]
         if context_len - begin <= size:
+            if sink_ptr is not None:
+                first, one, none = before_keys(sink_ptr, heads, own, ROWS, DIM)
+                m, total, acc = merge(first, one, none, m, total, acc)
             total = tl.where(total == 0.0, 1.0, total)
             out = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
             tl.store(out_ptr + line[:, None] * HEAD_DIM + d[None, :], out, mask=live)
@@ -241,6 +253,7 @@ def _attend(
     end: tl.tensor,
     first_key: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     stride_block: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -267,7 +280,9 @@ def _attend(
         k = load_rows(kv, n < end, HEAD_DIM, DIM, True)
         v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, True)
         visible = ((n >= first_key) & (n < end))[None, :]
-        m, norm, acc = fold(m, norm, acc, q, k, v, visible, scale_log2, True, ORDERED, UPCAST)
+        m, norm, acc = fold(
+            m, norm, acc, q, k, v, visible, scale_log2, cap_log2, True, ORDERED, UPCAST
+        )
     if ORDERED:
         norm = tl.max(norm, 1)
     return m, norm, acc
@@ -279,6 +294,7 @@ def _combine_kernel(
     sum_ptr: tl.tensor,
     count_ptr: tl.tensor,
     out_ptr: tl.tensor,
+    sink_ptr: tl.tensor | None,
     num_splits: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -292,11 +308,9 @@ def _combine_kernel(
     line = sequence.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     d = tl.arange(0, DIM)
     partials, sums = partial_ptr + line * num_splits * HEAD_DIM, sum_ptr + line * num_splits * 2
+    one = tl.arange(0, 1)
+    m, norm, acc = before_keys(sink_ptr, tl.program_id(1) + one, one == 0, 1, DIM)
     if ORDERED:
-        m = tl.full((1,), float("-inf"), tl.float32)
-        norm = tl.zeros((1,), tl.float32)
-        acc = tl.zeros((1, DIM), tl.float32)
-        one = tl.arange(0, 1)
         for split in range(count):
             part = partials + split * HEAD_DIM + d[None, :] + one[:, None]
             m, norm, acc = merge(
@@ -307,11 +321,13 @@ def _combine_kernel(
     else:
         split = tl.arange(0, MAX_SPLITS)
         live = split < count
-        m = tl.load(sums + split * 2, mask=live, other=float("-inf"))
-        norm = tl.load(sums + split * 2 + 1, mask=live, other=0.0)
+        tops = tl.load(sums + split * 2, mask=live, other=float("-inf"))
+        totals = tl.load(sums + split * 2 + 1, mask=live, other=0.0)
         rows = partials + split[:, None] * HEAD_DIM + d[None, :]
         partial = load_rows(rows, live, HEAD_DIM, DIM, True)
-        weight = tl.exp2(m - tl.max(m, 0))
-        out = tl.sum(partial * weight[:, None], 0) / tl.sum(weight * norm, 0)
+        top = tl.maximum(tl.max(tops, 0), tl.max(m, 0))
+        weight = tl.exp2(tops - top)
+        total = tl.sum(weight * totals, 0) + tl.sum(tl.exp2(m - top) * norm, 0)
+        out = tl.sum(partial * weight[:, None], 0) / total
     out = out.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + line * HEAD_DIM + d, out, mask=d < HEAD_DIM)

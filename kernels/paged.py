@@ -20,11 +20,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.constants import LOG2_E
+
 # ruff: noqa: N803, PLR0913, PLR0917, SIM108
 # Compile-time values are in capitals, as in Triton's own code; their branches are statements.
 
 
-LOG2_E = 1.4426950408889634  # the kernels use powers of 2, which are one instruction
+SINK_FACTOR = tl.constexpr(LOG2_E)  # the softmax is in base 2
 HEAD_DIMS, BLOCK_SIZES, MAX_GROUP = (32, 64, 80, 96, 112, 128, 256), (16, 32, 64, 128), 32
 NO_WINDOW = 1 << 30  # keys that a query sees where a model has no sliding window
 ORDERED_SPLIT = 512  # keys of an ordered split, which decode and prefill both sum separately
@@ -130,6 +132,7 @@ def fold(
     v: tl.tensor,
     visible: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     MASKED: tl.constexpr,
     ORDERED: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -144,7 +147,7 @@ def fold(
         k = k.to(tl.float32)
         v = v.to(tl.float32)
     s = tl.dot(q, tl.trans(k), input_precision="ieee")
-    m, p, shrink = weigh(m, s, visible, scale_log2, MASKED)
+    m, p, shrink = weigh(m, s, visible, scale_log2, cap_log2, MASKED)
     if ORDERED:
         ones = tl.full((s.shape[1], 16), 1.0, v.dtype)
         norm = tl.dot(p.to(v.dtype), ones, norm * shrink[:, None], input_precision="ieee")
@@ -160,9 +163,16 @@ def weigh(
     s: tl.tensor,
     visible: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     MASKED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return the new maximum, a tile's weights, and the factor that rescales the earlier sums."""
+    """Return the new maximum, a tile's weights, and the factor that rescales the earlier sums.
+
+    `constants.in_powers_of_2` says what `scale_log2` is with a cap.
+    """
+    if cap_log2 is not None:
+        s = cap_log2 - 2.0 * cap_log2 / (1.0 + tl.exp2(s * scale_log2))
+        scale_log2 = tl.full((), 1.0, tl.float32)
     if MASKED:
         s = tl.where(visible, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
@@ -171,6 +181,27 @@ def weigh(
         top = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(tl.fma(s, scale_log2, -top[:, None]))
     return m_new, p, tl.exp2(m - top)
+
+
+@triton.jit
+def before_keys(
+    sink_ptr: tl.tensor | None,
+    heads: tl.tensor,
+    own: tl.tensor,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return maximum, sum and output of some queries before their first key.
+
+    A sink is a key before all others whose value is zeros.
+    """
+    if sink_ptr is None:
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        norm = tl.zeros((ROWS,), tl.float32)
+    else:
+        m = tl.load(sink_ptr + heads, mask=own, other=0.0).to(tl.float32) * SINK_FACTOR
+        norm = tl.full((ROWS,), 1.0, tl.float32)
+    return m, norm, tl.zeros((ROWS, DIM), tl.float32)
 
 
 @triton.jit

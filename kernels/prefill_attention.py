@@ -18,11 +18,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from baton.kernels.constants import in_powers_of_2
 from baton.kernels.paged import (
-    LOG2_E,
     MAX_BATCH,
     NO_WINDOW,
     ORDERED_SPLIT,
+    before_keys,
     check_pool,
     fold,
     interpreted,
@@ -45,6 +46,8 @@ def paged_prefill_attention(
     context_lens: Tensor,  # [batch] int32
     scale: float,
     window: int | None = None,  # keys that a query sees, itself included
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads] fp32
     *,
     ordered: bool = False,
 ) -> Tensor:
@@ -54,6 +57,7 @@ def paged_prefill_attention(
     write rows past `query_starts[-1]`, which are padding.
     """
     check_pool(q, pool, block_tables)
+    scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -62,7 +66,7 @@ def paged_prefill_attention(
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
         q, pool, block_tables, query_starts, context_lens, out,
-        batch, layer * pool.stride(2), scale * LOG2_E, window or NO_WINDOW,
+        batch, layer * pool.stride(2), scale_log2, cap_log2 or None, window or NO_WINDOW, sinks,
         q.stride(0), pool.stride(0), pool.stride(1), block_tables.stride(0),
         GROUP=num_heads // kv_heads, HEAD_DIM=head_dim, DIM=padded(head_dim),
         BLOCK_SIZE=block_size, WINDOWED=window is not None,
@@ -88,7 +92,9 @@ def _prefill_kernel(
     batch: tl.tensor,
     layer_offset: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     window: tl.tensor,
+    sink_ptr: tl.tensor | None,
     stride_q: tl.tensor,
     stride_block: tl.tensor,
     stride_head: tl.tensor,
@@ -134,9 +140,7 @@ def _prefill_kernel(
     kv_ptr = pool_ptr + (head // GROUP).to(tl.int64) * stride_head + layer_offset
     table = table_ptr + sequence.to(tl.int64) * stride_table
 
-    m = tl.full((QUERIES,), float("-inf"), tl.float32)
-    norm = tl.zeros((QUERIES,), tl.float32)
-    acc = tl.zeros((QUERIES, DIM), tl.float32)
+    m, norm, acc = before_keys(sink_ptr, head + 0 * i, own, QUERIES, DIM)
     end = tl.minimum(first_position + QUERIES, context_len)
     first_key = tl.maximum(first_position - window + 1, 0) // KEYS * KEYS
     if SPLIT:
@@ -146,14 +150,15 @@ def _prefill_kernel(
             acc_next = tl.zeros((QUERIES, DIM), tl.float32)
             m_next, norm_next, acc_next = _attend(
                 m_next, norm_next, acc_next, q, kv_ptr, table, start,
-                tl.minimum(start + SPLIT, end), first_position, window, scale_log2, stride_block,
-                HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, True, UPCAST,
+                tl.minimum(start + SPLIT, end), first_position, window, scale_log2, cap_log2,
+                stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, True,
+                UPCAST,
             )  # fmt: skip
             m, norm, acc = merge(m, norm, acc, m_next, tl.max(norm_next, 1), acc_next)
     elif AHEAD:
         m, norm, acc = _attend_ahead(
             m, norm, acc, q, kv_ptr, table, first_key, end, first_position, window, scale_log2,
-            stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, WINDOWED, UPCAST,
+            cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, WINDOWED, UPCAST,
         )  # fmt: skip
     else:
         seen_by_all = (first_position + 1) // KEYS * KEYS
@@ -162,18 +167,19 @@ def _prefill_kernel(
             whole = tl.minimum(tl.maximum(whole, first_key), seen_by_all)
             m, norm, acc = _attend(
                 m, norm, acc, q, kv_ptr, table, first_key, whole, first_position, window,
-                scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, True,
-                False, UPCAST,
+                scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True,
+                True, False, UPCAST,
             )  # fmt: skip
             first_key = whole
         m, norm, acc = _attend(
             m, norm, acc, q, kv_ptr, table, first_key, seen_by_all, first_position, window,
-            scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, False, WINDOWED,
-            False, UPCAST,
+            scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, False,
+            WINDOWED, False, UPCAST,
         )  # fmt: skip
         m, norm, acc = _attend(
             m, norm, acc, q, kv_ptr, table, seen_by_all, end, first_position, window, scale_log2,
-            stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, False, UPCAST,
+            cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS, True, WINDOWED, False,
+            UPCAST,
         )  # fmt: skip
 
     out = (acc / norm[:, None]).to(out_ptr.dtype.element_ty)
@@ -196,6 +202,7 @@ def _attend(
     first_position: tl.tensor,
     window: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     stride_block: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -222,7 +229,7 @@ def _attend(
         v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, MASKED)
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
         m, norm, acc = fold(
-            m, norm, acc, q, k, v, visible, scale_log2, MASKED, ORDERED, UPCAST
+            m, norm, acc, q, k, v, visible, scale_log2, cap_log2, MASKED, ORDERED, UPCAST
         )  # fmt: skip
     return m, norm, acc
 
@@ -240,6 +247,7 @@ def _attend_ahead(
     first_position: tl.tensor,
     window: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     stride_block: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -264,7 +272,7 @@ def _attend_ahead(
     )
     after = load_blocks(table, first_key + 2 * KEYS, end, BLOCK_SIZE, KEYS)
     visible = _visible(first_key, end, first_position, window, QUERIES, KEYS, WINDOWED)
-    m, p, shrink = weigh(m, s, visible, scale_log2, True)
+    m, p, shrink = weigh(m, s, visible, scale_log2, cap_log2, True)
     norm = norm * shrink + tl.sum(p, 1)
     start = first_key + KEYS
     seen_by_all = tl.maximum((first_position + 1) // KEYS * KEYS, start)
@@ -273,19 +281,19 @@ def _attend_ahead(
         whole = tl.minimum(tl.maximum(whole, start), seen_by_all)
         m, norm, acc, ahead, p, blocks, after = _phase(
             m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, whole, end,
-            first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES,
-            KEYS, True, True, UPCAST,
+            first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
+            QUERIES, KEYS, True, True, UPCAST,
         )  # fmt: skip
         start = whole
     m, norm, acc, ahead, p, blocks, after = _phase(
         m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, start, seen_by_all, end,
-        first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS,
-        False, WINDOWED, UPCAST,
+        first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
+        QUERIES, KEYS, False, WINDOWED, UPCAST,
     )  # fmt: skip
     m, norm, acc, ahead, p, blocks, after = _phase(
         m, norm, acc, ahead, p, blocks, after, q, kv_ptr, table, seen_by_all, end, end,
-        first_position, window, scale_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, QUERIES, KEYS,
-        True, WINDOWED, UPCAST,
+        first_position, window, scale_log2, cap_log2, stride_block, HEAD_DIM, DIM, BLOCK_SIZE,
+        QUERIES, KEYS, True, WINDOWED, UPCAST,
     )  # fmt: skip
     # Only the last tile has dead slots, whose values must not be loaded.
     last = (end - 1) // KEYS * KEYS
@@ -314,6 +322,7 @@ def _phase(
     first_position: tl.tensor,
     window: tl.tensor,
     scale_log2: tl.tensor,
+    cap_log2: tl.tensor | None,
     stride_block: tl.tensor,
     HEAD_DIM: tl.constexpr,
     DIM: tl.constexpr,
@@ -343,7 +352,7 @@ def _phase(
         blocks = load_blocks(table, tile_start, end, BLOCK_SIZE, KEYS)
         after = load_blocks(table, tile_start + 2 * KEYS, end, BLOCK_SIZE, KEYS)
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
-        m, p, shrink = weigh(m, s, visible, scale_log2, MASKED)
+        m, p, shrink = weigh(m, s, visible, scale_log2, cap_log2, MASKED)
         norm = norm * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         s = ahead

@@ -9,10 +9,16 @@ plainly as torch allows; the kernels are for speed. Nothing here may import Trit
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, CHECKSUM_FACTORS, MAX_COUNT
+from baton.kernels.constants import (
+    BIAS_MASK,
+    BIAS_SHIFT,
+    CHECKSUM_FACTORS,
+    MAX_COUNT,
+    SILU,
+    Gate,
+)
 
 
 def paged_decode_attention(
@@ -23,18 +29,19 @@ def paged_decode_attention(
     context_lens: Tensor,  # [batch]
     scale: float,
     window: int | None = None,  # keys that a query sees, itself included
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads]
 ) -> Tensor:
     """Return the attention of one new token per sequence over its paged context, shaped as `q`.
 
     `context_lens` counts the new token, whose keys and values are already in the pool. A row of
-    length 0, the padding of a captured graph, gives zeros.
+    length 0, the padding of a captured graph, gives zeros. A score becomes `softcap * tanh(score /
+    softcap)`; a sink is the score of a key that all queries of a head see, whose value is zeros.
     """
-    rows = [
-        _causal_attention(
-            q[i, None], *_visible_kv(pool, layer, block_tables[i], length), scale, window
-        )
-        for i, length in enumerate(context_lens.tolist())
-    ]
+    rows = []
+    for i, length in enumerate(context_lens.tolist()):
+        k, v = _visible_kv(pool, layer, block_tables[i], length)
+        rows.append(_causal_attention(q[i, None], k, v, scale, window, softcap, sinks))
     return torch.cat(rows)
 
 
@@ -47,6 +54,8 @@ def paged_prefill_attention(
     context_lens: Tensor,  # [batch]
     scale: float,
     window: int | None = None,  # keys that a query sees, itself included
+    softcap: float | None = None,
+    sinks: Tensor | None = None,  # [num_heads]
 ) -> Tensor:
     """Return the causal attention of a ragged batch of chunks over their contexts, shaped as `q`.
 
@@ -59,7 +68,7 @@ def paged_prefill_attention(
     for i, length in enumerate(context_lens.tolist()):
         chunk = slice(starts[i], starts[i + 1])
         k, v = _visible_kv(pool, layer, block_tables[i], length)
-        out[chunk] = _causal_attention(q[chunk], k, v, scale, window)
+        out[chunk] = _causal_attention(q[chunk], k, v, scale, window, softcap, sinks)
     return out
 
 
@@ -110,10 +119,17 @@ def add_rms_norm(
     return normed.to(x.dtype), stream
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
+def gate_mul(gate_up: Tensor, how: Gate = SILU) -> Tensor:
+    """Return the gated numbers, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     gate, up = gate_up.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(gate_up.dtype)
+    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit) + how.offset
+    share = torch.sigmoid(gate * how.slope + gate**3 * how.cubic if how.cubic else gate * how.slope)
+    return (gate * share * up).to(gate_up.dtype)
+
+
+def soft_cap(x: Tensor, softcap: float) -> None:
+    """Replace each fp32 number of `x` by `softcap * tanh(x / softcap)`."""
+    x.div_(softcap).tanh_().mul_(softcap)
 
 
 def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
@@ -173,8 +189,9 @@ def _visible_kv(
 
 
 def _causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
     """Return the attention of the last `len(q)` positions of one sequence, shaped as `q`."""
     q_len, num_heads, head_dim = q.shape
     kv_heads, context_len, _ = k.shape
@@ -182,12 +199,18 @@ def _causal_attention(
         return torch.zeros_like(q)
     grouped = q.float().unflatten(1, (kv_heads, num_heads // kv_heads))
     scores = torch.einsum("qkgd,knd->kgqn", grouped, k) * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     own = torch.arange(context_len - q_len, context_len, device=q.device)
     keys = torch.arange(context_len, device=q.device)
     hidden = keys > own[:, None]  # [q_len, context_len]
     if window is not None:
         hidden |= keys <= own[:, None] - window
-    probs = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill(hidden, float("-inf"))
+    if sinks is not None:
+        column = sinks.float().view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    probs = scores.softmax(dim=-1)[..., :context_len]
     out = torch.einsum("kgqn,knd->qkgd", probs, v)
     return out.reshape(q_len, num_heads, head_dim).to(q.dtype)
 

@@ -6,10 +6,14 @@ hidden size alone. `reference` defines the meaning.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from baton.kernels.constants import SILU, Gate
 
 # ruff: noqa: N803, PLR0913, PLR0917
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
@@ -73,26 +77,31 @@ def _add_rms_norm_kernel(
 BLOCK = 2048  # two 16-byte accesses per thread and operand in bf16
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return `silu(gate) * up`, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
+def gate_mul(gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+    """Return the gated numbers, `[tokens, features]`, of `[tokens, 2 * features]`, gates first."""
     num_tokens, width = gate_up.shape
     assert gate_up.is_contiguous()
     assert width % 2 == 0
     features = width // 2
     out = gate_up.new_empty((num_tokens, features))
-    _silu_mul_kernel[(num_tokens * triton.cdiv(features, BLOCK),)](
-        gate_up, out, FEATURES=features, BLOCK=BLOCK,
+    _gate_mul_kernel[(num_tokens * triton.cdiv(features, BLOCK),)](
+        gate_up, out, FEATURES=features, BLOCK=BLOCK, SLOPE=gate.slope, CUBIC=gate.cubic,
+        LIMIT=None if math.isinf(gate.limit) else gate.limit, OFFSET=gate.offset,
         num_warps=4, num_stages=1, enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(
+def _gate_mul_kernel(
     gate_up_ptr: tl.tensor,
     out_ptr: tl.tensor,
     FEATURES: tl.constexpr,
     BLOCK: tl.constexpr,
+    SLOPE: tl.constexpr,
+    CUBIC: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
 ) -> None:
     tiles: tl.constexpr = (FEATURES + BLOCK - 1) // BLOCK
     token = (tl.program_id(0) // tiles).to(tl.int64)
@@ -101,5 +110,11 @@ def _silu_mul_kernel(
     gate_ptr = gate_up_ptr + token * (2 * FEATURES) + f
     gate = tl.load(gate_ptr, mask=live, other=0.0).to(tl.float32)
     up = tl.load(gate_ptr + FEATURES, mask=live, other=0.0).to(tl.float32)
-    out = gate * tl.sigmoid(gate) * up
+    if LIMIT is not None:  # NaN stays NaN
+        gate = tl.where(gate > LIMIT, LIMIT, gate)
+        up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
+    exponent = SLOPE * gate
+    if CUBIC != 0:
+        exponent += CUBIC * gate * gate * gate
+    out = gate * tl.sigmoid(exponent) * (up + OFFSET)
     tl.store(out_ptr + token * FEATURES + f, out.to(out_ptr.dtype.element_ty), mask=live)

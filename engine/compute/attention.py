@@ -7,13 +7,14 @@ token's bits may depend on the rest of the batch.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
 from torch import Tensor
 
 from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -76,17 +77,25 @@ class Batch:
         return len(self.slots)
 
 
+class Scoring(NamedTuple):
+    """How a layer turns products of queries and keys into weights, as the kernels take it."""
+
+    scale: float
+    window: int | None = None  # keys that a query sees, itself included
+    softcap: float | None = None  # a score becomes softcap * tanh(score / softcap)
+    sinks: Tensor | None = None  # [num_heads] fp32: scores of a key whose value is zeros
+
+
 class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
     longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
-    `window`, the keys that a query sees, and `scale` before each `attend`.
+    `scoring` before each `attend`.
     """
 
-    window: int | None
-    scale: float
+    scoring: Scoring
 
     @property
     def name(self) -> str: ...
@@ -121,8 +130,12 @@ class Backend(Protocol):
         """Return the RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
         ...
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        """Return `silu(gate) * up` of `[num_rows, 2 * features]`, gates first."""
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        """Return the gated numbers of `[num_rows, 2 * features]`, gates first."""
+        ...
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        """Replace the fp32 numbers of `[num_rows, count]` by `softcap * tanh(x / softcap)`."""
         ...
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -147,14 +160,12 @@ class PlainBackend:
         num_heads: int,
         cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
         eps: float,
-        window: int | None,  # keys that a query sees, itself included
     ) -> None:
         self.pool = pool
         self.num_heads = num_heads
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
-        self.window = window
-        self.scale = self.head_dim**-0.5
+        self.scoring = Scoring(self.head_dim**-0.5)
         self._cos_sin = cos_sin
 
     def begin(self, batch: Batch) -> None:
@@ -186,8 +197,7 @@ class PlainBackend:
             batch.slots, q_norm, k_norm, self.eps,
         )  # fmt: skip
         out = reference.paged_prefill_attention(
-            q, self.pool, layer, self._tables, self._starts, self._lengths, self.scale,
-            self.window,
+            q, self.pool, layer, self._tables, self._starts, self._lengths, *self.scoring
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
@@ -196,8 +206,11 @@ class PlainBackend:
     ) -> tuple[Tensor, Tensor]:
         return reference.add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return reference.silu_mul(gate_up)
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return reference.gate_mul(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        reference.soft_cap(x, softcap)
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return reference.add_experts(rows, weights)

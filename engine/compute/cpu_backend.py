@@ -12,8 +12,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.compute.attention import Batch
+from baton.engine.compute.attention import Batch, Scoring
 from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from baton.protocol.config import KernelChoice
@@ -55,15 +56,13 @@ class CpuBackend:
         num_heads: int,
         cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
         eps: float,
-        window: int | None,  # keys that a query sees, itself included
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
         # linear layers, which use the same instruction, tell such CPUs apart.
         self.name = "compiled-bf16" if library.in_pairs else "compiled"
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
-        self.window = window
-        self.scale = self.head_dim**-0.5
+        self.scoring = Scoring(self.head_dim**-0.5)
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
         self._cos_sin = cos_sin.contiguous()
@@ -94,7 +93,7 @@ class CpuBackend:
                 return q.flatten(1)
             work = self._work_of(rows.numpy())
         out = torch.empty_like(q)
-        self._kernels.attend(q, layer, work, self.window, self.scale, out)
+        self._kernels.attend(q, layer, work, out, *self.scoring)
         return out.flatten(1)
 
     def _are_all(self, rows: NDArray[np.int64]) -> bool:
@@ -114,8 +113,11 @@ class CpuBackend:
     ) -> tuple[Tensor, Tensor]:
         return self._kernels.add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return self._kernels.silu_mul(gate_up)
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return self._kernels.gate_mul(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        self._kernels.soft_cap(x, softcap)
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return reference.add_experts(rows, weights)  # far less work than the experts' products

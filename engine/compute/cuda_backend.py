@@ -8,13 +8,15 @@ go through the prefill kernel, which is exact for single tokens too.
 import torch
 from torch import Tensor
 
-from baton.engine.compute.attention import Batch
+from baton.engine.compute.attention import Batch, Scoring
+from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.grouped_product import add_experts
 from baton.kernels.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, MAX_GROUP
 from baton.kernels.pool_writes import rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
-from baton.kernels.rows import add_rms_norm, silu_mul
+from baton.kernels.rows import add_rms_norm, gate_mul
 
 
 class CudaBackend:
@@ -26,7 +28,6 @@ class CudaBackend:
         num_heads: int,
         cos_sin: Tensor,
         eps: float,
-        window: int | None = None,  # keys that a query sees, itself included
         *,
         is_ordered: bool = False,
     ) -> None:
@@ -37,8 +38,7 @@ class CudaBackend:
         self.num_heads = num_heads
         self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
         self.eps = eps
-        self.window = window
-        self.scale = self.head_dim**-0.5
+        self.scoring = Scoring(self.head_dim**-0.5)
         self.table_blocks = -(-len(cos_sin) // self.block_size)
         self._cos_sin = cos_sin.to(pool.device).contiguous()
 
@@ -63,16 +63,14 @@ class CudaBackend:
             parts.append(
                 paged_decode_attention(
                     q[:decoding], self.pool, layer, tables.blocks[:decoding],
-                    tables.context_lens[:decoding], self.scale, self.window,
-                    ordered=self.is_batch_invariant,
+                    tables.context_lens[:decoding], *self.scoring, ordered=self.is_batch_invariant,
                 )
             )  # fmt: skip
         if decoding < len(tables.blocks):
             parts.append(
                 paged_prefill_attention(
                     q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
-                    tables.context_lens[decoding:], self.scale, self.window,
-                    ordered=self.is_batch_invariant,
+                    tables.context_lens[decoding:], *self.scoring, ordered=self.is_batch_invariant,
                 )
             )  # fmt: skip
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -83,8 +81,11 @@ class CudaBackend:
     ) -> tuple[Tensor, Tensor]:
         return add_rms_norm(x, residual, weight, eps)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_mul(gate_up)
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return gate_mul(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        reference.soft_cap(x, softcap)  # an element's bits do not depend on the others
 
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return add_experts(rows, weights)

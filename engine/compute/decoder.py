@@ -11,7 +11,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from baton.engine.compute.attention import AdaptedRows, Backend, Batch
+from baton.engine.compute.attention import AdaptedRows, Backend, Batch, Scoring
 from baton.engine.compute.latent_attention import LatentAttention
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import Mlp
@@ -21,7 +21,7 @@ from baton.engine.compute.tensor_parallel import Ranks
 
 @dataclass(slots=True, frozen=True)
 class DecoderLayer:
-    """This rank's part of one layer's weights."""
+    """This rank's part of one layer's weights. Those of norms are in fp32."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Linear  # heads of queries, then of keys, then of values; or what `latent` takes
@@ -30,6 +30,9 @@ class DecoderLayer:
     mlp_norm: Tensor  # [hidden]
     mlp: Mlp
     latent: LatentAttention | None = None
+    output_norm: Tensor | None = None  # [hidden], of what attention adds
+    mlp_output_norm: Tensor | None = None  # [hidden], of what the MLP adds
+    scoring: Scoring | None = None  # None: the backend's
 
 
 @dataclass(slots=True, frozen=True)
@@ -47,8 +50,8 @@ class Decoder:
     source: str = ""  # whose code computes, if it is not baton's
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     of_adapters: tuple[Linear, ...] = ()  # their layers
-    scale: float | None = None  # of queries times keys; None: the backend's
-    windows: tuple[int | None, ...] = ()  # keys that a query sees in each layer; (): the backend's
+    embedding_scale: float | None = None
+    logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -64,13 +67,16 @@ class Decoder:
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
-        return self.logits(self.hidden(batch, rows, backend))
+        return self.logits(self.hidden(batch, rows, backend), backend)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, backend: Backend) -> Tensor:
         """Return `[num_rows, vocab]`."""
         if not len(hidden):
             return hidden.new_empty(0, len(self.embedding))
         logits = self.head(hidden)
+        if self.logit_cap is not None:
+            logits = logits.float()
+            backend.soft_cap(logits, self.logit_cap)
         return self.ranks.all_gather(logits) if self.head_is_split else logits
 
     def hidden(
@@ -82,9 +88,9 @@ class Decoder:
         all, because it is faster with whole chunks.
         """
         backend.begin(batch)
-        if self.scale is not None:
-            backend.scale = self.scale
         embedded = F.embedding(batch.token_ids, self.embedding)
+        if self.embedding_scale is not None:
+            embedded = embedded * self.embedding_scale
         adapted, by_rows = batch.adapted, self.by_rows if batch.adapted is None else at_once
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
@@ -103,9 +109,10 @@ class Decoder:
     def _attend(
         self, number: int, backend: Backend, x: Tensor, rows: Tensor | None = None
     ) -> Tensor:
-        if self.windows:
-            backend.window = self.windows[number]
-        return backend.attend(number, x, self.layers[number].head_norms, rows)
+        layer = self.layers[number]
+        if layer.scoring is not None:
+            backend.scoring = layer.scoring
+        return backend.attend(number, x, layer.head_norms, rows)
 
     def _to_next(
         self,
@@ -143,5 +150,10 @@ class Decoder:
         layer = self.layers[number]
         x = x if layer.latent is None else layer.latent.expanded(x)
         x = self.ranks.all_reduce(layer.output(x, adapted))
+        if layer.output_norm is not None:
+            x, _ = backend.add_rms_norm(x, None, layer.output_norm, self.eps)
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-        return self.ranks.all_reduce(layer.mlp(x, backend, adapted)), residual
+        x = self.ranks.all_reduce(layer.mlp(x, backend, adapted))
+        if layer.mlp_output_norm is not None:
+            x, _ = backend.add_rms_norm(x, None, layer.mlp_output_norm, self.eps)
+        return x, residual

@@ -108,9 +108,9 @@ def load_latent(
     return first, LatentAttention(
         sizes=sizes,
         num_heads=count,
-        q_norm=read("q_a_layernorm.weight") if is_latent else None,
+        q_norm=read("q_a_layernorm.weight").float() if is_latent else None,
         q_expand=make(queries) if is_latent else None,
-        row_norm=read("kv_a_layernorm.weight"),
+        row_norm=read("kv_a_layernorm.weight").float(),
         keys=group(one[:nope].T.contiguous() for one in expand),
         values=group(one[nope:].contiguous() for one in expand),
     )

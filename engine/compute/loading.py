@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from baton.engine.compute.attention import Scoring
 from baton.engine.compute.decoder import Decoder, DecoderLayer
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.expert_config import ExpertsConfig
@@ -44,6 +45,7 @@ from baton.engine.compute.weight_files import (
     check_tensors,
     expected_tensors,
     has_stacked_experts,
+    norms_of,
 )
 from baton.engine.compute.weights import Checkpoint, scaled, unpacked
 from baton.kernels.cpu_kernels import CpuLinears
@@ -160,7 +162,10 @@ class _Loader:
             layers.append(self._layer(number))
         progress("weights", config.num_layers, total)
         embedding = self._read(EMBEDDING)
-        norm = self._read("model.norm.weight")
+        norm = self._norm("model.norm")
+        scale = config.layers.embedding_scale
+        if scale is not None:  # rounded, as transformers rounds it
+            scale = float(torch.tensor(scale, dtype=self.dtype))
         head, is_split = self._head(embedding, norm)
         progress("weights", total, total)
         is_alone_on_cpu = self.device.type == "cpu" and self.ranks.size == 1
@@ -169,27 +174,37 @@ class _Loader:
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
             of_adapters=tuple(linear for lora in self.made for linear in lora.linears()),
-            scale=config.attention_scale,
-            windows=tuple(config.window_of(layer) for layer in range(config.num_layers)),
+            embedding_scale=scale,
+            logit_cap=config.layers.logit_cap,
         )  # fmt: skip
 
     def _layer(self, number: int) -> DecoderLayer:
         config, name = self.config, f"model.layers.{number}."
         attention, experts = name + "self_attn.", config.experts_of(number)
         qkv, latent = self._into_attention(attention)
+        norms = {of: self._norm(name + norm) for of, norm in norms_of(config).items()}
         return DecoderLayer(
-            attention_norm=self._read(name + "input_layernorm.weight"),
+            attention_norm=norms["attention_norm"],
             qkv=qkv,
             head_norms=self._head_norms(attention) if config.qk_norm else None,
             output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
-            mlp_norm=self._read(name + "post_attention_layernorm.weight"),
             mlp=(
                 self._mlp(name + "mlp.", self.features)
                 if experts is None
                 else self._experts(name, experts)
             ),
+            mlp_norm=norms["mlp_norm"],
             latent=latent,
+            output_norm=norms.get("output_norm"),
+            mlp_output_norm=norms.get("mlp_output_norm"),
+            scoring=Scoring(
+                config.attention_scale, config.window_of(number), config.layers.score_cap
+            ),
         )
+
+    def _norm(self, name: str) -> Tensor:
+        weight = self._read(name + ".weight", dtype=torch.float32)
+        return weight + self.config.layers.norm_offset
 
     def _into_attention(self, name: str) -> tuple[Linear, LatentAttention | None]:
         config = self.config
@@ -211,7 +226,8 @@ class _Loader:
         has_bias = self.config.mlp_bias
         parts = [(name + "gate_proj", features), (name + "up_proj", features)]
         gate_up = self._columns(parts, has_bias=has_bias)
-        return GatedMlp(gate_up, self._rows(name + "down_proj", features, has_bias=has_bias))
+        down = self._rows(name + "down_proj", features, has_bias=has_bias)
+        return GatedMlp(gate_up, down, self.config.layers.gate)
 
     def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
@@ -301,8 +317,8 @@ class _Loader:
 
     def _head_norms(self, attention: str) -> Tensor:
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)
-        q = self._read(attention + "q_norm.weight").expand(num_heads, -1)
-        k = self._read(attention + "k_norm.weight").expand(kv_heads, -1)
+        q = self._norm(attention + "q_norm").expand(num_heads, -1)
+        k = self._norm(attention + "k_norm").expand(kv_heads, -1)
         return torch.cat((q, k))
 
     def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:

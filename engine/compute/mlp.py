@@ -17,6 +17,7 @@ from torch import Tensor
 from baton.engine.compute.attention import AdaptedRows, Backend
 from baton.engine.compute.expert_config import GroupedRouting
 from baton.engine.compute.linear import Linear
+from baton.kernels.constants import SILU, Gate
 
 # Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in] and the end of
 # each expert's rows [num_experts] int32 -> [num_rows, out]. It never waits for the device.
@@ -35,9 +36,10 @@ class Mlp(Protocol):
 class GatedMlp:
     gate_up: Linear  # gates first
     down: Linear
+    gate: Gate = SILU
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        return self.down(backend.silu_mul(self.gate_up(x, adapted)), adapted)
+        return self.down(backend.gate_mul(self.gate_up(x, adapted), self.gate), adapted)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)
@@ -179,13 +181,14 @@ class ExpertMlp:
     gate_up: GroupedLinear  # gates first
     down: GroupedLinear
     shared: SharedExpert | None = None
+    gate: Gate = SILU
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         weights, chosen = self.router(x)
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         rows = x[order // chosen.shape[1]]
-        rows = self.down(backend.silu_mul(self.gate_up(rows, ends)), ends)
+        rows = self.down(backend.gate_mul(self.gate_up(rows, ends), self.gate), ends)
         by_token = torch.empty_like(rows).index_copy_(0, order, rows)
         total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)
         return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)

@@ -25,13 +25,19 @@ from baton.engine.compute.latent_config import (
     RawLatent,
     latent_config,
 )
+from baton.engine.compute.layer_config import (
+    LAYER_FAMILIES,
+    LayersConfig,
+    RawLayers,
+    layers_config,
+)
 from baton.engine.compute.quantization import Quantization, read_quantization
 from baton.engine.compute.rope_config import MAX_POSITIONS, RawRope, Rope, rope_config
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "youtu", "ministral",
+    "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -50,25 +56,27 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "DeepseekV3ForCausalLM": "deepseek_v3",
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "YoutuForCausalLM": "youtu",
+    "Gemma2ForCausalLM": "gemma2",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
 NO_WINDOWS = ("llama", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
-QWEN3_HEAD_DIM = 128
+HEAD_DIM_OF: dict[ModelFamily, int] = {"qwen3": 128, "gemma2": 256}
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
 WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
+WINDOWS_IN_TURNS = ("gemma2",)
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
-    "mixtral": 8,
+    "mixtral": 8, "gemma2": 4,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 RMS_NORM_EPS = 1e-6
 RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5, "glm4_moe_lite": 1e-5}
-TIED = ("youtu",)  # where tie_word_embeddings is absent
+TIED = ("youtu", "gemma2")  # where tie_word_embeddings is absent
 # Fields that transformers honours in every family, where they say more than nothing.
 UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
 
@@ -108,18 +116,18 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     full_layers: tuple[int, ...] = ()
     latent: LatentConfig | None = None
     num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
+    layers: LayersConfig = LayersConfig()
 
     @property
     def rotary_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
 
     @property
-    def attention_scale(self) -> float | None:
-        """Return the factor of queries times keys; None: that of the length of heads."""
-        if self.latent is None:
-            return None
-        scale: float = self.latent.qk_head_dim**-0.5
-        return scale * self.rope.score_factor
+    def attention_scale(self) -> float:
+        """Return the factor of queries times keys."""
+        width = self.head_dim if self.latent is None else self.latent.qk_head_dim
+        scale: float = self.layers.scale or width**-0.5
+        return scale if self.latent is None else scale * self.rope.score_factor
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
@@ -144,16 +152,18 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     if isinstance(kv_heads, UnsetType):
         kv_heads = ABSENT_KV_HEADS.get(family)
     num_kv_heads = kv_heads or raw.num_attention_heads
-    default = QWEN3_HEAD_DIM if family == "qwen3" else raw.hidden_size // raw.num_attention_heads
-    head_dim = raw.head_dim or default
+    head_dim = raw.head_dim or HEAD_DIM_OF.get(family, raw.hidden_size // raw.num_attention_heads)
     latent, num_guessing = None, 0
     if family in LATENT_FAMILIES:
         raw_latent = read_json(file, RawLatent)
         latent = latent_config(file, family, raw_latent)
         num_kv_heads, head_dim = 1, latent.row_dim
         num_guessing = raw_latent.num_nextn_predict_layers
-    _check(file, raw, num_kv_heads, head_dim if latent is None else latent.qk_rope_head_dim)
-    has_bias = raw.attention_bias and family in ("llama", "qwen3", "qwen3_moe")
+    _check(file, family, raw, num_kv_heads, head_dim if latent is None else latent.qk_rope_head_dim)
+    has_bias = raw.attention_bias and family in ("llama", "qwen3", "qwen3_moe", *LAYER_FAMILIES)
+    layers = LayersConfig()
+    if family in LAYER_FAMILIES:
+        layers = layers_config(file, family, read_json(file, RawLayers))
     eps = raw.rms_norm_eps
     if isinstance(eps, UnsetType):
         eps = RMS_NORM_EPS_OF.get(family, RMS_NORM_EPS)
@@ -193,6 +203,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         experts=experts,
         latent=latent,
         num_nextn_predict_layers=num_guessing,
+        layers=layers,
     )
 
 
@@ -267,9 +278,12 @@ def _family(file: Path, kind: _Kind) -> ModelFamily:
     raise ConfigError(f"{file}: architectures names {found}; baton runs {', '.join(ARCHITECTURES)}")
 
 
-def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
+def _check(
+    file: Path, family: ModelFamily, raw: _RawConfig, num_kv_heads: int, head_dim: int
+) -> None:
+    has_silu = raw.hidden_act == "silu" or family in LAYER_FAMILIES
     refusals = (
-        (raw.hidden_act != "silu", f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'"),
+        (not has_silu, f"hidden_act {raw.hidden_act!r} is not supported, only 'silu'"),
         (
             raw.num_attention_heads % num_kv_heads != 0,
             "num_key_value_heads must divide num_attention_heads",
@@ -327,6 +341,8 @@ def _sliding_window(
         full = tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
         if full and family in WINDOWS_EVERYWHERE:
             raise ConfigError(f"{file}: layer_types: {family} has the window in all layers")
+    elif family in WINDOWS_IN_TURNS:
+        full = tuple(layers[1::2])
     elif family == "qwen2_moe":  # in turns, up to a layer
         full = tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
     elif family in ("mistral", "ministral", *WINDOWS_EVERYWHERE):

@@ -335,13 +335,12 @@ def _on_gpu(
     return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
 
 
-def _rotation(plan: RankPlan) -> tuple[Tensor, float, int | None]:
-    """Return a backend's rotary table, `eps` and window."""
+def _rotation(plan: RankPlan) -> tuple[Tensor, float]:
+    """Return a backend's rotary table and `eps`."""
     model = plan.decoder
     if isinstance(model, TransformersConfig):
-        return unrotated(model.head_dim, plan.max_model_len), 0.0, None
-    table = rope_table(model.rope, model.rotary_dim, plan.max_model_len)
-    return table, model.rms_norm_eps, model.sliding_window
+        return unrotated(model.head_dim, plan.max_model_len), 0.0
+    return rope_table(model.rope, model.rotary_dim, plan.max_model_len), model.rms_norm_eps
 
 
 def is_batch_invariant(runner: Runner) -> bool:

@@ -68,7 +68,7 @@ class StepDecoder(Protocol):
         """Store the batch's keys and values; return what `logits` takes of `rows`."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, backend: Backend, /) -> Tensor:
         """Return `[num_rows, vocab]`."""
         ...
 
@@ -203,10 +203,13 @@ class Runner:
         lengths, next_ids = [len(part.targets) for part in parts], targets[1].of(inputs.words)
         pieces = torch.split(hidden[num_rows:], lengths), torch.split(next_ids, lengths)
         found = (
-            packed_prompt(self.decoder.logits, own, tokens, part.num_top).view(-1)
+            packed_prompt(self._logits, own, tokens, part.num_top).view(-1)
             for part, own, tokens in zip(parts, *pieces, strict=True)
         )
         return torch.cat([ids, *found])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden, self.backend)
 
     def _sample(
         self, step: PackedStep, inputs: StepInputs, hidden: Tensor, token_ids: Tensor
@@ -216,7 +219,7 @@ class Runner:
         An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
         """
         is_broken = ~hidden.isfinite().all(dim=1)
-        logits = self.decoder.logits(hidden)
+        logits = self._logits(hidden)
         if inputs.repeats is not None:
             repeats = inputs.repeats.of(inputs.words)
             logits, is_broken = logits[repeats], is_broken[repeats]

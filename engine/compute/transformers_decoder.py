@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.utils import logging as transformers_log
 
-from baton.engine.compute.attention import Backend, Batch, Chunk
+from baton.engine.compute.attention import Backend, Batch, Chunk, Scoring
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.loading import LinearMaker
@@ -74,7 +74,8 @@ class PagedAttention:
 
         Raises `ConfigError` for an option that the kernels do not honour.
         """
-        scale, window = options.pop("scaling", None), options.pop("sliding_window", None)
+        scale = options.pop("scaling", None)
+        how = [options.pop(name, None) for name in ("sliding_window", "softcap", "s_aux")]
         layer: int = module.layer_idx
         _, heads, tokens, dim = query.shape
         if self.backend is None:
@@ -89,8 +90,7 @@ class PagedAttention:
         for part in (query, key, value):
             qkv[:, first : first + part.shape[1], : part.shape[3]] = part[0].transpose(0, 1)
             first += part.shape[1]
-        self.backend.window = window
-        self.backend.scale = dim**-0.5 if scale is None else scale
+        self.backend.scoring = Scoring(dim**-0.5 if scale is None else scale, *how)
         out = self.backend.attend(layer, qkv.view(tokens, -1), None)
         out = out.view(1, tokens, heads, self.width)[..., : value.shape[3]]
         return out.to(query.dtype), None
@@ -175,9 +175,9 @@ class TransformersDecoder:
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
         """Store the batch's keys and values; return the logits of `rows`."""
-        return self.logits(self.hidden(batch, rows, backend))
+        return self.logits(self.hidden(batch, rows, backend), backend)
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, _: Backend, /) -> Tensor:
         """Return `[num_rows, vocab]`.
 
         Models scale or cap their logits after the head, so their own code computes them, from a

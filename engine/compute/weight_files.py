@@ -151,7 +151,7 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
         if config.latent is not None:
             of_latent = config.latent.tensors(hidden, config.num_heads)
             shapes |= {f"{layer}self_attn.{name}": shape for name, shape in of_latent.items()}
-        for name in ("input_layernorm", "post_attention_layernorm"):
+        for name in norms_of(config).values():
             shapes[f"{layer}{name}.weight"] = (hidden,)
         for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
             shapes[f"{layer}{name}.weight"] = (config.head_dim,)
@@ -159,6 +159,21 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
+
+
+def norms_of(config: DecoderConfig) -> dict[str, str]:
+    """Return what the files call the norms of a layer, by their names in `DecoderLayer`."""
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    return (
+        names
+        | {
+            "output_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_output_norm": "post_feedforward_layernorm",
+        }
+        if config.layers.has_output_norms
+        else names
+    )
 
 
 def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:

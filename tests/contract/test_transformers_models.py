@@ -1,7 +1,5 @@
 """Models that transformers' own code computes: right, or refused in one line that says why."""
 
-import json
-import shutil
 from pathlib import Path
 
 import msgspec
@@ -16,17 +14,17 @@ from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_ran
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from tests.support.compute import Text, compute_config, greedy, loaded, logits, needs_rules
-from tests.support.foreign_checkpoints import foreign_folder, small_folder
+from tests.support.foreign_checkpoints import changed, foreign_folder, small_folder
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
 
 pytestmark = pytest.mark.timeout(300)  # the first one imports transformers' modelling
 NUM_TOKENS = 20
 IMPL = {"model_impl": "transformers"}  # for the families that baton's own decoder has, too
-RUNS = ("qwen3_moe", "olmo2", "gemma3_text")
-OTHERS = ("deepseek_v3", "mixtral", "phi3", "granite", "cohere", "smollm3", "glm4", "gpt2")
+RUNS = ("qwen3_moe", "olmo2", "gemma3_text", "gpt_oss")
+OTHERS = (
+    "deepseek_v3", "mixtral", "phi3", "granite", "cohere", "smollm3", "glm4", "gpt2", "gemma2",
+)  # fmt: skip
 REFUSED = {
-    "gemma2": "its attention needs softcap",
-    "gpt_oss": "its attention needs s_aux",
     "bloom": "0 of 2 layers attend",
     "mamba": "layers of the kind linear_attention",
     "llama4_text": "layers of the kind chunked_attention",
@@ -170,15 +168,6 @@ def test_a_refusal_of_a_node_ends_the_start_with_its_line() -> None:
     with pytest.raises(NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap") as refused:
         LLM(folder, engine={"device": "cpu"})
     assert "Traceback" not in refused.value.message
-
-
-def changed(tmp_path: Path, kind: str, **fields: object) -> Path:
-    """A copy of a folder with other fields in its config.json."""
-    folder = tmp_path / kind
-    shutil.copytree(foreign_folder(kind), folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
-    return folder
 
 
 @pytest.mark.release

@@ -91,8 +91,8 @@ def test_add_rms_norm_agrees_with_its_reference(
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("features", [96, 2048, 14336])
-def test_silu_mul_agrees_with_its_reference(dtype: torch.dtype, features: int) -> None:
-    cases.check_silu_mul(features, dtype, "cuda")
+def test_gate_mul_agrees_with_its_reference(dtype: torch.dtype, features: int) -> None:
+    cases.check_gate_mul(features, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

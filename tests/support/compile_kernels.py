@@ -11,11 +11,12 @@ import re
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 from unittest.mock import patch
 
 import msgspec
@@ -45,6 +46,7 @@ OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 # A block takes 1 KiB of shared memory more than it asks for.
 REGISTERS, RESERVED_BYTES = 65_536, 1024
 HEADS = 32
+CAPS, SINKS = (100, 50.0), (100, None, torch.zeros(HEADS))  # with a window
 TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
@@ -79,8 +81,14 @@ def cases() -> dict[str, Callable[[], object]]:
         key = f"{name} {names[row[0]]} {row[1]}"
         found[key] = launch(name, row)
         found[f"ordered {key}"] = launch(name, row, ordered=True)
+    # Of Gemma 2 and of gpt-oss.
+    for head_dim, how in ((256, CAPS), (128, CAPS), (64, SINKS)):
+        for name in ("decode", "prefill"):
+            key = f"{name} bf16 {head_dim} {'sinks' if head_dim == 64 else 'caps'}"
+            found[key] = launch(name, (bf16, head_dim), how)
+            found[f"ordered {key}"] = launch(name, (bf16, head_dim), how, ordered=True)
     for head_dim in (80, 128, 256):
-        found[f"prefill bf16 {head_dim} window"] = launch("prefill", (bf16, head_dim), 100)
+        found[f"prefill bf16 {head_dim} window"] = launch("prefill", (bf16, head_dim), (100,))
         found[f"decode bf16 {head_dim} group of 32"] = launch("decode", (bf16, head_dim), group=32)
     return found | {
         "decode bf16 112": launch("decode", (bf16, 112)),
@@ -142,9 +150,9 @@ def _sum_of_experts() -> object:
 
 
 def _silu() -> object:
-    from baton.kernels.rows import silu_mul
+    from baton.kernels.rows import gate_mul
 
-    return silu_mul(torch.empty(4, 2 * 14336, dtype=torch.bfloat16))
+    return gate_mul(torch.empty(4, 2 * 14336, dtype=torch.bfloat16))
 
 
 def _blocks() -> None:
@@ -295,29 +303,29 @@ def _usage(cubin: bytes) -> tuple[int, int]:
 
 
 def launch(
-    name: str, row: Row, window: int | None = None, *, ordered: bool = False, group: int = 4
+    name: str, row: Row, how: Sequence[Any] = (), *, ordered: bool = False, group: int = 4
 ) -> Callable[[], object]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
     dtype, head_dim = row
     layout = Layout(torch.device("cpu"), dtype)
     batch = paged_batch(Heads(HEADS, HEADS // group, head_dim), (1100,), (100,), layout)
+    how = (batch.scale, *how)
     if name == "prefill":
-        return partial(_prefill, batch, 1, window, ordered=ordered)
+        return partial(_prefill, batch, how, ordered=ordered)
     batch = dataclasses.replace(batch, q=batch.q[:1])
-    return partial(_decode, batch, 1, window, ordered=ordered)
+    return partial(_decode, batch, how, ordered=ordered)
 
 
-def _decode(batch: Batch, layer: int, window: int | None = None, *, ordered: bool = False) -> None:
+def _decode(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
     paged_decode_attention(
-        batch.q, batch.pool, layer, batch.block_tables, batch.context_lens, batch.scale, window,
-        ordered=ordered,
-    )  # fmt: skip
+        batch.q, batch.pool, 1, batch.block_tables, batch.context_lens, *how, ordered=ordered
+    )
 
 
-def _prefill(batch: Batch, layer: int, window: int | None = None, *, ordered: bool = False) -> None:
+def _prefill(batch: Batch, how: Sequence[Any], *, ordered: bool) -> None:
     paged_prefill_attention(
-        batch.q, batch.pool, layer, batch.block_tables, batch.query_starts, batch.context_lens,
-        batch.scale, window, ordered=ordered,
+        batch.q, batch.pool, 1, batch.block_tables, batch.query_starts, batch.context_lens, *how,
+        ordered=ordered,
     )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Tiny random checkpoints of families that transformers computes, as transformers saves them."""
 
+import json
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,7 +41,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "youtu": {key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
-    "gemma2": {"head_dim": 16},
+    "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24},
     "gpt_oss": {"head_dim": 16, "num_local_experts": 4},
     "bloom": {},
     "codegen": {"n_positions": 1024, "rotary_dim": 8},
@@ -93,6 +95,18 @@ def foreign_folder(kind: str, *, save_original_format: bool = True, **fields: An
     fields = {name: list(of) if isinstance(of, tuple) else of for name, of in fields.items()}
     config = AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind], **fields})
     return _written(kind, config, save_original_format=save_original_format)
+
+
+def changed(
+    tmp_path: Path, original: str | Path, absent: tuple[str, ...] = (), **fields: object
+) -> Path:
+    """A copy of a folder with other fields in its config.json, or without some."""
+    folder = tmp_path / "changed"
+    shutil.copytree(foreign_folder(original) if isinstance(original, str) else original, folder)
+    file = folder / "config.json"
+    config = {**json.loads(file.read_bytes()), **fields}
+    file.write_text(json.dumps({k: of for k, of in config.items() if k not in absent}))
+    return folder
 
 
 def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:

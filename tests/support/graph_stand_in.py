@@ -29,6 +29,7 @@ from baton.engine.compute.step_queue import StepWork
 from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
 from baton.runtime.clock import monotonic
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape
@@ -213,7 +214,7 @@ class TableBackend:
     def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
         return reference.add_experts(rows, weights)
 
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
+    def gate_mul(self, gate_up: Tensor, _: Gate = SILU) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
         return torch.nn.functional.silu(gate) * up
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.sampler import Sampler, SampleRow, SamplingTensors
+from baton.kernels.constants import GELU_TANH, SILU, Gate
 from baton.protocol.sampling import Sampling
 
 LAYERS, LAYER = 3, 1
@@ -37,6 +38,8 @@ class AttentionShape:
     dtype: torch.dtype = torch.float32
     window: int | None = None
     planes: int = 2  # 1: keys are the values, too
+    softcap: float | None = None
+    has_sinks: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +52,7 @@ class Batch:
     query_starts: Tensor
     context_lens: Tensor
     scale: float
+    how: tuple[int | None, float | None, Tensor | None]  # window, cap and sinks
 
 
 def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
@@ -69,6 +73,7 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
     # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
     packed = torch.randn(num_tokens, shape.num_heads + 2 * heads, dim, generator=generator)
     starts = torch.tensor([0, *shape.queries]).cumsum(0)
+    sinks = 3 * torch.randn(shape.num_heads, generator=generator)
     return Batch(
         q=packed.to(device, shape.dtype)[:, : shape.num_heads],
         pool=pool.to(device, shape.dtype),
@@ -76,6 +81,7 @@ def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
         query_starts=starts.to(device, torch.int32),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
         scale=dim**-0.5,
+        how=(shape.window, shape.softcap, sinks.to(device) if shape.has_sinks else None),
     )
 
 
@@ -86,8 +92,8 @@ def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -
     case = attention_batch(shape, device)
     call = (case.q, case.pool, LAYER, case.block_tables, case.context_lens, case.scale)
     assert_close(
-        decode_attention.paged_decode_attention(*call, shape.window, ordered=ordered),
-        reference.paged_decode_attention(*call, shape.window),
+        decode_attention.paged_decode_attention(*call, *case.how, ordered=ordered),
+        reference.paged_decode_attention(*call, *case.how),
     )
 
 
@@ -100,7 +106,7 @@ def check_decode_alone(shape: AttentionShape, device: str) -> None:
 
     def attended(rows: slice, tables: Tensor) -> Tensor:
         return paged_decode_attention(
-            case.q[rows], case.pool, LAYER, tables[rows], lens[rows], case.scale, shape.window,
+            case.q[rows], case.pool, LAYER, tables[rows], lens[rows], case.scale, *case.how,
             ordered=True,
         )  # fmt: skip
 
@@ -118,7 +124,7 @@ def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) 
     case = attention_batch(shape, device)
     call = (
         case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, shape.window,
+        case.scale, *case.how,
     )  # fmt: skip
     assert_close(
         prefill_attention.paged_prefill_attention(*call, ordered=ordered),
@@ -133,7 +139,7 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
         case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, shape.window, ordered=ordered,
+        case.scale, *case.how, ordered=ordered,
     )  # fmt: skip
     start = 0
     for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
@@ -144,7 +150,7 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
             seen = torch.tensor([length - count + last], dtype=torch.int32, device=device)
             part = paged_prefill_attention(
                 case.q[chunk], case.pool, LAYER, case.block_tables[i : i + 1], starts, seen,
-                case.scale, shape.window, ordered=ordered,
+                case.scale, *case.how, ordered=ordered,
             )  # fmt: skip
             assert_equal_bits(part, whole[chunk])
         start += count
@@ -158,7 +164,7 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> N
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
         case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens,
-        case.scale, shape.window, ordered=True,
+        case.scale, *case.how, ordered=True,
     )  # fmt: skip
     rows, owners, lens = [], [], []
     for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
@@ -168,7 +174,7 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> N
             lens.append(length - count + token + 1)
     decoded = paged_decode_attention(
         case.q[rows], case.pool, LAYER, case.block_tables[owners],
-        torch.tensor(lens, dtype=torch.int32, device=device), case.scale, shape.window,
+        torch.tensor(lens, dtype=torch.int32, device=device), case.scale, *case.how,
         ordered=True,
     )  # fmt: skip
     assert_equal_bits(decoded, whole[rows])
@@ -221,14 +227,14 @@ def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual
     assert_equal_bits(got[0], row_kernels.add_rms_norm(got[1], None, weight, 1e-5)[0])
 
 
-def check_silu_mul(features: int, dtype: torch.dtype, device: str) -> None:
+def check_gate_mul(features: int, dtype: torch.dtype, device: str, gate: Gate = SILU) -> None:
     """Feature counts that do and do not fill a tile."""
     from baton.kernels import reference
     from baton.kernels import rows as row_kernels
 
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(device, dtype)
-    assert_close(row_kernels.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(row_kernels.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate))
 
 
 def check_fixed_product(
@@ -359,6 +365,7 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
     one = AttentionShape(contexts=(1060,), queries=(70,), num_heads=2, kv_heads=1)
     cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
     rope = AttentionShape(contexts=(), queries=(13,), num_heads=6)
+    caps: dict[str, object] = {"softcap": 1.5, "has_sinks": True, "window": 530}
     return {
         "decode fp32": lambda: check_decode(decode, "cpu"),
         "decode fp32 splits": lambda: check_decode(split, "cpu"),
@@ -390,6 +397,15 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "ordered bf16": lambda: check_decode_as_prefill(
             _with(one, dtype=bf16, head_dim=80, queries=(45,)), "cpu", 9
         ),
+        "caps and sinks": lambda: check_decode_as_prefill(_with(one, **caps), "cpu", 9),
+        "decode caps and sinks": lambda: check_decode(
+            _with(split, contexts=(600, 0), **caps), "cpu"
+        ),
+        "decode few keys, caps and sinks": lambda: check_decode(_with(decode, **caps), "cpu"),
+        "prefill caps and sinks": lambda: check_prefill(_with(cut, **caps), "cpu"),
+        "prefill ahead, caps and sinks": lambda: check_prefill(
+            _with(prefill, dtype=bf16, head_dim=112, **caps), "cpu"
+        ),
         "tiles for warps": lambda: check_on_warps(
             _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
         ),
@@ -400,7 +416,9 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         ),
         "norm fp32": lambda: check_add_rms_norm(48, fp32, "cpu", residual=True),
         "norm first": lambda: check_add_rms_norm(64, fp32, "cpu", residual=False),
-        "silu bf16": lambda: check_silu_mul(96, bf16, "cpu"),
+        "silu bf16": lambda: check_gate_mul(96, bf16, "cpu"),
+        "gelu fp32": lambda: check_gate_mul(96, fp32, "cpu", GELU_TANH),
+        "clamped gate": lambda: check_gate_mul(96, fp32, "cpu", Gate(1.702, 0.0, 7.0, 1.0)),
         "sampling every filter": lambda: check_sampling(301, 2.0, fp32, "cpu", 2),
         "sampling equals": lambda: check_sampling(16, 0.0, bf16, "cpu", 8),
         "sampling peaked": lambda: check_sampling(4100, 9.0, bf16, "cpu", 8),

@@ -24,7 +24,7 @@ from baton.kernels.fixed_product import fixed_product
 from baton.kernels.grouped_product import add_experts, grouped_product
 from baton.kernels.pool_writes import move_blocks, rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
-from baton.kernels.rows import add_rms_norm, silu_mul
+from baton.kernels.rows import add_rms_norm, gate_mul
 from baton.protocol.sampling import Sampling
 from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
 from tools.gpu.rows import Check
@@ -286,7 +286,7 @@ def _norm(model: Model, layout: Layout) -> Check:
 def _silu(model: Model, layout: Layout) -> Check:
     shape = (model.fused_tokens, 2 * model.intermediate_size)
     gate_up = 4 * torch.randn(shape, device=layout.device, dtype=layout.dtype)
-    return _close(f"SiLU · mul, {model.name}", silu_mul(gate_up), reference.silu_mul(gate_up))
+    return _close(f"SiLU · mul, {model.name}", gate_mul(gate_up), reference.gate_mul(gate_up))
 
 
 def _experts(model: Model, layout: Layout) -> Check:

@@ -10,7 +10,7 @@ from tests.support.module_process import said_by
 
 STEP_KERNELS = {
     "_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel",
-    "_add_rms_norm_kernel", "_silu_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
+    "_add_rms_norm_kernel", "_gate_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
     "_scan_kernel", "_weigh_kernel", "_choose_kernel", "_penalize_kernel",
 }  # fmt: skip
 

@@ -1,7 +1,5 @@
 """Mixtures of experts in baton's own decoder: right, and with bits that no batch changes."""
 
-import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +21,7 @@ from tests.support.compute import (
     logits,
     needs_rules,
 )
-from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.foreign_checkpoints import changed, foreign_folder
 from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
@@ -173,15 +171,3 @@ def test_windows_in_turns_equal_those_of_transformers(
         **fields,
     )  # fmt: skip
     assert_close(whole(folder), reference(folder))
-
-
-def changed(tmp_path: Path, kind: str, absent: tuple[str, ...] = (), **fields: object) -> Path:
-    """A copy of a folder with other fields in its config.json, or without some."""
-    folder = tmp_path / kind
-    shutil.copytree(foreign_folder(kind), folder)
-    file = folder / "config.json"
-    config = {**json.loads(file.read_bytes()), **fields}
-    for name in absent:
-        del config[name]
-    file.write_text(json.dumps(config))
-    return folder

@@ -2,7 +2,6 @@
 
 import json
 import math
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from tests.support.compute import (
     logits,
     needs_rules,
 )
-from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.foreign_checkpoints import changed, foreign_folder
 from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
@@ -324,12 +323,3 @@ def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path: Path) -> N
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="e_score_correction_bias is not finite"):
         whole(folder)
-
-
-def changed(tmp_path: Path, original: str | Path, **fields: object) -> Path:
-    """A copy of a folder with other fields in its config.json."""
-    folder = tmp_path / "changed"
-    shutil.copytree(foreign_folder(original) if isinstance(original, str) else original, folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_bytes()), **fields}))
-    return folder

@@ -98,7 +98,7 @@ def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype: str) -> N
         with torch.inference_mode():
             rows = torch.arange(len(order))
             hidden = runner.decoder.hidden(batch, rows, runner.backend)
-            found = runner.decoder.logits(hidden)
+            found = runner.decoder.logits(hidden, runner.backend)
         assert found.argmax(dim=1).tolist() == wanted
         assert torch.equal(found, torch.stack([alone[lora][-1] for lora in order]))
         assert greedy(runner, texts[0], 4) != greedy(runner, texts[1], 4)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels import reference
+from baton.kernels.constants import GELU_TANH, SILU, Gate
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, has_bf16_products, load_library
 from baton.kernels.cpu_threads import CpuThreads
@@ -46,6 +47,7 @@ class Kind(Enum):
 
 PLAIN = {FP32: Kind.FP32, BF16: Kind.BF16}
 KINDS = [kind for kind in Kind if kind is not Kind.PAIRS or has_bf16_products()]
+GATES = (SILU, GELU_TANH, Gate(1.702, limit=7.0, offset=1.0))
 RAGGED = AttentionShape(contexts=(200, 1, 64, 65, 33, 16), queries=(140, 1, 64, 1, 20, 3))
 
 
@@ -86,12 +88,10 @@ def spans_of(batch: Batch) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def attended(
-    batch: Batch, spans: list[tuple[int, int, int, int]], window: int | None, kind: Kind
-) -> Tensor:
+def attended(batch: Batch, spans: list[tuple[int, int, int, int]], kind: Kind) -> Tensor:
     ours, q = kernels(batch, kind), batch.q.contiguous()
     out = torch.full_like(q, float("nan"))
-    ours.attend(q, LAYER, work(ours, batch, spans), window, batch.scale, out)
+    ours.attend(q, LAYER, work(ours, batch, spans), out, batch.scale, *batch.how)
     return out
 
 
@@ -100,6 +100,8 @@ SIZES: dict[str, tuple[int, ...]] = {
     "head_dim": (32, 48, 64, 80, 112, 128, 256),
     "num_heads": (2, 4, 6, 10, 14, 16, 32),  # of 2 KV heads
     "window": (1, 2, 15, 64, 65, 100, 199, 1000),
+    "softcap": (0.5, 2.0, 50.0),
+    "has_sinks": (True,),
 }
 
 
@@ -111,13 +113,14 @@ def test_attention_with_sizes_of_any_kind(kind: Kind, size: str, value: int) -> 
     batch = attention_batch(shape, "cpu")
     expected = reference.paged_prefill_attention(
         batch.q, batch.pool, LAYER, batch.block_tables, batch.query_starts, batch.context_lens,
-        batch.scale, shape.window,
+        batch.scale, *batch.how,
     )  # fmt: skip
-    ours = attended(batch, spans_of(batch), shape.window, kind)
+    ours = attended(batch, spans_of(batch), kind)
     if kind is Kind.PAIRS:
         torch.testing.assert_close(ours, expected, rtol=1.6e-2, atol=8e-3)
     else:
-        assert_close(ours, expected)
+        # A cap adds an error of its own last place to each score.
+        assert_close(ours, expected, 1 + (shape.softcap or 0) / 10)
 
 
 @pytest.mark.parametrize("length", [1, 2, 33, 64, 300, 1100])
@@ -139,25 +142,26 @@ def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(
 
     exact = F.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
     theirs = F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True)[0]
-    ours = attended(batch, spans_of(batch), None, kind).transpose(0, 1)
+    ours = attended(batch, spans_of(batch), kind).transpose(0, 1)
     assert error(ours, exact) <= 1.1 * error(theirs, exact) + 1e-9
 
 
-@pytest.mark.parametrize("window", [None, 90])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (90, None), (90, 2.0)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("group", "planes"), [(1, 2), (4, 2), (6, 2), (6, 1)])
 def test_chunks_and_single_tokens_get_the_bits_of_the_whole_prompt(
-    kind: Kind, group: int, planes: int, window: int | None
+    kind: Kind, group: int, planes: int, window: int | None, softcap: float | None
 ) -> None:
     shape = AttentionShape(
-        (330,), (330,), num_heads=2 * group, head_dim=64, dtype=kind.dtype, planes=planes
-    )
+        (330,), (330,), num_heads=2 * group, head_dim=64, dtype=kind.dtype, planes=planes,
+        window=window, softcap=softcap, has_sinks=softcap is not None,
+    )  # fmt: skip
     batch = attention_batch(shape, "cpu")
-    whole = attended(batch, [(0, 330, 0, 0)], window, kind)
+    whole = attended(batch, [(0, 330, 0, 0)], kind)
     for size in (1, 2, 3, 31, 64, 100, 329):
         cuts = range(0, 330, size)
         spans = [(first, min(size, 330 - first), first, 0) for first in cuts]
-        assert_equal_bits(attended(batch, spans, window, kind), whole)
+        assert_equal_bits(attended(batch, spans, kind), whole)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -167,9 +171,9 @@ def test_a_token_gets_the_same_bits_in_every_batch(kind: Kind) -> None:
         AttentionShape(contexts, (1,) * 64, head_dim=64, dtype=kind.dtype), "cpu"
     )
     spans = spans_of(batch)
-    together = attended(batch, spans, None, kind)
+    together = attended(batch, spans, kind)
     for count in (1, 2, 7, 33):
-        assert_equal_bits(attended(batch, spans[:count], None, kind)[:count], together[:count])
+        assert_equal_bits(attended(batch, spans[:count], kind)[:count], together[:count])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -189,10 +193,10 @@ def test_threads_get_the_bits_of_one_thread(kind: Kind) -> None:
         plan = work(ours, batch, spans_of(batch))
         assert len(plan.cuts) == num_threads + 1, "the work is too small to be shared"
         out = torch.empty_like(q)
-        ours.attend(q, LAYER, plan, None, batch.scale, out)
+        ours.attend(q, LAYER, plan, out, batch.scale)
         rotated = ours.rope_and_store(qkv, 0, positions, slots, table, norms, 1e-6)
         normed, stream = ours.add_rms_norm(x, residual, x[0], 1e-6)
-        return [out, rotated, batch.pool[:, :, 0].clone(), normed, stream, ours.silu_mul(x)]
+        return [out, rotated, batch.pool[:, :, 0].clone(), normed, stream, ours.gate_mul(x)]
 
     before = torch.get_num_threads()
     try:
@@ -274,12 +278,24 @@ def test_residual_and_norm(dtype: torch.dtype, hidden: int, has_residual: bool) 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("features", [1, 16, 96, 344, 1023])
-def test_gate(dtype: torch.dtype, features: int) -> None:
+@pytest.mark.parametrize("gate", GATES)
+def test_gate(dtype: torch.dtype, features: int, gate: Gate) -> None:
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(dtype)
     gate_up[0, :features] = torch.linspace(-300, 300, features)
     ours = row_kernels(dtype)
-    assert_close(ours.silu_mul(gate_up), reference.silu_mul(gate_up))
+    assert_close(ours.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate))
+
+
+def test_caps_of_logits() -> None:
+    logits = 20 * torch.randn(3, 1003, generator=torch.Generator().manual_seed(4))
+    logits[1, 5:8] = torch.tensor([torch.inf, -torch.inf, torch.nan])
+    ours, expected, alone = logits.clone(), logits.clone(), logits[1:2].clone()
+    for x in (ours, alone):
+        row_kernels(FP32).soft_cap(x, 30.0)
+    reference.soft_cap(expected, 30.0)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-5, equal_nan=True)
+    assert_equal_bits(alone, ours[1:2])
 
 
 def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays() -> None:

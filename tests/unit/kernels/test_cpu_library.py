@@ -14,7 +14,7 @@ from baton.kernels import cpu_library
 from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
 from tests.support.sources import REPOSITORY
 
-NAMES = {"attend", "rope_and_store", "add_rms_norm", "silu_mul", "sample"}
+NAMES = {"attend", "rope_and_store", "add_rms_norm", "gate_mul", "soft_cap", "sample"}
 
 
 @pytest.fixture
@@ -136,9 +136,9 @@ at = torch.arange(300)
 q = kernels.rope_and_store(qkv, 0, at, at, table, qkv[0, : 10 * 64], 1e-6)
 work = kernels.attention_work(np.arange(19, dtype=np.int32), np.array([(0, 300, 0, 0)]))
 out = torch.empty_like(q)
-kernels.attend(q, 0, work, None, 0.125, out)
+kernels.attend(q, 0, work, out, 0.125)
 normed, stream = kernels.add_rms_norm(out.flatten(1), q.flatten(1), out[0], 1e-6)
-results = (q, pool, out, normed, stream, kernels.silu_mul(stream))
+results = (q, pool, out, normed, stream, kernels.gate_mul(stream))
 tokens = CpuSampler(library).sample(
     torch.randn(300, 1237), np.array([(row, 0, 9, row % 9) for row in range(300)]),
     np.array([(row % 7 / 4, -5.0, 1 - row % 2 / 9) for row in range(300)]),

@@ -1,0 +1,130 @@
+"""Gates, norms, caps and sinks of other families in baton's own decoder: right, in any batch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.errors import ConfigError
+from baton.runtime.fields import with_values
+from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits, needs_rules
+from tests.support.foreign_checkpoints import changed, foreign_folder
+from tests.support.oracle import prompt
+from tests.support.thread_ranks import on_all, thread_ranks
+
+LENGTH = 150
+KINDS = ("gemma2",)
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gemma2": ("gemma2", {}),
+    "gemma2 with low caps": (
+        "gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma2 without caps": (
+        "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2 with biases and a head": (
+        "gemma2", {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2 with windows at the end": (
+        "gemma2", {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
+    ),
+}  # fmt: skip
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        out: Tensor = model(torch.tensor([prompt(LENGTH)])).logits[0].float()
+    return out
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    worst = (ours - theirs).abs().max() / theirs.abs().max()
+    assert worst < 2e-5, f"relative error {worst:.2e}"
+
+
+def whole(folder: Path, dtype: str = "auto") -> Tensor:
+    with loaded(compute_config(folder, dtype)) as runner:
+        assert isinstance(runner.decoder, Decoder)
+        return logits(runner, Text("a", prompt(LENGTH), range(3, 20)).chunk(0, LENGTH))[0]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32_logits_equal_those_of_transformers(variant: str) -> None:
+    kind, fields = VARIANTS[variant]
+    folder = foreign_folder(kind, **fields)
+    assert_close(whole(folder), reference(folder))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_plain_torch_computes_the_same(kind: str) -> None:
+    config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
+    with loaded(config) as runner:
+        found = chunked_logits(runner, Text("a", prompt(LENGTH), range(3, 20)), [64])
+    assert_close(found, reference(foreign_folder(kind)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
+    folder = foreign_folder(kind)
+    exact = reference(folder)
+    allowed = 1.5 * (reference(folder, torch.bfloat16) - exact).abs().mean()
+    assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
+    with loaded(compute_config(foreign_folder(kind), dtype)) as runner:
+        needs_rules(runner)
+        assert is_batch_invariant(runner)
+        runner.cache.pool.fill_(float("nan"))
+        text = Text("a", prompt(90), range(10))
+        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
+        (expected,) = logits(runner, text.chunk(0, 90))
+        parts = [
+            logits(runner, text.chunk(0, 33))[0],
+            logits(runner, *(one.chunk(0, 29) for one in crowd), text.chunk(33, 89))[-1],
+            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
+        ]
+        assert torch.equal(torch.cat(parts), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_together_compute_what_one_computes(kind: str) -> None:
+    config, text = compute_config(foreign_folder(kind)), Text("a", prompt(100), range(10))
+
+    def compute(rank: SharedMemoryRanks | None) -> Tensor:
+        with loaded(config, rank) as runner:
+            return logits(runner, text.chunk(0, 100))[0]
+
+    alone = compute(None)
+    for size in (2, 4):  # of two KV heads
+        with thread_ranks(size) as members:
+            shares = on_all(members, compute)
+        assert_close(shares[0], alone)
+        assert all(torch.equal(share, shares[0]) for share in shares)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "reason"),
+    [
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+    ],
+)
+def test_a_folder_that_means_something_else_is_refused(
+    kind: str, fields: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    folder = changed(tmp_path, kind, **fields)
+    with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
+        pass
