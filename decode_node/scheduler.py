@@ -97,9 +97,11 @@ class DecodeScheduler:
         self._detached.forget(origin, list(self._running.values()))
 
     def attach(self, now_s: float, origin: Origin, message: Attach) -> None:
+        self._detached.expire(now_s)
         self._detached.attach(now_s, origin, message)
 
-    def keep(self, message: Keep) -> None:
+    def keep(self, now_s: float, message: Keep) -> None:
+        self._detached.expire(now_s)
         self._detached.keep(message)
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:

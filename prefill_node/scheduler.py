@@ -125,7 +125,7 @@ class PrefillScheduler:
         # again.
         self.outputs.send(origin, NotAttached(message.request_id))
 
-    def keep(self, message: Keep) -> None:
+    def keep(self, now_s: float, message: Keep) -> None:
         pass  # decode nodes keep tokens
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import assert_never
 
 from baton.engine.compute.executor import RANK_KILLED, Executor
-from baton.engine.process.records import EventRing, NodeObserver
+from baton.engine.process.records import Draining, EventRing, NodeObserver, Turned
 from baton.engine.process.sockets import EngineSockets, FromRouter, LinkEvent, RouterLost
 from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.engine.scheduling.requests import NO_ROUTER, Origin
@@ -116,7 +116,9 @@ class EngineLoop:
         self._launched: deque[StepPlan] = deque()
         self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
-        self._wake_at_s: float | None = 0.0
+        self._wake_at_s: float | None = 0.0  # the connector
+        self._wake_s = math.inf
+        self._is_idle = True  # after the last turn
         self._next_progress_s = 0.0
         self._is_draining = False
         self.is_asked_to_drain = False  # by a router
@@ -130,6 +132,8 @@ class EngineLoop:
         # The clock is read after the messages arrived; otherwise leases that they renew would end
         # early.
         now_s = self._clock()
+        is_quiet = self._wake_s > now_s and self._is_idle
+        self.ring.begin_turn()
         for event in events:
             self.ring.record(now_s, event)
             self._handle(now_s, event)
@@ -137,16 +141,20 @@ class EngineLoop:
         self._connect(now_s)
         self._launch(now_s)
         self._send(now_s)
+        if self.ring.is_turn_empty and not is_quiet:
+            self.ring.record(now_s, Turned())
         load = self.scheduler.load()
         if load.quarantined_blocks > QUARANTINE_SHARE * load.total_blocks:
             raise NodeError(f"{load.quarantined_blocks} KV blocks are quarantined: starting afresh")
         self.observer.turned(load, self.connector.unreachable)
         wake_at_s = (self._wake_at_s, self.scheduler.pool.cache.journal.wake_at_s)
-        wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
-        self.links.wait(min(max(wake_s - self._clock(), 0.0), MAX_WAIT_S))
+        self._wake_s = min((at_s for at_s in wake_at_s if at_s is not None), default=math.inf)
+        self._is_idle = not (load.num_running or load.num_waiting)
+        self.links.wait(min(max(self._wake_s - self._clock(), 0.0), MAX_WAIT_S))
 
     def drain(self) -> None:
         """Take no more requests; existing requests go on."""
+        self.ring.record(self._clock(), Draining())
         self._is_draining = True
 
     @property
@@ -186,7 +194,7 @@ class EngineLoop:
             case Attach():
                 self.scheduler.attach(now_s, origin, message)
             case Keep():
-                self.scheduler.keep(message)
+                self.scheduler.keep(now_s, message)
             case Drain():
                 self.is_asked_to_drain = True
             case DrainState():  # routers alone get it
@@ -239,7 +247,7 @@ class EngineLoop:
             for event in port.poll():
                 if isinstance(event, ReadEnded):
                     self.observer.read_ended(rank, event)
-                self.ring.record(now_s, event)
+                self.ring.record(now_s, event, rank)
                 self._events.append(FromRank(rank, event))
         self._events.extend(self.scheduler.outputs.take_connector_events())
         due = self._wake_at_s is not None and now_s >= self._wake_at_s

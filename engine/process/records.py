@@ -201,42 +201,60 @@ def read_records(path: Path) -> list[Record]:
 MAX_TOKENS = 1_000_000
 
 
+class Turned(msgspec.Struct, frozen=True):
+    """A turn of the loop in which nothing came, but time may have acted."""
+
+
+class Draining(msgspec.Struct, frozen=True):
+    """The order to take no more requests, which came after a turn."""
+
+
 class EventRing:
     """The last `capacity` events of one loop, which are encoded only when they are dumped.
 
-    It holds fewer events if their prompts have more than `max_tokens` tokens together, and none of
-    the log probabilities of a step, which may be far larger than its tokens.
+    It holds fewer if their prompts have more than `max_tokens` tokens together, and none of the log
+    probabilities of a step, which may be far larger than its tokens. If none has been dropped, they
+    make a new loop do the same again.
     """
 
     def __init__(self, capacity: int = 10_000, max_tokens: int = MAX_TOKENS) -> None:
         self._capacity = capacity
         self._max_tokens = max_tokens
         self._num_tokens = 0
-        self._events: deque[tuple[float, msgspec.Struct]] = deque()
+        self._events: deque[_Line] = deque()
+        self._turn = 0
 
-    def record(self, now_s: float, event: msgspec.Struct) -> None:
+    def begin_turn(self) -> None:
+        self._turn += 1
+
+    @property
+    def is_turn_empty(self) -> bool:
+        return not self._events or self._events[-1].turn != self._turn
+
+    def record(self, now_s: float, event: msgspec.Struct, rank: int = 0) -> None:
+        """Add an event, which came from `rank` if it is one of an agent's."""
         if isinstance(event, StepResult) and (event.logprobs or event.prompt_logprobs):
             event = msgspec.structs.replace(event, logprobs=(), prompt_logprobs=())
         events = self._events
-        events.append((now_s, event))
+        events.append(_Line(self._turn, now_s, rank, type(event).__name__, event))
         self._num_tokens += _num_tokens(event)
         while len(events) > self._capacity or self._num_tokens > self._max_tokens:
-            _, oldest = events.popleft()
-            self._num_tokens -= _num_tokens(oldest)
+            self._num_tokens -= _num_tokens(events.popleft().event)
 
     def __len__(self) -> int:
         return len(self._events)
 
     def dump(self, path: Path) -> int:
-        """Write one JSON object `{"now_s", "type", "event"}` per line; return how many.
+        """Write one JSON object `{"turn", "now_s", "rank", "type", "event"}` per line.
+
+        Return how many.
 
         The file gets mode 0600. Raises `FileExistsError` if it exists.
         """
         encoder = msgspec.json.Encoder()
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
         with os.fdopen(os.open(path, flags, 0o600), "wb") as file:
-            for now_s, event in self._events:
-                line = _Line(now_s, type(event).__name__, event)
+            for line in self._events:
                 file.write(encoder.encode(line) + b"\n")
         return len(self._events)
 
@@ -252,7 +270,9 @@ def _num_tokens(event: msgspec.Struct) -> int:
     return len(getattr(message, "token_ids", prompt))
 
 
-class _Line(msgspec.Struct):
+class _Line(msgspec.Struct, frozen=True):
+    turn: int
     now_s: float
+    rank: int
     type: str
     event: msgspec.Struct

@@ -105,7 +105,7 @@ class Scheduler(Protocol):
         """Give a router a request whose router is gone, or answer `NotAttached`."""
         ...
 
-    def keep(self, message: Keep) -> None:
+    def keep(self, now_s: float, message: Keep) -> None:
         """Keep tokens of a router that ends, for the client that comes back, if this can."""
         ...
 

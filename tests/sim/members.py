@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from tokenizers import Tokenizer
@@ -218,6 +218,14 @@ class SimNode(Member):
 
     def running(self) -> Iterable[Key]:
         return getattr(self.scheduler, "_running", ())
+
+    def offers(self) -> list[tuple[Key, Epoch]]:
+        """Return what this prefill node holds for decode nodes."""
+        sources = self.loop.connector._offers._sources.values()
+        return [(source.key, source.peer[1]) for source in sources]
+
+    def ended_receives(self) -> Container[Key]:
+        return self.loop.connector._receives._tombstones._answers
 
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""

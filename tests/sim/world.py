@@ -27,6 +27,7 @@ HEALING_S = 90.0  # after the last fault, every client has its tokens
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
+LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
     (6.0, (0.001, 0.02, 0.2)),
@@ -168,7 +169,7 @@ class World:
             for node in (*self.nodes, *self.twins):
                 if not node.process.is_dead:
                     node.check_ownership()
-                    self._check_outlived(node)
+                    (self._check_outlived if node.role == "decode" else self._check_offers)(node)
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with a router runs nothing that no client of it wants."""
@@ -184,6 +185,20 @@ class World:
             since_s = max(since_s, in_touch_s, node.hung_until_s)
             if self.loop.time() - since_s > LONGEST_DETOUR_S:
                 self.problem(f"{node.name} still runs {key}, which nobody wants")
+
+    def _check_offers(self, node: SimNode) -> None:
+        """Check that a prefill node in touch holds nothing for a handoff that decode has ended."""
+        for key, reader in node.offers():
+            peer = next((one for one in self.nodes if one.epoch == reader), node)
+            is_silent = self.network.silent & {(node.name, peer.name), (peer.name, node.name)}
+            if not (node.is_up and peer.is_up and key in peer.ended_receives()) or is_silent:
+                self._unwanted_since_s.pop((node.process, key), None)
+                continue
+            since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
+            in_touch_s = self.network.in_touch_since_s(node.process, peer.process)
+            since_s = max(since_s, in_touch_s, node.hung_until_s, peer.hung_until_s)
+            if self.loop.time() - since_s > LONGEST_OFFER_S:
+                self.problem(f"{node.name} still holds {key}, which {peer.name} has ended")
 
     async def _settle(self) -> None:
         """Wait until nothing is held for any client."""

@@ -77,7 +77,9 @@ def test_what_waited_in_a_router_that_ended_is_kept_for_its_client() -> None:
     drive = decode_drive(limits=LIMITS)
     held = HeldChoice(Key(RequestId("r"), 0, 2), [7, 8])
     sampling = Sampling(seed=0, max_tokens=9)
-    drive.scheduler.keep(Keep(ResumeState(b"form", OWNER, 1), PROMPT, sampling, (held,)))
+    drive.scheduler.keep(
+        drive.now_s, Keep(ResumeState(b"form", OWNER, 1), PROMPT, sampling, (held,))
+    )
     assert isinstance(attach(drive, b"stranger")[0], NotAttached)
     assert choices_of(attach(drive)) == {0: held}
 

@@ -76,10 +76,16 @@ def test_with_json_every_line_of_a_process_is_json() -> None:
 def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
     ring = EventRing(capacity=2)
     for number in range(4):
-        ring.record(float(number), Load(number))
+        ring.begin_turn()
+        assert ring.is_turn_empty
+        ring.record(float(number), Load(number), rank=number)
+        assert not ring.is_turn_empty
     assert ring.dump(tmp_path / "events") == len(ring) == 2
     lines = [json.loads(line) for line in (tmp_path / "events").read_text().splitlines()]
-    assert [line["now_s"] for line in lines] == [2.0, 3.0]
+    assert [(line["turn"], line["now_s"], line["rank"]) for line in lines] == [
+        (3, 2.0, 2),
+        (4, 3.0, 3),
+    ]
     assert lines[0]["type"] == "Load"
 
 
