@@ -22,7 +22,7 @@ def no_logs() -> None:
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
-@pytest.mark.parametrize("first", range(0, 70, SEEDS_APIECE))
+@pytest.mark.parametrize("first", range(0, 100, SEEDS_APIECE))
 def test_schedules_of_faults_lose_nothing(first: int) -> None:
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
