@@ -50,7 +50,11 @@ class LocalCluster:
         counts = (("prefill", config.prefill), ("decode", config.decode))
         self.names = tuple(f"{role}-{index}" for role, count in counts for index in range(count))
         self._folder = private_folder()
-        self.commands = tuple(self._command(name, nth) for nth, name in enumerate(self.names))
+        try:
+            self.commands = tuple(self._command(name, nth) for nth, name in enumerate(self.names))
+        except BaseException:  # such as a full disk
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         self._supervisor = Supervisor(self.commands, relay=relay, may_leave=True)
 
     def start(self) -> None:

@@ -186,6 +186,19 @@ def test_the_keys_of_clients_do_not_reach_the_nodes() -> None:
     assert not any("secret" in text for text in settings)
 
 
+def test_nodes_that_cannot_be_described_leave_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space is left on the device")
+
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        LocalCluster(ClusterConfig(), "ipc:///control")
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
