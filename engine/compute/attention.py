@@ -92,10 +92,11 @@ class Backend(Protocol):
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
     longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
-    `scoring` before each `attend`.
+    `scoring` and the number of its rotary table, `rotation`, before each `attend`.
     """
 
     scoring: Scoring
+    rotation: int
 
     @property
     def name(self) -> str: ...
@@ -158,7 +159,7 @@ class PlainBackend:
         self,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
+        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
         eps: float,
     ) -> None:
         self.pool = pool
@@ -166,7 +167,8 @@ class PlainBackend:
         self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
-        self._cos_sin = cos_sin
+        self.rotation = 0
+        self._angles = cos_sin.view(-1, *cos_sin.shape[-2:])
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -193,7 +195,7 @@ class PlainBackend:
         v = own[:, first_value:] if self.pool.shape[3] == 2 else None
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         q = reference.rope_and_store(
-            q, k, v, batch.positions, self._cos_sin, self.pool, layer,
+            q, k, v, batch.positions, self._angles[self.rotation], self.pool, layer,
             batch.slots, q_norm, k_norm, self.eps,
         )  # fmt: skip
         out = reference.paged_prefill_attention(

@@ -54,7 +54,7 @@ class CpuBackend:
         library: CpuLibrary,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [max_position, rotary_dim], of the last numbers of each head
+        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
         eps: float,
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
@@ -65,7 +65,8 @@ class CpuBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
-        self._cos_sin = cos_sin.contiguous()
+        self.rotation = 0
+        self._angles = cos_sin.contiguous().view(-1, *cos_sin.shape[-2:])
 
     def begin(self, batch: Batch) -> None:
         self._positions, self._slots = batch.positions, batch.slots
@@ -84,7 +85,13 @@ class CpuBackend:
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
         q = self._kernels.rope_and_store(
-            qkv, layer, self._positions, self._slots, self._cos_sin, head_norms, self.eps
+            qkv,
+            layer,
+            self._positions,
+            self._slots,
+            self._angles[self.rotation],
+            head_norms,
+            self.eps,
         )
         work = self._work
         if rows is not None and not self._are_all(rows.numpy()):

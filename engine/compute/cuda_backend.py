@@ -26,7 +26,7 @@ class CudaBackend:
         self,
         pool: Tensor,
         num_heads: int,
-        cos_sin: Tensor,
+        cos_sin: Tensor,  # [(num_tables,) max_position, head_dim]
         eps: float,
         *,
         is_ordered: bool = False,
@@ -39,8 +39,9 @@ class CudaBackend:
         self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
-        self.table_blocks = -(-len(cos_sin) // self.block_size)
-        self._cos_sin = cos_sin.to(pool.device).contiguous()
+        self.table_blocks = -(-cos_sin.shape[-2] // self.block_size)
+        self.rotation = 0
+        self._angles = cos_sin.to(pool.device).contiguous().view(-1, *cos_sin.shape[-2:])
 
     def begin(self, batch: Batch) -> None:
         assert batch.tables is not None, "the kernels read tables on the device"
@@ -54,7 +55,7 @@ class CudaBackend:
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
         q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
         q = rope_and_store(
-            q, k, v, self._positions, self._cos_sin, self.pool, layer, self._slots,
+            q, k, v, self._positions, self._angles[self.rotation], self.pool, layer, self._slots,
             q_norm, k_norm, self.eps,
         )  # fmt: skip
         parts: list[Tensor] = []

@@ -33,6 +33,7 @@ class DecoderLayer:
     output_norm: Tensor | None = None  # [hidden], of what attention adds
     mlp_output_norm: Tensor | None = None  # [hidden], of what the MLP adds
     scoring: Scoring | None = None  # None: the backend's
+    rotation: int = 0  # the number of the backend's rotary table
 
 
 @dataclass(slots=True, frozen=True)
@@ -111,7 +112,7 @@ class Decoder:
     ) -> Tensor:
         layer = self.layers[number]
         if layer.scoring is not None:
-            backend.scoring = layer.scoring
+            backend.scoring, backend.rotation = layer.scoring, layer.rotation
         return backend.attend(number, x, layer.head_norms, rows)
 
     def _to_next(

@@ -28,6 +28,7 @@ class LayerFamily(msgspec.Struct, frozen=True):
 
 LAYER_FAMILIES = {
     "gemma2": LayerFamily(1.0, True, True, 256.0, 50.0, 30.0),
+    "gemma3_text": LayerFamily(1.0, True, True, 256.0),
 }
 
 
@@ -64,6 +65,8 @@ def layers_config(file: Path, family: str, raw: RawLayers) -> LayersConfig:
         )
     if raw.use_bidirectional_attention:
         raise ConfigError(f"{file}: use_bidirectional_attention is not supported")
+    if raw.attn_logit_softcapping and of.attn_logit_softcapping is None:
+        raise ConfigError(f"{file}: attn_logit_softcapping is not supported in models of {family}")
     score_cap, logit_cap = raw.attn_logit_softcapping, raw.final_logit_softcapping
     scalar = raw.query_pre_attn_scalar or of.query_pre_attn_scalar
     return LayersConfig(

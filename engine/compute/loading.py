@@ -200,6 +200,7 @@ class _Loader:
             scoring=Scoring(
                 config.attention_scale, config.window_of(number), config.layers.score_cap
             ),
+            rotation=int(config.rope_of(number) is not config.rope),
         )
 
     def _norm(self, name: str) -> Tensor:

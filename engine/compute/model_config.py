@@ -32,12 +32,18 @@ from baton.engine.compute.layer_config import (
     layers_config,
 )
 from baton.engine.compute.quantization import Quantization, read_quantization
-from baton.engine.compute.rope_config import MAX_POSITIONS, RawRope, Rope, rope_config
+from baton.engine.compute.rope_config import (
+    LOCAL_ROPE,
+    MAX_POSITIONS,
+    RawRope,
+    Rope,
+    ropes_config,
+)
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
-    "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2",
+    "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2", "gemma3_text",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -57,26 +63,27 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
     "YoutuForCausalLM": "youtu",
     "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
 NO_WINDOWS = ("llama", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
-HEAD_DIM_OF: dict[ModelFamily, int] = {"qwen3": 128, "gemma2": 256}
+HEAD_DIM_OF: dict[ModelFamily, int] = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW = 4096
 WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
-WINDOWS_IN_TURNS = ("gemma2",)
+WINDOW_PATTERN: dict[ModelFamily, int] = {"gemma2": 2, "gemma3_text": 6}  # the last has none
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
-    "mixtral": 8, "gemma2": 4,
+    "mixtral": 8, "gemma2": 4, "gemma3_text": 4,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 RMS_NORM_EPS = 1e-6
 RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5, "glm4_moe_lite": 1e-5}
-TIED = ("youtu", "gemma2")  # where tie_word_embeddings is absent
+TIED = ("youtu", "gemma2", "gemma3_text")  # where tie_word_embeddings is absent
 # Fields that transformers honours in every family, where they say more than nothing.
 UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
 
@@ -117,6 +124,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     latent: LatentConfig | None = None
     num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
     layers: LayersConfig = LayersConfig()
+    local_rope: Rope | None = None  # of layers with a window, if they have one of their own
 
     @property
     def rotary_dim(self) -> int:
@@ -131,6 +139,9 @@ class DecoderConfig(msgspec.Struct, frozen=True):
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
+
+    def rope_of(self, layer: int) -> Rope:
+        return self.rope if self.window_of(layer) is None else self.local_rope or self.rope
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
         """Return the experts of a layer; None where it has a dense MLP."""
@@ -172,7 +183,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         experts = experts_config(file, family, read_json(file, RawExperts))
     if family in GROUPED_FAMILIES:
         experts = grouped_experts(file, family, read_json(file, RawGrouped))
-    rope = rope_config(file, family, read_json(file, RawRope))
+    rope, local_rope = ropes_config(file, family, read_json(file, RawRope))
     num_positions = max(raw.max_position_embeddings, rope.num_positions)
     window, full_layers = _sliding_window(file, family, raw, num_positions)
     return DecoderConfig(
@@ -193,7 +204,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         qkv_bias=has_bias or family == "qwen2" or (family == "qwen2_moe" and raw.qkv_bias),
         output_bias=has_bias,
         mlp_bias=raw.mlp_bias and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         sliding_window=window,
         full_layers=full_layers,
         quantization=_quantization(file, raw),
@@ -204,6 +215,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         latent=latent,
         num_nextn_predict_layers=num_guessing,
         layers=layers,
+        local_rope=local_rope,
     )
 
 
@@ -234,6 +246,7 @@ class _RawConfig(msgspec.Struct):
     use_sliding_window: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS
+    sliding_window_pattern: Positive | None = None
     layer_types: tuple[str, ...] | None = None
     is_causal: bool = True
     attention_chunk_size: object = None
@@ -328,11 +341,11 @@ def _sliding_window(
             f"{file}: layer_types must name one of {', '.join(sorted(LAYER_TYPES))} for each of "
             f"{raw.num_hidden_layers} layers"
         )
-    if window is None and "sliding_attention" in kinds:
+    if window is None and ("sliding_attention" in kinds or family in LOCAL_ROPE):
         raise ConfigError(f"{file}: layer_types: sliding_attention needs a sliding_window")
     if window == 0:
         raise ConfigError(f"{file}: sliding_window must be at least 1")
-    if window is None or window >= num_positions:
+    if window is None or (window >= num_positions and family not in LOCAL_ROPE):
         return None, ()
     if family in NO_WINDOWS:
         raise ConfigError(f"{file}: sliding_window is not supported in models of {family}")
@@ -341,8 +354,9 @@ def _sliding_window(
         full = tuple(layer for layer in layers if raw.layer_types[layer] == "full_attention")
         if full and family in WINDOWS_EVERYWHERE:
             raise ConfigError(f"{file}: layer_types: {family} has the window in all layers")
-    elif family in WINDOWS_IN_TURNS:
-        full = tuple(layers[1::2])
+    elif pattern := WINDOW_PATTERN.get(family):
+        pattern = raw.sliding_window_pattern or pattern
+        full = tuple(layers[pattern - 1 :: pattern])
     elif family == "qwen2_moe":  # in turns, up to a layer
         full = tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)
     elif family in ("mistral", "ministral", *WINDOWS_EVERYWHERE):

@@ -336,11 +336,13 @@ def _on_gpu(
 
 
 def _rotation(plan: RankPlan) -> tuple[Tensor, float]:
-    """Return a backend's rotary table and `eps`."""
+    """Return a backend's rotary tables and `eps`."""
     model = plan.decoder
     if isinstance(model, TransformersConfig):
         return unrotated(model.head_dim, plan.max_model_len), 0.0
-    return rope_table(model.rope, model.rotary_dim, plan.max_model_len), model.rms_norm_eps
+    ropes = [model.rope, *([model.local_rope] if model.local_rope else [])]
+    tables = [rope_table(rope, model.rotary_dim, plan.max_model_len) for rope in ropes]
+    return torch.stack(tables), model.rms_norm_eps
 
 
 def is_batch_invariant(runner: Runner) -> bool:

@@ -15,7 +15,9 @@ from baton.protocol.errors import ConfigError
 
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 ROPE_THETA = 10000.0
-ROPE_THETA_OF = {"mixtral": 1e6}
+ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6}
+# Families in which layers with a window have a rotary embedding of their own.
+LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
 
@@ -47,6 +49,7 @@ class RawRope(msgspec.Struct):
     """The fields of config.json that describe the rotary embedding."""
 
     rope_theta: float | UnsetType | None = UNSET
+    rope_local_base_freq: float = ROPE_THETA
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: float = 1.0
@@ -69,6 +72,25 @@ class _Given(msgspec.Struct):
     mscale_all_dim: float | None = None
     attention_factor: Annotated[float, Meta(gt=0)] | None = None
     truncate: bool = True
+
+
+def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | None]:
+    """Return the rotary embedding, and that of layers with a window where it is another one."""
+    if family not in LOCAL_ROPE:
+        return rope_config(file, family, raw), None
+    by_kind = raw.rope_parameters or {}
+    try:
+        full, local = (
+            msgspec.convert(by_kind.pop(f"{kind}_attention", {}), dict[str, object])
+            for kind in ("full", "sliding")
+        )
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: rope_parameters: {error}") from None
+    if by_kind:
+        raise ConfigError(f"{file}: rope_parameters must be by kind of layer in {family}")
+    whole = rope_config(file, family, msgspec.structs.replace(raw, rope_parameters=full))
+    of_windows = RawRope(rope_theta=raw.rope_local_base_freq, rope_parameters=local)
+    return whole, rope_config(file, family, of_windows)
 
 
 def rope_config(file: Path, family: str, raw: RawRope) -> Rope:

@@ -19,7 +19,9 @@ from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 LENGTH = 150
-KINDS = ("gemma2",)
+KINDS = ("gemma2", "gemma3_text")
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+OLD_FIELDS = {"rope_theta": 5e4, "rope_local_base_freq": 2e3, "rope_scaling": LINEAR}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {}),
     "gemma2 with low caps": (
@@ -34,6 +36,18 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 with windows at the end": (
         "gemma2", {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
     ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 with angles of each kind": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "full_attention": LINEAR | {"rope_theta": 5e4},
+            },
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
 }  # fmt: skip
 
 
@@ -58,9 +72,17 @@ def whole(folder: Path, dtype: str = "auto") -> Tensor:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fp32_logits_equal_those_of_transformers(variant: str) -> None:
+def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
     kind, fields = VARIANTS[variant]
-    folder = foreign_folder(kind, **fields)
+    rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
+    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
+    folder = changed(tmp_path, folder, **rope)
+    assert_close(whole(folder), reference(folder))
+
+
+def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path: Path) -> None:
+    absent = ("rope_parameters", "layer_types")
+    folder = changed(tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS)
     assert_close(whole(folder), reference(folder))
 
 
@@ -120,6 +142,9 @@ def test_ranks_together_compute_what_one_computes(kind: str) -> None:
         ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"attn_logit_softcapping": 5}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "by kind of layer"),
+        ("gemma3_text", {"sliding_window": None}, "needs a sliding_window"),
     ],
 )
 def test_a_folder_that_means_something_else_is_refused(
