@@ -238,20 +238,24 @@ def check_gate_mul(features: int, dtype: torch.dtype, device: str, gate: Gate = 
 
 
 def check_fixed_product(
-    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str
+    rows: int, inner: int, columns: int, dtype: torch.dtype, device: str, programs: int = 128
 ) -> None:
-    """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone."""
+    """Sizes that fill no tile, a gap between rows, and the bits of some rows computed alone.
+
+    With few `programs`, one computes all parts of a tile, but not for the rows alone.
+    """
+    from baton.kernels import fixed_product as module
     from baton.kernels import reference
-    from baton.kernels.fixed_product import fixed_product
 
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
     weight = (torch.randn(columns, inner, generator=generator) / inner**0.5).to(device, dtype)
-    whole = fixed_product(x, weight)
-    assert_close(whole, reference.fixed_product(x, weight))
-    for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
-        part = slice(first, first + count)
-        assert_equal_bits(fixed_product(x[part], weight), whole[part])
+    with patch.object(module, "PROGRAMS", programs):
+        whole = module.fixed_product(x, weight)
+        assert_close(whole, reference.fixed_product(x, weight))
+        for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
+            part = slice(first, first + count)
+            assert_equal_bits(module.fixed_product(x[part], weight), whole[part])
 
 
 def check_grouped_product(
@@ -427,6 +431,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         "penalties fp32": lambda: check_penalties(1500, fp32, "cpu"),
         "penalties bf16": lambda: check_penalties(1500, bf16, "cpu"),
         "product fp32": lambda: check_fixed_product(70, 72, 65, fp32, "cpu"),
+        "product in parts": lambda: check_fixed_product(300, 1580, 100, fp32, "cpu", 4),
+        "product in parts bf16": lambda: check_fixed_product(130, 1580, 100, bf16, "cpu", 3),
         "product bf16": lambda: check_fixed_product(67, 130, 129, bf16, "cpu"),
         "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
         "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
