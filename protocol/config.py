@@ -158,7 +158,8 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     graphs: Annotated[
-        bool, about("replay decode steps as CUDA graphs, which take some GPU memory")
+        bool,
+        about("replay decode steps and short prompts as CUDA graphs, which take some GPU memory"),
     ] = True
     max_num_seqs: Annotated[
         int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)

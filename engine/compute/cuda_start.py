@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from baton.engine.compute.executor import Progress
+from baton.engine.compute.packing import Bucket
 from baton.engine.compute.runner import Runner
 from baton.engine.scheduling.plan import Slice, StepPlan
 from baton.protocol.config import CacheConfig
@@ -133,6 +134,8 @@ def _what_to_free(memory: GpuMemory) -> str:
     return "end what else uses the GPU (nvidia-smi lists it), or " if is_crowded else ""
 
 
+# Short prompts of one captured step, and their tokens.
+PROMPTS, PROMPT_TOKENS = 8, (64, 128, 192, 256, 384, 512)
 POOL_SHARE = 0.9  # the share of the memory that the weights and the largest step leave
 CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
 
@@ -240,13 +243,13 @@ def left_to_take(free: int, total: int, reserved: int, cache: CacheConfig) -> in
     return min(free, allowed - reserved - CONTEXT_BYTES)
 
 
-def prepare(runner: Runner, max_num_seqs: int, progress: Progress, *, with_graphs: bool) -> None:
-    """Compile every kernel and capture the decode steps; later it would look like a hang."""
+def prepare(runner: Runner, buckets: Sequence[Bucket], progress: Progress) -> None:
+    """Compile every kernel and capture the steps of `buckets`; later it would look like a hang."""
     progress("kernels", 0, 1)
     warm_up(runner)
     progress("kernels", 1, 1)
-    if with_graphs:
-        runner.capture(buckets_up_to(max_num_seqs), progress)
+    if buckets:
+        runner.capture(buckets, progress)
 
 
 def warm_up(runner: Runner) -> None:
@@ -272,8 +275,14 @@ def _slice(name: str, start: int, length: int, probe: Runner) -> Slice:
     return Slice(Key(RequestId(name)), start, length, tokens, table, (0,), sampling, 1)
 
 
-def buckets_up_to(num_sequences: int) -> tuple[int, ...]:
-    """Return the sizes to capture so that steps of up to `num_sequences` rows fit, at most 256."""
+def buckets_up_to(num_sequences: int, num_tokens: int = 0) -> tuple[Bucket, ...]:
+    """Return the sizes to capture so that decode steps and short prompts fit.
+
+    A decode step has up to `num_sequences` rows, at most 256; prompts up to `num_tokens`, at most
+    512. A launch of these from Python takes longer than their work on the device.
+    """
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
     last = next((size for size in sizes if size >= num_sequences), sizes[-1])
-    return tuple(size for size in sizes if size <= last)
+    decoding = [Bucket(size, size) for size in sizes if size <= last]
+    prompts = [Bucket(size, PROMPTS) for size in PROMPT_TOKENS if size <= num_tokens]
+    return (*decoding, *prompts)

@@ -1,12 +1,11 @@
 """Pack the slices of a plan into the inputs of a step, in one piece of host memory.
 
 One copy takes the piece to the device. A token that is not known yet is named by its place in the
-ring of sampled tokens on the device. A decode step can be padded to a bucket, so that all steps of
-that bucket have their inputs at the same places: padding adds rows, never sequences.
+ring of sampled tokens on the device. A step of decoding sequences, or of short prompts, can be
+padded to a bucket, so that all steps of that bucket have their inputs at the same places.
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -83,6 +82,17 @@ class PackedWords:
         return words
 
 
+class Bucket(NamedTuple):
+    """The sizes to which a step is padded. Those of a decode step are equal."""
+
+    num_tokens: int
+    num_sequences: int
+
+    @property
+    def num_decoding(self) -> int:
+        return self.num_tokens if self.num_tokens == self.num_sequences else 0
+
+
 AdaptedPlaces = tuple[ArrayPlace, ArrayPlace] | None  # `order` and `ends` of rows, if any
 
 
@@ -141,7 +151,7 @@ class PackedStep:
     num_decoding: int  # sequences at the head that decode one token
     table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
     has_unknown_tokens: bool
-    bucket: int  # rows after padding, 0 if there is none
+    bucket: Bucket | None  # to which it is padded
     # The slices whose samples do not count, and why, if they never will.
     unsampled: dict[int, str] = field(default_factory=dict)
     # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
@@ -185,16 +195,22 @@ class _Lists:
     # The number of each token's adapter, or NO_ADAPTER; empty where no token has one.
     adapters: list[int] = field(default_factory=list)
 
-    def pad(self, bucket: int) -> None:
-        missing = bucket - len(self.ids)
-        self.rows += range(len(self.ids), bucket)
-        self.ids += [0] * missing
-        self.positions += [0] * missing
-        self.slots += [-1] * missing
-        self.places += [IDLE_PLACE] * missing
-        self.samples += [IDLE_SAMPLE] * missing
-        self.table_rows += [IDLE_ROW] * missing
-        self.lengths += [0] * missing
+    def pad(self, bucket: Bucket) -> None:
+        tokens = bucket.num_tokens - len(self.ids)
+        self.ids += [0] * tokens
+        self.positions += [0] * tokens
+        self.slots += [-1] * tokens
+        samples, sequences = (
+            bucket.num_sequences - len(has) for has in (self.samples, self.lengths)
+        )
+        self.rows += [0] * samples
+        self.places += [IDLE_PLACE] * samples
+        self.samples += [IDLE_SAMPLE] * samples
+        self.table_rows += [IDLE_ROW] * sequences
+        self.lengths += [0] * sequences
+        if not bucket.num_decoding:
+            starts = self.starts or [0]
+            self.starts = starts + starts[-1:] * (bucket.num_sequences + 1 - len(starts))
 
 
 class ModelFacts(NamedTuple):
@@ -207,8 +223,7 @@ class Packer:
     """Packs the plans of one runner.
 
     `allocate` returns host memory of that many words, for one step alone. `buckets`, empty at
-    first, are the numbers of rows to which decode steps are padded, in order; larger steps are not
-    padded.
+    first, are in order of size; what fits none of them is not padded.
     """
 
     def __init__(
@@ -222,7 +237,7 @@ class Packer:
     ) -> None:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
         self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
-        self.buckets: Sequence[int] = ()
+        self.buckets: Sequence[Bucket] = ()
         self._block_size = model.block_size
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
@@ -259,8 +274,8 @@ class Packer:
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
         is_special = lists.masks or lists.counted or lists.scored or lists.targets or lists.adapters
-        bucket = 0 if is_special else self._bucket(plan.slices, held_back)
-        if bucket:
+        bucket = None if is_special else self._bucket(plan.slices, num_decoding, held_back)
+        if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
         inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
         return PackedStep(
@@ -268,29 +283,42 @@ class Packer:
             lists.unsampled, lists.scored,
         )  # fmt: skip
 
-    def idle(self, bucket: int) -> PackedStep:
+    def idle(self, bucket: Bucket) -> PackedStep:
         """Return a step of padding alone, with which a bucket is captured."""
         return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
 
     # --- inside --------------------------------------------------------------------------------
 
     def _padded(
-        self, plan: StepPlan, lists: _Lists, held_back: list[tuple[int, ...]], bucket: int
+        self, plan: StepPlan, lists: _Lists, held_back: list[tuple[int, ...]], bucket: Bucket
     ) -> PackedStep:
-        held_back += [()] * (bucket - len(lists.ids))
+        held_back += [()] * (bucket.num_sequences - len(held_back))
         lists.pad(bucket)
         inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
-        return PackedStep(plan, inputs, (), bucket, None, True, bucket, lists.unsampled)
+        num_decoding = bucket.num_decoding
+        return PackedStep(plan, inputs, (), num_decoding, None, True, bucket, lists.unsampled)
 
-    def _bucket(self, slices: Sequence[Slice], held_back: Sequence[tuple[int, ...]]) -> int:
-        """Return the bucket of a decode step, or 0 if it is none or fits none."""
-        index = bisect_left(self.buckets, len(slices))
-        if index == len(self.buckets) or not slices:
-            return 0
-        is_decoding = all(part.length == 1 and len(part.samples) == 1 for part in slices)
-        if not is_decoding or any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
-            return 0
-        return self.buckets[index]
+    def _bucket(
+        self, slices: Sequence[Slice], num_decoding: int, held_back: Sequence[tuple[int, ...]]
+    ) -> Bucket | None:
+        """Return the bucket of a step that only decodes or only computes prompts, if it fits."""
+        if not self.buckets or not slices or num_decoding not in (0, len(slices)):
+            return None
+        if any(part.num_sampled > 1 for part in slices):
+            return None
+        if any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
+            return None
+        num_tokens = sum(part.length for part in slices)
+        return next(
+            (
+                bucket
+                for bucket in self.buckets
+                if bucket.num_tokens >= num_tokens
+                and bucket.num_sequences >= len(slices)
+                and bool(bucket.num_decoding) == bool(num_decoding)
+            ),
+            None,
+        )
 
     def _add_tokens(self, lists: _Lists, part: Slice) -> None:
         start, length, table, size = part.start, part.length, part.block_table, self._block_size

@@ -16,6 +16,7 @@ from torch import Tensor
 from baton.engine.compute.attention import PlainBackend
 from baton.engine.compute.cpu_backend import CpuBackend, cpu_library
 from baton.engine.compute.cuda_start import (
+    buckets_up_to,
     free_for_pool,
     keep_sums_whole,
     line_without_pool,
@@ -128,8 +129,9 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
         with one_line_errors(plan.device, "while it captures its steps"):
-            graphs = config.engine.graphs and isinstance(runner.decoder, Decoder)
-            prepare(runner, plan.max_num_seqs, progress, with_graphs=graphs)
+            has_graphs = config.engine.graphs and isinstance(runner.decoder, Decoder)
+            sizes = plan.max_num_seqs, plan.max_num_batched_tokens
+            prepare(runner, buckets_up_to(*sizes) if has_graphs else (), progress)
     else:
         runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)

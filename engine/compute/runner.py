@@ -25,7 +25,7 @@ from baton.engine.compute.logprobs import (
     packed_prompt,
     unpacked_logprobs,
 )
-from baton.engine.compute.packing import ModelFacts, PackedStep, Packer, StepInputs
+from baton.engine.compute.packing import Bucket, ModelFacts, PackedStep, Packer, StepInputs
 from baton.engine.compute.sampler import Sampler
 from baton.engine.compute.step_queue import GraphQueue, StepQueue, StepWork
 from baton.engine.compute.tensor_parallel import Ranks
@@ -99,17 +99,18 @@ class Runner:
         self._packer = Packer(
             facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: StepGraphs | None = None
         # Each with the time of its launch.
         self._launched: deque[tuple[PackedStep, float]] = deque()
         self._ended_s = 0.0  # the last step that was collected
 
-    def capture(self, buckets: Sequence[int], progress: Progress) -> None:
-        """Capture the decode steps of these sizes, in order, on the thread that launches plans."""
+    def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
+        """Capture the steps of these sizes on the thread that launches plans."""
         assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
-        self._graphs = DecodeGraphs(self._packer.idle(buckets[-1]), self.device)
-        # All sizes share the memory of the largest.
-        for done, bucket in enumerate(reversed(buckets)):
+        largest_first = sorted(buckets, reverse=True)  # all share the memory of the largest
+        most_words = max(len(self._packer.idle(bucket).inputs.words) for bucket in buckets)
+        self._graphs = StepGraphs(most_words, self.device)
+        for done, bucket in enumerate(largest_first):
             progress("graphs", done, len(buckets))
             self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
         self._packer.buckets = buckets
@@ -240,18 +241,17 @@ class Runner:
         return torch.cat([shown, *found])
 
 
-class DecodeGraphs:
-    """Decode steps that a device replays, captured once for each bucket of rows.
+class StepGraphs:
+    """Steps that a device replays, captured once for each bucket.
 
     All buckets read their inputs from one piece of device memory. A replay runs the same kernels as
-    an eager step of its bucket, so it gives the same bits. Mixed and prefill steps are never
-    replayed.
+    an eager step of its bucket, so it gives the same bits. Steps that decode beside prompts are
+    never replayed.
     """
 
-    def __init__(self, largest: PackedStep, device: torch.device) -> None:
-        num_words = len(largest.inputs.words) + SPARE_WORDS
-        self._words = torch.zeros(num_words, dtype=torch.int64, device=device)
-        self._replays: dict[int, StepWork] = {}
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._words = torch.zeros(num_words + SPARE_WORDS, dtype=torch.int64, device=device)
+        self._replays: dict[Bucket | None, StepWork] = {}
 
     def capture(
         self,
@@ -269,7 +269,7 @@ class DecodeGraphs:
     def replay(self, step: PackedStep, write_tables: Callable[[StepInputs], None]) -> Tensor:
         """Run a step, and return the ids of its rows without the padding."""
         write_tables(self._filled(step))
-        return self._replays[step.bucket]()[: len(step.plan.slices)]
+        return self._replays[step.bucket]()[: sum(part.num_sampled for part in step.plan.slices)]
 
     def _filled(self, step: PackedStep) -> StepInputs:
         """Copy the inputs to where the graphs read them, which is the only copy of a step."""

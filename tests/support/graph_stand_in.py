@@ -172,30 +172,27 @@ class TableBackend:
         self.pool[blocks, :, layer, 0, offsets] = k
         self.pool[blocks, :, layer, 1, offsets] = v
         decoding = tables.num_decoding
-        out = self._decoded(q[:decoding], layer)
+        lengths = tables.context_lens
+        out = self._attended(q[:decoding], layer, tables.blocks[:decoding], lengths[:decoding])
         if decoding < len(tables.blocks):
-            out = torch.cat((out, self._prefilled(q[decoding:], layer)))
+            token = torch.arange(len(q) - decoding, device=q.device)
+            ends = tables.query_starts[1:]
+            # Padding behind the last prompt counts as its own.
+            owner = torch.searchsorted(ends, token, right=True).clamp(max=len(ends) - 1)
+            seen = lengths[decoding:][owner] - ends[owner] + token + 1
+            blocks = tables.blocks[decoding:][owner]
+            out = torch.cat((out, self._attended(q[decoding:], layer, blocks, seen)))
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 
-    def _prefilled(self, q: Tensor, layer: int) -> Tensor:
-        if q.is_meta:  # the reference reads lengths on the host
-            return torch.zeros_like(q)
-        tables, decoding = self._tables, self._tables.num_decoding
-        return reference.paged_prefill_attention(
-            q, self.pool, layer, tables.blocks[decoding:], tables.query_starts,
-            tables.context_lens[decoding:], self.head_dim**-0.5,
-        )  # fmt: skip
-
-    def _decoded(self, q: Tensor, layer: int) -> Tensor:
-        """Attend from one row of each sequence; every operation has the shape of the tables."""
-        tables, decoding = self._tables, len(q)
-        found = self.pool[tables.blocks[:decoding].long(), :, layer]
+    def _attended(self, q: Tensor, layer: int, blocks: Tensor, seen: Tensor) -> Tensor:
+        """Attend from each row to the first keys of its own table, as many as are seen."""
+        found = self.pool[blocks.long(), :, layer]
         found = found.permute(3, 0, 2, 1, 4, 5).flatten(3, 4)  # [2, rows, kv_heads, tokens, dim]
         keys, values = found
         grouped = q.unflatten(1, (keys.shape[1], -1))
         scores = torch.einsum("bkgd,bknd->bkgn", grouped, keys) * self.head_dim**-0.5
         place = torch.arange(keys.shape[2], device=q.device)
-        hidden = place >= tables.context_lens[:decoding, None]
+        hidden = place >= seen[:, None]
         scores = scores.masked_fill(hidden[:, None, None], -1e30)
         values = values.masked_fill(hidden[:, None, :, None], 0.0)
         return torch.einsum("bkgn,bknd->bkgd", scores.softmax(-1), values).flatten(1, 2)

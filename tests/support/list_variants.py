@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from baton.engine.compute.cuda_backend import CudaBackend
-from baton.engine.compute.cuda_start import prepare
+from baton.engine.compute.cuda_start import buckets_up_to, prepare
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
@@ -136,7 +136,7 @@ def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
     rank = runner(queue, is_ordered=is_ordered)
-    prepare(rank, MAX_SEQS, lambda *_: None, with_graphs=with_graphs)
+    prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
     copies, replayed, converted = set(), set(), set()

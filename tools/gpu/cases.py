@@ -147,6 +147,7 @@ STEPS = (
     _decode(QWEN3_8B, 1, 1024),
     _decode(QWEN3_8B, 32, 1024),
     _decode(QWEN3_8B, 128, 1024),
+    _prefill(QWEN3_8B, 64),
     _prefill(QWEN3_8B, 2048),
     _prefill(QWEN3_8B, 8192),
     _in_chunks(QWEN3_8B, 8192, 512),

@@ -30,7 +30,7 @@ from tools.gpu.cases import STEPS, StepCase
 from tools.gpu.floors import Shape
 from tools.gpu.rows import Measured, Unreached
 from tools.gpu.section import Desk
-from tools.gpu.serving import BLOCK_SIZE, decode, prefill
+from tools.gpu.serving import BLOCK_SIZE, MAX_PROMPT, decode, prefill
 
 EPS = 1e-6
 THETA = 1e6
@@ -79,16 +79,19 @@ def _models(steps: Sequence[StepCase]) -> list[list[StepCase]]:
 
 
 def _measure(desk: Desk, runner: Runner, model: Sequence[StepCase], rounds: int) -> None:
-    """Measure eager steps before the capture: from then on decode steps are replayed."""
+    """Measure eager steps before the capture: from then on those that fit are replayed."""
     decoding = [case for case in model if case.kind == "decode"]
+    prompts = [case for case in model if case.kind == "prefill" and case.context <= MAX_PROMPT]
     for case in model:
         if case.kind == "prefill":
-            desk.measure(Measured(case.key, "ms"), partial(prefill, runner, case, rounds), 10.0)
+            desk.measure(
+                Measured(case.key, "ms"), partial(prefill, runner, case, case.key, rounds), 10.0
+            )
             continue
         key = f"{case.key}, eager"
         desk.measure(Measured(key, "ms"), partial(decode, runner, case, key, rounds))
     if decoding and desk.has_time(f"graphs of {decoding[0].shape.name}", 15.0):
-        serving.run(desk, runner, decoding, rounds)
+        serving.run(desk, runner, decoding, prompts, rounds)
 
 
 def blocks_of(case: StepCase) -> int:

@@ -38,6 +38,7 @@ BLOCK_SIZE = 16
 WARM_UPS = 3
 MAX_LAUNCHED = 2  # the same number as in the engine's loop
 FIRST_TOKEN = 3
+MAX_PROMPT = 512  # tokens of a prompt that is replayed
 BURST = 8  # steps that are launched without a look at their results
 CAPTURE, IDLE = "capture", "idle share"
 GRAPH_IS_EAGER = "a replayed step has the bits of the eager step of its bucket"
@@ -45,11 +46,21 @@ WAITS = "waits in a replayed step"
 COPIES = "copies to the device in a replayed step"
 
 
-def run(desk: Desk, runner: Runner, cases: Sequence[StepCase], rounds: int) -> None:
-    """Report capture, checks and rows of the decode cases of one model and pool."""
+def run(
+    desk: Desk,
+    runner: Runner,
+    cases: Sequence[StepCase],
+    prompts: Sequence[StepCase],
+    rounds: int,
+) -> None:
+    """Report capture, checks and rows of the decode cases and prompts of one model and pool."""
     name = cases[0].shape.name
     largest = max(case.batch for case in cases)
     desk.check(f"{CAPTURE} of {name}", partial(capture, desk, runner, name, largest), 10.0)
+    for case in prompts:
+        key = f"{case.key}, graph"
+        desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
+        desk.measure(Measured(key, "ms"), partial(prefill, runner, case, key, rounds))
     for case in cases:
         desk.check(f"{GRAPH_IS_EAGER}, {case.key}", partial(graph_is_eager, runner, case))
         desk.check(f"{WAITS}, {case.key}", partial(waits, desk, runner, case))
@@ -60,7 +71,7 @@ def run(desk: Desk, runner: Runner, cases: Sequence[StepCase], rounds: int) -> N
 
 def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
     """Capture every bucket that a node would, and report the time and the memory that it takes."""
-    buckets = buckets_up_to(largest)
+    buckets = buckets_up_to(largest, MAX_PROMPT)
     free, start_s = desk.watch.free_bytes(), time.perf_counter()
     runner.capture(buckets, lambda *_: None)
     desk.watch.synchronize()  # the capture's own work belongs to it
@@ -69,12 +80,13 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
     key = f"{CAPTURE} of {name}"
     desk.emit(Measured(f"{key}, time", "s", value=took_s))
     desk.emit(Measured(f"{key}, memory", "GiB", value=taken))
-    return Check(key, True, f"{len(buckets)} buckets up to {buckets[-1]} rows")
+    return Check(key, True, f"{len(buckets)} buckets, decode steps up to {largest} rows")
 
 
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
     """Compare tokens, and the keys and values of every layer, of a replay and of the eager step."""
-    plan = StepPlan(0, decoding(case))
+    is_prompt = case.kind == "prefill"
+    plan = StepPlan(0, (_chunk(case, 0, case.context),) if is_prompt else decoding(case))
     last = torch.tensor([part.block_table[-1] for part in plan.slices])
     found = []
     for is_replayed in (True, False):
@@ -210,7 +222,7 @@ def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
     return Measured(key, "ms", work, timing_of(took))
 
 
-def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
+def prefill(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
     """Measure a prompt from its first token to its first sampled one."""
     chunk = case.max_num_batched_tokens or case.context
     plans = [
@@ -224,7 +236,7 @@ def prefill(runner: Runner, case: StepCase, rounds: int) -> Measured:
             took.append(seconds)
     note = f"{len(plans)} steps" if len(plans) > 1 else ""
     work = prefill_work(case.shape, case.context)
-    return Measured(case.key, "ms", work, timing_of(took), note=note)
+    return Measured(key, "ms", work, timing_of(took), note=note)
 
 
 def _step_s(runner: Runner, plan: StepPlan) -> float:

@@ -69,7 +69,7 @@ def masks(folder: Path) -> TokenMasks:
 
 def captured(queue: RecordingQueue, masks: TokenMasks | None = None) -> Runner:
     runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
-    runner.capture(buckets_up_to(LIMITS.max_num_seqs), no_progress)
+    runner.capture(buckets_up_to(LIMITS.max_num_seqs, 64), no_progress)
     return runner
 
 
@@ -163,6 +163,32 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: P
     assert queue.num_replays > 2 * NUM_SCHEDULES
     assert num_right > NUM_SCHEDULES / 10
     assert num_cut > NUM_SCHEDULES / 4
+
+
+def test_prompts_are_replayed_with_their_tokens_and_those_that_follow() -> None:
+    """Two at once, one behind a part of it that is computed already, and more than fit."""
+    begun = msgspec.structs.replace(prompt_of(3), length=4, token_ids=prompt_of(3).token_ids[:4])
+    begun = msgspec.structs.replace(begun, samples=(), sampling=None)
+    rest = msgspec.structs.replace(
+        prompt_of(3), start=4, length=9, token_ids=prompt_of(3).token_ids[4:]
+    )
+    steps = (
+        (prompt_of(0), prompt_of(1)),
+        (begun,),
+        (rest, prompt_of(2)),
+        tuple(next_of(number, 0) for number in range(4)),
+    )
+    queue, found = RecordingQueue(), []
+    for runner in (captured(queue), stand_in(NUM_BLOCKS, RecordingQueue(), EOS)):
+        found.append([runner.execute(StepPlan(i, step)).tokens for i, step in enumerate(steps)])
+    assert found[0] == found[1]
+    assert queue.num_replays == len(steps)
+    many = tuple(
+        msgspec.structs.replace(prompt_of(0), key=key(f"m{number}"), block_table=(number,))
+        for number in range(9)
+    )
+    assert len(set(captured(queue).execute(StepPlan(9, many)).tokens)) == 1
+    assert queue.num_replays == len(steps)
 
 
 def test_steps_with_penalties_are_replayed_and_wait_for_no_token() -> None:
