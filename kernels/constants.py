@@ -70,6 +70,7 @@ class Gate(NamedTuple):
 
 
 SILU = Gate()
+CLAMPED = Gate(1.702, limit=7.0, offset=1.0)  # of gpt-oss
 GELU_TANH = Gate(2 * math.sqrt(2 / math.pi), 0.08943 * math.sqrt(2 / math.pi))
 
 

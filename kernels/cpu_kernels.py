@@ -256,14 +256,14 @@ class CpuLinears:
 
     def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
         """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
-        x, bias, panels = x.contiguous(), layer.bias, layer.panels
+        x, panels = x.contiguous(), layer.panels
         num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
         slices = self._slices(num_rows, panels)
         size = SHEET * PANEL * 4
         memory = torch.empty(size // 4 * len(slices))
         arguments = (
-            x.data_ptr(), panels.data_ptr(), 0 if bias is None else bias.data_ptr(),
-            bias is not None, panels.shape[1], layer.outputs, out.data_ptr(),
+            x.data_ptr(), panels.data_ptr(), layer.bias_address, layer.bias is not None,
+            panels.shape[1], layer.outputs, out.data_ptr(),
         )  # fmt: skip
         sums = range(memory.data_ptr(), 1 << 64, size)
         calls = [(*part, sums[i], *arguments) for i, part in enumerate(slices)]
@@ -274,12 +274,17 @@ class CpuLinears:
         self, layers: Sequence[CpuLinear], x: Tensor, ends: Sequence[int]
     ) -> Tensor:
         """Return `[num_rows, outputs]` for `[num_rows, inputs]`; row i goes to the first layer that
-        ends after i. The layers have equal shapes and no bias.
+        ends after i. The layers have equal shapes, and all or none of them a bias.
         """
         x, (num_panels, words, _) = x.contiguous(), layers[0].panels.shape
         out = x.new_empty(len(x), layers[0].outputs)
         groups = [
-            (first, end, layer.panels.data_ptr())
+            (
+                first,
+                end,
+                layer.panels.data_ptr(),
+                0 if layer.bias is None else layer.bias.data_ptr(),
+            )
             for layer, (first, end) in zip(layers, pairwise((0, *ends)), strict=True)
             if first < end
         ]
@@ -291,10 +296,10 @@ class CpuLinears:
         kernel, addresses = self._library.kernels["multiply"], (x.data_ptr(), out.data_ptr())
 
         def compute(first_panel: int, last_panel: int, sums: int) -> None:
-            for first, end, panels in groups:
+            for first, end, panels, bias in groups:
                 kernel(
-                    first, end, first_panel, last_panel, sums, addresses[0], panels, 0, False,
-                    words, layers[0].outputs, addresses[1],
+                    first, end, first_panel, last_panel, sums, addresses[0], panels, bias,
+                    bias != 0, words, layers[0].outputs, addresses[1],
                 )  # fmt: skip
 
         parts = [(*part, memory[i].data_ptr()) for i, part in enumerate(pairwise(cuts))]
@@ -377,6 +382,10 @@ class CpuLinear:
     panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0
     bias: Tensor | None
     outputs: int
+
+    @property
+    def bias_address(self) -> int:
+        return 0 if self.bias is None else self.bias.data_ptr()
 
     def __call__(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         return self.of.multiply(x, self)

@@ -21,8 +21,10 @@ from baton.kernels.paged import interpreted
 BLOCK_M = 64
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `x[i] @ weight[expert of i].T`, `[rows, out]`.
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, biases: Tensor | None = None
+) -> Tensor:
+    """Return `x[i] @ weight[expert of i].T + biases[expert of i]`, `[rows, out]`.
 
     `x` is `[rows, in]` in the order of the experts, `weight` `[experts, out, in]`, and `ends`
     `[experts]` int32 counts the rows up to the last one of each expert.
@@ -37,7 +39,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     # Each expert may have one tile that is not full.
     most_tiles = triton.cdiv(rows, BLOCK_M) + min(experts, rows)
     _grouped_product_kernel[(most_tiles * triton.cdiv(columns, block_n),)](
-        x, weight, ends, out, experts, columns, inner, x.stride(0), weight.stride(0),
+        x, weight, biases, ends, out, experts, columns, inner, x.stride(0), weight.stride(0),
         weight.stride(1), EXPERTS=triton.next_power_of_2(experts), BLOCK_M=BLOCK_M,
         BLOCK_N=block_n, BLOCK_K=block_k, UPCAST=interpreted(),
         num_warps=4, num_stages=3, enable_fp_fusion=True,
@@ -49,6 +51,7 @@ def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 def _grouped_product_kernel(
     x_ptr: tl.tensor,
     weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor | None,
     ends_ptr: tl.tensor,
     out_ptr: tl.tensor,
     experts: tl.tensor,
@@ -93,6 +96,9 @@ def _grouped_product_kernel(
             x = x.to(tl.float32)
             weight = weight.to(tl.float32)
         acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + expert * columns + n, mask=n < columns, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
     target = out_ptr + m.to(tl.int64)[:, None] * columns + n[None, :]
     live = (m < end)[:, None] & (n < columns)[None, :]
     tl.store(target, acc.to(out_ptr.dtype.element_ty), mask=live)

@@ -137,13 +137,16 @@ def fixed_product(x: Tensor, weight: Tensor) -> Tensor:
     return (x.float() @ weight.float().T).to(x.dtype)
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Return `x[i] @ weight[expert of i].T`; `ends` says where each expert's rows end."""
+def grouped_product(
+    x: Tensor, weight: Tensor, ends: Tensor, biases: Tensor | None = None
+) -> Tensor:
+    """Return `x[i] @ weight[expert of i].T + bias`; `ends` says where each expert's rows end."""
     places = torch.arange(len(x), device=x.device)
     expert_of = torch.searchsorted(ends.long(), places, right=True)
     out = x.new_zeros(len(x), weight.shape[1])
     for number, own in enumerate(weight):
-        product = (x.double() @ own.double().T).to(x.dtype)
+        product = x.double() @ own.double().T
+        product = (product if biases is None else product + biases[number].double()).to(x.dtype)
         out = torch.where((expert_of == number)[:, None], product, out)
     return out
 

@@ -21,6 +21,10 @@ class ExpertNames(msgspec.Struct, frozen=True):
     down: str
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # "": the shared expert has no weight of its own
+    router: str = "gate"
+    # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups in turns,
+    # and they and the router have biases.
+    are_turned: bool = False
 
 
 class GroupedRouting(msgspec.Struct, frozen=True):
@@ -62,6 +66,9 @@ _QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
 EXPERT_FAMILIES = {
     "qwen2_moe": ExpertFamily(_QWEN, 60, 4, 1408, 5632),
     "qwen3_moe": ExpertFamily(_QWEN, 128, 8, 768),
+    "gpt_oss": ExpertFamily(
+        ExpertNames("mlp", "", "", "", router="router", are_turned=True), 128, 4
+    ),
     "mixtral": ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2),
 }
 _DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")

@@ -9,6 +9,7 @@ the search, and never from a measured time.
 """
 
 import hashlib
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -97,9 +98,10 @@ class HostLinears:
         layer = self._compiled.layer_of_bytes(weight, scales, bias)
         return Linear(layer.panels, None, ordered=layer, trial=b"int8")
 
-    def experts(self, weights: Iterable[Tensor]) -> HostExperts:
+    def experts(self, weights: Iterable[Tensor], biases: Tensor | None = None) -> HostExperts:
         """Return the layers of all experts, whose weights have equal shapes."""
-        layers = tuple(self.make(weight) for weight in weights)
+        of = itertools.repeat(None) if biases is None else biases
+        layers = tuple(self.make(weight, bias) for weight, bias in zip(weights, of, strict=False))
         packs = [layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)]
         if self._compiled is None or not packs:
             return HostExperts(layers)

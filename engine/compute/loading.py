@@ -39,6 +39,7 @@ from baton.engine.compute.weight_files import (
     EMBEDDING,
     HEAD,
     ROUTER_BIAS,
+    SINKS,
     STACKED_BLOCK,
     STACKED_DOWN,
     STACKED_GATE_UP,
@@ -47,7 +48,7 @@ from baton.engine.compute.weight_files import (
     has_stacked_experts,
     norms_of,
 )
-from baton.engine.compute.weights import Checkpoint, scaled, unpacked
+from baton.engine.compute.weights import Checkpoint, of_mxfp4, scaled, unpacked
 from baton.kernels.cpu_kernels import CpuLinears
 from baton.protocol.errors import ConfigError
 
@@ -130,6 +131,11 @@ def check_split(config: DecoderConfig, size: int) -> None:
         )
 
 
+def in_turns(x: Tensor, own: slice) -> Tensor:
+    """Return gates, then ups, of `own` numbers, of `[…, 2 * width]` with gates and ups in turns."""
+    return torch.cat((x[..., ::2][..., own], x[..., 1::2][..., own]), dim=-1)
+
+
 class _Loader:
     def __init__(
         self,
@@ -197,11 +203,17 @@ class _Loader:
             latent=latent,
             output_norm=norms.get("output_norm"),
             mlp_output_norm=norms.get("mlp_output_norm"),
-            scoring=Scoring(
-                config.attention_scale, config.window_of(number), config.layers.score_cap
-            ),
+            scoring=self._scoring(number, name + SINKS),
             rotation=int(config.rope_of(number) is not config.rope),
         )
+
+    def _scoring(self, number: int, name: str) -> Scoring:
+        config, sinks = self.config, None
+        if config.layers.has_sinks:
+            own = share(config.num_heads, self.ranks.rank, self.ranks.size)
+            sinks = self._read(name, rows=own, dtype=torch.float32)
+        cap = config.layers.score_cap
+        return Scoring(config.attention_scale, config.window_of(number), cap, sinks)
 
     def _norm(self, name: str) -> Tensor:
         weight = self._read(name + ".weight", dtype=torch.float32)
@@ -233,19 +245,32 @@ class _Loader:
     def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
         block = layer + (STACKED_BLOCK if self.has_stacked_experts else experts.names.block) + "."
-        numbers = range(experts.num_experts)
+        numbers, biases, down_biases = range(experts.num_experts), None, None
+        if experts.names.are_turned:
+            own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
+            biases = in_turns(self._read(f"{block}{STACKED_GATE_UP}_bias"), own)
+            # The ranks' results are summed, so one rank alone adds the other biases.
+            if self.ranks.rank == 0:
+                down_biases = self._read(f"{block}{STACKED_DOWN}_bias")
         return ExpertMlp(
             router=self._router(block, experts),
             numbers=torch.arange(experts.num_experts, device=self.device),
-            gate_up=self._grouped(self._gate_up_of(block, experts, one) for one in numbers),
-            down=self._grouped(self._down_of(block, experts, one) for one in numbers),
+            gate_up=self._grouped(
+                (self._gate_up_of(block, experts, one) for one in numbers), biases
+            ),
+            down=self._grouped(
+                (self._down_of(block, experts, one) for one in numbers), down_biases
+            ),
             shared=self._shared(layer, experts),
+            gate=self.config.layers.gate,
         )
 
     def _router(self, block: str, experts: ExpertsConfig) -> Router:
         how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
         if how is None:
-            return SoftmaxRouter(self._linear(self._read(block + "gate.weight")), *choice)
+            name, names = block + experts.names.router, experts.names
+            bias = self._read(name + ".bias") if names.are_turned else None
+            return SoftmaxRouter(self._linear(self._read(name + ".weight"), bias), *choice)
         linear = self._linear(self._read(block + "gate.weight", dtype=torch.float32))
         bias = None
         if how.is_sigmoid:
@@ -267,6 +292,8 @@ class _Loader:
     def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
         width = experts.moe_intermediate_size
         own = share(width, self.ranks.rank, self.ranks.size)
+        if experts.names.are_turned:
+            return in_turns(self._read(block + STACKED_GATE_UP, item=number), own).T.contiguous()
         if self.has_stacked_experts:
             places = own, slice(width + own.start, width + own.stop)
             name = block + STACKED_GATE_UP
@@ -277,16 +304,18 @@ class _Loader:
 
     def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
         own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
+        if experts.names.are_turned:
+            return self._read(block + STACKED_DOWN, rows=own, item=number).T.contiguous()
         if self.has_stacked_experts:
             return self._read(block + STACKED_DOWN, columns=own, item=number)
         name = f"{block}experts.{number}.{experts.names.down}.weight"
         return self._read(name, columns=own)
 
-    def _grouped(self, weights: Iterator[Tensor]) -> GroupedLinear:
+    def _grouped(self, weights: Iterator[Tensor], biases: Tensor | None = None) -> GroupedLinear:
         if isinstance(self.linears, HostLinears):
-            return self.linears.experts(weights)
+            return self.linears.experts(weights, biases)
         assert self.grouped is not None, "a rank on a GPU has the experts' kernel"
-        return StackedExperts(torch.stack(list(weights)), self.grouped)
+        return StackedExperts(torch.stack(list(weights)), self.grouped, biases)
 
     def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
@@ -396,18 +425,22 @@ class _Loader:
         """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
         if self.ranks.size == 1 and item is None:
             rows = columns = None
-        if (whole := self._dequantized(name)) is not None:
+        if (whole := self._dequantized(name, item)) is not None:
             tensor = whole[rows or slice(None), columns or slice(None)]
         else:
             tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
         return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
 
-    def _dequantized(self, name: str) -> Tensor | None:
+    def _dequantized(self, name: str, item: int | None) -> Tensor | None:
         """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""
         how, read = self.config.quantization, self.checkpoint.read
         if how is None:
             return None
         layer, stored = name.removesuffix("weight"), self.checkpoint.dtype_of(name)
+        if item is not None:  # no other way quantizes experts that are in one tensor
+            is_packed = self.checkpoint.dtype_of(name + "_blocks")
+            parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
+            return of_mxfp4(*parts) if parts else None
         if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
             return unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
         return (

@@ -19,9 +19,10 @@ from baton.engine.compute.expert_config import GroupedRouting
 from baton.engine.compute.linear import Linear
 from baton.kernels.constants import SILU, Gate
 
-# Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in] and the end of
-# each expert's rows [num_experts] int32 -> [num_rows, out]. It never waits for the device.
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+# Rows [num_rows, in] in the order of their experts, weights [num_experts, out, in], the end of each
+# expert's rows [num_experts] int32, and biases [num_experts, out] -> [num_rows, out]. It never
+# waits for the device.
+GroupedProduct = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Mlp(Protocol):
@@ -46,7 +47,7 @@ class GatedMlp:
 
 
 class GroupedLinear(Protocol):
-    """One linear layer of each expert, without biases."""
+    """One linear layer of each expert."""
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
         """Return `[num_rows, outputs]` for `[num_rows, inputs]` in the order of the experts.
@@ -84,9 +85,10 @@ class StackedExperts:
 
     weight: Tensor  # [num_experts, outputs, inputs]
     product: GroupedProduct
+    biases: Tensor | None = None  # [num_experts, outputs]
 
     def __call__(self, x: Tensor, ends: Tensor) -> Tensor:
-        return self.product(x, self.weight, ends)
+        return self.product(x, self.weight, ends, self.biases)
 
     def linears(self) -> Iterator[Linear]:
         return iter(())  # the kernel has one order of sums

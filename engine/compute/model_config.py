@@ -44,6 +44,7 @@ from baton.protocol.errors import ConfigError
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2", "gemma3_text",
+    "gpt_oss",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -64,25 +65,36 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "YoutuForCausalLM": "youtu",
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
+    "GptOssForCausalLM": "gpt_oss",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
 NO_WINDOWS = ("llama", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
-HEAD_DIM_OF: dict[ModelFamily, int] = {"qwen3": 128, "gemma2": 256, "gemma3_text": 256}
+HEAD_DIM_OF: dict[ModelFamily, int] = {
+    "qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64,
+}  # fmt: skip
 QWEN_MAX_WINDOW_LAYERS = 28
-SLIDING_WINDOW = 4096
+SLIDING_WINDOW, SLIDING_WINDOW_OF = 4096, {"gpt_oss": 128}
 WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
-WINDOW_PATTERN: dict[ModelFamily, int] = {"gemma2": 2, "gemma3_text": 6}  # the last has none
+WINDOW_PATTERN: dict[ModelFamily, int] = {
+    "gemma2": 2,
+    "gemma3_text": 6,
+    "gpt_oss": 2,
+}  # the last has none
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
-    "mixtral": 8, "gemma2": 4, "gemma3_text": 4,
+    "mixtral": 8, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 RMS_NORM_EPS = 1e-6
-RMS_NORM_EPS_OF: dict[ModelFamily, float] = {"mixtral": 1e-5, "glm4_moe_lite": 1e-5}
+RMS_NORM_EPS_OF: dict[ModelFamily, float] = {
+    "mixtral": 1e-5, "glm4_moe_lite": 1e-5, "gpt_oss": 1e-5,
+}  # fmt: skip
+BIASED = ("gpt_oss",)  # where attention_bias is absent
+DTYPE_OF = {"gpt_oss": "bfloat16"}  # whose published folders name none
 TIED = ("youtu", "gemma2", "gemma3_text")  # where tie_word_embeddings is absent
 # Fields that transformers honours in every family, where they say more than nothing.
 UNSUPPORTED = ("attention_chunk_size", "per_layer_config", "text_config")
@@ -171,7 +183,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_kv_heads, head_dim = 1, latent.row_dim
         num_guessing = raw_latent.num_nextn_predict_layers
     _check(file, family, raw, num_kv_heads, head_dim if latent is None else latent.qk_rope_head_dim)
-    has_bias = raw.attention_bias and family in ("llama", "qwen3", "qwen3_moe", *LAYER_FAMILIES)
+    has_bias = family in BIASED if raw.attention_bias is None else raw.attention_bias
+    has_bias = has_bias and family in ("llama", "qwen3", "qwen3_moe", *LAYER_FAMILIES)
     layers = LayersConfig()
     if family in LAYER_FAMILIES:
         layers = layers_config(file, family, read_json(file, RawLayers))
@@ -208,7 +221,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         sliding_window=window,
         full_layers=full_layers,
         quantization=_quantization(file, raw),
-        dtype=_dtype(file, raw),
+        dtype=_dtype(file, family, raw),
         is_widened=(raw.dtype or raw.torch_dtype) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
         experts=experts,
@@ -240,7 +253,7 @@ class _RawConfig(msgspec.Struct):
     hidden_act: str = "silu"
     rms_norm_eps: float | UnsetType = UNSET
     tie_word_embeddings: bool | None = None
-    attention_bias: bool = False
+    attention_bias: bool | None = None
     qkv_bias: bool = True
     mlp_bias: bool = False
     use_sliding_window: bool = False
@@ -331,7 +344,8 @@ def _sliding_window(
 
     The window is None if no layer has one that is shorter than the model's length.
     """
-    absent = None if family in ("mixtral", *NO_WINDOWS) else SLIDING_WINDOW
+    default = SLIDING_WINDOW_OF.get(family, SLIDING_WINDOW)
+    absent = None if family in ("mixtral", *NO_WINDOWS) else default
     window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if family.startswith("qwen") and not raw.use_sliding_window:
         window = None
@@ -366,8 +380,8 @@ def _sliding_window(
     return (None, ()) if len(full) == len(layers) else (window, full)
 
 
-def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:
-    match raw.dtype or raw.torch_dtype or "float32":
+def _dtype(file: Path, family: ModelFamily, raw: _RawConfig) -> DecoderDtype:
+    match raw.dtype or raw.torch_dtype or DTYPE_OF.get(family, "float32"):
         case "bfloat16":
             return "bfloat16"
         case "float32" | "float16":

@@ -30,10 +30,10 @@ _HARMLESS = frozenset({
 _FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-_METHODS = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq")
+_METHODS = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq", "mxfp4")
 
 
-WORDS, FLOATS = ("I32",), ("F32", "F16", "BF16")
+WORDS, FLOATS, BYTES = ("I32",), ("F32", "F16", "BF16"), ("U8",)
 
 
 class Part(NamedTuple):
@@ -45,10 +45,11 @@ class Packing(msgspec.Struct, frozen=True):
     """How AWQ, GPTQ and compressed-tensors pack the integers of weights into words of 32 bits.
 
     Several tensors take the place of `X.weight`. Inputs are in groups, and each output has a scale
-    and a zero point for every group.
+    and a zero point for every group. MXFP4 packs the floats of all experts into bytes, beside
+    scales that are powers of two.
     """
 
-    form: Literal["awq", "gptq", "compressed-tensors"]
+    form: Literal["awq", "gptq", "compressed-tensors", "mxfp4"]
     bits: int
     group_size: int  # inputs; 0 is all of them
     has_zeros: bool = True  # else zero is the middle of the integers
@@ -57,7 +58,8 @@ class Packing(msgspec.Struct, frozen=True):
     @property
     def first(self) -> str:
         """Return the tensor that says that a weight is packed."""
-        return "weight_packed" if self.form == "compressed-tensors" else "qweight"
+        names = {"compressed-tensors": "weight_packed", "mxfp4": "_blocks"}
+        return names.get(self.form, "qweight")
 
     @property
     def scales(self) -> str:
@@ -67,8 +69,12 @@ class Packing(msgspec.Struct, frozen=True):
         return -(-inputs // (self.group_size or inputs))
 
     def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
-        """Return the tensors that stand for a weight `[outputs, inputs]`."""
-        outputs, inputs = shape
+        """Return the tensors that stand for a weight `[outputs, inputs]`, or for experts."""
+        *experts, outputs, inputs = shape
+        if self.form == "mxfp4":
+            scales = (*experts, inputs, outputs // self.group_size)  # experts are turned
+            half = self.group_size // 2
+            return {"_blocks": Part((*scales, half), BYTES), "_scales": Part(scales, BYTES)}
         per_word, groups = 32 // self.bits, self.groups(inputs)
         if self.form == "compressed-tensors":
             zeros = {"weight_zero_point": Part((-(-outputs // per_word), groups), WORDS)}
@@ -192,6 +198,8 @@ def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
 
 def _of_weights(where: str, given: _Config) -> Quantization:
     match given.quant_method:
+        case "mxfp4":
+            return Quantization("U8", packing=Packing("mxfp4", 4, 32))
         case "fp8" if given.weight_block_size is not None:
             return Quantization("F8_E4M3", "weight_scale_inv", "block", given.weight_block_size)
         case "modelopt" if given.quant_algo != "FP8":

@@ -15,7 +15,14 @@ from baton.protocol.errors import ConfigError
 
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 ROPE_THETA = 10000.0
-ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6}
+ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}
+# Where config.json says nothing.
+ROPE_OF: dict[str, dict[str, object]] = {
+    "gpt_oss": {
+        "rope_type": "yarn", "factor": 32.0, "truncate": False,
+        "original_max_position_embeddings": 4096,
+    }
+}  # fmt: skip
 # Families in which layers with a window have a rotary embedding of their own.
 LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
@@ -104,7 +111,10 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     theta: object = raw.rope_theta
     if isinstance(theta, UnsetType):
         theta = ROPE_THETA_OF.get(family, ROPE_THETA)
-    values = {"rope_theta": theta, **(raw.rope_parameters or raw.rope_scaling or {})}
+    values = {
+        "rope_theta": theta,
+        **(raw.rope_parameters or raw.rope_scaling or ROPE_OF.get(family, {})),
+    }
     values.setdefault("rope_type", values.get("type", "default"))
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")

@@ -26,6 +26,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
+SINKS = "self_attn.sinks"
 ROUTER_BIAS = "gate.e_score_correction_bias"
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
@@ -153,6 +154,8 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
             shapes |= {f"{layer}self_attn.{name}": shape for name, shape in of_latent.items()}
         for name in norms_of(config).values():
             shapes[f"{layer}{name}.weight"] = (hidden,)
+        if config.layers.has_sinks:
+            shapes[f"{layer}{SINKS}"] = (config.num_heads,)
         for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
             shapes[f"{layer}{name}.weight"] = (config.head_dim,)
     shapes["model.norm.weight"] = (hidden,)
@@ -180,6 +183,14 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) ->
     """Return the shapes of one layer's router and experts, by their names within the layer."""
     count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
     shapes: dict[str, Shape] = {}
+    if names.are_turned:
+        gate_up, down = f"{names.block}.{STACKED_GATE_UP}", f"{names.block}.{STACKED_DOWN}"
+        router = f"{names.block}.{names.router}"
+        return {
+            f"{router}.weight": (count, hidden), f"{router}.bias": (count,),
+            gate_up: (count, hidden, 2 * width), f"{gate_up}_bias": (count, 2 * width),
+            down: (count, width, hidden), f"{down}_bias": (count, hidden),
+        }  # fmt: skip
     if shared := experts.shared_expert_intermediate_size:
         if names.shared_gate:
             shapes[f"{names.block}.{names.shared_gate}.weight"] = (1, hidden)
@@ -288,7 +299,7 @@ def _expect_packed(
     dtypes = {}
     for name, shape in list(expected.items()):
         layer = name.removesuffix("weight")
-        if layer + packing.first in stored and _is_linear(name, shape):
+        if layer + packing.first in stored and (_is_linear(name, shape) or len(shape) == 3):
             del expected[name]
             for suffix, part in packing.parts(shape).items():
                 expected[layer + suffix], dtypes[layer + suffix] = part

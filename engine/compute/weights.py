@@ -111,6 +111,17 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
     return weight.float() * scales
 
 
+# What four bits stand for in MXFP4; the highest bit is the sign.
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the fp32 numbers `[inputs, outputs]` of an expert in MXFP4, two in each byte."""
+    bits = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
+    numbers = torch.cat((_FP4, -_FP4))[bits] * torch.exp2(scales.float() - 127)[..., None]
+    return numbers.flatten(1).T
+
+
 # Where AWQ puts each of eight neighbouring outputs in a word.
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 

@@ -42,7 +42,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24},
-    "gpt_oss": {"head_dim": 16, "num_local_experts": 4},
+    "gpt_oss": {
+        "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
+    },
     "bloom": {},
     "codegen": {"n_positions": 1024, "rotary_dim": 8},
     "gemma3n_text": {

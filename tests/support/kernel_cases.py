@@ -274,12 +274,14 @@ def check_grouped_product(
         return numbers.cumsum(0).to(device, torch.int32)
 
     numbers = torch.tensor(counts)
-    whole = grouped_product(x, weight, ends(numbers))
-    assert_close(whole, reference.grouped_product(x, weight, ends(numbers)))
+    biases = torch.randn(len(counts), columns, generator=generator).to(device, dtype)
+    for own in (None, biases):
+        whole = grouped_product(x, weight, ends(numbers), own)
+        assert_close(whole, reference.grouped_product(x, weight, ends(numbers), own))
     expert_of = torch.arange(len(counts)).repeat_interleave(numbers)
     for kept in (torch.arange(rows) % 3 == 1, torch.arange(rows) == rows // 2):
         left = torch.bincount(expert_of[kept], minlength=len(counts))
-        part = grouped_product(x[kept.to(device)], weight, ends(left))
+        part = grouped_product(x[kept.to(device)], weight, ends(left), biases)
         assert_equal_bits(part, whole[kept.to(device)])
 
 

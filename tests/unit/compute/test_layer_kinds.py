@@ -5,12 +5,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.rank import is_batch_invariant
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits, needs_rules
@@ -19,7 +22,8 @@ from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 LENGTH = 150
-KINDS = ("gemma2", "gemma3_text")
+KINDS = ("gemma2", "gemma3_text", "gpt_oss")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 OLD_FIELDS = {"rope_theta": 5e4, "rope_local_base_freq": 2e3, "rope_scaling": LINEAR}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -48,6 +52,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
+    "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
+    "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
 }  # fmt: skip
 
 
@@ -71,6 +79,11 @@ def whole(folder: Path, dtype: str = "auto") -> Tensor:
         return logits(runner, Text("a", prompt(LENGTH), range(3, 20)).chunk(0, LENGTH))[0]
 
 
+def first_logits(config: ClusterConfig, rank: SharedMemoryRanks | None = None) -> Tensor:
+    with loaded(config, rank) as runner:
+        return logits(runner, Text("a", prompt(LENGTH), range(10)).chunk(0, 100))[0]
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
     kind, fields = VARIANTS[variant]
@@ -84,6 +97,36 @@ def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path: Path) -> None:
     absent = ("rope_parameters", "layer_types")
     folder = changed(tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS)
     assert_close(whole(folder), reference(folder))
+
+
+def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path: Path) -> None:
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    packed = changed(tmp_path, "gpt_oss", quantization_config=config)
+    plain = changed(tmp_path / "plain", "gpt_oss")
+    tensors = load_file(packed / "model.safetensors")
+    stored, numbers = dict(tensors), dict(tensors)
+    generator = torch.Generator().manual_seed(3)
+    for name in tensors:
+        if name.endswith("_proj"):
+            experts, inputs, outputs = stored.pop(name).shape
+            size = experts, outputs, inputs // 32
+            blocks = torch.randint(256, (*size, 16), generator=generator).byte()
+            scales = torch.randint(122, 126, size, generator=generator).byte()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            numbers[name] = numbers[name].contiguous()
+    save_file(stored, packed / "model.safetensors")
+    save_file(numbers, plain / "model.safetensors")
+    expected = whole(plain)
+    assert torch.equal(whole(packed), expected)
+    config = compute_config(packed)
+    with thread_ranks(2) as members:
+        for share in on_all(members, lambda rank: first_logits(config, rank)):
+            assert_close(share, expected[:100])
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    save_file({**stored, name: stored[name][..., 1:].contiguous()}, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match="_blocks has the shape"), loaded(config):
+        pass
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,16 +165,11 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_ranks_together_compute_what_one_computes(kind: str) -> None:
-    config, text = compute_config(foreign_folder(kind)), Text("a", prompt(100), range(10))
-
-    def compute(rank: SharedMemoryRanks | None) -> Tensor:
-        with loaded(config, rank) as runner:
-            return logits(runner, text.chunk(0, 100))[0]
-
-    alone = compute(None)
+    config = compute_config(foreign_folder(kind))
+    alone = first_logits(config)
     for size in (2, 4):  # of two KV heads
         with thread_ranks(size) as members:
-            shares = on_all(members, compute)
+            shares = on_all(members, lambda rank: first_logits(config, rank))
         assert_close(shares[0], alone)
         assert all(torch.equal(share, shares[0]) for share in shares)
 
@@ -144,6 +182,8 @@ def test_ranks_together_compute_what_one_computes(kind: str) -> None:
         ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
         ("gemma3_text", {"attn_logit_softcapping": 5}, "attn_logit_softcapping is not supported"),
         ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "by kind of layer"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must name"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
         ("gemma3_text", {"sliding_window": None}, "needs a sliding_window"),
     ],
 )
