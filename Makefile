@@ -4,7 +4,6 @@
 #   make test [WORKERS=2]                  every test that this machine can run, in minutes
 #   make test-release                      the same in depth, and the tests that take long
 #   make check                             format, lint, types, hygiene, unit tests
-#   make fuzz [SCHEDULES=100000]           random transfer schedules, a quarter of an hour
 #   make sim [SEEDS=1000]                  schedules of faults on a simulated cluster, minutes
 #   make soak [REQUESTS=10000 FAULTS=1000] kill and freeze processes under streams, some hours
 #   make demo-model                        train the demo model anew, an hour on two cores
@@ -22,7 +21,6 @@ VENV ?= .venv
 PYTHON ?= python3
 TORCH_INDEX ?=
 EXTRAS ?=
-SCHEDULES ?= 100000
 SEEDS ?= 1000
 REQUESTS ?= 10000
 FAULTS ?= 1000
@@ -47,7 +45,7 @@ TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(
 INSTALL = $(BIN)/python -m pip install --constraint constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test test-release check fuzz sim soak demo-model bench fmt docs install install-test clean
+.PHONY: help serve test test-release check sim soak demo-model bench fmt docs install install-test clean
 
 help:
 	@sed -n '/^$$/q;s/^# \{0,1\}//p' Makefile
@@ -66,9 +64,6 @@ check: $(TEST_STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy -p baton -p tools
 	$(BIN)/pytest -q -m "not slow and not release" tests/hygiene tests/unit
-
-fuzz: $(TEST_STAMP)
-	BATON_SCHEDULES=$(SCHEDULES) $(BIN)/pytest -q -m "" tests/unit/transfer $(ARGS)
 
 sim: $(TEST_STAMP)
 	$(BIN)/python -m tests.sim 1 $(SEEDS) $(ARGS)

@@ -1,8 +1,9 @@
 """A model whose KV can be checked, and whose nodes compute different bits.
 
-A slot holds the `Context` up to its token, so a wrong block table, a block that was reused too soon
-or a lost copy fails at once. The next token depends on the context, the seed, the choice and the
-node: a stream that mixes the attempts of two nodes has a token that no node would say.
+For each token, a slot of one KV head holds the `Context` up to it, one of the other its digest.
+So a wrong block table, a block that was reused too soon, or a copy that is lost or of another rank
+fails at once. The next token depends on the context, the seed, the choice and the node: a stream
+that mixes the attempts of two nodes has a token that no node would say.
 """
 
 import struct
@@ -17,6 +18,9 @@ from tests.sim.clock import Process
 
 VOCAB = 1000
 BLOCK_SIZE = 4
+NUM_HEADS = 2  # of whose slots a block holds one after the other
+SLOT_BYTES = 8
+BLOCK_BYTES = NUM_HEADS * BLOCK_SIZE * SLOT_BYTES
 FULL_CHECK_EVERY = 16  # decode steps; the others check the last slots alone
 _MIX, _MASK = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
@@ -72,7 +76,9 @@ class SimExecutor:
         step_s: Callable[[], float],
     ) -> None:
         self.ports: tuple[TransferPort, ...] = ()
-        self.slots: list[list[Context | None]] = [[None] * BLOCK_SIZE for _ in range(num_blocks)]
+        self.slots: list[list[Context | int | None]] = [
+            [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
+        ]
         self.generations = [0] * num_blocks
         self._process, self._salt, self._root = process, salt, root
         self._step_s = step_s
@@ -128,8 +134,8 @@ class SimExecutor:
             else:
                 token = self._sampled[part.key, position]
             context = context.then(token)
-            block = part.block_table[position // BLOCK_SIZE]
-            self.slots[block][position % BLOCK_SIZE] = context
+            block = self.slots[part.block_table[position // BLOCK_SIZE]]
+            block[position % BLOCK_SIZE :: BLOCK_SIZE] = context, context.digest
             if position + 1 < part.start + part.length - part.num_guesses:
                 continue
             for choice in part.samples:
@@ -163,4 +169,7 @@ class SimExecutor:
         return found
 
     def _slot(self, part: Slice, position: int) -> Context | None:
-        return self.slots[part.block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
+        block = self.slots[part.block_table[position // BLOCK_SIZE]]
+        context, digest = block[position % BLOCK_SIZE :: BLOCK_SIZE]
+        is_whole = isinstance(context, Context) and context.digest == digest
+        return context if is_whole else None  # type: ignore[return-value]

@@ -51,7 +51,7 @@ from baton.router.http.server import Server
 from baton.router.text import Text
 from baton.router.text_router import TextRouter
 from tests.sim.clock import Process
-from tests.sim.executor import BLOCK_SIZE, VOCAB, SimExecutor
+from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
 from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
 
@@ -115,6 +115,7 @@ class SimNode(Member):
         self.speaks = PROTOCOL_VERSION
         self.salt = sum(name.encode())
         self.num_blocks = num_blocks
+        self.num_ranks = world.num_ranks[role]
         self.hung_until_s = 0.0  # its loop does not turn, but its heartbeats are sent
 
     def _begin(self) -> None:
@@ -150,16 +151,19 @@ class SimNode(Member):
         )  # fmt: skip
         self.executor.wake = wake
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
-        own = world.pools[self.epoch] = Owner(process, self.executor, self.pool)
+        own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
         kind = SimNixl if world.transport == "nixl" else SimShm
-        transport = kind(world, own)
         limits = AgentLimits(read_s=6.0, quiesce_s=10.0)
-        self.executor.ports = (SimPort(process, transport, limits, world.rng, wake),)
+        self.executor.ports = tuple(
+            SimPort(process, kind(world, own, rank), limits, world.rng, wake)
+            for rank in range(self.num_ranks)
+        )
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(
             node_id, self.epoch, self.role, bind, self.num_blocks,
-            KVLayout(BLOCK_SIZE, 64, "layout"), (RankAddress({transport.name: address}),), "model",
-            world.max_model_len, VOCAB, compute=self.name, reaches=(f"{transport.name}@host",),
+            KVLayout(BLOCK_SIZE, BLOCK_BYTES // self.num_ranks, "layout", NUM_HEADS),
+            (RankAddress({kind.name: address}),) * self.num_ranks, "model",
+            world.max_model_len, VOCAB, compute=self.name, reaches=(f"{kind.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32)),
         )  # fmt: skip
         self.info = info

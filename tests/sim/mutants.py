@@ -13,7 +13,7 @@ from baton.engine.scheduling.block_pool import BlockPool
 from baton.engine.scheduling.requests import Outputs
 from baton.engine.scheduling.sequence import Sequence
 from baton.kv_transfer.handoff import ReaderLease, Tombstones
-from baton.kv_transfer.receive import KVReceive
+from baton.kv_transfer.receive import BlockRangeReads, KVReceive
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import TokenEntry
 from baton.router.node_link import NodeLink
@@ -34,6 +34,10 @@ def _store_all(sequence: Sequence, pool: BlockPool) -> None:
 def _finish_at_once(receive: KVReceive, failure: object, out: object) -> None:
     receive.failure = failure  # type: ignore[assignment]
     receive._finish(out)  # type: ignore[arg-type]
+
+
+def _any_rank_has_all(reads: BlockRangeReads, num_ranges: int) -> bool:
+    return num_ranges in reads.num_posted and not reads.outstanding
 
 
 def _release_first_attempts(node: Node, key: object) -> bool:
@@ -79,6 +83,7 @@ LEASES: tuple[Patch, ...] = (
 )  # fmt: skip
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
+    "wait for the reads of one rank": ((BlockRangeReads, "have_all", _any_rank_has_all),),
     "ignore the epoch of heartbeats and Ready": ((Registry, "_node", _any_epoch),),
     "accept reads after their lease": LEASES,
     "ignore generations, too": (*LEASES, (SimShm, "is_stale", lambda *_: False)),

@@ -6,6 +6,7 @@ from tests.sim.mutants import MUTANTS, first_found, mutated, shrunk
 
 # One schedule in three finds these. Most others take up to 120 schedules.
 COMMON = (
+    "wait for the reads of one rank",
     "free blocks before their reads have ended",
     "take tokens that the client has for new ones",
     "leak the load of later attempts",

@@ -5,6 +5,7 @@ It holds no log probabilities, which decide nothing.
 
 import logging
 from collections import defaultdict, deque
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -49,13 +50,15 @@ class _Line(msgspec.Struct):
 class _Recorded:
     """The sockets, the executor and the agent of a loop, which say again what a ring holds."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_ranks: int) -> None:
         self.now_s = 0.0
         self.links: list[object] = []
         self.results: deque[StepResult] = deque()
-        self.of_rank: list[object] = []
+        self.of_rank: list[list[object]] = [[] for _ in range(num_ranks)]
         self.said: list[object] = []
-        self.executor = mock.Mock(ports=(mock.Mock(poll=self._poll_rank),), poll=self._poll)
+        polls = (partial(self._poll_rank, rank) for rank in range(num_ranks))
+        ports = tuple(mock.Mock(poll=poll) for poll in polls)
+        self.executor = mock.Mock(ports=ports, poll=self._poll)
 
     def receive(self) -> list[object]:
         events, self.links = self.links, []
@@ -74,23 +77,26 @@ class _Recorded:
     def _poll(self) -> StepResult | None:
         return self.results.popleft() if self.results else None
 
-    def _poll_rank(self) -> list[object]:
-        events, self.of_rank = self.of_rank, []
+    def _poll_rank(self, rank: int) -> list[object]:
+        events, self.of_rank[rank] = self.of_rank[rank], []
         return events
 
 
 def replay(node: SimNode, dump: Path) -> tuple[EngineLoop, list[object]]:
-    recorded = _Recorded()
+    recorded = _Recorded(node.num_ranks)
     pool = BlockPool(node.num_blocks, BLOCK_SIZE)
     fresh = node.loop_with(pool, recorded.executor, recorded, lambda: recorded.now_s)  # type: ignore[arg-type]
     lines = map(msgspec.json.Decoder(_Line).decode, dump.read_bytes().splitlines())
     for (_, recorded.now_s, is_order), of_turn in groupby(
         lines, lambda line: (line.turn, line.now_s, line.type == "Draining")
     ):
-        events = [msgspec.json.decode(line.event, type=KINDS[line.type]) for line in of_turn]
+        told = [(ln.rank, msgspec.json.decode(ln.event, type=KINDS[ln.type])) for ln in of_turn]
+        events = [event for _, event in told]
         recorded.links = [one for one in events if isinstance(one, FROM_LINKS)]
         recorded.results.extend(one for one in events if isinstance(one, StepResult))
-        recorded.of_rank = [one for one in events if isinstance(one, FROM_RANKS)]
+        for rank, event in told:
+            if isinstance(event, FROM_RANKS):
+                recorded.of_rank[rank].append(event)
         fresh.drain() if is_order else fresh.turn()
     return fresh, recorded.said
 

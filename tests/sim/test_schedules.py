@@ -37,10 +37,17 @@ def test_a_seed_decides_everything() -> None:
         )  # fmt: skip
 
 
+def test_without_a_fault_every_handoff_lands() -> None:
+    for seed in (6, 7, 11, 15):
+        met = {kind for kind, _ in simulate(seed, [[], []]).met}
+        assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
+        assert "Done" in met
+
+
 CUT_S, HEALED_S = 1005.0, 1026.0
 
 
-@pytest.mark.parametrize("seed", [184, 194])
+@pytest.mark.parametrize("seed", [182, 187])
 def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(seed: int) -> None:
     """Prefill tries the channel by itself, and the pair gets requests again once it is open."""
     told: list[tuple[str, object, float]] = []

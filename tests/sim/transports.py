@@ -15,11 +15,18 @@ from typing import TYPE_CHECKING
 
 from baton.engine.scheduling.block_pool import BlockPool
 from baton.kv_transfer.agent import AgentLimits, AgentTurns
-from baton.kv_transfer.interfaces import AddPeer, AgentCommand, AgentEvent, PeerRank, Read
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentCommand,
+    AgentEvent,
+    BlockSlice,
+    PeerRank,
+    Read,
+)
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from tests.sim.clock import Process
-from tests.sim.executor import SimExecutor
+from tests.sim.executor import BLOCK_BYTES, SLOT_BYTES, SimExecutor
 from tests.sim.network import world_call_at
 
 if TYPE_CHECKING:
@@ -30,11 +37,17 @@ POLL_S = 0.05  # a pump that nothing wakes comes after this time at the latest
 
 @dataclass(slots=True)
 class Owner:
-    """A pool that others can read."""
+    """A node whose ranks have pools that others can read. A rank has some heads of each block."""
 
     process: Process
     executor: SimExecutor
     pool: BlockPool
+    num_ranks: int
+
+    def heads(self, rank: int, offset: int, num_bytes: int) -> slice:
+        """Return the slots of a block that a rank has in these bytes of it."""
+        first = (rank * BLOCK_BYTES // self.num_ranks + offset) // SLOT_BYTES
+        return slice(first, first + num_bytes // SLOT_BYTES)
 
 
 Pools = dict[Epoch, Owner]
@@ -43,6 +56,7 @@ Pools = dict[Epoch, Owner]
 @dataclass(slots=True)
 class _Posted:
     owner: Owner
+    part: BlockSlice
     command: Read
     generations: tuple[int, ...]  # of the blocks that it writes
     error: TransferError | None = None
@@ -57,11 +71,11 @@ class SimTransport:
     min_chunk_bytes = 0
     progress_s: float | None = None
 
-    def __init__(self, world: "World", own: Owner) -> None:
-        self._world, self._own, self._rng = world, own, world.rng
+    def __init__(self, world: "World", own: Owner, rank: int) -> None:
+        self._world, self._own, self._rank, self._rng = world, own, rank, world.rng
         self._handles = itertools.count(1)
         self._posted: dict[int, _Posted] = {}
-        self._peers: dict[PeerRank, Owner] = {}
+        self._peers: dict[PeerRank, tuple[Owner, BlockSlice]] = {}
         self.wake: Callable[[], None] = lambda: None
 
     def address(self) -> bytes:
@@ -71,7 +85,7 @@ class SimTransport:
         owner = self._world.pools.get(peer.peer.epoch)
         if owner is None or owner.process.is_dead:
             raise TransferError("the peer's process is gone")
-        self._peers[peer.peer] = owner
+        self._peers[peer.peer] = owner, peer.part
 
     def connected(self, peer: PeerRank) -> bool:
         return self._rng.random() < 0.5
@@ -81,7 +95,7 @@ class SimTransport:
 
     def read(self, command: Read) -> int:
         generations = self._own.pool.generations_of(command.local)
-        posted = _Posted(self._peers[command.peer], command, generations)
+        posted = _Posted(*self._peers[command.peer], command, generations)
         handle = next(self._handles)
         self._posted[handle] = posted
         self._in(self._rng.choice(self._world.landing_s), lambda: self._land(posted))
@@ -102,7 +116,7 @@ class SimTransport:
         return -1
 
     def service(self) -> list[PeerRank]:
-        return [peer for peer, owner in self._peers.items() if owner.process.is_dead]
+        return [peer for peer, (owner, _) in self._peers.items() if owner.process.is_dead]
 
     def close(self) -> None: ...
 
@@ -117,9 +131,12 @@ class SimTransport:
         is_kept = all(pool.references(block) or block in pool._quarantined for block in local)
         if not is_kept or pool.generations_of(local) != posted.generations:
             self._world.problem(f"a read of {self._own.process.name} lands in blocks of others")
-        theirs, ours = posted.owner.executor.slots, self._own.executor.slots
-        for source, target in zip(posted.command.remote, posted.command.local, strict=True):
-            ours[target] = list(theirs[source])
+        owner, part = posted.owner, posted.part
+        theirs = owner.heads(posted.command.peer.rank, part.remote_offset, part.num_bytes)
+        ours = self._own.heads(self._rank, part.local_offset, part.num_bytes)
+        slots = self._own.executor.slots
+        for source, target in zip(posted.command.remote, local, strict=True):
+            slots[target][ours] = owner.executor.slots[source][theirs]
         posted.has_landed = True
         self.wake()
 

@@ -33,6 +33,7 @@ PACES = (  # of leases and of reads
     (6.0, (0.001, 0.02, 0.2)),
 )  # fmt: skip
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
+RANKS = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1))  # of each prefill and each decode node
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class World:
         self.max_queued = rng.choice((3, 1024))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
         self.max_model_len = 160 if self.is_tiny else 400
+        self.num_ranks = dict(zip(("prefill", "decode"), rng.choice(RANKS), strict=True))
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
         self.routers = [SimRouter(self, f"r{index}") for index in range(num_routers)]
         sizes = (44, 64) if self.is_tiny else rng.choice(((320, 320), (110, 600)))

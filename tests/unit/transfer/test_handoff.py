@@ -10,19 +10,24 @@ import pytest
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.handoff import Parking, ReaderLease, Tombstones
 from baton.kv_transfer.interfaces import (
+    LEASE_EXPIRED,
     Abandon,
     BeginReceive,
+    CancelRead,
     ConnectorEvent,
     Expect,
     FromRank,
+    PeerLost,
     PeerRank,
     PeerUp,
     Read,
+    ReadEnded,
     ReceiveEnded,
     Released,
     ToPeer,
     ToRank,
 )
+from baton.kv_transfer.receive import SHUTDOWN_TIMEOUT_S, WAIT_S
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import (
@@ -223,6 +228,68 @@ def test_another_node_cannot_offer_or_end_what_was_expected_of_the_first() -> No
     assert step.reports == []
     assert [type(message) for message in said(step)][1:] == [Declined]
     assert connector.step(2.0, heard(PREFILL, offered())).reports == [offered()]
+
+
+def reading() -> NodeConnector:
+    """One that reads two block ranges, under tickets 1 and 2."""
+    ranges = (BlockRange(key(), index, (1 + index,), (0,)) for index in range(2))
+    connector = expecting(offered(), *ranges, END)
+    connector.step(1.0, [BeginReceive(key(), 0, (20, 21))])
+    return connector
+
+
+def ended(ticket: int, *, quiesced: bool = True) -> FromRank:
+    return FromRank(0, ReadEnded(ticket, 1.0, 2.0, 64, FAILURE, quiesced))
+
+
+@pytest.mark.parametrize("cause", [Abandon(key(), FAILURE), PeerLost(P, PREFILL.epoch), ended(1)])
+def test_a_failed_receive_ends_once_its_last_read_has_ended(cause: ConnectorEvent) -> None:
+    connector = reading()
+    step = connector.step(2.0, [cause])
+    cancelled = [c.command for c in step.commands if isinstance(c, ToRank)]
+    assert cancelled == [CancelRead(t) for t in ((2,) if cause == ended(1) else (1, 2))]
+    late = heard(PREFILL, hello(PREFILL), BLOCK_RANGE, END, Renewed(key()), WITHDRAWN)
+    rest = [] if cause == ended(1) else [ended(1)]
+    assert connector.step(3.0, [UP, *late, *rest, Abandon(key(), FAILURE)]).reports == []
+    [report] = connector.step(4.0, [ended(2)]).reports
+    assert isinstance(report, ReceiveEnded)
+    assert report.quarantined == ()
+
+
+def test_blocks_of_reads_that_never_end_are_quarantined() -> None:
+    connector = reading()
+    connector.step(2.0, [ended(1, quiesced=False)])
+    step = connector.step(2.0 + SHUTDOWN_TIMEOUT_S, [])
+    assert step.reports == [ReceiveEnded(key(), FAILURE, quarantined=(20, 21))]
+
+
+def test_a_lease_is_renewed_thrice_while_it_lasts() -> None:
+    connector = expecting(offered())
+    connector.step(10.0, [])
+    assert said(connector.step(20.0, heard(PREFILL, Renewed(key())))) == [Renew((key(),))]
+    assert connector.step(21.0, heard(PREFILL, Renewed(key()))).wake_at_s == 30.0
+
+
+def test_what_never_comes_ends_the_wait() -> None:
+    [report] = expecting().step(WAIT_S, []).reports
+    assert isinstance(report, ReceiveEnded)
+    assert report.failure.code == "transfer_timeout"
+    [released] = announcing().step(30.0, []).reports
+    assert isinstance(released, Released)
+    assert released.failure is not None
+    assert released.failure.code == LEASE_EXPIRED
+
+
+def test_announced_blocks_that_are_given_up_are_held_until_decode_or_the_lease_ends_that() -> None:
+    ignored = (BlockRange(key(), 1, (2,), (0,)), END, PeerLost(D, DECODE.epoch))
+    for at_s, end in ((3.0, Done(key())), (3.0, Declined(key(), FAILURE)), (30.0, None)):
+        connector = announcing()
+        step = connector.step(1.0, [WITHDRAWN])
+        assert (step.reports, said(step)) == ([], [WITHDRAWN])
+        assert said(connector.step(2.0, heard(DECODE, Renew((key(),))))) == [WITHDRAWN]
+        assert connector.step(2.0, ignored[: 2 if end else 3]).reports == []
+        step = connector.step(at_s, heard(DECODE, end) if end else [])
+        assert step.reports == [Released(key(), FAILURE)]
 
 
 def test_done_before_the_end_releases_with_a_failure() -> None:
