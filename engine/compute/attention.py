@@ -119,7 +119,8 @@ class Backend(Protocol):
         With `rows`, return those rows of it alone.
 
         `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`, or
-        without values where the pool has keys alone, which are then the values, too.
+        without values where the pool has keys alone, which are then the values, too. A backend may
+        then write to it, and leave out the numbers of each result that the rotation turned.
         `head_norms`, one RMS norm weight for each query and key head
         `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
         """

@@ -54,7 +54,7 @@ class LatentAttention:
 
     def expanded(self, mixed: Tensor) -> Tensor:
         """Return values, `[num_rows, num_heads * v_head_dim]`, for rows that attention mixed."""
-        rows = mixed.view(len(mixed), self.num_heads, self.sizes.row_dim)
+        rows = mixed.view(len(mixed), self.num_heads, -1)
         return self._by_head(self.values, rows[..., : self.sizes.kv_lora_rank]).flatten(1)
 
     def _by_head(self, matrices: GroupedLinear, x: Tensor) -> Tensor:

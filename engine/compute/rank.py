@@ -408,5 +408,6 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     from baton.engine.compute.cuda_backend import missing_for
 
     shape = pool_shape(decoder, config.cache, num_ranks, 1)
+    rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
     capability = torch.cuda.get_device_capability(0)
-    return missing_for(shape, local_heads(decoder, num_ranks)[0], capability)
+    return missing_for(shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability)

@@ -90,7 +90,10 @@ def cases() -> dict[str, Callable[[], object]]:
     for head_dim in (80, 128, 256):
         found[f"prefill bf16 {head_dim} window"] = launch("prefill", (bf16, head_dim), (100,))
         found[f"decode bf16 {head_dim} group of 32"] = launch("decode", (bf16, head_dim), group=32)
+    for heads in (16, 20, 128):
+        found[f"latent bf16 {heads}"] = partial(_latent, bf16, heads)
     return found | {
+        "latent fp32 16": partial(_latent, fp32, 16),
         "decode bf16 112": launch("decode", (bf16, 112)),
         "rope bf16": partial(_rope, bf16, norm=False),
         "rope bf16 norm": partial(_rope, bf16, norm=True),
@@ -119,6 +122,18 @@ def _rope(dtype: torch.dtype, *, norm: bool) -> object:
     table = rotation_table(16, 128)
     pool = torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype)
     return rope_and_store(q, k, v, positions, table, pool, 1, slots, weight, weight)
+
+
+def _latent(dtype: torch.dtype, heads: int) -> None:
+    """The rows of all published models, and the heads of a rank or of a whole model."""
+    from baton.kernels import latent_attention as kernels
+
+    x, pool = torch.empty(9, heads + 1, 576, dtype=dtype), torch.empty(80, 1, 2, 1, 16, 576)
+    pool, tables = pool.to(dtype), torch.zeros(1, 70, dtype=torch.int32)
+    q = kernels.turn_and_store(x, torch.arange(9), rotation_table(16, 64), pool, 1, torch.arange(9))
+    starts, lens = (torch.tensor(one, dtype=torch.int32) for one in ([0, 9], [1100]))
+    kernels.latent_decode_attention(q[:1], pool, 1, tables, lens, 0.1, 64)
+    kernels.latent_prefill_attention(q, pool, 1, tables, starts, lens, 0.1, 64)
 
 
 def _norm() -> object:

@@ -9,6 +9,7 @@ import json
 import sys
 import traceback
 import warnings
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorH
 from baton.engine.compute.attention import Batch
 from baton.engine.compute.cuda_backend import CudaBackend
 from baton.engine.compute.cuda_start import warm_up
+from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.rank import plan_rank
 from baton.engine.compute.rotary import rope_table
 from baton.engine.compute.runner import Runner
@@ -25,6 +27,7 @@ from baton.engine.compute.step_queue import HostQueue
 from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.kernel_cases import interpreter_cases
 
 
@@ -65,21 +68,16 @@ class NotingBackend(CudaBackend):
         super().begin(batch)
 
 
-def beside_the_cpu() -> dict[str, object]:
+def beside_the_cpu(folder: Path) -> dict[str, object]:
     """Return the largest relative error of each batch, and what a warm-up computed and stored."""
-    shape = {
-        "num_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
-        "sliding_window": 16, "extra": json.dumps({"max_window_layers": 1}),
-    }  # fmt: skip
-    config = compute_config(
-        model_folder("qwen3", **shape, num_heads=2, num_kv_heads=1, head_dim=32),  # type: ignore[arg-type]
-        num_blocks=16,
-    )
+    config = compute_config(folder, num_blocks=16)
     decoder = plan_rank(config, 1).decoder
+    assert isinstance(decoder, DecoderConfig)
     errors: dict[str, float] = {}
     with loaded(config) as cpu:
-        table = rope_table(decoder.rope, decoder.head_dim, 128)
+        table = rope_table(decoder.rope, decoder.rotary_dim, 128)
         pool = torch.zeros_like(cpu.cache.pool)
+        NotingBackend.noted.clear()
         backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
@@ -106,7 +104,19 @@ def beside_the_cpu() -> dict[str, object]:
                 ours, theirs = torch.cat(logits(runner, *batch)), torch.cat(logits(cpu, *batch))
                 error = (ours - theirs).abs().max() / theirs.abs().max()
                 errors[name + how] = float(error)
-    return {"errors": errors, "warm_up": warm}
+        stored = (pool - cpu.cache.pool)[[5, 2, 9, 1, 7]].abs().max() / pool.abs().max()
+    return {"errors": errors | {"what is stored": float(stored)}, "warm_up": warm}
+
+
+def models() -> dict[str, Path]:
+    shape = {
+        "num_layers": 2, "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96,
+        "sliding_window": 16, "extra": json.dumps({"max_window_layers": 1}),
+    }  # fmt: skip
+    with warnings.catch_warnings(action="ignore"):
+        latent = foreign_folder("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
+    heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
+    return {"dense": model_folder("qwen3", **shape, **heads), "latent": latent}  # type: ignore[arg-type]
 
 
 def main() -> None:
@@ -127,7 +137,7 @@ def main() -> None:
 
     GridExecutor.__call__ = noting
     if not sys.argv[1:]:
-        print(json.dumps(beside_the_cpu()))
+        print(json.dumps({name: beside_the_cpu(folder) for name, folder in models().items()}))
         return
     cases = interpreter_cases()
     for name in sys.argv[1:]:

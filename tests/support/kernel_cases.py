@@ -180,6 +180,74 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> N
     assert_equal_bits(decoded, whole[rows])
 
 
+def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -> None:
+    """A token's attention to latent rows is right, and has the same bits however it is computed."""
+    from baton.kernels import reference
+    from baton.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
+
+    case = attention_batch(shape, device)
+    tail = (case.scale, rotated)
+
+    def prefilled(
+        rows: slice, tables: Tensor, starts: Sequence[int], lens: Sequence[int]
+    ) -> Tensor:
+        numbers = (torch.tensor(one, dtype=torch.int32, device=device) for one in (starts, lens))
+        return latent_prefill_attention(case.q[rows], case.pool, LAYER, tables, *numbers, *tail)
+
+    def decoded(rows: Sequence[int], owners: Sequence[int], lens: Sequence[int]) -> Tensor:
+        tables, numbers = case.block_tables[list(owners)], torch.tensor(lens, dtype=torch.int32)
+        q = case.q[list(rows)]
+        return latent_decode_attention(q, case.pool, LAYER, tables, numbers.to(device), *tail)
+
+    starts = case.query_starts.tolist()
+    whole = prefilled(slice(None), case.block_tables, starts, shape.contexts)
+    call = (case.q, case.pool, LAYER, case.block_tables, case.query_starts, case.context_lens)
+    expected = reference.paged_prefill_attention(*call, case.scale)
+    assert_close(whole, expected[..., :-rotated].contiguous())
+    singles: list[tuple[int, int, int]] = []
+    for i, (length, count) in enumerate(zip(shape.contexts, shape.queries, strict=True)):
+        cut = count // 3
+        for first, last in ((0, cut), (cut, count)):
+            chunk = slice(starts[i] + first, starts[i] + last)
+            tables, seen = case.block_tables[i : i + 1], length - count + last
+            part = prefilled(chunk, tables, (0, last - first), (seen,))
+            assert_equal_bits(part, whole[chunk])
+        tokens = range(count - 1, -1, -every)
+        singles += [(starts[i] + token, i, length - count + token + 1) for token in tokens]
+    rows, owners, lens = zip(*singles, (0, 0, 0), strict=True)
+    together = decoded(rows, owners, lens)
+    assert_equal_bits(together[:-1], whole[list(rows[:-1])])
+    assert not together[-1].any(), "the row of padding"
+    with patch("baton.kernels.latent_attention.WORKSPACE", 0):  # one sequence at a time
+        assert_equal_bits(decoded(rows, owners, lens), together)
+
+
+def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> None:
+    """Queries and latent rows, scattered slots, and tokens of padding that are not stored."""
+    from baton.kernels import latent_attention, reference
+
+    generator = torch.Generator().manual_seed(1)
+    num_tokens, heads, size = sum(shape.queries), shape.num_heads, shape.block_size
+    x = torch.randn(num_tokens, heads + 1, shape.head_dim, generator=generator)
+    x = x.to(device, shape.dtype)
+    positions = torch.randint(0, 500, (num_tokens,), generator=generator).to(device)
+    cos_sin = rotation_table(500, rotated).to(device)
+    num_blocks = -(-num_tokens // size) + 1
+    pool = torch.full((num_blocks, 1, LAYERS, 1, size, shape.head_dim), float("nan"))
+    ours = pool.to(device, shape.dtype)
+    theirs = ours.clone()
+    slots = torch.randperm(num_blocks * size, generator=generator)[:num_tokens]
+    slots[1::4] = -1
+    slots = slots.to(device, torch.int64)
+    expected = reference.rope_and_store(
+        x[:, :heads], x[:, heads:], None, positions, cos_sin, theirs, LAYER, slots
+    )
+    got = latent_attention.turn_and_store(x, positions, cos_sin, ours, LAYER, slots)
+    assert_close(got, expected)
+    assert_close(ours, theirs)
+    assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
+
+
 def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> None:
     """Packed projections, scattered slots, and padding tokens that must leave the pool alone."""
     from baton.kernels import pool_writes, reference
@@ -370,6 +438,8 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
     # Three ordered splits, and tokens on both sides of the end of one.
     one = AttentionShape(contexts=(1060,), queries=(70,), num_heads=2, kv_heads=1)
     cut = AttentionShape(contexts=(71, 9), queries=(53, 9), num_heads=2, kv_heads=1)
+    # Three splits, and tiles of four tokens on both sides of the end of one.
+    latent = AttentionShape((1060, 5), (45, 5), num_heads=4, kv_heads=1, head_dim=40, planes=1)
     rope = AttentionShape(contexts=(), queries=(13,), num_heads=6)
     caps: dict[str, object] = {"softcap": 1.5, "has_sinks": True, "window": 530}
     return {
@@ -414,6 +484,17 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         ),
         "tiles for warps": lambda: check_on_warps(
             _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
+        ),
+        "latent fp32": lambda: check_latent(latent, "cpu", 8, 9),
+        "latent bf16": lambda: check_latent(
+            _with(latent, dtype=bf16, num_heads=20, contexts=(533, 9), queries=(3, 9), head_dim=48),
+            "cpu",
+            16,
+            2,
+        ),
+        "latent store": lambda: check_turn_store(_with(rope, head_dim=40), "cpu", 8),
+        "latent store bf16": lambda: check_turn_store(
+            _with(rope, dtype=bf16, head_dim=48, num_heads=5), "cpu", 16
         ),
         "rope fp32 norm": lambda: check_rope_store(rope, "cpu", qk_norm=True),
         "rope bf16 norm": lambda: check_rope_store(_with(rope, dtype=bf16), "cpu", qk_norm=True),

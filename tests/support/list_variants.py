@@ -22,8 +22,10 @@ from baton.engine.compute.cuda_start import buckets_up_to, prepare
 from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.device_state import DeviceCounts
 from baton.engine.compute.kv_cache import KVCache
+from baton.engine.compute.latent_attention import LatentAttention
+from baton.engine.compute.latent_config import LatentConfig
 from baton.engine.compute.linear import Linear
-from baton.engine.compute.mlp import GatedMlp
+from baton.engine.compute.mlp import GatedMlp, StackedExperts
 from baton.engine.compute.rank import is_batch_invariant
 from baton.engine.compute.rope_config import Rope
 from baton.engine.compute.rotary import rope_table
@@ -43,6 +45,7 @@ from tools.gpu.floors import Shape
 
 # The heads of Qwen3-8B; what only linear layers see is small.
 SHAPE = Shape("thin", 256, 96, 2, 32, 8, 128, 640, is_tied=True)
+LATENT = LatentConfig(None, 512, 128, 64, 128, is_interleaved=True)
 NUM_BLOCKS, BLOCK_SIZE, MAX_LEN, MAX_SEQS = 48, 16, 4096, 64
 NUM_BATCHES = 200
 
@@ -71,16 +74,21 @@ class Variants:
         return True
 
 
-def runner(queue: RecordingQueue, *, is_ordered: bool) -> Runner:
+def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool) -> Runner:
     dtype, device = torch.bfloat16, queue.device
-    sizes = (NUM_BLOCKS, SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
-    pool = torch.empty(sizes, dtype=dtype, device=device)
+    stored = (SHAPE.num_kv_heads, SHAPE.num_layers, 2, BLOCK_SIZE, SHAPE.head_dim)
+    if is_latent:
+        stored = (1, SHAPE.num_layers, 1, BLOCK_SIZE, LATENT.row_dim)
+    pool = torch.empty((NUM_BLOCKS, *stored), dtype=dtype, device=device)
     cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32))
-    table = rope_table(Rope(1e6), SHAPE.head_dim, MAX_LEN)
+    rotated = LATENT.qk_rope_head_dim if is_latent else SHAPE.head_dim
+    table = rope_table(Rope(1e6), rotated, MAX_LEN)
     backend = CudaBackend(cache.pool, SHAPE.num_heads, table, 1e-6, is_ordered=is_ordered)
     decoder = random_decoder(SHAPE, dtype, device)
     if is_ordered:
         decoder = with_ordered_products(decoder)
+    if is_latent:
+        decoder = with_latent_attention(decoder, device)
     decoder = with_experts(decoder, grouped_product, 16)
     counts = DeviceCounts(MAX_SEQS, SHAPE.vocab_size, device, penalize_counted)
     sampler = Sampler((2,), sample_tokens, counts=counts)
@@ -101,6 +109,20 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
         for layer in decoder.layers
     )  # fmt: skip
     return replace(decoder, layers=layers, head=ordered(decoder.head))
+
+
+def with_latent_attention(decoder: Decoder, device: torch.device) -> Decoder:
+    def empty(*sizes: int) -> torch.Tensor:
+        return torch.empty(sizes, dtype=torch.bfloat16, device=device)
+
+    heads, rank = SHAPE.num_heads, LATENT.kv_lora_rank
+    first = Linear(empty(heads * LATENT.qk_head_dim + LATENT.row_dim, SHAPE.hidden_size))
+    keys = StackedExperts(empty(heads, rank, LATENT.qk_nope_head_dim), grouped_product)
+    values = StackedExperts(empty(heads, LATENT.v_head_dim, rank), grouped_product)
+    latent = LatentAttention(LATENT, heads, None, None, empty(rank), keys, values)
+    kinds = {"qkv": first, "head_norms": None, "latent": latent}
+    layers = tuple(replace(layer, **kinds) for layer in decoder.layers)  # type: ignore[arg-type]
+    return replace(decoder, layers=layers)
 
 
 def batch(luck: random.Random, step: int) -> StepPlan:
@@ -130,12 +152,14 @@ def batch(luck: random.Random, step: int) -> StepPlan:
     return StepPlan(step, tuple(slices))
 
 
-def steps_of(*, is_ordered: bool, with_graphs: bool) -> dict[str, object]:
+def steps_of(
+    *, is_ordered: bool = False, is_latent: bool = False, with_graphs: bool = False
+) -> dict[str, object]:
     """Warm a rank up, launch random batches, and return what was seen."""
     variants = Variants()
     triton.knobs.runtime.jit_cache_hook = variants.note
     queue = RecordingQueue("meta")
-    rank = runner(queue, is_ordered=is_ordered)
+    rank = runner(queue, is_ordered=is_ordered, is_latent=is_latent)
     prepare(rank, buckets_up_to(MAX_SEQS, 512) if with_graphs else (), lambda *_: None)
     after_warm_up = set(variants.found)
     luck = random.Random(0)
@@ -165,9 +189,11 @@ def main() -> None:
     triton.runtime.driver.set_active(NoDriver())
     said = {
         # A capture would compile what it takes, so only without graphs has the warm-up to be whole.
-        "eager": steps_of(is_ordered=False, with_graphs=False),
-        "ordered": steps_of(is_ordered=True, with_graphs=False),
-        "graphs": steps_of(is_ordered=False, with_graphs=True),
+        "eager": steps_of(),
+        "ordered": steps_of(is_ordered=True),
+        "latent": steps_of(is_latent=True),
+        "graphs": steps_of(with_graphs=True),
+        "latent graphs": steps_of(is_latent=True, with_graphs=True),
     }
     print(json.dumps(said))
 

@@ -13,6 +13,10 @@ STEP_KERNELS = {
     "_add_rms_norm_kernel", "_gate_mul_kernel", "_grouped_product_kernel", "_add_experts_kernel",
     "_scan_kernel", "_weigh_kernel", "_choose_kernel", "_penalize_kernel",
 }  # fmt: skip
+DENSE_KERNELS = {"_split_kernel", "_combine_kernel", "_prefill_kernel", "_rope_store_kernel"}
+LATENT_KERNELS = {
+    "_latent_split_kernel", "_latent_merge_kernel", "_latent_prefill_kernel", "_turn_store_kernel",
+}  # fmt: skip
 
 pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine that others use
 
@@ -27,21 +31,24 @@ def found() -> dict[str, Any]:
 
 
 def test_the_kernels_behind_the_backend_give_the_same_logits(found: dict[str, Any]) -> None:
-    errors = found["errors"]
     batches = ("a prompt", "decode beside a prompt", "two that decode")
-    assert set(errors) == {*batches, *(f"{name}, in one order" for name in batches)}
-    assert all(error < 2e-5 for error in errors.values()), errors
+    named = {*batches, *(f"{name}, in one order" for name in batches), "what is stored"}
+    for kind in ("dense", "latent"):
+        errors = found[kind]["errors"]
+        assert set(errors) == named
+        assert all(error < 2e-5 for error in errors.values()), errors
 
 
 def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(
     found: dict[str, Any],
 ) -> None:
     """A prompt and two decode steps. What the test above compares was computed after it."""
-    assert found["warm_up"] == {
-        "chunks": [[0, 2], [1, 1], [112, 1]],
-        "slots": [[0, 0], [0, 1]],
-        "generations": 0,
-    }
+    for kind in ("dense", "latent"):
+        assert found[kind]["warm_up"] == {
+            "chunks": [[0, 2], [1, 1], [112, 1]],
+            "slots": [[0, 0], [0, 1]],
+            "generations": 0,
+        }
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +57,7 @@ def launched() -> dict[str, Any]:
         pytest.skip("Triton runs on Linux only")
     (line,) = said_by("tests.support.list_variants")
     said: dict[str, Any] = json.loads(line)
-    assert set(said) == {"eager", "ordered", "graphs"}
+    assert set(said) == {"eager", "ordered", "latent", "graphs", "latent graphs"}
     return said
 
 
@@ -66,7 +73,10 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[
         assert found["added"] == [], name
         # The first norm of a step has no residual to add.
         assert found["warm_up"] == dict.fromkeys(kernels, 1) | {"_add_rms_norm_kernel": 2}, name
-    assert launched["graphs"]["added"] == []
+    latent = launched["latent"]
+    assert latent["added"] == []
+    assert set(latent["warm_up"]) == STEP_KERNELS - DENSE_KERNELS | LATENT_KERNELS
+    assert launched["graphs"]["added"] == launched["latent graphs"]["added"] == []
 
 
 @pytest.mark.release
@@ -74,9 +84,11 @@ def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(
     launched: dict[str, Any],
 ) -> None:
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
-    assert [found["copies"] for found in launched.values()] == [[1]] * 3
-    assert [found["converted"] for found in launched.values()] == [[]] * 3, "logits are widened"
-    assert launched["graphs"]["num_replays"] > 30
+    assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
+    converted = [found["converted"] for found in launched.values()]
+    assert converted == [[]] * len(launched), "logits are widened"
     # Into block tables, and into the counts of sequences that have just begun.
     written = {"index_copy_", "index_fill_"}
-    assert set(launched["graphs"]["replayed"]) == written, "it allocates or computes"
+    for graphs in (launched["graphs"], launched["latent graphs"]):
+        assert graphs["num_replays"] > 30
+        assert set(graphs["replayed"]) == written, "it allocates or computes"

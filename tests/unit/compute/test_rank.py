@@ -72,11 +72,19 @@ def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_latent_attention_is_computed_on_cpus_alone() -> None:
-    config = with_values(compute_config(foreign_folder("deepseek_v3")), {"engine.device": "auto"})
-    assert plan_rank(config, 1).device.type == "cpu"
-    with pytest.raises(ConfigError, match="latent attention has no CUDA kernel yet"):
-        plan_rank(with_values(config, {"engine.device": "cuda"}), 1)
+def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels() -> None:
+    config = compute_config(
+        foreign_folder("deepseek_v3", num_attention_heads=36, num_key_value_heads=36)
+    )
+    config = with_values(config, {"engine.device": "cuda"})
+    assert plan_rank(config, 1).device.type == "cuda"
+    for latent, rotated in ((640, 8), (32, 128)):
+        fields = {"kv_lora_rank": latent, "qk_rope_head_dim": rotated}
+        large = with_values(config, {"model.path": str(foreign_folder("deepseek_v3", **fields))})
+        with pytest.raises(
+            ConfigError, match=f"latent rows of {latent} and {rotated} numbers have"
+        ):
+            plan_rank(large, 1)
 
 
 @pytest.mark.usefixtures("with_gpu")

@@ -106,6 +106,8 @@ def test_the_next_scores_are_in_flight_during_the_softmax(reports: Reports) -> N
 def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports: Reports) -> None:
     both = attention(reports, "_split_kernel", "ordered decode bf16")
     both += attention(reports, "_prefill_kernel", "ordered prefill bf16")
+    both += attention(reports, "_latent_split_kernel", "latent bf16")
+    both += attention(reports, "_latent_prefill_kernel", "latent bf16")
     assert all(int(r["mma"]) >= 16 and r["wgmma"] == 0 for r in both), both
 
 
