@@ -47,7 +47,7 @@ SECTIONS = (
     ("correctness", "Kernels against their torch references", 65.0),
     ("split", "Split against aggregated", 70.0),
     ("transfer", "Reads between two processes", 40.0),
-    ("ranks", "Two ranks", 30.0),
+    ("ranks", "Two ranks", 60.0),
     ("folder", "A model's folder against transformers", 60.0),
     ("engine", "Steps of the engine", 120.0),
     ("kernels", "Kernel speed", 100.0),

@@ -1,4 +1,4 @@
-"""Try two ranks on this machine: their sums, the same sums replayed, and what a sum costs.
+"""Try two ranks on this machine: their sums, replayed too, what a sum costs, and their tokens.
 
 This is a section of the GPU benchmark. Each rank is a process with a GPU of its own; on CPUs both
 sum over gloo. `python -m tools.gpu.ranks RANK DESCRIPTOR DEVICE` is one of them.
@@ -7,19 +7,28 @@ sum over gloo. `python -m tools.gpu.ranks RANK DESCRIPTOR DEVICE` is one of them
 import os
 import subprocess
 import sys
+import tempfile
 from functools import partial
+from pathlib import Path
 
 import msgspec
 import torch
 from torch import Tensor
 
 from baton.engine.compute.tensor_parallel import GroupRanks, join
+from baton.llm import LLM
+from baton.protocol.config import CacheConfig
 from baton.protocol.errors import NodeError
+from baton.protocol.sampling import SamplingParams
+from tools.gpu.folder import THIN, TINY
 from tools.gpu.rows import Check, Measured, Timing
 from tools.gpu.section import Desk
 from tools.gpu.timing import Stopwatch
+from tools.random_model import write_model
 
 KEY = "two ranks sum alike, replayed too"
+LARGEST_GAP = 1e-4  # between the log probabilities of an answer, in fp32
+TOKENS = "two ranks give the tokens of one"
 SIZES = {"8 KB": 1 << 13, "1 MB": 1 << 20}
 TIMEOUT_S = 60.0
 
@@ -37,6 +46,35 @@ def run(desk: Desk) -> None:
         desk.emit(Check(KEY, None, "there is one GPU"))
         return
     desk.check(KEY, lambda: _both(desk), TIMEOUT_S / 2)
+    desk.check(TOKENS, lambda: _tokens(desk.device), TIMEOUT_S / 2)
+
+
+def _tokens(device: torch.device) -> Check:
+    """Compare greedy tokens and their log probabilities, of a node with one rank and one with two.
+
+    In bf16 the parts of a sum are rounded, so two ranks may choose another of two near tokens.
+    """
+    is_cpu, found = device.type == "cpu", []
+    prompts = [[3 + (7 * i + 11 * salt) % 600 for i in range(9 + 40 * salt)] for salt in range(3)]
+    params = SamplingParams(temperature=0, max_tokens=32, ignore_eos=True, logprobs=0)
+    with tempfile.TemporaryDirectory(prefix="baton-gpu-") as scratch:
+        folder = Path(scratch) / "model"
+        write_model(folder, TINY if is_cpu else THIN, device)
+        for size in (1, 2):
+            with LLM(
+                str(folder), dtype="float32", prefill=0, decode=1, local_prefill="always",
+                device=device.type, tensor_parallel_size=size,
+                cache=CacheConfig(memory_mib=64 if is_cpu else 1024),
+            ) as llm:  # fmt: skip
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+    pairs = list(zip(*found, strict=True))
+    num_equal = sum(one.token_ids == two.token_ids for one, two in pairs)
+    apart = max(
+        abs((one.cumulative_logprob or 0.0) - (two.cumulative_logprob or 0.0)) for one, two in pairs
+    )
+    text = f"{num_equal} of {len(pairs)} answers, log probabilities within {apart:.1e}"
+    return Check(TOKENS, num_equal == len(pairs) and apart <= LARGEST_GAP, text)
 
 
 def _both(desk: Desk) -> Check:
