@@ -49,8 +49,8 @@ SECTIONS = (
     ("transfer", "Reads between two processes", 40.0),
     ("ranks", "Two ranks", 60.0),
     ("folder", "A model's folder against transformers", 60.0),
-    ("engine", "Steps of the engine", 120.0),
-    ("kernels", "Kernel speed", 100.0),
+    ("engine", "Steps of the engine", 105.0),
+    ("kernels", "Kernel speed", 85.0),
 )
 SMOKE_SECTIONS = ("environment", "correctness", "split", "transfer", "ranks", "folder")
 
