@@ -5,7 +5,8 @@ killed (they never run) without its code knowing of it.
 """
 
 import asyncio
-import selectors
+import heapq
+import itertools
 from collections.abc import Callable, Coroutine
 from contextvars import Context, ContextVar, copy_context
 from functools import partial
@@ -26,7 +27,7 @@ class Process:
         self.clock_offset_s = clock_offset_s
         self.tasks: set[asyncio.Task[Any]] = set()  # that have not ended
         self.state_of: Callable[[str], str] = lambda _: ""  # of a request, here
-        self._waiting: list[Callable[[], None]] = []
+        self._waiting: list[_Handle] = []
 
     def clock(self) -> float:
         return self.loop.time() + self.clock_offset_s
@@ -42,10 +43,10 @@ class Process:
         """Let the process call a function soon, or when it thaws, or never if it is dead."""
         self.loop.call_soon(function, context=self._context())
 
-    def admits(self, callback: Callable[[], None]) -> bool:
+    def admits(self, handle: "_Handle") -> bool:
         """Return whether a callback may run now. One of a frozen process is kept."""
         if self.is_frozen and not self.is_dead:
-            self._waiting.append(callback)
+            self._waiting.append(handle)
         return not self.is_frozen and not self.is_dead
 
     def freeze(self) -> None:
@@ -54,8 +55,7 @@ class Process:
     def thaw(self) -> None:
         self.is_frozen = False
         waiting, self._waiting = self._waiting, []
-        for callback in waiting:
-            self.call(callback)
+        self.loop.run_again(waiting)
 
     def kill(self) -> None:
         self.is_dead = True
@@ -71,21 +71,35 @@ class SimLoop(asyncio.SelectorEventLoop):
     """Time is `time()`, in seconds. A wait takes no time in the real world."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._now_s = 1000.0
+        self._timers: list[tuple[float, int, _Handle]] = []
+        self._numbers = itertools.count()  # of two timers of one moment the older goes first
         self._readers: dict[int, Callable[[], None]] = {}
         self.listen: Callable[[Process, Callable[[], asyncio.Protocol]], Any]  # at the only port
-        super().__init__(_Selector(self))
 
     def time(self) -> float:
         return self._now_s
 
     def num_timers(self, process: Process) -> int:
         """Return how many timers of a process are set."""
-        timers = (timer for timer in self._scheduled if not timer.cancelled())  # type: ignore[attr-defined]
-        return sum(timer._callback.process is process for timer in timers)
+        return sum(one.process is process and not one.cancelled() for _, _, one in self._timers)
 
-    def pass_time(self, seconds: float) -> None:
-        self._now_s += seconds
+    def _run_once(self) -> None:
+        """Run what is due, or let the time pass to the next timer."""
+        timers, ready = self._timers, self._ready  # type: ignore[attr-defined]
+        while timers and timers[0][2].cancelled():
+            heapq.heappop(timers)
+        if not ready:
+            assert timers, "nothing is left to happen"
+            self._now_s = max(self._now_s, timers[0][0])
+        while timers and timers[0][0] <= self._now_s:
+            ready.append(heapq.heappop(timers)[2])
+        for _ in range(len(ready)):
+            ready.popleft()._run()
+
+    def run_again(self, handles: "list[_Handle]") -> None:
+        self._ready.extend(handles)  # type: ignore[attr-defined]
 
     # What is scheduled belongs to the process that schedules it, or to that of `context`.
 
@@ -101,17 +115,17 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def call_soon(
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
-        gated = _Gated(callback, args, context)
-        gated.handle = super().call_soon(gated, context=context)
-        return gated.handle
+    ) -> "_Handle":  # type: ignore[override]
+        handle = _Handle(self, self._now_s, callback, args, context)
+        self._ready.append(handle)  # type: ignore[attr-defined]
+        return handle
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any,
         context: Context | None = None,
-    ) -> asyncio.TimerHandle:  # fmt: skip
-        gated = _Gated(callback, args, context)
-        handle = gated.handle = super().call_at(when, gated, context=context)
+    ) -> "_Handle":  # type: ignore[override]  # fmt: skip
+        handle = _Handle(self, when, callback, args, context)
+        heapq.heappush(self._timers, (when, next(self._numbers), handle))
         return handle
 
     def run_in_executor(  # type: ignore[override]
@@ -151,33 +165,36 @@ class SimLoop(asyncio.SelectorEventLoop):
         return fd in self._readers
 
 
-class _Gated:
-    """A callback that runs only while its process does."""
+class _Handle:
+    """A callback that runs only while its process does. The loop's own handles cost more."""
 
-    __slots__ = ("_args", "_callback", "handle", "process")
+    __slots__ = ("_args", "_callback", "_context", "_is_cancelled", "_loop", "_when", "process")
+    _source_traceback = None  # asyncio looks for it
 
     def __init__(
-        self, callback: Callable[..., object], args: tuple[Any, ...], context: Context | None
-    ) -> None:
-        self.process = PROCESS.get() if context is None else context.get(PROCESS)
+        self, loop: SimLoop, when: float, callback: Callable[..., object], args: tuple[Any, ...],
+        context: Context | None,
+    ) -> None:  # fmt: skip
+        self._loop, self._when = loop, when
         self._callback, self._args = callback, args
-        self.handle: asyncio.Handle | None = None
+        self._context = copy_context() if context is None else context
+        self.process = self._context.get(PROCESS)
+        self._is_cancelled = False
 
-    def __call__(self) -> None:
-        if self.handle is not None and self.handle.cancelled():
-            return  # while its process was frozen
-        if self.process is None or self.process.admits(self):
-            self._callback(*self._args)
+    def when(self) -> float:
+        return self._when
 
+    def cancel(self) -> None:
+        self._is_cancelled = True
 
-class _Selector(selectors.SelectSelector):
-    """Selects nothing, and lets the time pass that the loop wants to wait."""
+    def cancelled(self) -> bool:
+        return self._is_cancelled
 
-    def __init__(self, loop: SimLoop) -> None:
-        super().__init__()
-        self._loop = loop
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "nothing is left to happen"
-        self._loop.pass_time(timeout)
-        return []
+    def _run(self) -> None:
+        if self._is_cancelled or (self.process is not None and not self.process.admits(self)):
+            return
+        try:
+            self._context.run(self._callback, *self._args)
+        except Exception as error:  # noqa: BLE001  as any loop does
+            told = {"message": f"an error in {self._callback}", "exception": error}
+            self._loop.call_exception_handler(told)
