@@ -1,11 +1,14 @@
-"""Bodies of clients: every refusal names its field, and no wish is ignored."""
+"""Bodies of clients: every refusal names its field, and no wish is ignored.
+
+`tests.support.bad_requests` has the rest of what is refused.
+"""
 
 import json
 
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.schema import MAX_PROMPTS, Chat, parse_chat, parse_completion
+from baton.router.http.schema import Chat, parse_chat, parse_completion
 
 
 def body_of(**fields: object) -> bytes:
@@ -27,48 +30,16 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
     ("data", "param"),
     [
         (b"{}", "prompt"),
-        (body_of(prompt=None), "prompt"),
-        (body_of(prompt=3), "prompt"),
-        (body_of(prompt=""), "prompt"),
-        (body_of(prompt=[]), "prompt"),
         (body_of(prompt=["x", ""]), "prompt"),
         (body_of(prompt=[[1], []]), "prompt"),
-        (body_of(prompt=[1, "x"]), "prompt"),
-        (body_of(prompt=[{"type": "image_url"}]), "prompt"),
-        (body_of(prompt=["x"] * (MAX_PROMPTS + 1)), "prompt"),
-        (body_of(prompt=["x"] * 100, n=100), "n"),
-        (body_of(n=0), "n"),
-        (body_of(max_tokens=0), "max_tokens"),
-        (body_of(max_tokens="9"), "max_tokens"),
-        (body_of(max_tokens=10**30), "max_tokens"),
-        (body_of(max_tokens=4, min_tokens=5), "min_tokens"),
-        (body_of(temperature=float("nan")), "temperature"),
-        (body_of(temperature=float("-inf")), "temperature"),
-        (b'{"prompt":"x","temperature":1e999}', "temperature"),
-        (body_of(top_k=2**40), "top_k"),
-        (body_of(seed=2**63), "seed"),
-        (body_of(stop=[1]), "stop"),
-        (body_of(stop=""), "stop"),
-        (body_of(stop=["x"] * 65), "stop"),
         (body_of(stop="x" * 1025), "stop"),
         (body_of(stop=["x" * 1024] * 5), "stop"),
-        (body_of(stop_token_ids=[-1]), "stop_token_ids"),
-        (body_of(stop_token_ids=list(range(1025))), "stop_token_ids"),
-        (body_of(stream="yes"), "stream"),
-        (body_of(stream_options={"include_usage": True}), "stream_options"),
         (body_of(stream=True, stream_options={"include": 1}), "stream_options.include"),
-        (body_of(logit_bias={"x": 5}), "logit_bias"),
-        (body_of(logit_bias={"1": 101}), "logit_bias"),
         (body_of(logit_bias=dict.fromkeys(range(1025), 0)), "logit_bias"),
-        (body_of(logprobs=21), "logprobs"),
         (body_of(logprobs=21, echo=True), "logprobs"),
         (body_of(prompt_logprobs=-1), "prompt_logprobs"),
         (body_of(prompt_logprobs=0, stream=True), "prompt_logprobs"),
         (body_of(cache_salt=""), "cache_salt"),
-        (body_of(best_of=2), "best_of"),
-        (body_of(suffix="x"), "suffix"),
-        (body_of(kv_transfer_params={"host": "10.0.0.1"}), "kv_transfer_params"),
-        (body_of(lora_request={"name": "x"}), "lora_request"),
     ],
 )
 def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None:
@@ -87,72 +58,19 @@ def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
 @pytest.mark.parametrize(
     ("data", "param"),
     [
-        (b'{"messages":[]}', "messages"),
-        (b'{"messages":{}}', "messages"),
-        (b'{"messages":[{"content":"x"}]}', "messages[0].role"),
-        (turn(content=3), "messages[0].content"),
-        (turn(content=[{"type": "image_url", "image_url": {"url": "http://x"}}]), None),
-        (turn(content=[{"type": "input_audio", "input_audio": {}}]), None),
-        (turn(tool_calls=[{"id": "1"}]), "messages[0].tool_calls[0].function"),
-        (turn(tool_calls=[{"function": {"name": "f"}}]), "messages[0].tool_calls"),
         (turn(role="assistant", tool_call_id="1"), "messages[0].tool_call_id"),
-        (
-            turn(role="assistant", tool_calls=[{"function": {"name": "f", "arguments": "[1]"}}]),
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (turn(wishes=1), "messages[0].wishes"),
         (turn(wishes=1, hopes=None), "messages[0].wishes"),
         (turn(audio={"id": "1"}), "messages[0].audio"),
-        (turn(role="assistant", function_call={"name": "f"}), "messages[0].function_call"),
-        (turn()[:-1] + b',"max_completion_tokens":0}', "max_completion_tokens"),
-        (turn()[:-1] + b',"top_logprobs":3}', "top_logprobs"),
-        (turn()[:-1] + b',"tools":[{"type":"function"}]}', "tools[0].function"),
-        (with_tools({"name": "a\nb"}), "tools[0].function.name"),
-        (with_tools({"name": "f"}, {"name": "f"}), "tools[1].function.name"),
-        (with_tools({"name": "f", "parameters": 3}), "tools[0].function.parameters"),
-        (
-            with_tools({"name": "f", "parameters": {"type": "array"}}),
-            "tools[0].function.parameters",
-        ),
         (
             with_tools({"name": "f"}, choice={"type": "function", "function": {"name": "g"}}),
             "tool_choice",
         ),
-        (with_tools({"name": "f"}, choice="any"), "tool_choice"),
-        (with_tools(choice="required"), "tools"),
-        (turn()[:-1] + b',"response_format":{"type":"json"}}', "response_format.type"),
-        (turn()[:-1] + b',"response_format":{"type":"json_schema"}}', "response_format"),
-        (turn()[:-1] + b',"structured_outputs":{"json":{},"regex":"a"}}', "structured_outputs"),
-        (turn()[:-1] + b',"structured_outputs":{"xml":"a"}}', "structured_outputs"),
-        (turn()[:-1] + b',"structured_outputs":{"regex":"a"},"min_tokens":2}', "min_tokens"),
-        (
-            turn()[:-1] + b',"response_format":{"type":"json_object"},"ignore_eos":true}',
-            "ignore_eos",
-        ),
     ],
 )
-def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str | None) -> None:
+def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str) -> None:
     with pytest.raises(RequestError) as caught:
         parse_chat(data)
-    assert caught.value.param == (param or "messages[0].content[0]")
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"",
-        b"{",
-        b'{"prompt":"x"} {}',
-        b'{"prompt":"\xff"}',
-        b"[" * 100_000,
-        b"null",
-        b"[]",
-    ],
-)
-def test_a_body_that_is_no_json_object_is_refused(data: bytes) -> None:
-    with pytest.raises(RequestError) as caught:
-        parse_completion(data)
-    assert caught.value.param is None
+    assert caught.value.param == param
 
 
 def test_deep_nesting_where_it_would_be_skipped_is_refused() -> None:
