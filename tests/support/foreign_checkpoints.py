@@ -1,4 +1,7 @@
-"""Tiny random checkpoints of families that transformers computes, as transformers saves them."""
+"""Tiny random checkpoints of families that transformers computes, as transformers saves them.
+
+`reference` and `whole` compute the same prompt with transformers and with baton's own decoder.
+"""
 
 import json
 import shutil
@@ -7,9 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from baton.engine.compute.decoder import Decoder
 from tests.support.checkpoints import scratch_folder, write_tokenizer
+from tests.support.compute import Text, compute_config, loaded, logits
+from tests.support.oracle import prompt
 
 BASE: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3,
@@ -138,3 +145,33 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
     model.save_pretrained(folder, **saving)
     write_tokenizer(folder, config.vocab_size)
     return folder
+
+
+LENGTH = 150
+# As in the folder of DeepSeek-V3, whose two factors of YaRN cancel out in the angles alone.
+DEEPSEEK_YARN = {
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The logits of transformers."""
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=dtype, attn_implementation="eager"
+    ).eval()
+    with torch.inference_mode():
+        out: Tensor = model(torch.tensor([prompt(LENGTH)])).logits[0].float()
+    return out
+
+
+def whole(folder: Path, dtype: str = "auto") -> Tensor:
+    """The logits of baton's own decoder."""
+    with loaded(compute_config(folder, dtype)) as runner:
+        assert isinstance(runner.decoder, Decoder)
+        return logits(runner, Text("a", prompt(LENGTH), range(3, 20)).chunk(0, LENGTH))[0]
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    worst = (ours - theirs).abs().max() / theirs.abs().max()
+    assert worst < 2e-5, f"relative error {worst:.2e}"

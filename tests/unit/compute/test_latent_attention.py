@@ -1,4 +1,4 @@
-"""Latent attention in baton's own decoder: right, one row of a token, and bits of no batch."""
+"""Latent attention in the own decoder; `test_families` has what all families share."""
 
 import json
 import math
@@ -8,179 +8,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
-from transformers import AutoModelForCausalLM
 
-from baton.engine.compute.decoder import Decoder
 from baton.engine.compute.kv_cache import kv_layout
 from baton.engine.compute.model_config import read_decoder_config
-from baton.engine.compute.rank import is_batch_invariant, plan_rank
-from baton.engine.compute.row_rule import MIN_ROWS, num_threads
-from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.engine.compute.rank import plan_rank
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
 from tests.support.compute import (
-    Text,
-    chunked_logits,
     compute_config,
     loaded,
-    logits,
-    needs_rules,
 )
-from tests.support.foreign_checkpoints import changed, foreign_folder
-from tests.support.oracle import prompt
-from tests.support.thread_ranks import on_all, thread_ranks
-
-LENGTH = 150
-KINDS = ("deepseek_v3", "deepseek_v2")
-# As in the folder of DeepSeek-V3, whose two factors of YaRN cancel out in the angles alone.
-YARN = {
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "mscale": 1.0, "mscale_all_dim": 1.0,
-    "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 128,
-}  # fmt: skip
-VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "v3": ("deepseek_v3", {}),
-    "v3 whose queries have no latent row": ("deepseek_v3", {"q_lora_rank": None}),
-    "v3 with yarn": ("deepseek_v3", {"rope_parameters": YARN}),
-    "v3 with other factors": (
-        "deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
-    ),
-    "v3 in halves": ("deepseek_v3", {"rope_interleave": False}),
-    "v3 in one group": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 5}),
-    "v3 in many groups": (
-        "deepseek_v3",
-        {"n_routed_experts": 32, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
-    ),
-    "v3 of weights as they are": ("deepseek_v3", {"norm_topk_prob": False}),
-    "v3 of two shared experts": ("deepseek_v3", {"n_shared_experts": 2}),
-    "v3 with stacked experts": ("deepseek_v3", {"save_original_format": False}),
-    "v3 without experts": ("deepseek_v3", {"first_k_dense_replace": 3}),
-    "v3 of unequal sizes": (
-        "deepseek_v3", {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20},
-    ),
-    "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
-    "v2 lite": (
-        "deepseek_v2",
-        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "rope_parameters": YARN},
-    ),
-    "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
-    "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
-    "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
-}  # fmt: skip
-
-
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    with torch.inference_mode():
-        out: Tensor = model(torch.tensor([prompt(LENGTH)])).logits[0].float()
-    return out
-
-
-def assert_close(ours: Tensor, theirs: Tensor) -> None:
-    worst = (ours - theirs).abs().max() / theirs.abs().max()
-    assert worst < 2e-5, f"relative error {worst:.2e}"
-
-
-def whole(folder: Path, dtype: str = "auto") -> Tensor:
-    with loaded(compute_config(folder, dtype)) as runner:
-        assert isinstance(runner.decoder, Decoder)
-        return logits(runner, Text("a", prompt(LENGTH), range(3, 20)).chunk(0, LENGTH))[0]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    kind, fields = VARIANTS[variant]
-    rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
-    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
-    folder = changed(tmp_path, folder, **rope)
-    assert_close(whole(folder), reference(folder))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_plain_torch_computes_the_same(kind: str) -> None:
-    folder = foreign_folder(kind)
-    config = compute_config(folder)
-    config = with_values(config, {"engine.kernels": "torch"})
-    text = Text("a", prompt(LENGTH), range(3, 20))
-    with loaded(config) as runner:
-        assert runner.backend.name == "torch"
-        assert_close(chunked_logits(runner, text, [64]), reference(folder))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
-    """Without experts, because a router's near ties differ in bf16."""
-    folder = foreign_folder(kind, first_k_dense_replace=3)
-    exact = reference(folder)
-    allowed = 1.5 * (reference(folder, torch.bfloat16) - exact).abs().mean()
-    assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
-    with loaded(compute_config(foreign_folder(kind), dtype)) as runner:
-        needs_rules(runner)
-        assert is_batch_invariant(runner)
-        runner.cache.pool.fill_(float("nan"))
-        text = Text("a", prompt(90), range(10))
-        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
-        (expected,) = logits(runner, text.chunk(0, 90))
-        beside = [one.chunk(0, 29) for one in crowd]
-        parts = [
-            logits(runner, text.chunk(0, 33))[0],
-            logits(runner, *beside, text.chunk(33, 89))[-1],
-            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
-        ]
-        assert torch.equal(torch.cat(parts), expected)
-        for start in (1, 88):
-            assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_threads_leaves_no_trace(dtype: str) -> None:
-    config = compute_config(foreign_folder("deepseek_v3", hidden_size=256), dtype)
-    one = Text("one", prompt(2 * MIN_ROWS + 100), range(30))
-    with loaded(config) as runner:
-        needs_rules(runner)
-        expected = chunked_logits(runner, one, [len(one.tokens)])
-    with num_threads(2), loaded(config) as runner:
-        found = chunked_logits(runner, one, [2 * MIN_ROWS + 3, 1, 9, 87])
-    assert torch.equal(found, expected)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_router_gives_rows_of_any_number_the_bits_of_a_row_alone(kind: str, dtype: str) -> None:
-    with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
-        needs_rules(runner)
-        assert isinstance(runner.decoder, Decoder)
-        mlp = runner.decoder.layers[1].mlp
-        rows = torch.randn(59, 64, generator=torch.Generator().manual_seed(2))
-        rows = rows.to(runner.cache.pool.dtype)
-        alone = torch.cat([mlp(row[None], runner.backend) for row in rows])
-        for count in range(2, 60):
-            assert torch.equal(mlp(rows[:count], runner.backend), alone[:count])
-
-
-@pytest.mark.parametrize("variant", ["v3", "v2", "v3 with stacked experts"])
-def test_ranks_together_compute_what_one_computes(variant: str) -> None:
-    kind, fields = VARIANTS[variant]
-    config = compute_config(foreign_folder(kind, **fields))
-    text = Text("a", prompt(100), range(10))
-
-    def compute(rank: SharedMemoryRanks | None) -> Tensor:
-        """The logits, and what one block holds after it."""
-        with loaded(config, rank) as runner:
-            rows = logits(runner, text.chunk(0, 100))[0]
-            return torch.cat((rows.flatten(), runner.cache.pool[3].flatten()))
-
-    alone = compute(None)
-    with thread_ranks(2) as members:
-        shares = on_all(members, compute)
-    assert_close(shares[0], alone)
-    assert torch.equal(*shares), "each rank holds every row"
+from tests.support.foreign_checkpoints import (
+    DEEPSEEK_YARN,
+    changed,
+    foreign_folder,
+    whole,
+)
 
 
 def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair() -> None:
@@ -293,13 +137,13 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "mlp_layer_types differ"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
         (
-            "deepseek_v3", {"rope_parameters": YARN | {"rope_type": "linear"}},
+            "deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},
             "mscale_all_dim is supported with yarn only",
         ),
         (
             "deepseek_v3",
             {
-                "rope_parameters": YARN
+                "rope_parameters": DEEPSEEK_YARN
                 | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
             },
             "mscale_all_dim is supported with yarn only",

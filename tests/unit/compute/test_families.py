@@ -1,0 +1,220 @@
+"""What families of baton's own decoder have in common: right, with bits that no batch changes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from baton.engine.compute.decoder import Decoder
+from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.row_rule import MIN_ROWS, num_threads
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.runtime.fields import with_values
+from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits, needs_rules
+from tests.support.foreign_checkpoints import (
+    DEEPSEEK_YARN,
+    LENGTH,
+    assert_close,
+    changed,
+    foreign_folder,
+    reference,
+    whole,
+)
+from tests.support.oracle import prompt
+from tests.support.thread_ranks import on_all, thread_ranks
+
+EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe")
+LATENT = ("deepseek_v3", "deepseek_v2")
+LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
+WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
+YARN = DEEPSEEK_YARN
+PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "mixtral": ("mixtral", {}),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "a shared expert without biases": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": (0,)}),
+    "weights that sum to one": ("qwen3_moe", {"norm_topk_prob": True}),
+    "a dense layer": ("qwen3_moe", {"mlp_only_layers": (1,)}),
+    "every second layer": ("qwen3_moe", {"decoder_sparse_step": 2, "tie_word_embeddings": True}),
+    "more experts": ("qwen3_moe", {"num_experts": 40, "num_experts_per_tok": 7}),
+    "all experts": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 3}),
+    "biases and a window": (
+        "qwen3_moe", {"attention_bias": True, "use_sliding_window": True, "sliding_window": 24},
+    ),
+    "a window": ("mixtral", {"sliding_window": 24}),
+    "stacked qwen3_moe": ("qwen3_moe", {"save_original_format": False}),
+    "stacked mixtral": ("mixtral", {"save_original_format": False}),
+    "stacked qwen2_moe": ("qwen2_moe", {"save_original_format": False}),
+    "v3": ("deepseek_v3", {}),
+    "v3 whose queries have no latent row": ("deepseek_v3", {"q_lora_rank": None}),
+    "v3 with yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "v3 with other factors": (
+        "deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+    ),
+    "v3 in halves": ("deepseek_v3", {"rope_interleave": False}),
+    "v3 in one group": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 5}),
+    "v3 in many groups": (
+        "deepseek_v3",
+        {"n_routed_experts": 32, "n_group": 8, "topk_group": 3, "num_experts_per_tok": 6},
+    ),
+    "v3 of weights as they are": ("deepseek_v3", {"norm_topk_prob": False}),
+    "v3 of two shared experts": ("deepseek_v3", {"n_shared_experts": 2}),
+    "v3 with stacked experts": ("deepseek_v3", {"save_original_format": False}),
+    "v3 without experts": ("deepseek_v3", {"first_k_dense_replace": 3}),
+    "v3 of unequal sizes": (
+        "deepseek_v3", {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20},
+    ),
+    "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
+    "v2 lite": (
+        "deepseek_v2",
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "rope_parameters": YARN},
+    ),
+    "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
+    "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
+    "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
+    "gemma2": ("gemma2", {}),
+    "gemma2 with low caps": (
+        "gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
+    ),
+    "gemma2 without caps": (
+        "gemma2", {"attn_logit_softcapping": None, "final_logit_softcapping": None},
+    ),
+    "gemma2 with biases and a head": (
+        "gemma2", {"attention_bias": True, "tie_word_embeddings": False},
+    ),
+    "gemma2 with windows at the end": (
+        "gemma2", {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
+    ),
+    "gemma3": ("gemma3_text", {}),
+    "gemma3 with angles of each kind": (
+        "gemma3_text",
+        {
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e3},
+                "full_attention": LINEAR | {"rope_theta": 5e4},
+            },
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
+    "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": PLAIN_YARN}),
+    "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+    kind, fields = VARIANTS[variant]
+    rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
+    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
+    if rope:
+        folder = changed(tmp_path, folder, **rope)
+    assert_close(whole(folder), reference(folder))
+
+
+@pytest.mark.parametrize("kind", LATENT + LAYERS)
+def test_plain_torch_computes_the_same(kind: str) -> None:
+    config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
+    with loaded(config) as runner:
+        assert runner.backend.name == "torch"
+        found = chunked_logits(runner, Text("a", prompt(LENGTH), range(3, 20)), [64])
+    assert_close(found, reference(foreign_folder(kind)))
+
+
+@pytest.mark.parametrize("kind", EXPERTS + LATENT + LAYERS)
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
+    """Without a router's groups, because their near ties differ in bf16."""
+    folder = foreign_folder(kind, **(WITHOUT_EXPERTS if kind in LATENT else {}))
+    exact = reference(folder)
+    allowed = 1.5 * (reference(folder, torch.bfloat16) - exact).abs().mean()
+    assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
+
+
+@pytest.mark.parametrize("kind", LATENT + LAYERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
+    with loaded(compute_config(foreign_folder(kind), dtype)) as runner:
+        needs_rules(runner)
+        assert is_batch_invariant(runner)
+        runner.cache.pool.fill_(float("nan"))
+        text = Text("a", prompt(90), range(10))
+        crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
+        (expected,) = logits(runner, text.chunk(0, 90))
+        beside = [one.chunk(0, 29) for one in crowd]
+        parts = [
+            logits(runner, text.chunk(0, 33))[0],
+            logits(runner, *beside, text.chunk(33, 89))[-1],
+            logits(runner, text.chunk(89, 90), *(one.chunk(29, 30) for one in crowd))[0],
+        ]
+        assert torch.equal(torch.cat(parts), expected)
+        for start in (1, 88):
+            assert torch.equal(logits(runner, text.chunk(start, 90))[0], expected[start:])
+
+
+@pytest.mark.parametrize("kind", EXPERTS + LATENT)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind: str, dtype: str) -> None:
+    """Vector code treats the last rows of many numbers in its own way."""
+    with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
+        needs_rules(runner)
+        assert isinstance(runner.decoder, Decoder)
+        mlp = runner.decoder.layers[1].mlp
+        rows = torch.randn(59, 64, generator=torch.Generator().manual_seed(2))
+        rows = rows.to(runner.cache.pool.dtype)
+        alone = torch.cat([mlp(row[None], runner.backend) for row in rows])
+        for count in range(2, 60):
+            assert torch.equal(mlp(rows[:count], runner.backend), alone[:count])
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        # Wide enough that threads share the experts of a decode step, too.
+        ("mixtral", {"hidden_size": 256, "intermediate_size": 512}),
+        ("deepseek_v3", {"hidden_size": 256}),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_number_of_threads_leaves_no_trace(
+    kind: str, fields: dict[str, int], dtype: str
+) -> None:
+    config = compute_config(foreign_folder(kind, **fields), dtype)
+    one = Text("one", prompt(2 * MIN_ROWS + 100), range(30))
+    with loaded(config) as runner:
+        needs_rules(runner)
+        expected = chunked_logits(runner, one, [len(one.tokens)])
+    with num_threads(2), loaded(config) as runner:
+        found = chunked_logits(runner, one, [2 * MIN_ROWS + 3, 1, 9, 87])
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("variant", "size"),
+    [
+        ("qwen3_moe", 2), ("stacked mixtral", 2), ("a dense layer", 2), ("qwen2_moe", 2),
+        ("v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
+        *((name, size) for name in ("gemma2", "gemma3", "gpt-oss") for size in (2, 4)),
+    ],
+)  # fmt: skip
+def test_ranks_together_compute_what_one_computes(variant: str, size: int) -> None:
+    kind, fields = VARIANTS[variant]
+    config = compute_config(foreign_folder(kind, **fields))
+
+    def compute(rank: SharedMemoryRanks | None) -> Tensor:
+        """The logits, and what a block holds after it where each rank holds every row."""
+        with loaded(config, rank) as runner:
+            rows = logits(runner, Text("a", prompt(100), range(10)).chunk(0, 100))[0]
+            held = runner.cache.pool[3] if kind in LATENT else rows[:0]
+            return torch.cat((rows.flatten(), held.flatten()))
+
+    alone = compute(None)
+    with thread_ranks(size) as members:
+        shares = on_all(members, compute)
+    assert_close(shares[0], alone)
+    assert all(torch.equal(share, shares[0]) for share in shares)
