@@ -213,7 +213,8 @@ def _latent_merge_kernel(
     m = tl.full((1,), float("-inf"), tl.float32)
     norm = tl.zeros((1,), tl.float32)
     acc = tl.zeros((1, DIM), tl.float32)
-    for split in range(tl.cdiv(context_len, SPLIT)):
+    # Unrolled, so that loads of several splits are in flight.
+    for split in tl.range(0, tl.cdiv(context_len, SPLIT), loop_unroll_factor=8):
         m, norm, acc = merge(
             m, norm, acc, tl.load(sums + split * 2 + one), tl.load(sums + split * 2 + 1 + one),
             tl.load(partials + split * LATENT + d + one[:, None], mask=d < LATENT, other=0.0),

@@ -113,6 +113,16 @@ def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("heads", [16, 20, 128])
+def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(
+    dtype: torch.dtype, heads: int
+) -> None:
+    shape = replace(PROMPTS, num_heads=heads, kv_heads=1, head_dim=576, dtype=dtype, planes=1)
+    cases.check_latent(shape, "cuda", 64, 37)
+    cases.check_turn_store(replace(shape, queries=(333,)), "cuda", 64)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
 def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
     cases.check_block_copy(numel, dtype, "cuda")

@@ -22,6 +22,7 @@ from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.fixed_product import fixed_product
 from baton.kernels.grouped_product import add_experts, grouped_product
+from baton.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
 from baton.kernels.pool_writes import move_blocks, rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.kernels.rows import add_rms_norm, gate_mul
@@ -306,6 +307,32 @@ def _experts(model: Model, layout: Layout) -> Check:
     return products if not products.passed else sums
 
 
+def _latent(model: Model, layout: Layout) -> Check:
+    """Compare results within rounding; decoded tokens and chunks to the bit."""
+    latent, rotated = 4 * model.heads.head_dim, model.heads.head_dim // 2  # DeepSeek's for 128
+    heads = Heads(model.heads.num_heads, 1, latent + rotated)
+    batch = _prompt_batch(dataclasses.replace(model, heads=heads), layout)
+    device, key = layout.device, f"latent attention, {model.name}"
+    pool = batch.pool[:, :, :, :1].contiguous()
+    tables, starts, lens = batch.block_tables, batch.query_starts, batch.context_lens
+    tail, last = (batch.scale, rotated), starts[1:].long() - 1
+    whole = latent_prefill_attention(batch.q, pool, LAYER, tables, starts, lens, *tail)
+    decoded = latent_decode_attention(batch.q[last], pool, LAYER, tables, lens, *tail)
+    one, count = slice(0, 1), model.prompts[0][1]
+    parts = []
+    for first, end in ((0, count // 3), (count // 3, count)):
+        cut, seen = (
+            torch.tensor(numbers, dtype=torch.int32, device=device)
+            for numbers in ([0, end - first], [model.prompts[0][0] - count + end])
+        )
+        chunk = batch.q[first:end]
+        parts.append(latent_prefill_attention(chunk, pool, LAYER, tables[one], cut, seen, *tail))
+    bits = _equal(key, torch.cat([decoded, *parts]), torch.cat([whole[last], whole[:count]]))
+    call = (batch.q, pool, LAYER, tables, starts, lens, batch.scale)
+    twin = reference.paged_prefill_attention(*call)[..., :latent]
+    return bits if not bits.passed else _close(key, whole, twin)
+
+
 def _copy(model: Model, layout: Layout) -> Check:
     """Check that copies keep every bit, NaN included, and that unnamed blocks stay."""
     bits = torch.randint(-(2**31), 2**31 - 1, (9, model.block_values // 2), dtype=torch.int32)
@@ -373,6 +400,7 @@ OTHERS = {
     "add + norm": _norm,
     "SiLU · mul": _silu,
     "products of experts": _experts,
+    "latent attention": _latent,
     "gather and scatter of blocks": _copy,
     "sampling: tokens in any batch": _sampling,
     "sampling: device = CPU": _sampling_on_host,

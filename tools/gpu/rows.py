@@ -283,7 +283,7 @@ class Claim(msgspec.Struct, frozen=True):
 CLAIMS = (
     Claim("kernels = twins",
           r"(decode attention|prefill attention|QK norm|add \+ norm|SiLU|gather and scatter"
-          r"|sampling: device = CPU|kernels beyond).*"),
+          r"|products of experts|latent attention|sampling: device = CPU|kernels beyond).*"),
     Claim("bits in any batch and chunking",
           r"(ordered|prefill attention: bits|sampling: tokens in any batch).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),
