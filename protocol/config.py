@@ -40,6 +40,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 ModelImpl = Literal["auto", "transformers"]
 Device = Literal["auto", "cpu", "cuda"]
 KernelChoice = Literal["auto", "compiled", "torch"]
+GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
@@ -158,9 +159,12 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = False
     graphs: Annotated[
-        bool,
-        about("replay decode steps and short prompts as CUDA graphs, which take some GPU memory"),
-    ] = True
+        GraphChoice,
+        about(
+            "steps to replay as CUDA graphs, which take some GPU memory: all means decode steps "
+            "and short prompts, and on prefill nodes prompts alone"
+        ),
+    ] = "all"
     max_num_seqs: Annotated[
         int, about("most sequences in one step; 0 takes 64 on CPUs and 256 on GPUs", ge=0)
     ] = 0

@@ -28,7 +28,7 @@ GIB = 1 << 30
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
 SMALL = (
     "lower cache.memory_mib, engine.max_num_batched_tokens or engine.max_num_seqs, "
-    "or set engine.graphs=false"
+    "or set engine.graphs=none"
 )
 # A text that an error contains, and its meaning.
 MEANINGS = (
@@ -282,7 +282,7 @@ def buckets_up_to(num_sequences: int, num_tokens: int = 0) -> tuple[Bucket, ...]
     512. A launch of these from Python takes longer than their work on the device.
     """
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 257, 32))
-    last = next((size for size in sizes if size >= num_sequences), sizes[-1])
+    last = next((size for size in (0, *sizes) if size >= num_sequences), sizes[-1])
     decoding = [Bucket(size, size) for size in sizes if size <= last]
     prompts = [Bucket(size, PROMPTS) for size in PROMPT_TOKENS if size <= num_tokens]
     return (*decoding, *prompts)

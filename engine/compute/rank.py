@@ -129,9 +129,10 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         with one_line_errors(plan.device, "while it loads the model"):
             runner, pool = load_runner(plan, config, ranks, progress)
         with one_line_errors(plan.device, "while it captures its steps"):
-            has_graphs = config.engine.graphs and isinstance(runner.decoder, Decoder)
-            sizes = plan.max_num_seqs, plan.max_num_batched_tokens
-            prepare(runner, buckets_up_to(*sizes) if has_graphs else (), progress)
+            graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
+            num_decoding = plan.max_num_seqs if graphs == "all" else 0
+            num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
+            prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
     else:
         runner, pool = load_runner(plan, config, ranks, progress)
     port = make_port(pool, epoch, config.transfer)

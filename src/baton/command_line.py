@@ -148,8 +148,9 @@ def _start(name: str, config: ClusterConfig) -> int:
     if name == "prefill":
         from baton.prefill_node.scheduler import PrefillScheduler
 
-        engine = msgspec.structs.replace(config.engine, graphs=False)  # it has no decode steps
-        config = msgspec.structs.replace(config, engine=engine)
+        if config.engine.graphs == "all":  # it has no decode steps
+            engine = msgspec.structs.replace(config.engine, graphs="prompts")
+            config = msgspec.structs.replace(config, engine=engine)
         return EngineNode(config, "prefill", PrefillScheduler).run()
     check_reach(config, "node.bind", config.node.bind)
     from baton.decode_node.scheduler import DecodeScheduler

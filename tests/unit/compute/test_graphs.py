@@ -67,9 +67,11 @@ def masks(folder: Path) -> TokenMasks:
     return TokenMasks(folder, SHAPE.vocab_size, EOS)
 
 
-def captured(queue: RecordingQueue, masks: TokenMasks | None = None) -> Runner:
+def captured(
+    queue: RecordingQueue, masks: TokenMasks | None = None, num_decoding: int = LIMITS.max_num_seqs
+) -> Runner:
     runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
-    runner.capture(buckets_up_to(LIMITS.max_num_seqs, 64), no_progress)
+    runner.capture(buckets_up_to(num_decoding, 64), no_progress)
     return runner
 
 
@@ -189,6 +191,10 @@ def test_prompts_are_replayed_with_their_tokens_and_those_that_follow() -> None:
     )
     assert len(set(captured(queue).execute(StepPlan(9, many)).tokens)) == 1
     assert queue.num_replays == len(steps)
+    prefill = captured(queue, num_decoding=0)
+    for i, step in enumerate(steps):
+        prefill.execute(StepPlan(i, step))
+    assert queue.num_replays == 2 * len(steps) - 1  # it has captured no decode step
 
 
 def test_steps_with_penalties_are_replayed_and_wait_for_no_token() -> None:

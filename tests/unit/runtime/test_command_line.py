@@ -10,6 +10,7 @@ import pytest
 
 from baton.__main__ import main
 from baton.command_line import COMMANDS, SHELLS, parsers
+from baton.protocol.config import ClusterConfig
 
 CTRL_C_ON_IMPORT = """\
 import signal, sys
@@ -120,3 +121,23 @@ def test_each_script_has_the_commands_of_the_help(
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     assert not [name for name in parsers() if name.split()[-1] not in printed]
+
+
+@pytest.mark.parametrize(("role", "chosen", "found"), [
+    ("prefill", "all", "prompts"), ("prefill", "none", "none"), ("decode", "all", "all"),
+])  # fmt: skip
+def test_a_prefill_node_captures_prompts_alone(
+    role: str, chosen: str, found: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[str] = []
+
+    class Node:
+        def __init__(self, config: ClusterConfig, *_: object) -> None:
+            graphs.append(config.engine.graphs)
+
+        def run(self) -> int:
+            return 0
+
+    monkeypatch.setattr("baton.engine.process.node.EngineNode", Node)
+    assert main([role, "--set", f"engine.graphs={chosen}"]) == 0
+    assert graphs == [found]
