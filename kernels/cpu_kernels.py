@@ -279,12 +279,7 @@ class CpuLinears:
         x, (num_panels, words, _) = x.contiguous(), layers[0].panels.shape
         out = x.new_empty(len(x), layers[0].outputs)
         groups = [
-            (
-                first,
-                end,
-                layer.panels.data_ptr(),
-                0 if layer.bias is None else layer.bias.data_ptr(),
-            )
+            (first, end, layer.panels.data_ptr(), layer.bias_address)
             for layer, (first, end) in zip(layers, pairwise((0, *ends)), strict=True)
             if first < end
         ]

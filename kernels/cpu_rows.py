@@ -96,6 +96,7 @@ def gate_mul(
     offset: float,
     out: Numbers,  # [num_rows, features]
 ) -> None:
+    is_clamped = limit < np.inf
     for row in range(first, end):
         gates, ups, to = 2 * row * features, (2 * row + 1) * features, row * features
         for i in range(0, features, WIDTH):
@@ -106,8 +107,9 @@ def gate_mul(
                 gate, up = (
                     load_first(gate_up, gates + i, count), load_first(gate_up, ups + i, count)
                 )  # fmt: skip
-            gate = smaller(every(limit), gate)
-            up = larger(every(-limit), smaller(every(limit), up)) + every(offset)
+            if is_clamped:
+                gate = smaller(every(limit), gate)
+                up = larger(every(-limit), smaller(every(limit), up)) + every(offset)
             exponent = gate * every(slope)
             if cubic != ZERO:
                 exponent = exponent + gate * gate * gate * every(cubic)

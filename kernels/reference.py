@@ -11,14 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.constants import (
-    BIAS_MASK,
-    BIAS_SHIFT,
-    CHECKSUM_FACTORS,
-    MAX_COUNT,
-    SILU,
-    Gate,
-)
+from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, CHECKSUM_FACTORS, MAX_COUNT, SILU, Gate
 
 
 def paged_decode_attention(

@@ -25,20 +25,9 @@ from baton.engine.compute.latent_config import (
     RawLatent,
     latent_config,
 )
-from baton.engine.compute.layer_config import (
-    LAYER_FAMILIES,
-    LayersConfig,
-    RawLayers,
-    layers_config,
-)
+from baton.engine.compute.layer_config import LAYER_FAMILIES, LayersConfig, RawLayers, layers_config
 from baton.engine.compute.quantization import Quantization, read_quantization
-from baton.engine.compute.rope_config import (
-    LOCAL_ROPE,
-    MAX_POSITIONS,
-    RawRope,
-    Rope,
-    ropes_config,
-)
+from baton.engine.compute.rope_config import LOCAL_ROPE, MAX_POSITIONS, RawRope, Rope, ropes_config
 from baton.protocol.errors import ConfigError
 
 ModelFamily = Literal[
@@ -77,11 +66,8 @@ HEAD_DIM_OF: dict[ModelFamily, int] = {
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW, SLIDING_WINDOW_OF = 4096, {"gpt_oss": 128}
 WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
-WINDOW_PATTERN: dict[ModelFamily, int] = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "gpt_oss": 2,
-}  # the last has none
+# Of so many layers, the last one has no window.
+WINDOW_PATTERN: dict[ModelFamily, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
@@ -369,7 +355,8 @@ def _sliding_window(
         if full and family in WINDOWS_EVERYWHERE:
             raise ConfigError(f"{file}: layer_types: {family} has the window in all layers")
     elif pattern := WINDOW_PATTERN.get(family):
-        pattern = raw.sliding_window_pattern or pattern
+        if family in LOCAL_ROPE:
+            pattern = raw.sliding_window_pattern or pattern
         full = tuple(layers[pattern - 1 :: pattern])
     elif family == "qwen2_moe":  # in turns, up to a layer
         full = tuple(layer for layer in layers if layer % 2 or layer >= raw.max_window_layers)

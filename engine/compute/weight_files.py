@@ -167,16 +167,11 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
 def norms_of(config: DecoderConfig) -> dict[str, str]:
     """Return what the files call the norms of a layer, by their names in `DecoderLayer`."""
     names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    return (
-        names
-        | {
-            "output_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_output_norm": "post_feedforward_layernorm",
-        }
-        if config.layers.has_output_norms
-        else names
-    )
+    if config.layers.has_output_norms:
+        names["output_norm"] = names["mlp_norm"]
+        names["mlp_norm"] = "pre_feedforward_layernorm"
+        names["mlp_output_norm"] = "post_feedforward_layernorm"
+    return names
 
 
 def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:
