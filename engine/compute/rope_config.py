@@ -133,7 +133,8 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     if given.rope_type != "default" and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
-        case "default":
+        # Dynamic angles are stretched beyond the model's length alone, which no node allows.
+        case "default" | "dynamic":
             return Rope(base)
         case "linear":
             return Rope(base, "linear", factor or 1.0)
@@ -155,7 +156,7 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
                 raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
             return _yarn(given, factor or 1.0, original)
         case other:
-            known = ", ".join(get_args(RopeScaling))
+            known = ", ".join((*get_args(RopeScaling), "dynamic"))
             raise ConfigError(f"{file}: {field} of type {other!r} is not supported, only {known}")
 
 

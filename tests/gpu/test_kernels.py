@@ -29,6 +29,8 @@ MODELS = {
     "heads of 256": replace(PROMPTS, head_dim=256, num_heads=16, kv_heads=8),
     "window": replace(PROMPTS, window=333),
     "heads of 64, blocks of 32": replace(PROMPTS, head_dim=64, block_size=32),
+    "Gemma 2": replace(PROMPTS, head_dim=256, num_heads=8, kv_heads=4, softcap=2.0, window=333),
+    "gpt-oss": replace(PROMPTS, head_dim=64, num_heads=64, has_sinks=True, window=128),
     "blocks of 128": replace(PROMPTS, block_size=128),
     "fp32": replace(PROMPTS, dtype=FP32, num_heads=8, kv_heads=2),
 }

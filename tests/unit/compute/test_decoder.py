@@ -38,6 +38,7 @@ WHOLE_YARN = YARN | {
 }  # fmt: skip
 TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 
 
@@ -76,6 +77,7 @@ def test_bf16_logits_are_near_those_of_transformers_in_fp32(family: str) -> None
 
 VARIANTS: dict[str, tuple[str, Shape]] = {
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
+    "dynamic rope": ("llama", {"extra": json.dumps({"rope_parameters": DYNAMIC})}),
     "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR})}),
     "yarn": ("qwen3", {"extra": json.dumps({"rope_scaling": YARN})}),
     "yarn with all fields": ("qwen3", {"extra": json.dumps({"rope_scaling": WHOLE_YARN})}),
