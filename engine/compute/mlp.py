@@ -104,10 +104,10 @@ class SharedExpert:
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         """Return `sigmoid(gate(x)) * mlp(x)` in fp32, or `mlp(x)` without a gate."""
         y = self.mlp(x, backend)
-        return y if self.gate is None else _sigmoid(self.gate(x).float()) * y
+        return y if self.gate is None else sigmoid(self.gate(x).float()) * y
 
 
-def _sigmoid(x: Tensor) -> Tensor:
+def sigmoid(x: Tensor) -> Tensor:
     """On CPUs, `torch.sigmoid` rounds the last rows of a batch in another way, but not `softmax`.
 
     A pair of each number and 0 has the sigmoid as its first share.
@@ -156,7 +156,7 @@ class GroupedRouter:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         logits = self.linear(x.float())
-        scores = logits.softmax(dim=-1) if self.bias is None else _sigmoid(logits)
+        scores = logits.softmax(dim=-1) if self.bias is None else sigmoid(logits)
         ranked = scores if self.bias is None else scores + self.bias
         if self.how.topk_group < self.how.n_group:
             groups = ranked.view(len(ranked), self.how.n_group, -1)

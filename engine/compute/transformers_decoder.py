@@ -25,6 +25,7 @@ from baton.engine.compute.attention import Backend, Batch, Chunk, Scoring
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.linear import Linear
 from baton.engine.compute.loading import LinearMaker
+from baton.engine.compute.mlp import sigmoid
 from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.transformers_config import TransformersConfig, version
 from baton.protocol.errors import ConfigError
@@ -127,7 +128,10 @@ class RowLinear(nn.Module):
 
 
 class BareLinears(TorchFunctionMode):
-    """Computes `F.linear` of parameters, as routers and experts call it, by row rules."""
+    """Computes what routers and experts call so that a row has the same bits in every batch.
+
+    That is `F.linear` of parameters, by row rules, and the sigmoid.
+    """
 
     def __init__(self, linears: HostLinears) -> None:
         super().__init__()
@@ -142,6 +146,8 @@ class BareLinears(TorchFunctionMode):
             made = self._linears.over(weight, bias)
             self.made.setdefault((weight.shape, weight.dtype), made)
             return made(x.reshape(-1, x.shape[-1])).view(*x.shape[:-1], len(weight))
+        if function in {Tensor.sigmoid, torch.sigmoid, F.sigmoid} and args and not kwargs:
+            return sigmoid(args[0])
         return function(*args, **(kwargs or {}))
 
 

@@ -54,7 +54,9 @@ def said(config: ClusterConfig, expected: Expected) -> int:
         return count_ties(expected, greedy(runner, text, NUM_TOKENS))
 
 
-@pytest.mark.parametrize("kind", ["qwen3_moe", "olmo2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_moe", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.release)]
+)
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"])
 def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
     with loaded(settings(kind, dtype)) as runner:
