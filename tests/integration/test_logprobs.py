@@ -213,24 +213,6 @@ def test_an_echo_has_them_before_those_of_the_output(cluster: Cluster) -> None:
     assert len(body["prompt_logprobs"]) == body["usage"]["prompt_tokens"]
 
 
-def test_lm_eval_gets_the_likelihoods_of_continuations(cluster: Cluster) -> None:
-    """It asks and reads as its `local-completions` do."""
-    contexts = [prompt(20 + 9 * number, number) for number in range(6)]
-    texts = [ids + oracle().greedy(ids, 3).token_ids for ids in contexts[:2]]
-    texts += [ids + prompt(3, 50) for ids in contexts[2:]]
-    found = cluster.complete(
-        prompt=texts, temperature=0, max_tokens=1, logprobs=1, seed=1234, echo=True
-    )
-    for choice, text in zip(found["choices"], texts, strict=True):
-        tokens = choice["logprobs"]["token_logprobs"][len(text) - 3 : -1]
-        tops = choice["logprobs"]["top_logprobs"][len(text) - 3 : -1]
-        is_greedy = all(one == max(top.values()) for one, top in zip(tokens, tops, strict=True))
-        rows = values_of(text)[-4:-1]
-        ids = torch.tensor(text[-3:])
-        assert abs(sum(tokens) - float(rows.gather(1, ids[:, None]).sum())) < 1e-3
-        assert is_greedy == bool((rows.argmax(1) == ids).all())
-
-
 @pytest.mark.parametrize("max_tokens", [3, 0])
 def test_a_streamed_echo_has_the_same(cluster: Cluster, max_tokens: int) -> None:
     asked = {**ASKED, "echo": True, "logprobs": 1, "n": 2, "max_tokens": max_tokens}

@@ -113,30 +113,6 @@ def test_prefix_hits_on_either_side_change_nothing(
     assert cluster.num_bytes_read("decode-0") == moved * cluster.block_bytes
 
 
-def test_choices_and_seeds_come_out_the_same_split_and_aggregated(tmp_path: Path) -> None:
-    params = SamplingParams(
-        n=3, temperature=1.0, top_p=0.95, top_k=50, seed=7, max_tokens=NUM_TOKENS, ignore_eos=True
-    )
-
-    async def sample(llm: AsyncLLM) -> list[list[int]]:
-        final = msgspec.structs.replace(params, output_kind="final")
-        async for output in llm.generate(prompt(2 * BLOCK + 5), final):
-            last = output
-        return [choice.token_ids for choice in last.outputs]
-
-    config = settings("llama")
-    (tmp_path / "split").mkdir()
-    (tmp_path / "local").mkdir()
-    split = NodeThreads(tmp_path / "split", never_local(config))
-    one = split.run(sample)
-    two = NodeThreads(tmp_path / "local", always_local(config)).run(sample)
-    assert one == two
-    assert len({tuple(tokens) for tokens in one}) == 3
-    assert split.prompt_tokens_computed("prefill-0") == 2 * BLOCK + 5
-    assert split.prompt_tokens_computed("decode-0") == 0
-    assert split.num_bytes_read("decode-0") == 3 * split.block_bytes
-
-
 @pytest.mark.parametrize(
     ("family", "prefill", "decode", "kv_heads", "verify"),
     [

@@ -10,6 +10,7 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
@@ -64,29 +65,83 @@ class WrongKV(Exception):
     """A step would have computed with blocks of another sequence."""
 
 
+class CheckedModel:
+    """Computes plans; `says` returns the token of a choice after a context and with a seed."""
+
+    def __init__(
+        self, num_blocks: int, root: Context, says: Callable[[Context, int, int], int]
+    ) -> None:
+        self.slots: list[list[Context | int | None]] = [
+            [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
+        ]
+        self._root, self.says = root, says
+        self._sampled: dict[tuple[Key, int], int] = {}
+
+    def run(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
+        for source, target in plan.copies:
+            self.slots[target] = list(self.slots[source])
+        return tuple(self._compute(part) for part in plan.slices)
+
+    def write(self, block: int, offset: int, context: Context) -> None:
+        self.slots[block][offset::BLOCK_SIZE] = context, context.digest
+
+    def _compute(self, part: Slice) -> tuple[int, ...]:
+        context, sampled = self._before(part), []
+        for position in range(part.start, part.start + part.length):
+            if part.token_ids:
+                token = part.token_ids[position - part.start]
+            else:
+                token = self._sampled[part.key, position]
+            context = context.then(token)
+            self.write(part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context)
+            if position + 1 < part.start + part.length - part.num_guesses:
+                continue
+            for choice in part.samples:
+                assert part.sampling is not None
+                token = self.says(context, part.sampling.seed, choice)
+                self._sampled[part.key.of_choice(choice), position + 1] = token
+                sampled.append(token)
+        return tuple(sampled)
+
+    def _before(self, part: Slice) -> Context:
+        """Return the context before a slice, from the slots, which must all be of one sequence."""
+        if not part.start:
+            return self._root
+        found = self.slot(part, part.start - 1)
+        if found is None or found.length != part.start:
+            raise WrongKV(f"{part.key}: the slot before {part.start} is of another sequence")
+        is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
+        context, position = found, part.start - 1
+        while context.before is not None and context.length > 1:
+            if not is_whole and found.length - context.length >= BLOCK_SIZE:
+                break
+            context, position = context.before, position - 1
+            if self.slot(part, position) is not context:
+                raise WrongKV(f"{part.key}: position {position} is of another sequence")
+        return found
+
+    def slot(self, part: Slice, position: int) -> Context | None:
+        block = self.slots[part.block_table[position // BLOCK_SIZE]]
+        context, digest = block[position % BLOCK_SIZE :: BLOCK_SIZE]
+        is_whole = isinstance(context, Context) and context.digest == digest
+        return context if is_whole else None  # type: ignore[return-value]
+
+
 class SimExecutor:
     """Computes on a process's time: `step_s` returns the seconds of a step."""
 
     def __init__(
-        self,
-        process: Process,
-        num_blocks: int,
-        salt: int,
-        root: Context,
+        self, process: Process, num_blocks: int, salt: int, root: Context,
         step_s: Callable[[], float],
-    ) -> None:
+    ) -> None:  # fmt: skip
+        self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt))
         self.ports: tuple[TransferPort, ...] = ()
-        self.slots: list[list[Context | int | None]] = [
-            [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
-        ]
         self.generations = [0] * num_blocks
-        self._process, self._salt, self._root = process, salt, root
-        self._step_s = step_s
+        self._process, self._salt, self._step_s = process, salt, step_s
         self.wake: Callable[[], None] = lambda: None
         self.error: WrongKV | None = None  # the next `poll` raises it
         self._queue: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
-        self._sampled: dict[tuple[Key, int], int] = {}
 
     def fileno(self) -> int:
         return -1
@@ -109,9 +164,7 @@ class SimExecutor:
     def _end(self) -> None:
         plan = self._queue.popleft()
         try:
-            for source, target in plan.copies:
-                self.slots[target] = list(self.slots[source])
-            tokens = tuple(self._compute(part) for part in plan.slices)
+            tokens = self.model.run(plan)
         except WrongKV as error:
             self.error = error
             self.wake()
@@ -126,50 +179,8 @@ class SimExecutor:
             self._begin()
         self.wake()
 
-    def _compute(self, part: Slice) -> tuple[int, ...]:
-        context, sampled = self._before(part), []
-        for position in range(part.start, part.start + part.length):
-            if part.token_ids:
-                token = part.token_ids[position - part.start]
-            else:
-                token = self._sampled[part.key, position]
-            context = context.then(token)
-            block = self.slots[part.block_table[position // BLOCK_SIZE]]
-            block[position % BLOCK_SIZE :: BLOCK_SIZE] = context, context.digest
-            if position + 1 < part.start + part.length - part.num_guesses:
-                continue
-            for choice in part.samples:
-                assert part.sampling is not None
-                token = next_token(context, part.sampling.seed, choice, self._salt)
-                self._sampled[part.key.of_choice(choice), position + 1] = token
-                sampled.append(token)
-        return tuple(sampled)
-
     def _scores(self, part: Slice) -> bytes:
-        contexts = (self._slot(part, part.start + row) for row in range(len(part.targets)))
+        contexts = (self.model.slot(part, part.start + row) for row in range(len(part.targets)))
         pairs = zip(contexts, part.targets, strict=True)
         ranks = (rank_of(context, token, self._salt) for context, token in pairs if context)
         return b"".join(struct.pack("<if", rank, 0.0) for rank in ranks)
-
-    def _before(self, part: Slice) -> Context:
-        """Return the context before a slice, from the slots, which must all be of one sequence."""
-        if not part.start:
-            return self._root
-        found = self._slot(part, part.start - 1)
-        if found is None or found.length != part.start:
-            raise WrongKV(f"{part.key}: the slot before {part.start} is of another sequence")
-        is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
-        context, position = found, part.start - 1
-        while context.before is not None and context.length > 1:
-            if not is_whole and found.length - context.length >= BLOCK_SIZE:
-                break
-            context, position = context.before, position - 1
-            if self._slot(part, position) is not context:
-                raise WrongKV(f"{part.key}: position {position} is of another sequence")
-        return found
-
-    def _slot(self, part: Slice, position: int) -> Context | None:
-        block = self.slots[part.block_table[position // BLOCK_SIZE]]
-        context, digest = block[position % BLOCK_SIZE :: BLOCK_SIZE]
-        is_whole = isinstance(context, Context) and context.digest == digest
-        return context if is_whole else None  # type: ignore[return-value]

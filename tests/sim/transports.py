@@ -134,9 +134,9 @@ class SimTransport:
         owner, part = posted.owner, posted.part
         theirs = owner.heads(posted.command.peer.rank, part.remote_offset, part.num_bytes)
         ours = self._own.heads(self._rank, part.local_offset, part.num_bytes)
-        slots = self._own.executor.slots
+        slots = self._own.executor.model.slots
         for source, target in zip(posted.command.remote, local, strict=True):
-            slots[target][ours] = owner.executor.slots[source][theirs]
+            slots[target][ours] = owner.executor.model.slots[source][theirs]
         posted.has_landed = True
         self.wake()
 

@@ -1,19 +1,22 @@
-"""Drives one scheduler by hand: plans run on the toy executor, what it says is collected."""
+"""Drives one scheduler by hand: plans run on the checked model of `tests.sim`."""
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import StepPlan
+from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter
 from baton.protocol.sampling import Sampling
-from tests.support.toy_executor import ToyExecutor
+from tests.sim.executor import BLOCK_SIZE, CheckedModel, Context, next_token
 
-BLOCK_SIZE = 4
+ROOT = Context(0, -1, 0, None)
+Says = Callable[[Context, int, int], int]
+TOY: Says = partial(next_token, salt=0)
 LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=8, max_model_len=256)
 
 
@@ -51,8 +54,25 @@ def offered(name: str, num_tokens: int, num_blocks: int) -> Offered:
     return Offered(key(name), num_tokens, num_blocks, 30.0)
 
 
+def toy_model(num_blocks: int) -> CheckedModel:
+    return CheckedModel(num_blocks, ROOT, TOY)
+
+
+def result_of(model: CheckedModel, plan: StepPlan) -> StepResult:
+    return StepResult(plan.step_id, model.run(plan), 0.0, 0.001)
+
+
+def continuation(prompt: list[int], count: int, choice: int = 0, says: Says = TOY) -> list[int]:
+    """What the toy model says after a prompt, with the seed 0."""
+    context, tokens = ROOT.extended(prompt), []
+    for _ in range(count):
+        tokens.append(says(context, 0, choice))
+        context = context.then(tokens[-1])
+    return tokens
+
+
 class Drive:
-    """A scheduler of that kind over a pool of its own and the toy executor.
+    """A scheduler of that kind over a pool and a model of its own.
 
     `said` and `asked` are everything told to routers and to the connector, in order.
     """
@@ -60,7 +80,7 @@ class Drive:
     def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
         self.pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.scheduler = kind(self.pool, limits)
-        self.executor = ToyExecutor(num_blocks, BLOCK_SIZE)
+        self.model = toy_model(num_blocks)
         self.said: list[ToRouter] = []
         self.asked: list[ConnectorEvent] = []
         self.plans: list[StepPlan] = []
@@ -74,7 +94,7 @@ class Drive:
         return plan
 
     def settle(self, plan: StepPlan) -> None:
-        self.scheduler.settle(self.now_s, plan, self.executor.run(plan))
+        self.scheduler.settle(self.now_s, plan, result_of(self.model, plan))
         self._collect()
 
     def run(self, steps: int = 1000, depth: int = 1) -> None:

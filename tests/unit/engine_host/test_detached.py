@@ -22,8 +22,17 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import Sampling
-from tests.support.drive import BLOCK_SIZE, Drive, decode_drive, handed, key, local, offered
-from tests.support.toy_executor import continuation
+from tests.support.drive import (
+    BLOCK_SIZE,
+    ROOT,
+    Drive,
+    continuation,
+    decode_drive,
+    handed,
+    key,
+    local,
+    offered,
+)
 
 PROMPT = [1, 2, 3, 4, 5]
 OWNER, OTHER = b"owner", b"another"
@@ -115,7 +124,7 @@ def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches
     (land,) = [event for event in drive.asked if isinstance(event, BeginReceive)]
     for position in range(len(PROMPT)):
         block = land.block_ids[position // BLOCK_SIZE]
-        drive.executor.slots[block][position % BLOCK_SIZE] = tuple(PROMPT[: position + 1])
+        drive.model.write(block, position % BLOCK_SIZE, ROOT.extended(PROMPT[: position + 1]))
     firsts = [continuation(PROMPT, 20, choice)[0] for choice in range(2)]
     tokens = FirstToken(firsts[0]), FirstToken(firsts[1], "stop")
     drive.scheduler.on_report(0.0, KVReceived(key("r"), tokens, 0, 0.0, 0.0))

@@ -54,8 +54,7 @@ from baton.protocol.messages import (
     ToRouter,
 )
 from tests.support.connectors import node
-from tests.support.drive import handed, key, local, sampling
-from tests.support.toy_executor import ToyExecutor, continuation
+from tests.support.drive import continuation, handed, key, local, result_of, sampling, toy_model
 
 NUM_BLOCKS, BLOCK = 40, 4
 PROMPT = [5, 6, 7, 8, 9]
@@ -65,7 +64,7 @@ class StepByStep:
     """The toy model as an executor that finishes a step when told, with one rank that is idle."""
 
     def __init__(self) -> None:
-        self.toy = ToyExecutor(NUM_BLOCKS, BLOCK)
+        self.toy = toy_model(NUM_BLOCKS)
         self.submitted: deque[StepPlan] = deque()
         self.finished: deque[StepResult] = deque()
         self.ports = (SimpleNamespace(poll=list, fileno=self.fileno, send=repr),)
@@ -74,7 +73,7 @@ class StepByStep:
         self.submitted.append(plan)
 
     def finish(self) -> None:
-        self.finished.append(self.toy.run(self.submitted.popleft()))
+        self.finished.append(result_of(self.toy, self.submitted.popleft()))
 
     def poll(self) -> StepResult | None:
         return self.finished.popleft() if self.finished else None

@@ -29,6 +29,7 @@ from baton.protocol.sampling import MAX_CHOICES
 from tests.support.drive import (
     BLOCK_SIZE,
     Drive,
+    continuation,
     decode_drive,
     handed,
     key,
@@ -38,7 +39,6 @@ from tests.support.drive import (
     prefill_drive,
     sampling,
 )
-from tests.support.toy_executor import continuation
 
 LIMITS = NodeLimits(max_num_batched_tokens=16, max_num_seqs=2, max_model_len=64)
 LOST = Failure("node_lost", "gone", retryable=True)

@@ -7,22 +7,23 @@ from hypothesis import strategies as st
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.stream import MAX_PAUSE, PromptLookup
-from tests.support.drive import LIMITS, Drive, local
-from tests.support.toy_executor import ToyExecutor, next_token
+from tests.sim.executor import Context, next_token
+from tests.support.drive import LIMITS, Drive, continuation, local
 
 GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3)
 PERIOD = 7
 
 
-def in_circles(token_ids: list[int], choice: int = 0) -> int:
+def in_circles(context: Context, seed: int, choice: int) -> int:
     """Say one text again and again, but for what depends on everything before."""
-    return next_token(token_ids, choice) if len(token_ids) % 23 == 0 else len(token_ids) % PERIOD
+    position = context.length
+    return position % PERIOD if position % 23 else next_token(context, seed, choice, 0)
 
 
 def drive(num_guesses: int, *, num_blocks: int = 64) -> Drive:
     limits = msgspec.structs.replace(GUESSING, num_speculative_tokens=num_guesses)
     one = Drive(DecodeScheduler, num_blocks, limits)
-    one.executor = ToyExecutor(num_blocks, one.pool.block_size, in_circles)
+    one.model.says = in_circles
     return one
 
 
@@ -61,13 +62,6 @@ def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them() -> None
     assert lookup.guesses(text)
 
 
-def answer(prompt: list[int], choice: int, num_tokens: int) -> list[int]:
-    text = list(prompt)
-    for _ in range(num_tokens):
-        text.append(in_circles(text, choice))
-    return text[len(prompt) :]
-
-
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [100, 30])
 def test_guesses_save_steps_and_leave_the_tokens_as_they_are(depth: int, num_blocks: int) -> None:
@@ -83,7 +77,7 @@ def test_guesses_save_steps_and_leave_the_tokens_as_they_are(depth: int, num_blo
         for name, prompt in prompts.items():
             for choice in range(2):
                 said = one.output(name, prompt, choice)
-                assert said == answer(prompt, choice, len(said))
+                assert said == continuation(prompt, len(said), choice, in_circles)
                 num_whole += len(said) == 40
         assert num_whole == 6 if num_blocks == 100 else 0 < num_whole < 6
         num_steps.append(len(one.plans))
