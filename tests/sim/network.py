@@ -69,10 +69,10 @@ class Network:
         names = {one, other}
         return [c for c in self.connections if {end.name for end in c.ends} == names]
 
-    def in_touch_since_s(self, one: Process, other: Process) -> float:
-        """Return when the last connection of two processes began, or infinity without one."""
+    def in_touch_since_s(self, one: Process, other: Process, num: int = 2) -> float:
+        """Return when the last of their `num` connections began, or infinity without all."""
         begun = [c.began_s for c in self.connections if set(c.ends) == {one, other}]
-        return max(begun) if len(begun) == 2 else float("inf")
+        return max(begun) if len(begun) == num else float("inf")
 
     def sever(self, one: str, other: str) -> None:
         """Cut the connections of two processes. Each end notices in its own time."""

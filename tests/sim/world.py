@@ -197,7 +197,7 @@ class World:
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
             since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
-            in_touch_s = self.network.in_touch_since_s(node.process, peer.process)
+            in_touch_s = self.network.in_touch_since_s(node.process, peer.process, num=1)
             since_s = max(since_s, in_touch_s, node.hung_until_s, peer.hung_until_s)
             if self.loop.time() - since_s > LONGEST_OFFER_S:
                 self.problem(f"{node.name} still holds {key}, which {peer.name} has ended")
