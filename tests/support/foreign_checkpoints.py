@@ -155,13 +155,15 @@ DEEPSEEK_YARN = {
 }  # fmt: skip
 
 
-def reference(folder: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+def reference(
+    folder: Path, tokens: list[int] | None = None, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The logits of transformers."""
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager"
     ).eval()
     with torch.inference_mode():
-        out: Tensor = model(torch.tensor([prompt(LENGTH)])).logits[0].float()
+        out: Tensor = model(torch.tensor([tokens or prompt(LENGTH)])).logits[0].float()
     return out
 
 

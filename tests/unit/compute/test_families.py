@@ -1,5 +1,6 @@
 """What families of baton's own decoder have in common: right, with bits that no batch changes."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -8,11 +9,21 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.rank import is_batch_invariant
+from baton.engine.compute.rank import is_batch_invariant, plan_rank
 from baton.engine.compute.row_rule import MIN_ROWS, num_threads
 from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
-from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits, needs_rules
+from tests.support.checkpoints import FAMILIES, model_folder
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    loaded,
+    logits,
+    needs_rules,
+    random_tokens,
+)
 from tests.support.foreign_checkpoints import (
     DEEPSEEK_YARN,
     LENGTH,
@@ -29,10 +40,65 @@ EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe")
 LATENT = ("deepseek_v3", "deepseek_v2")
 LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
-YARN = DEEPSEEK_YARN
-PLAIN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "rope_theta": 10000.0,
+}
+# As in the folders of Qwen 3 and DeepSeek; the second writes all that may be left out.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+WHOLE_YARN = YARN | {
+    "beta_fast": 16, "beta_slow": 2, "mscale": 0.7, "mscale_all_dim": 1.1, "truncate": False,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
+TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
+MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
+LINEAR_4 = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in FAMILIES},
+    "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
+    "a vocabulary that ranks cannot share": ("qwen2", {"vocab_size": 1023}),
+    "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
+    "dynamic rope": ("llama", {"extra": json.dumps({"rope_parameters": DYNAMIC})}),
+    "linear rope": ("llama", {"extra": json.dumps({"rope_scaling": LINEAR_4})}),
+    "yarn": ("qwen3", {"extra": json.dumps({"rope_scaling": YARN})}),
+    "yarn with all fields": ("qwen3", {"extra": json.dumps({"rope_scaling": WHOLE_YARN})}),
+    "yarn with a factor": (
+        "llama",
+        {"extra": json.dumps({"rope_parameters": YARN | {"attention_factor": 0.9}})},
+    ),
+    "qwen3 with biases": ("qwen3", {"attention_bias": True}),
+    "tied embeddings": ("qwen2", {"tie": True}),
+    "a sliding window": ("mistral", {"sliding_window": 50}),
+    "a window in the upper layer": (
+        "qwen2",
+        {"sliding_window": 50, "extra": json.dumps({"max_window_layers": 1})},
+    ),
+    "a window in one layer": ("qwen3", {"sliding_window": 50, "extra": json.dumps(TURNS)}),
+    "mistral with kinds of layers": (
+        "mistral",
+        {"sliding_window": 50, "extra": json.dumps(TURNS)},
+    ),
+    "ministral": (
+        "mistral",
+        {"sliding_window": 50, "extra": json.dumps(MINISTRAL | TURNS)},
+    ),
+    "ministral with windows": ("mistral", {"sliding_window": 50, "extra": json.dumps(MINISTRAL)}),
+    "yarn beyond a window": (
+        "qwen3",
+        {
+            "sliding_window": 64,
+            "max_position_embeddings": 64,
+            "extra": json.dumps({"max_window_layers": 1, "rope_scaling": YARN}),
+        },
+    ),
+    "a head size of its own": ("qwen3", {"head_dim": 64}),
+    "no grouped queries": ("llama", {"num_kv_heads": 4}),
+    "one KV head": ("llama", {"num_kv_heads": 1}),
     "qwen3_moe": ("qwen3_moe", {}),
     "mixtral": ("mixtral", {}),
     "qwen2_moe": ("qwen2_moe", {}),
@@ -51,9 +117,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stacked qwen2_moe": ("qwen2_moe", {"save_original_format": False}),
     "v3": ("deepseek_v3", {}),
     "v3 whose queries have no latent row": ("deepseek_v3", {"q_lora_rank": None}),
-    "v3 with yarn": ("deepseek_v3", {"rope_parameters": YARN}),
+    "v3 with yarn": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
     "v3 with other factors": (
-        "deepseek_v3", {"rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
+        "deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
     "v3 in halves": ("deepseek_v3", {"rope_interleave": False}),
     "v3 in one group": ("deepseek_v3", {"n_group": 1, "num_experts_per_tok": 5}),
@@ -71,7 +137,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
     "v2 lite": (
         "deepseek_v2",
-        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1, "rope_parameters": YARN},
+        {"q_lora_rank": None, "topk_method": "greedy", "n_group": 1,
+         "rope_parameters": DEEPSEEK_YARN},
     ),
     "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
     "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
@@ -103,16 +170,22 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
     "gpt-oss": ("gpt_oss", {}),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
-    "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": PLAIN_YARN}),
+    "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
 }  # fmt: skip
+
+
+def folder_of(kind: str, fields: dict[str, Any]) -> Path:
+    if kind in FAMILIES:
+        return model_folder(kind, num_layers=2, **fields)
+    return foreign_folder(kind, **fields)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
     kind, fields = VARIANTS[variant]
     rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
-    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
+    folder = folder_of(kind, {k: of for k, of in fields.items() if k not in rope})
     if rope:
         folder = changed(tmp_path, folder, **rope)
     assert_close(whole(folder), reference(folder))
@@ -127,12 +200,12 @@ def test_plain_torch_computes_the_same(kind: str) -> None:
     assert_close(found, reference(foreign_folder(kind)))
 
 
-@pytest.mark.parametrize("kind", EXPERTS + LATENT + LAYERS)
+@pytest.mark.parametrize("kind", [*FAMILIES, *EXPERTS, *LATENT, *LAYERS])
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
     """Without a router's groups, because their near ties differ in bf16."""
-    folder = foreign_folder(kind, **(WITHOUT_EXPERTS if kind in LATENT else {}))
+    folder = folder_of(kind, WITHOUT_EXPERTS if kind in LATENT else {})
     exact = reference(folder)
-    allowed = 1.5 * (reference(folder, torch.bfloat16) - exact).abs().mean()
+    allowed = 1.5 * (reference(folder, dtype=torch.bfloat16) - exact).abs().mean()
     assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
 
 
@@ -199,17 +272,20 @@ def test_the_number_of_threads_leaves_no_trace(
     [
         ("qwen3_moe", 2), ("stacked mixtral", 2), ("a dense layer", 2), ("qwen2_moe", 2),
         ("v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
+        ("qwen3", 2), ("llama with all biases", 2),
+        ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
         *((name, size) for name in ("gemma2", "gemma3", "gpt-oss") for size in (2, 4)),
     ],
 )  # fmt: skip
 def test_ranks_together_compute_what_one_computes(variant: str, size: int) -> None:
     kind, fields = VARIANTS[variant]
-    config = compute_config(foreign_folder(kind, **fields))
+    config = compute_config(folder_of(kind, fields))
+    tokens = random_tokens(100, vocab=1023 if kind in FAMILIES else 512)  # of each rank's share
 
     def compute(rank: SharedMemoryRanks | None) -> Tensor:
         """The logits, and what a block holds after it where each rank holds every row."""
         with loaded(config, rank) as runner:
-            rows = logits(runner, Text("a", prompt(100), range(10)).chunk(0, 100))[0]
+            rows = logits(runner, Text("a", tokens, range(10)).chunk(0, 100))[0]
             held = runner.cache.pool[3] if kind in LATENT else rows[:0]
             return torch.cat((rows.flatten(), held.flatten()))
 
@@ -218,3 +294,19 @@ def test_ranks_together_compute_what_one_computes(variant: str, size: int) -> No
         shares = on_all(members, compute)
     assert_close(shares[0], alone)
     assert all(torch.equal(share, shares[0]) for share in shares)
+
+
+def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 does not divide the heads"):
+        plan_rank(compute_config(model_folder("llama")), 3)
+
+
+@pytest.mark.release
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+def test_prompts_beyond_the_window_of_qwen_equal_transformers_too(family: str) -> None:
+    """Where config.json says nothing, the window has 4,096 tokens."""
+    extra = json.dumps({"max_window_layers": 1})
+    folder = model_folder(family, num_layers=2, sliding_window=4096, extra=extra)
+    text = Text("r", prompt(4_100), range(260))
+    with loaded(compute_config(folder, num_blocks=260)) as runner:
+        assert_close(chunked_logits(runner, text, [512]), reference(folder, text.tokens))
