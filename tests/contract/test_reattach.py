@@ -74,21 +74,6 @@ def token_ids(deltas: list[CompletionOutput], choice: int = 0) -> list[int]:
 
 
 @routed()
-async def test_a_stream_that_runs_goes_on_where_the_client_is(bench: RouterBench) -> None:
-    _, decode = await bench.pair()
-    bench.clock.advance(REJOIN_S)
-    task = taking(bench, claim(part(ANSWER[:3])))
-    await asked(decode)
-    decode.say(attached(HeldChoice(Key(ID), ANSWER[:5], is_running=True)))
-    decode.say(Tokens([TokenEntry(Key(ID), len(PROMPT) + 5, ANSWER[5:], "length")]))
-    stream, deltas = await task
-    await stream.ended()
-    assert token_ids(deltas) == ANSWER[3:]
-    assert stream.metrics.num_output_tokens == len(ANSWER)
-    await bench.settled()
-
-
-@routed()
 async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(
     bench: RouterBench,
 ) -> None:
