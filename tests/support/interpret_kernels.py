@@ -75,7 +75,8 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
     assert isinstance(decoder, DecoderConfig)
     errors: dict[str, float] = {}
     with loaded(config) as cpu:
-        table = rope_table(decoder.rope, decoder.rotary_dim, 128)
+        ropes = [decoder.rope, decoder.local_rope or decoder.rope]
+        table = torch.stack([rope_table(rope, decoder.rotary_dim, 128) for rope in ropes])
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
         backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
@@ -115,8 +116,14 @@ def models() -> dict[str, Path]:
     }  # fmt: skip
     with warnings.catch_warnings(action="ignore"):
         latent = foreign_folder("deepseek_v3", num_hidden_layers=2, n_routed_experts=4)
+        kinds = ("sliding_attention", "full_attention")
+        few = {"num_hidden_layers": 2, "head_dim": 32, "sliding_window": 16, "layer_types": kinds}
+        others = {
+            kind: foreign_folder(kind, **few) for kind in ("gemma2", "gemma3_text", "gpt_oss")
+        }
     heads = {"num_heads": 2, "num_kv_heads": 1, "head_dim": 32}
-    return {"dense": model_folder("qwen3", **shape, **heads), "latent": latent}  # type: ignore[arg-type]
+    dense = model_folder("qwen3", **shape, **heads)  # type: ignore[arg-type]
+    return {"dense": dense, "latent": latent, **others}
 
 
 def main() -> None:
