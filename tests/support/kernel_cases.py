@@ -487,7 +487,15 @@ def interpreter_cases() -> dict[str, Callable[[], None]]:
         ),
         "latent fp32": lambda: check_latent(latent, "cpu", 8, 9),
         "latent bf16": lambda: check_latent(
-            _with(latent, dtype=bf16, num_heads=20, contexts=(533, 9), queries=(3, 9), head_dim=48),
+            _with(
+                latent,
+                dtype=bf16,
+                num_heads=20,
+                contexts=(533, 9),
+                queries=(3, 9),
+                head_dim=48,
+                block_size=64,
+            ),
             "cpu",
             16,
             2,
