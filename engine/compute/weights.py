@@ -11,6 +11,7 @@ from typing import Protocol
 
 import msgspec
 import torch
+import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -117,9 +118,10 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the fp32 numbers `[inputs, outputs]` of an expert in MXFP4, two in each byte."""
-    bits = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).long()
-    numbers = torch.cat((_FP4, -_FP4))[bits] * torch.exp2(scales.float() - 127)[..., None]
-    return numbers.flatten(1).T
+    numbers, byte = torch.cat((_FP4, -_FP4)), torch.arange(256)
+    pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), dim=-1)
+    numbers = F.embedding(blocks.int(), pairs).flatten(-2)
+    return (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(1).T
 
 
 # Where AWQ puts each of eight neighbouring outputs in a word.
