@@ -14,6 +14,7 @@ from numba import types
 from baton.kernels import (
     cpu_attention,
     cpu_bytes,
+    cpu_narrow,
     cpu_pair_attention,
     cpu_products,
     cpu_rows,
@@ -24,7 +25,7 @@ from baton.kernels.cpu_vectors import FEATURES
 # The kernels that depend on `in_pairs`.
 PRODUCTS: dict[bool, tuple[Callable[..., None], ...]] = {
     False: (cpu_attention.attend,),
-    True: (cpu_pair_attention.attend, cpu_products.multiply),
+    True: (cpu_pair_attention.attend, cpu_products.multiply, cpu_narrow.multiply_narrow),
 }
 if FEATURES.get("avx512vnni"):
     PRODUCTS[True] += cpu_bytes.round_rows, cpu_bytes.multiply_bytes

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from baton.kernels.constants import (
+    DEPTH,
     LOG2_E,
     NO_WINDOW,
     PANEL,
@@ -233,7 +234,26 @@ class CpuKernels:
 # bit changes.
 NS_PER_WEIGHT, NS_PER_MULTIPLICATION = 0.03, 0.0044
 MAX_BYTES = 1 << 16  # inputs, whose sums fit 32 bits
+SCRATCH = (2 * SHEET + DEPTH) * PANEL  # floats of a thread
 MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
+
+
+@dataclass(slots=True, frozen=True)
+class NarrowWeight:
+    """A weight of four bits, whose groups of inputs share a scale and a zero point.
+
+    Output o stands for `(codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`.
+    """
+
+    codes: Tensor  # [outputs, inputs] uint8
+    scales: Tensor  # [outputs, groups] fp32
+    zeros: Tensor  # [outputs, groups] int32
+    group: int  # inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether inputs and groups fill words of eight codes, as kernels read them."""
+        return not self.codes.shape[1] % 8 and not self.group % 8
 
 
 class CpuLinears:
@@ -252,22 +272,34 @@ class CpuLinears:
         outputs, inputs = weight.shape
         words = F.pad(weight, (0, 0, 0, -outputs % PANEL)).contiguous().view(torch.int32)
         panels = words.view(-1, PANEL, inputs // 2).transpose(1, 2).contiguous()
-        return CpuLinear(self, panels, bias, outputs)
+        return CpuLinear(self, (outputs, inputs), panels, bias)
+
+    def narrow_layer(self, weight: NarrowWeight, bias: Tensor | None) -> CpuLinear:
+        """Return a layer with its own copy of a weight whose `is_whole` holds."""
+        outputs, inputs = weight.codes.shape
+        missing = -outputs % PANEL
+        # A half of a word has an input of each of four neighbouring pairs.
+        codes = F.pad(weight.codes, (0, 0, 0, missing)).view(-1, PANEL, inputs // 8, 2, 2, 2)
+        codes = codes.permute(0, 2, 1, 5, 3, 4)
+        panels = (codes[..., 0] | codes[..., 1] << 4).contiguous()
+        scales, zeros = (
+            F.pad(part, (0, 0, 0, missing)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+            for part in (weight.scales, weight.zeros * 0x10001)
+        )
+        narrow = scales, zeros, weight.group // 2
+        return CpuLinear(self, (outputs, inputs), panels.reshape(len(scales), -1), bias, narrow)
 
     def multiply(self, x: Tensor, layer: CpuLinear) -> Tensor:
         """Return the layer's outputs, `[num_rows, outputs]`, for `[num_rows, inputs]`."""
-        x, panels = x.contiguous(), layer.panels
-        num_rows, out = len(x), x.new_empty(len(x), layer.outputs)
-        slices = self._slices(num_rows, panels)
-        size = SHEET * PANEL * 4
-        memory = torch.empty(size // 4 * len(slices))
+        x, (outputs, inputs) = x.contiguous(), layer.shape
+        num_rows, out = len(x), x.new_empty(len(x), outputs)
+        slices = self._slices(num_rows, len(layer.panels), outputs * inputs)
+        memory = torch.empty(len(slices), SCRATCH)
         arguments = (
-            x.data_ptr(), panels.data_ptr(), layer.bias_address, layer.bias is not None,
-            panels.shape[1], layer.outputs, out.data_ptr(),
+            x.data_ptr(), *layer.arguments, inputs // 2, outputs, out.data_ptr(),
         )  # fmt: skip
-        sums = range(memory.data_ptr(), 1 << 64, size)
-        calls = [(*part, sums[i], *arguments) for i, part in enumerate(slices)]
-        self._threads.run(self._library.kernels["multiply"], calls)
+        calls = [(*part, memory[i].data_ptr(), *arguments) for i, part in enumerate(slices)]
+        self._threads.run(self._library.kernels[layer.kernel], calls)
         return out
 
     def multiply_groups(
@@ -276,35 +308,39 @@ class CpuLinears:
         """Return `[num_rows, outputs]` for `[num_rows, inputs]`; row i goes to the first layer that
         ends after i. The layers have equal shapes, and all or none of them a bias.
         """
-        x, (num_panels, words, _) = x.contiguous(), layers[0].panels.shape
-        out = x.new_empty(len(x), layers[0].outputs)
+        x, (outputs, inputs), num_panels = x.contiguous(), layers[0].shape, len(layers[0].panels)
+        out = x.new_empty(len(x), outputs)
         groups = [
-            (first, end, layer.panels.data_ptr(), layer.bias_address)
+            (first, end, layer.arguments)
             for layer, (first, end) in zip(layers, pairwise((0, *ends)), strict=True)
             if first < end
         ]
-        numbers = 2 * layers[0].panels.numel()
-        cost_ns = numbers * (NS_PER_WEIGHT * len(groups) + NS_PER_MULTIPLICATION * len(x))
+        cost_ns = outputs * inputs * (NS_PER_WEIGHT * len(groups) + NS_PER_MULTIPLICATION * len(x))
         count = torch.get_num_threads() if cost_ns >= MIN_SHARED_NS else 1
         cuts = [num_panels * i // count for i in range(count + 1)]
-        memory = torch.empty(count, SHEET * PANEL)
-        kernel, addresses = self._library.kernels["multiply"], (x.data_ptr(), out.data_ptr())
+        memory = torch.empty(count, SCRATCH)
+        kernel, addresses = self._library.kernels[layers[0].kernel], (x.data_ptr(), out.data_ptr())
 
         def compute(first_panel: int, last_panel: int, sums: int) -> None:
-            for first, end, panels, bias in groups:
+            for first, end, weight in groups:
                 kernel(
-                    first, end, first_panel, last_panel, sums, addresses[0], panels, bias,
-                    bias != 0, words, layers[0].outputs, addresses[1],
+                    first, end, first_panel, last_panel, sums, addresses[0], *weight, inputs // 2,
+                    outputs, addresses[1],
                 )  # fmt: skip
 
         parts = [(*part, memory[i].data_ptr()) for i, part in enumerate(pairwise(cuts))]
         self._threads.run(compute, parts)
         return out
 
-    def _slices(self, num_rows: int, panels: Tensor) -> list[tuple[int, int, int, int]]:
-        """Return the first and last row, and the first and last panel, of each thread."""
-        num_panels, whole = len(panels), (0, num_rows, 0, len(panels))
-        cost_ns = 2 * panels.numel() * (NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows)
+    def _slices(
+        self, num_rows: int, num_panels: int, numbers: int
+    ) -> list[tuple[int, int, int, int]]:
+        """Return the first and last row, and the first and last panel, of each thread.
+
+        `numbers` are those of a weight in bf16 that costs as much.
+        """
+        whole = (0, num_rows, 0, num_panels)
+        cost_ns = numbers * (NS_PER_WEIGHT + NS_PER_MULTIPLICATION * num_rows)
         if cost_ns < MIN_SHARED_NS or (count := torch.get_num_threads()) == 1:
             return [whole]
         if num_rows >= MIN_ROWS * count:
@@ -342,7 +378,7 @@ class CpuLinears:
             self._threads, self._library.kernels["round_rows"], num_rows, inputs, x.data_ptr(),
             inputs, rounded.data_ptr(), row_scales.data_ptr(),
         )  # fmt: skip
-        slices = self._slices(num_rows, panels)
+        slices = self._slices(num_rows, len(panels), 2 * panels.numel())
         memory = torch.empty(len(slices), SHEET * PANEL)
         arguments = (
             rounded.data_ptr(), row_scales.data_ptr(), panels.data_ptr(), layer.scales.data_ptr(),
@@ -374,13 +410,28 @@ class CpuLinear:
     """One layer's weight, packed in the order in which the kernel reads it."""
 
     of: CpuLinears
+    shape: tuple[int, int]  # [outputs, inputs]
     panels: Tensor  # [num_panels, inputs / 2, PANEL] words of two inputs; missing outputs are 0
     bias: Tensor | None
-    outputs: int
+    narrow: tuple[Tensor, Tensor, int] | None = None  # of `multiply_narrow`: scales, zeros, group
 
     @property
-    def bias_address(self) -> int:
-        return 0 if self.bias is None else self.bias.data_ptr()
+    def kernel(self) -> str:
+        return "multiply" if self.narrow is None else "multiply_narrow"
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """Return what layers have in common that are computed in one call."""
+        return self.kernel, self.shape, self.bias is None
+
+    @property
+    def arguments(self) -> tuple[int, ...]:
+        """Return what the kernel takes for weight and bias."""
+        bias = (0, False) if self.bias is None else (self.bias.data_ptr(), True)
+        if self.narrow is None:
+            return self.panels.data_ptr(), *bias
+        scales, zeros, group = self.narrow
+        return self.panels.data_ptr(), scales.data_ptr(), zeros.data_ptr(), group, *bias
 
     def __call__(self, x: Tensor, _: Tensor | None = None) -> Tensor:
         return self.of.multiply(x, self)

@@ -24,8 +24,8 @@ from pathlib import Path
 
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 SOURCES = (
-    "cpu_attention.py", "cpu_bytes.py", "cpu_compile.py", "cpu_pair_attention.py", "cpu_pairs.py",
-    "cpu_products.py", "cpu_rows.py", "cpu_sampling.py", "cpu_vectors.py",
+    "cpu_attention.py", "cpu_bytes.py", "cpu_compile.py", "cpu_narrow.py", "cpu_pair_attention.py",
+    "cpu_pairs.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py", "cpu_vectors.py",
     "constants.py",
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 
@@ -103,13 +103,41 @@ def weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
     return found
 
 
+def in_four_bits(folder: Path) -> None:
+    """Quantize a folder's layers as llm-compressor does (W4A16): groups of 128, without zeros."""
+    file, found = folder / "model.safetensors", {}
+    for name, weight in load_file(file).items():
+        if not name.endswith("_proj.weight"):
+            found[name] = weight
+            continue
+        groups = weight.float().unflatten(1, (-1, 128))
+        scales = (groups.abs().amax(2) / 7.5).bfloat16()
+        numbers = (groups / scales.float()[..., None]).round().clamp(-8, 7).int() + 8
+        parts = numbers.view(len(weight), -1, 8) << torch.arange(0, 32, 4, dtype=torch.int32)
+        found |= {
+            f"{name}_packed": parts.sum(2, dtype=torch.int32), f"{name}_scale": scales,
+            f"{name}_shape": torch.tensor(weight.shape),
+        }  # fmt: skip
+    save_file(found, file, metadata={"format": "pt"})
+    how = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": how}},
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.random_model", description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--size", choices=list(SIZES), default="30m", help="parameters, about")
+    parser.add_argument("--int4", action="store_true", help="weights of four bits, in groups")
     given = parser.parse_args(arguments)
     try:
         write_model(given.folder, SIZES[given.size], torch.device("cpu"))
+        if given.int4:
+            in_four_bits(given.folder)
     except (BatonError, OSError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1

@@ -23,7 +23,7 @@ from baton.engine.compute.executor import Progress
 from baton.engine.compute.linear import Linear, packed
 from baton.engine.compute.mlp import HostExperts
 from baton.engine.compute.row_rule import TILES, RowRule, find_rule, tiles_for
-from baton.kernels.cpu_kernels import CpuLinear, CpuLinears
+from baton.kernels.cpu_kernels import CpuLinear, CpuLinears, NarrowWeight
 from baton.runtime.log import logger
 
 log = logger("linear")
@@ -67,6 +67,10 @@ class HostLinears:
         self._found: dict[WeightKind, Found] = {}
         self._unpacked: dict[WeightKind, Found] = {}
 
+    @property
+    def takes_narrow(self) -> bool:
+        return self._compiled is not None
+
     def make(
         self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None
     ) -> Linear:
@@ -98,12 +102,25 @@ class HostLinears:
         layer = self._compiled.layer_of_bytes(weight, scales, bias)
         return Linear(layer.panels, None, ordered=layer, trial=b"int8")
 
-    def experts(self, weights: Iterable[Tensor], biases: Tensor | None = None) -> HostExperts:
+    def of_narrow(self, weight: NarrowWeight, bias: Tensor | None) -> Linear:
+        """Return a layer that keeps its four bits; `takes_narrow` must hold."""
+        assert self._compiled is not None
+        layer = self._compiled.narrow_layer(weight, bias)
+        return Linear(layer.panels, None, ordered=layer, trial=b"narrow" + self._trial)
+
+    def experts(
+        self, weights: Iterable[Tensor | NarrowWeight], biases: Tensor | None = None
+    ) -> HostExperts:
         """Return the layers of all experts, whose weights have equal shapes."""
         of = itertools.repeat(None) if biases is None else biases
-        layers = tuple(self.make(weight, bias) for weight, bias in zip(weights, of, strict=False))
+        layers = tuple(
+            self.of_narrow(weight, bias)
+            if isinstance(weight, NarrowWeight)
+            else self.make(weight, bias)
+            for weight, bias in zip(weights, of, strict=False)
+        )
         packs = [layer.ordered for layer in layers if isinstance(layer.ordered, CpuLinear)]
-        if self._compiled is None or not packs:
+        if self._compiled is None or len({layer.kind for layer in packs}) != 1:
             return HostExperts(layers)
         return HostExperts(layers, partial(self._compiled.multiply_groups, packs))
 

@@ -4,7 +4,7 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -48,8 +48,8 @@ from baton.engine.compute.weight_files import (
     has_stacked_experts,
     norms_of,
 )
-from baton.engine.compute.weights import Checkpoint, of_mxfp4, scaled, unpacked
-from baton.kernels.cpu_kernels import CpuLinears
+from baton.engine.compute.weights import Checkpoint, joined, of_mxfp4, scaled, unpacked
+from baton.kernels.cpu_kernels import CpuLinears, NarrowWeight
 from baton.protocol.errors import ConfigError
 
 # QKV, attention output, gate and up, down, head.
@@ -57,6 +57,8 @@ NUM_LINEAR_KINDS = 5
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
+
+AnyWeight = Tensor | NarrowWeight
 
 
 class Placement(NamedTuple):
@@ -289,7 +291,7 @@ class _Loader:
             gate = self._linear(self._read(f"{block}{names.shared_gate}.weight"))
         return SharedExpert(gate, self._mlp(f"{block}{names.shared}.", own))
 
-    def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
+    def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
         width = experts.moe_intermediate_size
         own = share(width, self.ranks.rank, self.ranks.size)
         if experts.names.are_turned:
@@ -300,22 +302,23 @@ class _Loader:
             return torch.cat([self._read(name, rows=rows, item=number) for rows in places])
         expert = f"{block}experts.{number}."
         names = expert + experts.names.gate, expert + experts.names.up
-        return torch.cat([self._read(name + ".weight", rows=own) for name in names])
+        return self._weight(names, (own, own), None)
 
-    def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> Tensor:
+    def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
         own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
         if experts.names.are_turned:
             return self._read(block + STACKED_DOWN, rows=own, item=number).T.contiguous()
         if self.has_stacked_experts:
             return self._read(block + STACKED_DOWN, columns=own, item=number)
-        name = f"{block}experts.{number}.{experts.names.down}.weight"
-        return self._read(name, columns=own)
+        name = f"{block}experts.{number}.{experts.names.down}"
+        return self._weight([name], [slice(0, self.config.hidden_size)], own)
 
-    def _grouped(self, weights: Iterator[Tensor], biases: Tensor | None = None) -> GroupedLinear:
+    def _grouped(self, weights: Iterable[AnyWeight], biases: Tensor | None = None) -> GroupedLinear:
         if isinstance(self.linears, HostLinears):
             return self.linears.experts(weights, biases)
         assert self.grouped is not None, "a rank on a GPU has the experts' kernel"
-        return StackedExperts(torch.stack(list(weights)), self.grouped, biases)
+        wide = [weight for weight in weights if isinstance(weight, Tensor)]
+        return StackedExperts(torch.stack(wide), self.grouped, biases)
 
     def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
@@ -357,10 +360,9 @@ class _Loader:
         if has_bias:
             bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
         names, rows = zip(*parts, strict=True)
-        linear = self._of_bytes(names, rows, None, bias)
-        if linear is None:
-            weight = torch.cat([self._read(name + ".weight", rows=rows) for name, rows in parts])
-            linear = self._linear(weight, bias)
+        linear = self._of_bytes(names, rows, None, bias) or self._linear(
+            self._weight(names, rows, None), bias
+        )
         return self._adapted(linear, names, rows, slice(0, self.config.hidden_size))
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
@@ -368,7 +370,7 @@ class _Loader:
         bias = self._read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
         rows = [slice(0, self.config.hidden_size)]
         linear = self._of_bytes([name], rows, columns, bias) or self._linear(
-            self._read(name + ".weight", columns=columns), bias
+            self._weight([name], rows, columns), bias
         )
         return self._adapted(linear, [name], rows, columns)
 
@@ -393,6 +395,33 @@ class _Loader:
             scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
         return self.linears.of_bytes(torch.cat(numbers), torch.cat(scales), bias)
 
+    def _weight(
+        self, names: Sequence[str], rows: Sequence[slice], columns: slice | None
+    ) -> AnyWeight:
+        """Return the weights of joined layers, in four bits where they can be computed so."""
+        narrow = None
+        if isinstance(self.linears, HostLinears) and self.linears.takes_narrow:
+            narrow = joined([self._narrow(*one, columns) for one in zip(names, rows, strict=True)])
+        if narrow is not None:
+            return narrow
+        wide = [
+            self._read(name + ".weight", rows=own, columns=columns)
+            for name, own in zip(names, rows, strict=True)
+        ]
+        return torch.cat(wide)
+
+    def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
+        how = self.config.quantization
+        packing = None if how is None else how.packing
+        if packing is None or packing.bits != 4:
+            return None
+        if not self.checkpoint.dtype_of(f"{name}.{packing.first}"):
+            return None
+        shape = self.shapes[name + ".weight"]
+        packed = unpacked(packing, shape, lambda part: self.checkpoint.read(f"{name}.{part}"))
+        size = packing.group_size or shape[1]
+        return packed.narrow(rows, columns or slice(0, shape[1]), size)
+
     def _adapted(
         self, linear: Linear, names: Sequence[str], rows: Sequence[slice], columns: slice
     ) -> Linear:
@@ -406,8 +435,11 @@ class _Loader:
         return replace(linear, adapt=self.made[-1])
 
     def _linear(
-        self, weight: Tensor, bias: Tensor | None = None, *, is_head: bool = False
+        self, weight: AnyWeight, bias: Tensor | None = None, *, is_head: bool = False
     ) -> Linear:
+        if isinstance(weight, NarrowWeight):
+            assert isinstance(self.linears, HostLinears)
+            return self.linears.of_narrow(weight, bias)
         if self.linears is None:
             return Linear(weight, bias)
         max_rows = MAX_HEAD_ROWS if is_head else None
@@ -442,7 +474,8 @@ class _Loader:
             parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
             return of_mxfp4(*parts) if parts else None
         if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
-            return unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
+            packed = unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
+            return packed.values()
         return (
             scaled(read(name), read(how.scale_of(name)), how.block)
             if stored == how.stored

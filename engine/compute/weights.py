@@ -5,9 +5,10 @@ know names, shapes or layout of a model, and never writes a file.
 """
 
 import hashlib
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from baton.engine.compute.model_config import read_json
 from baton.engine.compute.quantization import Packing
 from baton.engine.compute.weight_files import Stored, stored_tensors
+from baton.kernels.cpu_kernels import NarrowWeight
 from baton.protocol.errors import ConfigError
 
 # Fields of config.json that may differ between copies of one model.
@@ -128,18 +130,38 @@ def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
-def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Tensor:
-    """Return the fp32 numbers `[outputs, inputs]` that packed tensors stand for.
+class Packed(NamedTuple):
+    """Output o stands for `(numbers[o, i] - zeros[o, g]) * scales[o, g]` with `g = groups[i]`."""
 
-    `read` returns a tensor by the last part of its name.
-    """
+    numbers: Tensor  # [outputs, inputs] int32
+    scales: Tensor  # [outputs, groups] fp32
+    zeros: Tensor  # [outputs, groups] int32
+    groups: Tensor  # [inputs] int64
+
+    def values(self) -> Tensor:
+        """Return `[outputs, inputs]` in fp32."""
+        return (self.numbers - self.zeros[:, self.groups]) * self.scales[:, self.groups]
+
+    def narrow(self, rows: slice, columns: slice, size: int) -> NarrowWeight | None:
+        """Return a part, whose numbers have four bits; None if groups are not `size` neighbours."""
+        if not torch.equal(self.groups, torch.arange(len(self.groups)) // size):
+            return None
+        # A part may begin within a group.
+        size = math.gcd(size, columns.start)
+        of = self.groups[columns][::size]
+        codes = self.numbers[rows, columns].to(torch.uint8)
+        return NarrowWeight(codes, self.scales[rows][:, of], self.zeros[rows][:, of], size)
+
+
+def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Packed:
+    """Return the integers of packed tensors, of which `read` returns one by the end of its name."""
     outputs, inputs = shape
     bits = packing.bits
     scales = read(packing.scales).float()
     groups = torch.arange(inputs) // (packing.group_size or inputs)
     if packing.form == "compressed-tensors":
         numbers = _integers(read("weight_packed"), bits, 1)[:, :inputs]
-        zeros = torch.tensor([[1 << (bits - 1)]]).expand(scales.shape)
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32)
         if packing.has_zeros:
             zeros = _integers(read("weight_zero_point"), bits, 0)[:outputs]
     else:
@@ -150,7 +172,18 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
         zeros, scales = zeros & ((1 << bits) - 1), scales.T
         if not is_awq:
             groups = read("g_idx").long()
-    return (numbers - zeros[:, groups]) * scales[:, groups]
+    return Packed(numbers, scales, zeros, groups)
+
+
+def joined(parts: Sequence[NarrowWeight | None]) -> NarrowWeight | None:
+    """Return parts with equal groups, one under the other; None where kernels cannot read them."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len({part.group for part in found}) > 1 or not found[0].is_whole:
+        return None
+    codes, scales, zeros = (
+        torch.cat(of) for of in zip(*((p.codes, p.scales, p.zeros) for p in found), strict=True)
+    )
+    return NarrowWeight(codes, scales, zeros, found[0].group)
 
 
 def _integers(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:

@@ -3,6 +3,8 @@
 `test_instruction_sets.py` runs this file and others again with the library's choice restricted.
 """
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -16,7 +18,7 @@ from baton.engine.compute.host_linears import (
 )
 from baton.engine.compute.linear import Linear, OrderedLinears, keeps_bits
 from baton.engine.compute.row_rule import num_threads
-from baton.kernels.cpu_kernels import CpuLinears
+from baton.kernels.cpu_kernels import CpuLinears, NarrowWeight
 from baton.kernels.cpu_library import has_bf16_products, load_library
 from tests.support.compute import no_progress
 
@@ -115,6 +117,30 @@ def test_a_layer_of_bytes_computes_the_integers_it_says(
     zeros = torch.zeros(2, shape[1]).bfloat16()
     assert torch.equal(layer(zeros), bias.expand(2, -1))
     assert linears(FORMS[-1]).of_bytes(weight[:, :-1], scales, None) is None
+
+
+@pytest.mark.skipif(not FORMS[-1][1], reason="the CPU does not multiply bf16")
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "group"), [(343, 640, 128), (64, 1000, 8), (100, 520, 520)], ids=str
+)
+def test_a_layer_of_four_bits_computes_its_numbers(outputs: int, inputs: int, group: int) -> None:
+    """More exactly than a weight in bf16, and with the same bits in any batch."""
+    generator = torch.Generator().manual_seed(0)
+    size = outputs, -(-inputs // group)
+    codes = torch.randint(16, (outputs, inputs), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(size, generator=generator) + 0.1
+    zeros = torch.randint(16, size, dtype=torch.int32, generator=generator)
+    of = torch.arange(inputs) // group
+    weight, bias = (codes.int() - zeros[:, of]) * scales[:, of], torch.randn(outputs).bfloat16()
+    makers = linears(FORMS[-1])
+    narrow = makers.of_narrow(NarrowWeight(codes, scales, zeros, group), bias)
+    x = torch.randn(600, inputs, generator=generator).bfloat16()
+    expected = x.double() @ weight.double().T + bias
+    whole, wide = narrow(x), makers.make(weight.bfloat16(), bias)(x)
+    assert (whole - expected).norm() < min(0.002 * expected.norm(), (wide - expected).norm())
+    for threads, count in itertools.product((1, 2), COUNTS):
+        with num_threads(threads):
+            assert torch.equal(narrow(x[:count]), whole[:count])
 
 
 WEIGHT = torch.randn(24, 96, generator=torch.Generator().manual_seed(1))

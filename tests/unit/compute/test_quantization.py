@@ -114,6 +114,28 @@ def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so() ->
     assert torch.equal(computed(ours), found[0][0])
 
 
+@pytest.mark.parametrize("name", ["awq", "awq of experts", "packed with zeros", "gptq"])
+def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
+    """Groups that are not neighbours, as of GPTQ with `desc_act`, are widened."""
+    name, _, experts = name.partition(" of ")
+    folders = quantized(foreign_folder("qwen3_moe") if experts else model(), name)
+    keeps = has_bf16_products() and not has_bf16_tiles() and name != "gptq"
+    found, paths, text = [], [], Text("a", TOKENS, range(3))
+    for folder in folders:
+        change_config(folder, dtype="bfloat16")
+        with loaded(compute_config(folder)) as runner:
+            found.append(logits(runner, text.chunk(0, len(TOKENS)))[0])
+            if is_batch_invariant(runner):
+                assert torch.equal(chunked_logits(runner, text, [1, 7, 16]), found[-1])
+            paths.append(compute_path(runner))
+    assert (paths[0] != paths[1]) == keeps
+    assert torch.equal(*found) != keeps
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+    with thread_ranks(2) as members:
+        split = on_all(members, lambda member: computed(folders[0], member))
+    assert (split - found[0]).norm() < 0.05 * split.norm()
+
+
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
 def test_experts_and_latent_attention_may_be_quantized_too(kind: str) -> None:
     ours, plain = quantized(foreign_folder(kind), "fp8 by block")
