@@ -3,7 +3,8 @@
 Weights are multiplied by their scales when they are loaded, so products take the type of the other
 tensors. Activations, keys and values are not quantized, which is more exact than what such a folder
 asks for. A CPU that multiplies int8 numbers by themselves does so where the folder wants both in
-int8, and one that multiplies bf16 numbers widens weights of four bits while it multiplies them. It never imports torch.
+int8, and one that multiplies bf16 numbers widens weights of four bits while it multiplies them.
+This file never imports torch.
 """
 
 from pathlib import Path
