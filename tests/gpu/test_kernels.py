@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.support import kernel_cases as cases
-from tests.support.kernel_cases import AttentionShape, check_sampling
+from tools.gpu import kernel_cases as cases
+from tools.gpu.kernel_cases import AttentionShape, check_sampling
 
 pytest.importorskip("triton")
 if not torch.cuda.is_available():

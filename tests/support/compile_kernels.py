@@ -29,8 +29,7 @@ from baton.kernels import decode_attention, fixed_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
-from tests.support.kernel_cases import rotation_table
-from tools.gpu.batches import Batch, Heads, Layout, paged_batch
+from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"

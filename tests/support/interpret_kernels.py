@@ -28,7 +28,7 @@ from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens
 from tests.support.foreign_checkpoints import foreign_folder
-from tests.support.kernel_cases import interpreter_cases
+from tests.support.interpreter_cases import interpreter_cases
 
 
 def dot(

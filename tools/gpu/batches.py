@@ -1,8 +1,7 @@
 """Random batches over a paged pool on the device, as the attention kernels take them.
 
-Blocks are scattered over the
-pool. With `poison`, all slots that no sequence owns hold NaN, block 0 included, which unused table
-entries name: a kernel that reads too much cannot hide it.
+Blocks are scattered over the pool, whose values are drawn on the device: these are for speed, and
+`kernel_cases` has those for correctness.
 """
 
 from collections.abc import Sequence
@@ -46,8 +45,6 @@ def paged_batch(
     contexts: Sequence[int],
     queries: Sequence[int],
     layout: Layout,
-    *,
-    poison: bool = False,
 ) -> Batch:
     """Return a batch in which the last `queries[i]` of `contexts[i]` positions are new."""
     device, dtype = layout.device, layout.dtype
@@ -61,8 +58,6 @@ def paged_batch(
          heads.head_dim),
         dtype=dtype, device=device,
     ).normal_()  # fmt: skip
-    if poison:
-        _poison(pool, order, contexts, layout.block_size)
     # Queries are a slice of a packed projection, as the engine's are.
     width = heads.num_heads + 2 * heads.num_kv_heads
     packed = torch.randn(sum(queries), width, heads.head_dim, device=device, dtype=dtype)
@@ -76,16 +71,7 @@ def paged_batch(
     )
 
 
-def _poison(
-    pool: Tensor, order: Sequence[Tensor], contexts: Sequence[int], block_size: int
-) -> None:
-    pool[0] = float("nan")
-    for blocks, length in zip(order, contexts, strict=True):
-        if length % block_size:
-            pool[int(blocks[-1]), :, :, :, length % block_size :] = float("nan")
-
-
-def rotation_table(num_positions: int, head_dim: int, device: torch.device) -> Tensor:
+def rotation_table(num_positions: int, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
     """Return cosines, then sines, of rotary embeddings: `[num_positions, head_dim]` fp32."""
     inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
     angle = torch.arange(num_positions)[:, None] * inverse

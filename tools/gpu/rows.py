@@ -282,10 +282,10 @@ class Claim(msgspec.Struct, frozen=True):
 
 CLAIMS = (
     Claim("kernels = twins",
-          r"(decode attention|prefill attention|QK norm|add \+ norm|SiLU|gather and scatter"
-          r"|products of experts|latent attention|sampling: device = CPU|kernels beyond).*"),
+          r"(decode attention|prefill attention,|QK norm|add \+ norm|SiLU|gather and scatter"
+          r"|products of|sums of|latent|penalties|sampling: device = CPU|kernels beyond).*"),
     Claim("bits in any batch and chunking",
-          r"(ordered|prefill attention: bits|sampling: tokens in any batch).*"),
+          r"(ordered|prefill attention: bits).*"),
     Claim("graph = eager", r"a replayed step has the bits.*"),
     Claim("capture", r"capture of .*", r"capture of .*"),
     Claim("waits per step", r"waits in a replayed step.*"),

@@ -66,9 +66,8 @@ TINY = Sizes(
     gemm_size=32,
     models=(
         Model(
-            "tiny", Heads(4, 2, 32), 64, 96, 200, 64,
+            "tiny", Heads(4, 2, 32), 64, 96, 1100, 64,
             decode_contexts=(37, 0, 16), long_contexts=(270,), prompts=((20, 9), (5, 3)),
-            fused_tokens=5,
         ),
     ),
     block_sizes=(16,),

@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.support.kernel_cases import interpreter_cases
+from tests.support.interpreter_cases import interpreter_cases
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 
