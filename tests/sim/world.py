@@ -265,7 +265,7 @@ class World:
                 await asyncio.sleep(seconds)
                 node.thaw(60.0 if fault.kind == "suspend node" else 0.0)
             case "hang node":
-                node.hung_until_s = self.loop.time() + 2 * seconds
+                node.hung_until_s = max(node.hung_until_s, self.loop.time() + 2 * seconds)
                 await asyncio.sleep(2 * seconds)
             case "kill router":
                 router.kill()
