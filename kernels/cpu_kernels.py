@@ -252,8 +252,8 @@ class NarrowWeight:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether inputs and groups fill words of eight codes, as kernels read them."""
-        return not self.codes.shape[1] % 8 and not self.group % 8
+        """Return whether inputs fill words of eight codes, and groups the tiles of the kernels."""
+        return not self.codes.shape[1] % 8 and (self.scales.shape[1] == 1 or not self.group % 32)
 
 
 class CpuLinears:
@@ -275,7 +275,7 @@ class CpuLinears:
         return CpuLinear(self, (outputs, inputs), panels, bias)
 
     def narrow_layer(self, weight: NarrowWeight, bias: Tensor | None) -> CpuLinear:
-        """Return a layer with its own copy of a weight whose `is_whole` holds."""
+        """Return a layer with its own copy of a weight that `is_whole`."""
         outputs, inputs = weight.codes.shape
         missing = -outputs % PANEL
         # A half of a word has an input of each of four neighbouring pairs.

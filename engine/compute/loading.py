@@ -4,7 +4,7 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -59,6 +59,8 @@ NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
 AnyWeight = Tensor | NarrowWeight
+# Packs a weight on a device and returns the product with it.
+PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, Product]]
 
 
 class Placement(NamedTuple):
@@ -70,6 +72,7 @@ class Placement(NamedTuple):
     ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
     grouped: GroupedProduct | None = None  # for the experts on a GPU
+    narrow: PackNarrow | None = None  # for weights of four bits on a GPU
 
 
 class LinearMaker(Protocol):
@@ -156,7 +159,7 @@ class _Loader:
         self.heads = share(config.num_heads, rank, size, value_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
-        self.grouped = place.grouped
+        self.grouped, self.narrow = place.grouped, place.narrow
         self.loras = loras
         self.made: list[Lora] = []
         self.has_stacked_experts = has_stacked_experts(checkpoint.names())
@@ -302,7 +305,7 @@ class _Loader:
             return torch.cat([self._read(name, rows=rows, item=number) for rows in places])
         expert = f"{block}experts.{number}."
         names = expert + experts.names.gate, expert + experts.names.up
-        return self._weight(names, (own, own), None)
+        return self._weight(names, (own, own), None, is_expert=True)
 
     def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
         own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
@@ -311,7 +314,8 @@ class _Loader:
         if self.has_stacked_experts:
             return self._read(block + STACKED_DOWN, columns=own, item=number)
         name = f"{block}experts.{number}.{experts.names.down}"
-        return self._weight([name], [slice(0, self.config.hidden_size)], own)
+        every = slice(0, self.config.hidden_size)
+        return self._weight([name], [every], own, is_expert=True)
 
     def _grouped(self, weights: Iterable[AnyWeight], biases: Tensor | None = None) -> GroupedLinear:
         if isinstance(self.linears, HostLinears):
@@ -396,13 +400,20 @@ class _Loader:
         return self.linears.of_bytes(torch.cat(numbers), torch.cat(scales), bias)
 
     def _weight(
-        self, names: Sequence[str], rows: Sequence[slice], columns: slice | None
+        self,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice | None,
+        *,
+        is_expert: bool = False,
     ) -> AnyWeight:
         """Return the weights of joined layers, in four bits where they can be computed so."""
-        narrow = None
-        if isinstance(self.linears, HostLinears) and self.linears.takes_narrow:
-            narrow = joined([self._narrow(*one, columns) for one in zip(names, rows, strict=True)])
-        if narrow is not None:
+        if isinstance(self.linears, HostLinears):
+            keeps = self.linears.takes_narrow
+        else:
+            keeps = self.narrow is not None and not is_expert
+        parts = zip(names, rows, strict=True)
+        if keeps and (narrow := joined([self._narrow(*one, columns) for one in parts])) is not None:
             return narrow
         wide = [
             self._read(name + ".weight", rows=own, columns=columns)
@@ -438,8 +449,11 @@ class _Loader:
         self, weight: AnyWeight, bias: Tensor | None = None, *, is_head: bool = False
     ) -> Linear:
         if isinstance(weight, NarrowWeight):
-            assert isinstance(self.linears, HostLinears)
-            return self.linears.of_narrow(weight, bias)
+            if isinstance(self.linears, HostLinears):
+                return self.linears.of_narrow(weight, bias)
+            assert self.narrow is not None
+            packed, product = self.narrow(weight, self.device)
+            return Linear(packed, bias, ordered=product, trial=b"narrow")
         if self.linears is None:
             return Linear(weight, bias)
         max_rows = MAX_HEAD_ROWS if is_head else None

@@ -40,6 +40,7 @@ from baton.engine.compute.kv_cache import (
 )
 from baton.engine.compute.linear import Product
 from baton.engine.compute.loading import (
+    PackNarrow,
     Placement,
     check_split,
     linears_for,
@@ -232,6 +233,7 @@ def load_runner(
         _ordered_product(plan, config),
         _compiled_linears(library),
         _grouped_product(plan),
+        _narrow_product(plan),
     )
     decoder: StepDecoder
     if isinstance(plan.decoder, TransformersConfig):
@@ -292,6 +294,14 @@ def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
     from baton.kernels.grouped_product import grouped_product
 
     return grouped_product
+
+
+def _narrow_product(plan: RankPlan) -> PackNarrow | None:
+    if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
+        return None
+    from baton.kernels.narrow_product import packed
+
+    return packed
 
 
 def _on_gpu(

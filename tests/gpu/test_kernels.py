@@ -105,6 +105,11 @@ def test_fixed_products_agree_with_their_reference_and_keep_their_bits(
     cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
 
 
+@pytest.mark.parametrize("rows", [9, 300])
+def test_products_in_four_bits_agree_with_their_reference_and_keep_their_bits(rows: int) -> None:
+    cases.check_narrow_product(rows, 4096, 6144, 128, "cuda")
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("tokens", [1, 300])
 def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels import decode_attention, fixed_product, paged
+from baton.kernels import decode_attention, fixed_product, narrow_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
@@ -50,6 +50,7 @@ TYPES = {
     torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
@@ -99,6 +100,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "norm bf16": _norm,
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
+        "four bits bf16": _four_bits,
         "experts bf16": partial(_experts, bf16),
         "experts fp32": partial(_experts, fp32),
         "sum of experts": _sum_of_experts,
@@ -146,6 +148,15 @@ def _product(dtype: torch.dtype) -> object:
     from baton.kernels.fixed_product import fixed_product
 
     return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
+
+
+def _four_bits() -> object:
+    from baton.kernels.narrow_product import NarrowProduct
+
+    grid = torch.empty(32, 6144)
+    product = NarrowProduct(grid, grid.int(), 128)
+    x = torch.empty(7, 4096, dtype=torch.bfloat16)
+    return product(x, torch.empty(6144, 2048, dtype=torch.uint8))
 
 
 def _experts(dtype: torch.dtype) -> object:
@@ -237,7 +248,7 @@ class Cubin(msgspec.Struct, frozen=True):
 def compiled(launch: Callable[[], object], gpu: str) -> list[Cubin]:
     """Return one cubin for each kernel that a call launches on a GPU of that capability."""
     tilings = paged.tilings_for((int(gpu) // 10, int(gpu) % 10))
-    places = (paged, decode_attention, fixed_product)
+    places = (paged, decode_attention, fixed_product, narrow_product)
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(patch.object(place, "tilings_of", lambda _: tilings))

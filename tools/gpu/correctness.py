@@ -95,6 +95,9 @@ KERNELS: dict[str, Work] = {
     "products of experts": lambda model, _, device: cases.check_grouped_product(
         (1, 0, 70, 5), model.hidden_size, model.hidden_size // 4, BF16, device
     ),
+    "products in four bits": lambda model, _, device: cases.check_narrow_product(
+        67, model.hidden_size, model.hidden_size // 4, 64, device
+    ),
     "sums of experts": lambda model, _, device: cases.check_add_experts(
         38, 2, model.hidden_size, BF16, device
     ),

@@ -336,6 +336,29 @@ def check_fixed_product(
         return assert_close(whole, reference.fixed_product(x, weight))
 
 
+def check_narrow_product(rows: int, inner: int, columns: int, group: int, device: str) -> str:
+    """Sizes that fill no tile, and the bits of some rows computed alone."""
+    from baton.kernels import narrow_product as module
+    from baton.kernels import reference
+    from baton.kernels.cpu_kernels import NarrowWeight
+
+    generator = torch.Generator().manual_seed(6)
+    size = columns, -(-inner // group)
+    codes = torch.randint(16, (columns, inner), dtype=torch.uint8, generator=generator)
+    scales = torch.rand(size, generator=generator) / inner**0.5 / 8
+    zeros = torch.randint(16, size, dtype=torch.int32, generator=generator)
+    of = torch.arange(inner) // group
+    weight = ((codes.int() - zeros[:, of]) * scales[:, of]).to(device, torch.bfloat16)
+    narrow = NarrowWeight(codes, scales, zeros, group)
+    packed, product = module.packed(narrow, torch.device(device))
+    x = torch.randn(rows, inner, generator=generator).to(device, torch.bfloat16)
+    whole = product(x, packed)
+    for first, count in ((0, 1), (rows // 2, 2), (rows - 9, 9)):
+        part = slice(first, first + count)
+        assert_equal_bits(product(x[part], packed), whole[part])
+    return assert_close(whole, reference.fixed_product(x, weight))
+
+
 def check_grouped_product(
     counts: Sequence[int], inner: int, columns: int, dtype: torch.dtype, device: str
 ) -> str:

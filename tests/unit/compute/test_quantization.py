@@ -8,11 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.engine.compute import loading
+from baton.engine.compute.linear import Product
+from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
-from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.engine.compute.weight_files import check_tensors
-from baton.engine.compute.weights import fingerprint
+from baton.engine.compute.weights import Checkpoint, fingerprint
+from baton.kernels.cpu_kernels import NarrowWeight
 from baton.kernels.cpu_library import has_bf16_products, has_bf16_tiles
+from baton.kernels.reference import grouped_product
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder
@@ -22,6 +27,7 @@ from tests.support.compute import (
     compute_config,
     loaded,
     logits,
+    no_progress,
     random_tokens,
 )
 from tests.support.foreign_checkpoints import foreign_folder
@@ -134,6 +140,31 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
     with thread_ranks(2) as members:
         split = on_all(members, lambda member: computed(folders[0], member))
     assert (split - found[0]).norm() < 0.05 * split.norm()
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_a_gpu_gets_the_four_bits_of_dense_layers(
+    is_moe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[torch.Size] = []
+
+    def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Product]:
+        asked.append(weight.codes.shape)
+        of = torch.arange(weight.codes.shape[1]) // weight.group
+        values = (weight.codes.int() - weight.zeros[:, of]) * weight.scales[:, of]
+        return values, torch.nn.functional.linear
+
+    monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
+    place = loading.Placement(
+        torch.float32, torch.device("cpu"), grouped=grouped_product, narrow=widened
+    )
+    found = []
+    for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), "awq"):
+        config, checkpoint = read_decoder_config(folder), Checkpoint(folder)
+        decoder = loading.load_decoder(config, checkpoint, SingleRank(), place, no_progress)
+        found.append([linear.weight for linear in decoder.linears()])
+    assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3"])
