@@ -240,12 +240,12 @@ MIN_ROWS = 32  # per thread; of fewer rows, the outputs are divided instead
 
 @dataclass(slots=True, frozen=True)
 class NarrowWeight:
-    """A weight of four bits, whose groups of inputs share a scale and a zero point.
+    """A weight of four bits or FP8, whose groups of inputs share a scale and a zero point.
 
     Output o stands for `(codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`.
     """
 
-    codes: Tensor  # [outputs, inputs] uint8
+    codes: Tensor  # [outputs, inputs] uint8, or float8_e4m3fn, whose zero points are 0
     scales: Tensor  # [outputs, groups] fp32
     zeros: Tensor  # [outputs, groups] int32
     group: int  # inputs

@@ -48,7 +48,15 @@ from baton.engine.compute.weight_files import (
     has_stacked_experts,
     norms_of,
 )
-from baton.engine.compute.weights import Checkpoint, joined, of_mxfp4, scaled, unpacked
+from baton.engine.compute.weights import (
+    Checkpoint,
+    joined,
+    narrow_fp8,
+    of_mxfp4,
+    part_of,
+    scaled,
+    unpacked,
+)
 from baton.kernels.cpu_kernels import CpuLinears, NarrowWeight
 from baton.protocol.errors import ConfigError
 
@@ -72,7 +80,7 @@ class Placement(NamedTuple):
     ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
     compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
     grouped: GroupedProduct | None = None  # for the experts on a GPU
-    narrow: PackNarrow | None = None  # for weights of four bits on a GPU
+    narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
 
 
 class LinearMaker(Protocol):
@@ -407,7 +415,7 @@ class _Loader:
         *,
         is_expert: bool = False,
     ) -> AnyWeight:
-        """Return the weights of joined layers, in four bits where they can be computed so."""
+        """Return the weights of joined layers, narrow where they can be computed so."""
         if isinstance(self.linears, HostLinears):
             keeps = self.linears.takes_narrow
         else:
@@ -422,16 +430,18 @@ class _Loader:
         return torch.cat(wide)
 
     def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
-        how = self.config.quantization
-        packing = None if how is None else how.packing
-        if packing is None or packing.bits != 4:
+        how, weight, whole = self.config.quantization, name + ".weight", None
+        if how is None:
             return None
-        if not self.checkpoint.dtype_of(f"{name}.{packing.first}"):
-            return None
-        shape = self.shapes[name + ".weight"]
-        packed = unpacked(packing, shape, lambda part: self.checkpoint.read(f"{name}.{part}"))
-        size = packing.group_size or shape[1]
-        return packed.narrow(rows, columns or slice(0, shape[1]), size)
+        _, inputs = self.shapes[weight]
+        read, packing = self.checkpoint.read, how.packing
+        if packing is not None:
+            if packing.bits == 4 and self.checkpoint.dtype_of(f"{name}.{packing.first}"):
+                part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))
+                whole = part.narrow(packing.group_size or inputs)
+        elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
+            whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
+        return whole and part_of(whole, rows, columns or slice(0, inputs))
 
     def _adapted(
         self, linear: Linear, names: Sequence[str], rows: Sequence[slice], columns: slice

@@ -3,7 +3,7 @@
 Weights are multiplied by their scales when they are loaded, so products take the type of the other
 tensors. Activations, keys and values are not quantized, which is more exact than what such a folder
 asks for. A CPU that multiplies int8 numbers by themselves does so where the folder wants both in
-int8, and one that multiplies bf16 numbers widens weights of four bits while it multiplies them.
+int8, and kernels that widen weights of four bits or FP8 a tile at a time keep them so.
 This file never imports torch.
 """
 

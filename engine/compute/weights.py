@@ -142,15 +142,36 @@ class Packed(NamedTuple):
         """Return `[outputs, inputs]` in fp32."""
         return (self.numbers - self.zeros[:, self.groups]) * self.scales[:, self.groups]
 
-    def narrow(self, rows: slice, columns: slice, size: int) -> NarrowWeight | None:
-        """Return a part, whose numbers have four bits; None if groups are not `size` neighbours."""
+    def narrow(self, size: int) -> NarrowWeight | None:
+        """Return the whole in four bits; None if its groups are not `size` neighbours."""
         if not torch.equal(self.groups, torch.arange(len(self.groups)) // size):
             return None
-        # A part may begin within a group.
-        size = math.gcd(size, columns.start)
-        of = self.groups[columns][::size]
-        codes = self.numbers[rows, columns].to(torch.uint8)
-        return NarrowWeight(codes, self.scales[rows][:, of], self.zeros[rows][:, of], size)
+        return NarrowWeight(self.numbers.to(torch.uint8), self.scales, self.zeros, size)
+
+
+def narrow_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, int] | None
+) -> NarrowWeight | None:
+    """Return a weight with its scales as `scaled` takes them; None if it holds NaN."""
+    outputs, inputs = weight.shape
+    if weight.float().isnan().any():
+        return None
+    scales = scales.float()
+    if block is None:
+        scales = scales.view(-1, 1).expand(outputs, 1)
+    else:
+        scales = scales.repeat_interleave(block[0], 0)[:outputs]
+    zeros = torch.zeros(scales.shape, dtype=torch.int32)
+    return NarrowWeight(weight, scales, zeros, inputs if block is None else block[1])
+
+
+def part_of(weight: NarrowWeight, rows: slice, columns: slice) -> NarrowWeight:
+    """Return rows and columns, which may begin within a group."""
+    size = math.gcd(weight.group, columns.start)
+    of = torch.arange(columns.start, columns.stop, size) // weight.group
+    return NarrowWeight(
+        weight.codes[rows, columns], weight.scales[rows][:, of], weight.zeros[rows][:, of], size
+    )
 
 
 def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Packed:

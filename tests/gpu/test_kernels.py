@@ -105,9 +105,12 @@ def test_fixed_products_agree_with_their_reference_and_keep_their_bits(
     cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
 
 
+@pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("rows", [9, 300])
-def test_products_in_four_bits_agree_with_their_reference_and_keep_their_bits(rows: int) -> None:
-    cases.check_narrow_product(rows, 4096, 6144, 128, "cuda")
+def test_products_with_narrow_weights_agree_with_their_reference_and_keep_their_bits(
+    rows: int, is_fp8: bool
+) -> None:
+    cases.check_narrow_product(rows, 4096, 6144, 128, "cuda", is_fp8=is_fp8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

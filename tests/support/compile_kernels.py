@@ -100,7 +100,8 @@ def cases() -> dict[str, Callable[[], object]]:
         "norm bf16": _norm,
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
-        "four bits bf16": _four_bits,
+        "four bits bf16": partial(_narrow, is_fp8=False),
+        "fp8 bf16": partial(_narrow, is_fp8=True),
         "experts bf16": partial(_experts, bf16),
         "experts fp32": partial(_experts, fp32),
         "sum of experts": _sum_of_experts,
@@ -150,13 +151,12 @@ def _product(dtype: torch.dtype) -> object:
     return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
 
 
-def _four_bits() -> object:
+def _narrow(*, is_fp8: bool) -> object:
     from baton.kernels.narrow_product import NarrowProduct
 
-    grid = torch.empty(32, 6144)
-    product = NarrowProduct(grid, grid.int(), 128)
-    x = torch.empty(7, 4096, dtype=torch.bfloat16)
-    return product(x, torch.empty(6144, 2048, dtype=torch.uint8))
+    grid, x = torch.empty(32, 6144), torch.empty(7, 4096, dtype=torch.bfloat16)
+    packed = torch.empty(6144, 4096 if is_fp8 else 2048, dtype=torch.uint8)
+    return NarrowProduct(grid, grid.int(), 128, is_fp8)(x, packed)
 
 
 def _experts(dtype: torch.dtype) -> object:

@@ -132,6 +132,7 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "four bits": lambda: check_narrow_product(67, 1160, 129, 128, "cpu"),
         "four bits in short groups": lambda: check_narrow_product(70, 72, 65, 32, "cpu"),
         "four bits by channel": lambda: check_narrow_product(9, 88, 20, 88, "cpu"),
+        "fp8": lambda: check_narrow_product(67, 1160, 129, 128, "cpu", is_fp8=True),
         "experts fp32": lambda: check_grouped_product((3, 0, 70, 1, 0), 72, 65, fp32, "cpu"),
         "experts bf16": lambda: check_grouped_product((0, 129, 2), 130, 129, bf16, "cpu"),
         "adapters": lambda: check_grouped_product((5, 0, 9), 16, 144, bf16, "cpu"),

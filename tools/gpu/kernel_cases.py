@@ -336,7 +336,9 @@ def check_fixed_product(
         return assert_close(whole, reference.fixed_product(x, weight))
 
 
-def check_narrow_product(rows: int, inner: int, columns: int, group: int, device: str) -> str:
+def check_narrow_product(
+    rows: int, inner: int, columns: int, group: int, device: str, *, is_fp8: bool = False
+) -> str:
     """Sizes that fill no tile, and the bits of some rows computed alone."""
     from baton.kernels import narrow_product as module
     from baton.kernels import reference
@@ -347,8 +349,12 @@ def check_narrow_product(rows: int, inner: int, columns: int, group: int, device
     codes = torch.randint(16, (columns, inner), dtype=torch.uint8, generator=generator)
     scales = torch.rand(size, generator=generator) / inner**0.5 / 8
     zeros = torch.randint(16, size, dtype=torch.int32, generator=generator)
+    if is_fp8:  # any but NaN, those below its least normal number, too
+        codes = torch.randint(255, codes.shape, dtype=torch.uint8, generator=generator)
+        codes = codes.where(codes != 127, 0).view(torch.float8_e4m3fn)
+        zeros, scales = torch.zeros_like(zeros), scales / 16  # as the numbers are larger
     of = torch.arange(inner) // group
-    weight = ((codes.int() - zeros[:, of]) * scales[:, of]).to(device, torch.bfloat16)
+    weight = ((codes.float() - zeros[:, of]) * scales[:, of]).to(device, torch.bfloat16)
     narrow = NarrowWeight(codes, scales, zeros, group)
     packed, product = module.packed(narrow, torch.device(device))
     x = torch.randn(rows, inner, generator=generator).to(device, torch.bfloat16)

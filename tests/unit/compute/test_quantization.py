@@ -142,16 +142,18 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
     assert (split - found[0]).norm() < 0.05 * split.norm()
 
 
-@pytest.mark.parametrize("is_moe", [False, True])
-def test_a_gpu_gets_the_four_bits_of_dense_layers(
-    is_moe: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("name", "is_moe"), [("awq", False), ("awq", True), ("fp8 by channel", False)]
+)
+def test_a_gpu_gets_narrow_weights_of_dense_layers(
+    name: str, is_moe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[torch.Size] = []
 
     def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Product]:
         asked.append(weight.codes.shape)
         of = torch.arange(weight.codes.shape[1]) // weight.group
-        values = (weight.codes.int() - weight.zeros[:, of]) * weight.scales[:, of]
+        values = (weight.codes.float() - weight.zeros[:, of]) * weight.scales[:, of]
         return values, torch.nn.functional.linear
 
     monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
@@ -159,7 +161,7 @@ def test_a_gpu_gets_the_four_bits_of_dense_layers(
         torch.float32, torch.device("cpu"), grouped=grouped_product, narrow=widened
     )
     found = []
-    for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), "awq"):
+    for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), name):
         config, checkpoint = read_decoder_config(folder), Checkpoint(folder)
         decoder = loading.load_decoder(config, checkpoint, SingleRank(), place, no_progress)
         found.append([linear.weight for linear in decoder.linears()])
