@@ -38,6 +38,8 @@ class Client:
         lengths = (1, 2, 10, 40) if world.is_tiny else (1, 2, 10, 60, 150, 300)
         self.max_tokens, self.ignores_eos = rng.choice(lengths), rng.random() < 0.7
         self.is_scored = number % 5 == 0  # its prompt has log probabilities, and it gets no stream
+        if self.is_scored:  # it must have all of it within its patience
+            self.max_tokens = min(self.max_tokens, 60)
         self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
         self.ends = {*range(len(self.stops)), *(() if self.ignores_eos else EOS)}
         self.is_done = False
