@@ -23,7 +23,7 @@ from tests.sim.network import Network, Pair
 from tests.sim.transports import Pools
 
 NUM_FAULTS = 10  # in each lane
-HEALING_S = 90.0  # after the last fault, every client has its tokens
+HEALING_S = 150.0  # after the last fault, every client has its tokens, also of a crowded node
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
