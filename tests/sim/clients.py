@@ -100,7 +100,8 @@ class Client:
         self.router = next(one for one in world.routers if one.process is exchange.process)
         self.served_by = None if self.event_id else exchange.process
         self.last_s = world.loop.time()
-        if rng.random() < 0.1:
+        self._has_dozed = rng.random() < 0.1
+        if self._has_dozed:
             exchange.doze(rng.uniform(0.1, 4.0))
         leaves = rng.random() < world.p_leave
         timeout_s = rng.uniform(0.05, rng.choice((0.3, 3.0))) if leaves else PATIENCE_S
@@ -246,13 +247,14 @@ class Client:
     def _check_gone(self) -> None:
         """A stream may be gone only if the nodes that are up do not hold all that it needs.
 
-        A client that has the end of every choice gets the last event from any router.
+        A client that has the end of every choice gets the last event from any router. One that has
+        dozed reads too late what was true when it was said.
         A router that has long been up does not know of one that it has never met, and takes one
         process for another of the same name: once that has left, it knows of no other until the
         node has joined it again.
         """
         router = self.router
-        if self._has_lied or router is None:
+        if self._has_lied or self._has_dozed or router is None:
             return
         joined = router.core.registry.joined("decode")
         twins = {
