@@ -116,7 +116,7 @@ class EngineLoop:
         self._launched: deque[StepPlan] = deque()
         self.crashed_in: StepPlan | None = None  # the step whose error ends this process
         self._events: list[ConnectorEvent] = []
-        self._wake_at_s: float | None = 0.0  # the connector
+        self._wake_at_s: float | None = 0.0  # of the connector
         self._wake_s = math.inf
         self._is_idle = True  # after the last turn
         self._next_progress_s = 0.0
