@@ -357,7 +357,7 @@ class DecodeScheduler:
             transfer_s=report.transfer_s,
             exposed_s=report.exposed_s,
             transfer_bytes=report.num_bytes,
-            num_cached_tokens=prompt.num_cached_tokens,
+            num_cached_tokens=report.num_cached_tokens,
         )
         for stream in self._join(now_s, prompt, report.tokens, times, every=False):
             if not stream.wants_step:  # prefill may accept longer sequences than this node

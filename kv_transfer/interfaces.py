@@ -349,6 +349,7 @@ class KVReceived(msgspec.Struct, frozen=True):
     num_bytes: int
     transfer_s: float  # from the first post to the last read's end
     exposed_s: float  # from End's arrival (or the last post before it) to the last read's end
+    num_cached_tokens: int = 0  # what End says
 
 
 class ReceiveEnded(msgspec.Struct, frozen=True):

@@ -305,6 +305,7 @@ class KVReceive:
                 self._reads.num_bytes,
                 self._reads.transfer_s(),
                 self._reads.exposed_s(self._end_arrived_s),
+                self._end.num_cached_tokens,
             )
         )
 

@@ -263,7 +263,7 @@ class PrefillScheduler:
         del self._computing[sequence.key]
         self._holding[sequence.key] = handoff
         if handoff.is_offered:
-            self.outputs.to_connector.append(End(sequence.key, tokens))
+            self.outputs.to_connector.append(End(sequence.key, tokens, handoff.num_cached_tokens))
         else:
             handoff.is_ended = True
         self._release_if_idle(handoff)

@@ -348,7 +348,7 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     decode_queue_s: float = 0.0
     first_step_s: float = 0.0
     transfer_bytes: NumBytes = 0
-    num_cached_tokens: Count = 0
+    num_cached_tokens: Count = 0  # where the prompt was computed; decode repeats what prefill said
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -517,6 +517,7 @@ class End(Message, frozen=True):
 
     key: Key
     tokens: tuple[FirstToken, ...]
+    num_cached_tokens: Count = 0  # of the prompt, in prefill's prefix cache
 
 
 class Withdrawn(Message, frozen=True):

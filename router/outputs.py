@@ -180,7 +180,8 @@ class RequestMetrics:
         if of_prompt:
             self.queue_s += times.queue_s
             self.prefill_s += times.prefill_s
-            self.num_cached_tokens = max(self.num_cached_tokens, times.num_cached_tokens)
+        # Decode says it too, as a short answer may end before what prefill sent has come.
+        self.num_cached_tokens = max(self.num_cached_tokens, times.num_cached_tokens)
         self.transfer_s += times.transfer_s
         self.exposed_s += times.exposed_s
         self.transfer_bytes += times.transfer_bytes

@@ -19,6 +19,7 @@ from baton.protocol.messages import (
     NOT_CACHED,
     Accepted,
     Decode,
+    End,
     Failed,
     FirstToken,
     FirstTokens,
@@ -26,6 +27,7 @@ from baton.protocol.messages import (
     Withdrawn,
 )
 from baton.protocol.sampling import MAX_CHOICES
+from baton.router.outputs import RequestMetrics
 from tests.support.drive import (
     BLOCK_SIZE,
     Drive,
@@ -229,7 +231,24 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert (drive.plans[-1].slices[0].start, drive.plans[-1].slices[0].length) == (12, 4)
     firsts = [m for m in drive.said if isinstance(m, FirstTokens)]
     assert firsts[1].times.num_cached_tokens == 12
+    ends = [event for event in drive.asked if isinstance(event, End)]
+    assert [end.num_cached_tokens for end in ends] == [0, 12]
     assert firsts[0].tokens == firsts[1].tokens
+
+
+def test_decode_repeats_what_prefill_had_cached() -> None:
+    """All tokens of a short answer may reach its router before prefill's message does."""
+    drive = decode_drive()
+    drive.scheduler.add(0.0, 0, handed("a", SHORT, max_tokens=1))
+    drive.scheduler.on_report(0.0, offered("a", len(SHORT), 2))
+    drive.launch()
+    drive.scheduler.on_report(0.0, KVReceived(key("a"), (FirstToken(5),), 0, 0.0, 0.0, 4))
+    (entry,) = drive.entries()
+    assert entry.times is not None
+    assert entry.times.num_cached_tokens == 4
+    metrics = RequestMetrics()
+    metrics.add_stages(key("a"), 0.0, entry.times, of_prompt=False)
+    assert metrics.num_cached_tokens == 4
 
 
 def test_a_prompt_that_is_computed_outlives_its_router() -> None:
