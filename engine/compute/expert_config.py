@@ -73,7 +73,9 @@ EXPERT_FAMILIES = {
 }
 _DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")
 # Whether scores are sigmoids.
-GROUPED_FAMILIES = {"deepseek_v2": False, "deepseek_v3": True, "glm4_moe_lite": True}
+GROUPED_FAMILIES = {
+    "deepseek_v2": False, "deepseek_v3": True, "glm4_moe_lite": True, "glm4_moe": True,
+}  # fmt: skip
 ALL_BUT_THE_FIRST = ("glm4_moe_lite",)  # have experts, unless `mlp_layer_types` says otherwise
 _Positive = Annotated[int, Meta(gt=0)]
 

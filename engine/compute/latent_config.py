@@ -67,7 +67,6 @@ class RawLatent(msgspec.Struct):
     rope_interleave: bool = True
     attention_bias: bool = False
     mlp_bias: bool = False
-    num_nextn_predict_layers: Annotated[int, Meta(ge=0)] = 0
 
 
 def latent_config(file: Path, family: str, raw: RawLatent) -> LatentConfig:

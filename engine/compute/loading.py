@@ -33,6 +33,7 @@ from baton.engine.compute.mlp import (
     StackedExperts,
 )
 from baton.engine.compute.model_config import DecoderConfig
+from baton.engine.compute.rotary import head_order
 from baton.engine.compute.row_rule import RowThreads, at_once
 from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.weight_files import (
@@ -50,6 +51,7 @@ from baton.engine.compute.weight_files import (
 )
 from baton.engine.compute.weights import (
     Checkpoint,
+    in_order,
     joined,
     narrow_fp8,
     of_mxfp4,
@@ -168,6 +170,9 @@ class _Loader:
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
         self.grouped, self.narrow = place.grouped, place.narrow
+        self.head_order = (
+            head_order(config.rope, config.head_dim) if config.latent is None else None
+        )
         self.loras = loras
         self.made: list[Lora] = []
         self.has_stacked_experts = has_stacked_experts(checkpoint.names())
@@ -246,7 +251,17 @@ class _Loader:
             (name + "k_proj", self.kv_heads),
             (name + "v_proj", self.kv_heads),
         ]
-        return self._columns(qkv, has_bias=config.qkv_bias), None
+        return self._columns(qkv, has_bias=config.qkv_bias, order=self._qkv_order()), None
+
+    def _qkv_order(self) -> Tensor | None:
+        """Return the outputs of this rank's queries, keys and values as kernels rotate them."""
+        if self.head_order is None:
+            return None
+        num_heads, num_kv_heads = local_heads(self.config, self.ranks.size)
+        numbers = torch.arange((num_heads + 2 * num_kv_heads) * self.config.head_dim)
+        heads = numbers.view(-1, self.config.head_dim)
+        rotated, values = heads[: num_heads + num_kv_heads], heads[num_heads + num_kv_heads :]
+        return torch.cat((rotated[:, self.head_order].flatten(), values.flatten()))
 
     def _mlp(self, name: str, features: slice) -> GatedMlp:
         has_bias = self.config.mlp_bias
@@ -364,18 +379,22 @@ class _Loader:
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)
         q = self._norm(attention + "q_norm").expand(num_heads, -1)
         k = self._norm(attention + "k_norm").expand(kv_heads, -1)
-        return torch.cat((q, k))
+        norms = torch.cat((q, k))
+        return norms if self.head_order is None else norms[:, self.head_order].contiguous()
 
-    def _columns(self, parts: list[tuple[str, slice]], *, has_bias: bool) -> Linear:
-        """Return several column-parallel layers as one."""
+    def _columns(
+        self, parts: list[tuple[str, slice]], *, has_bias: bool, order: Tensor | None = None
+    ) -> Linear:
+        """Return several column-parallel layers as one, whose outputs are in `order`."""
         bias = None
         if has_bias:
             bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
+            bias = in_order(bias, order)
         names, rows = zip(*parts, strict=True)
-        linear = self._of_bytes(names, rows, None, bias) or self._linear(
-            self._weight(names, rows, None), bias
+        linear = self._of_bytes(names, rows, None, bias, order) or self._linear(
+            in_order(self._weight(names, rows, None), order), bias
         )
-        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size))
+        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size), order)
 
     def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
         # The ranks' results are summed, so one rank alone adds the bias.
@@ -392,6 +411,7 @@ class _Loader:
         rows: Sequence[slice],
         columns: slice | None,
         bias: Tensor | None,
+        order: Tensor | None = None,
     ) -> Linear | None:
         """Return joined layers that a CPU computes in int8; None if it does not."""
         how, read = self.config.quantization, self.checkpoint.read
@@ -405,7 +425,8 @@ class _Loader:
             numbers.append(read(weight, rows=own, columns=columns))
             whole = read(how.scale_of(weight)).float().view(-1)
             scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
-        return self.linears.of_bytes(torch.cat(numbers), torch.cat(scales), bias)
+        whole, scale = (in_order(torch.cat(parts), order) for parts in (numbers, scales))
+        return self.linears.of_bytes(whole, scale, bias)
 
     def _weight(
         self,
@@ -444,14 +465,19 @@ class _Loader:
         return whole and part_of(whole, rows, columns or slice(0, inputs))
 
     def _adapted(
-        self, linear: Linear, names: Sequence[str], rows: Sequence[slice], columns: slice
+        self,
+        linear: Linear,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice,
+        order: Tensor | None = None,
     ) -> Linear:
         """Return a layer with what the adapters add to it, of the same rows and columns."""
         if not self.loras.changes(names):
             return linear
         inputs = columns.stop - columns.start
         shrink = self._grouped(self.loras.shrinks(names, columns, inputs))
-        expand = self._grouped(self.loras.expands(names, rows))
+        expand = self._grouped(in_order(one, order) for one in self.loras.expands(names, rows))
         self.made.append(Lora(shrink, expand))
         return replace(linear, adapt=self.made[-1])
 

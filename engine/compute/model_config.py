@@ -33,7 +33,7 @@ from baton.protocol.errors import ConfigError
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2", "gemma3_text",
-    "gpt_oss",
+    "gpt_oss", "glm4_moe",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -55,10 +55,11 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Gemma2ForCausalLM": "gemma2",
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
+    "Glm4MoeForCausalLM": "glm4_moe",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
-NO_WINDOWS = ("llama", *LATENT_FAMILIES)
+NO_WINDOWS = ("llama", "glm4_moe", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
 HEAD_DIM_OF: dict[ModelFamily, int] = {
     "qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64,
@@ -71,15 +72,18 @@ WINDOW_PATTERN: dict[ModelFamily, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_os
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
-    "mixtral": 8, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8,
+    "mixtral": 8, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8, "glm4_moe": 8,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
 RMS_NORM_EPS = 1e-6
 RMS_NORM_EPS_OF: dict[ModelFamily, float] = {
-    "mixtral": 1e-5, "glm4_moe_lite": 1e-5, "gpt_oss": 1e-5,
+    "mixtral": 1e-5, "glm4_moe_lite": 1e-5, "gpt_oss": 1e-5, "glm4_moe": 1e-5,
 }  # fmt: skip
+BIASES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", *LAYER_FAMILIES)  # if attention_bias says so
 BIASED = ("gpt_oss",)  # where attention_bias is absent
+QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text")
+GUESSING = ("glm4_moe", *LATENT_FAMILIES)  # whose num_nextn_predict_layers is read
 DTYPE_OF = {"gpt_oss": "bfloat16"}  # whose published folders name none
 TIED = ("youtu", "gemma2", "gemma3_text")  # where tie_word_embeddings is absent
 # Fields that transformers honours in every family, where they say more than nothing.
@@ -162,15 +166,13 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         kv_heads = ABSENT_KV_HEADS.get(family)
     num_kv_heads = kv_heads or raw.num_attention_heads
     head_dim = raw.head_dim or HEAD_DIM_OF.get(family, raw.hidden_size // raw.num_attention_heads)
-    latent, num_guessing = None, 0
+    latent = None
     if family in LATENT_FAMILIES:
-        raw_latent = read_json(file, RawLatent)
-        latent = latent_config(file, family, raw_latent)
+        latent = latent_config(file, family, read_json(file, RawLatent))
         num_kv_heads, head_dim = 1, latent.row_dim
-        num_guessing = raw_latent.num_nextn_predict_layers
     _check(file, family, raw, num_kv_heads, head_dim if latent is None else latent.qk_rope_head_dim)
     has_bias = family in BIASED if raw.attention_bias is None else raw.attention_bias
-    has_bias = has_bias and family in ("llama", "qwen3", "qwen3_moe", *LAYER_FAMILIES)
+    has_bias = has_bias and family in BIASES
     layers = LayersConfig()
     if family in LAYER_FAMILIES:
         layers = layers_config(file, family, read_json(file, RawLayers))
@@ -201,9 +203,9 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
             family in TIED if raw.tie_word_embeddings is None else raw.tie_word_embeddings
         ),
         qkv_bias=has_bias or family == "qwen2" or (family == "qwen2_moe" and raw.qkv_bias),
-        output_bias=has_bias,
+        output_bias=has_bias and family != "glm4_moe",
         mlp_bias=raw.mlp_bias and family == "llama",
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
+        qk_norm=raw.use_qk_norm if family == "glm4_moe" else family in QK_NORMED,
         sliding_window=window,
         full_layers=full_layers,
         quantization=_quantization(file, raw),
@@ -212,7 +214,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         eos_token_ids=_eos_token_ids(folder, raw),
         experts=experts,
         latent=latent,
-        num_nextn_predict_layers=num_guessing,
+        num_nextn_predict_layers=raw.num_nextn_predict_layers if family in GUESSING else 0,
         layers=layers,
         local_rope=local_rope,
     )
@@ -242,6 +244,8 @@ class _RawConfig(msgspec.Struct):
     attention_bias: bool | None = None
     qkv_bias: bool = True
     mlp_bias: bool = False
+    use_qk_norm: bool = False
+    num_nextn_predict_layers: Annotated[int, Meta(ge=0)] = 0
     use_sliding_window: bool = False
     sliding_window: Annotated[int, Meta(ge=0)] | UnsetType | None = UNSET
     max_window_layers: int = QWEN_MAX_WINDOW_LAYERS

@@ -23,10 +23,15 @@ ROPE_OF: dict[str, dict[str, object]] = {
         "original_max_position_embeddings": 4096,
     }
 }  # fmt: skip
+# Families that rotate a part of each head, and which one where config.json says nothing.
+PARTIAL_OF = {"glm4_moe": 0.5}
 # Families in which layers with a window have a rotary embedding of their own.
 LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
+
+
+_Share = Annotated[float, Meta(gt=0, le=1)]
 
 
 class Rope(msgspec.Struct, frozen=True):
@@ -43,6 +48,11 @@ class Rope(msgspec.Struct, frozen=True):
     truncate: bool = True
     attention_factor: float = 1.0  # of all cosines and sines
     score_factor: float = 1.0  # of all scores, in latent attention
+    partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first numbers
+
+    def rotated(self, head_dim: int) -> int:
+        """Return how many numbers of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     @property
     def num_positions(self) -> int:
@@ -59,7 +69,7 @@ class RawRope(msgspec.Struct):
     rope_local_base_freq: float = ROPE_THETA
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: _Share | None = None
     original_max_position_embeddings: int | None = None
 
 
@@ -72,7 +82,7 @@ class _Given(msgspec.Struct):
     low_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     high_freq_factor: Annotated[float, Meta(gt=0)] | None = None
     original_max_position_embeddings: Annotated[int, Meta(gt=0)] | None = None
-    partial_rotary_factor: float = 1.0
+    partial_rotary_factor: _Share | None = None
     beta_fast: Annotated[float, Meta(ge=0)] | None = None
     beta_slow: Annotated[float, Meta(ge=0)] | None = None
     mscale: float | None = None
@@ -102,6 +112,18 @@ def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | No
 
 def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     """Return the rotary embedding. Raises `ConfigError`."""
+    given, field = _read(file, family, raw)
+    shares = {given.partial_rotary_factor, raw.partial_rotary_factor} - {None}
+    share = shares.pop() if shares else PARTIAL_OF.get(family, 1.0)
+    if shares or (share != 1.0 and family not in PARTIAL_OF):
+        what = "is there twice" if shares else f"other than 1 is not supported in {family}"
+        raise ConfigError(f"{file}: {field}.partial_rotary_factor {what}")
+    rope = _scaled(file, family, given, field, raw.original_max_position_embeddings)
+    return msgspec.structs.replace(rope, partial_rotary_factor=share)
+
+
+def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
+    """Return what the folder says, and the field that says it."""
     fields = ("rope_parameters", "rope_scaling")
     field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
     if raw.rope_parameters and raw.rope_scaling and raw.rope_parameters != raw.rope_scaling:
@@ -119,17 +141,18 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")
     try:
-        given = msgspec.convert(values, _Given)
+        return msgspec.convert(values, _Given), field
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: {field}: {error}") from None
+
+
+def _scaled(file: Path, family: str, given: _Given, field: str, original: int | None) -> Rope:
     base, factor = given.rope_theta, given.factor
-    if given.partial_rotary_factor != 1.0 or raw.partial_rotary_factor != 1.0:
-        raise ConfigError(f"{file}: {field}.partial_rotary_factor other than 1 is not supported")
     is_scored = given.rope_type in {"default", "yarn"}
     if family in LATENT_FAMILIES and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
-    original = raw.original_max_position_embeddings or given.original_max_position_embeddings
+    original = original or given.original_max_position_embeddings
     if given.rope_type != "default" and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:

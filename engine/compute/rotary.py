@@ -9,11 +9,31 @@ from baton.engine.compute.rope_config import Rope
 
 
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
-    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32.
+
+    Where a part of a head is rotated, its numbers are in `head_order`.
+    """
+    rotated, table = rope.rotated(head_dim), unrotated(head_dim, num_positions)
+    exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
     frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
     angles = torch.arange(num_positions).float()[:, None] * frequencies
-    return torch.cat((angles.cos(), angles.sin()), dim=-1) * rope.attention_factor
+    cos, sin = table.view(num_positions, 2, -1)[..., : rotated // 2].unbind(1)
+    cos.copy_(angles.cos() * rope.attention_factor)
+    sin.copy_(angles.sin() * rope.attention_factor)
+    return table
+
+
+def head_order(rope: Rope, head_dim: int) -> Tensor | None:
+    """Return a head's numbers in the order in which kernels rotate number i with i + half a head.
+
+    A head begins with those that are rotated, so they are spread over both of its halves. None:
+    all are rotated. Scores of queries and keys in one order are those of any other.
+    """
+    if (rotated := rope.rotated(head_dim)) == head_dim:
+        return None
+    numbers = torch.arange(head_dim)
+    halves = zip(numbers[:rotated].chunk(2), numbers[rotated:].chunk(2), strict=True)
+    return torch.cat([part for half in halves for part in half])
 
 
 def unrotated(head_dim: int, num_positions: int) -> Tensor:

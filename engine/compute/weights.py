@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, overload
 
 import msgspec
 import torch
@@ -165,7 +165,24 @@ def narrow_fp8(
     return NarrowWeight(weight, scales, zeros, inputs if block is None else block[1])
 
 
-def part_of(weight: NarrowWeight, rows: slice, columns: slice) -> NarrowWeight:
+@overload
+def in_order(weight: Tensor, order: Tensor | None) -> Tensor: ...
+
+
+@overload
+def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight: ...
+
+
+def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight:
+    """Return outputs in `order`; None keeps theirs."""
+    if order is None:
+        return weight
+    if isinstance(weight, NarrowWeight):
+        return part_of(weight, order, slice(0, weight.codes.shape[1]))
+    return weight[order.to(weight.device)]
+
+
+def part_of(weight: NarrowWeight, rows: slice | Tensor, columns: slice) -> NarrowWeight:
     """Return rows and columns, which may begin within a group."""
     size = math.gcd(weight.group, columns.start)
     of = torch.arange(columns.start, columns.stop, size) // weight.group

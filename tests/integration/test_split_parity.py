@@ -162,6 +162,7 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
         ("deepseek_v3", 1, 2),  # each rank of decode reads the same rows
         pytest.param("deepseek_v2", 2, 1, marks=pytest.mark.release),
         ("gpt_oss", 1, 2),
+        ("glm4_moe", 1, 2),
         pytest.param("gpt_oss", 2, 4, marks=pytest.mark.release),
         pytest.param("gemma2", 4, 2, marks=pytest.mark.release),
         pytest.param("gemma3_text", 1, 2, marks=pytest.mark.release),

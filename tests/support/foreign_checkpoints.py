@@ -45,6 +45,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
     "glm4_moe_lite": LATENT,
+    "glm4_moe": {
+        "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
+    },
     "youtu": {key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},

@@ -141,6 +141,11 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
          "rope_parameters": DEEPSEEK_YARN},
     ),
     "glm": ("glm4_moe_lite", {"num_hidden_layers": 2}),
+    "glm-4.5": ("glm4_moe", {"attention_bias": True}),
+    "glm-4.5 with norms": ("glm4_moe", {"use_qk_norm": True}),
+    "glm-4.5 that rotates three quarters": (
+        "glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.75}},
+    ),
     "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
     "gemma2": ("gemma2", {}),

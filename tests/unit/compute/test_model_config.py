@@ -52,6 +52,73 @@ def refusal(folder: Path, **fields: object) -> str:
     return caught.value.message
 
 
+# What folders on the hub say, where it differs from LLAMA: gpt-oss-20b, Gemma 3 1B and 2 2B, and
+# GLM-4.5-Air.
+PUBLISHED: dict[str, dict[str, object]] = {
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
+        "num_hidden_layers": 24, "num_attention_heads": 64, "head_dim": 64, "vocab_size": 201088,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "experts_per_token": 4,
+        "max_position_embeddings": 131072, "initial_context_length": 4096, "sliding_window": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 12, "rms_norm_eps": 1e-5,
+        "attention_bias": True, "swiglu_limit": 7.0, "rope_theta": 150000, "rope_scaling": {
+            "beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "rope_type": "yarn",
+            "original_max_position_embeddings": 4096, "truncate": False,
+        },
+        "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": [
+            "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+            "lm_head",
+        ]},
+    },
+    "gemma3_text": {
+        "architectures": ["Gemma3ForCausalLM"], "hidden_size": 1152, "intermediate_size": 6912,
+        "num_hidden_layers": 26, "num_attention_heads": 4, "num_key_value_heads": 1,
+        "head_dim": 256, "vocab_size": 262144, "max_position_embeddings": 32768,
+        "attn_logit_softcapping": None, "final_logit_softcapping": None, "rope_scaling": None,
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "rope_local_base_freq": 10000, "rope_theta": 1000000, "sliding_window": 512,
+        "sliding_window_pattern": 6, "cache_implementation": "hybrid",
+    },
+    "gemma2": {
+        "architectures": ["Gemma2ForCausalLM"], "hidden_size": 2304, "intermediate_size": 9216,
+        "num_hidden_layers": 26, "num_attention_heads": 8, "num_key_value_heads": 4,
+        "head_dim": 256, "vocab_size": 256000, "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
+        "sliding_window": 4096, "rope_theta": 10000.0, "cache_implementation": "hybrid",
+    },
+    "glm4_moe": {
+        "architectures": ["Glm4MoeForCausalLM"], "intermediate_size": 10944, "n_group": 1,
+        "num_hidden_layers": 46, "num_attention_heads": 96, "head_dim": 128, "topk_group": 1,
+        "vocab_size": 151552, "max_position_embeddings": 131072, "attention_bias": True,
+        "moe_intermediate_size": 1408, "n_routed_experts": 128, "n_shared_experts": 1,
+        "num_experts_per_tok": 8, "first_k_dense_replace": 1, "routed_scaling_factor": 1.0,
+        "norm_topk_prob": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
+        "use_qk_norm": False, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", PUBLISHED)
+def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
+    config = read(tmp_path, model_type=family, **PUBLISHED[family])
+    windows = [config.window_of(layer) for layer in range(config.num_layers)]
+    found = (
+        windows[:6], config.attention_scale, config.rope.rotated(config.head_dim),
+        config.rope_of(0).theta, config.rope_of(config.num_layers - 1).theta, config.qkv_bias,
+        config.output_bias, config.max_position_embeddings,
+    )  # fmt: skip
+    assert (
+        found
+        == {
+            "gpt_oss": ([128, None] * 3, 0.125, 64, 1.5e5, 1.5e5, True, True, 131072),
+            "gemma3_text": ([512] * 5 + [None], 1 / 16, 256, 1e4, 1e4, False, False, 32768),
+            "gemma2": ([4096, None] * 3, 1 / 16, 256, 1e4, 1e4, False, False, 8192),
+            "glm4_moe": ([None] * 6, 128**-0.5, 64, 1e6, 1e6, True, False, 131072),
+        }[family]
+    )
+
+
 def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
@@ -151,12 +218,16 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
-        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "other than 1 is not supported in"),
+        ({"rope_scaling": {"partial_rotary_factor": 2}}, "<= 1.0"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config"),
         ({"compression_config": {"quant_method": "compressed-tensors"}}, "config_groups"),
         ({"model_type": "granite"}, "model_type 'granite' contradicts"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        (
+            {"partial_rotary_factor": 0.5, "rope_parameters": {"partial_rotary_factor": 0.75}},
+            "is there twice",
+        ),
         ({"rope_parameters": {"rope_theta": 5e5}, "rope_scaling": {"type": "yarn"}}, "differ"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5e5}}}, "by kind of layer"),
         ({"rope_parameters": {"rope_theta": None}}, "rope_parameters: Expected `float`"),

@@ -90,11 +90,13 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
     assert torch.equal(*found)
 
 
-def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so() -> None:
-    ours, plain = quantized(model(), "int8 by channel")
+@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
+def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind: str) -> None:
+    folder = model() if kind == "qwen3" else foreign_folder(kind, first_k_dense_replace=3)
+    ours, plain = quantized(folder, "int8 by channel")
     change_config(plain, dtype="bfloat16")
     change_config(ours, dtype="bfloat16")
-    adapter = write_adapter(model())
+    adapter = write_adapter(folder, ("q_proj", "k_proj", "v_proj", "o_proj"))
     text = Text("a", TOKENS, range(3))
     found, paths = [], []
     for folder in (plain, ours):
@@ -120,11 +122,13 @@ def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so() ->
     assert torch.equal(computed(ours), found[0][0])
 
 
-@pytest.mark.parametrize("name", ["awq", "awq of experts", "packed with zeros", "gptq"])
+@pytest.mark.parametrize(
+    "name", ["awq", "awq of qwen3_moe", "awq of glm4_moe", "packed with zeros", "gptq"]
+)
 def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
     """Groups that are not neighbours, as of GPTQ with `desc_act`, are widened."""
-    name, _, experts = name.partition(" of ")
-    folders = quantized(foreign_folder("qwen3_moe") if experts else model(), name)
+    name, _, kind = name.partition(" of ")
+    folders = quantized(foreign_folder(kind) if kind else model(), name)
     keeps = has_bf16_products() and not has_bf16_tiles() and name != "gptq"
     found, paths, text = [], [], Text("a", TOKENS, range(3))
     for folder in folders:
