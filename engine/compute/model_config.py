@@ -59,6 +59,20 @@ ARCHITECTURES: dict[str, ModelFamily] = {
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
+# Models that see images, too. Of these the decoder of text is computed, which is in `text_config`.
+WRAPPED = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+# What their folders on the hub leave out.
+WRAPPED_FIELDS = {
+    "vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+    "num_attention_heads": 8, "max_position_embeddings": 131072,
+}  # fmt: skip
+WHOLE_FIELDS = (
+    "eos_token_id",
+    "dtype",
+    "torch_dtype",
+    "quantization_config",
+    "tie_word_embeddings",
+)  # of the whole, where `text_config` has none
 NO_WINDOWS = ("llama", "glm4_moe", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
 HEAD_DIM_OF: dict[ModelFamily, int] = {
@@ -267,13 +281,30 @@ class _RawGeneration(msgspec.Struct):
 
 
 def read_json(file: Path, kind: type[T]) -> T:
-    """Return what a file says. Raises a one-line `ConfigError` that names it."""
+    """Return what a file says; of a `WRAPPED` model's config.json, what it says of its text.
+
+    Raises a one-line `ConfigError` that names the file.
+    """
     try:
-        return msgspec.json.decode(file.read_bytes(), type=kind)
+        data = file.read_bytes()
+        if file.name == "config.json" and (text := _text_of(data)) is not None:
+            return msgspec.convert(text, kind)
+        return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{file}: {error}") from None
     except OSError as error:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+
+
+def _text_of(data: bytes) -> dict[str, object] | None:
+    """Return the fields of the text's decoder; None if the model is not one of `WRAPPED`."""
+    named = msgspec.json.decode(data, type=_Kind).architectures
+    if not named or named[0] not in WRAPPED:
+        return None
+    whole = msgspec.json.decode(data, type=dict[str, object])
+    text = msgspec.convert(whole.get("text_config"), dict[str, object])
+    shared = {name: whole[name] for name in WHOLE_FIELDS if name in whole}
+    return {**WRAPPED_FIELDS, **shared, **text, "architectures": [WRAPPED[named[0]]]}
 
 
 def _family(file: Path, kind: _Kind) -> ModelFamily:

@@ -28,6 +28,7 @@ STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 SINKS = "self_attn.sinks"
 ROUTER_BIAS = "gate.e_score_correction_bias"
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
@@ -48,6 +49,7 @@ class Stored(msgspec.Struct, frozen=True):
     """A tensor and the file that holds it."""
 
     file: Path
+    name: str  # in the file
     entry: TensorEntry
 
 
@@ -106,14 +108,26 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of every file by name. Raises `ConfigError` if one is there twice."""
+    """Return every tensor of every file by name, without those that only images need.
+
+    Raises `ConfigError` if one is there twice.
+    """
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
-        for name, entry in tensors_of(file).items():
+        for own, entry in tensors_of(file).items():
+            if _OF_IMAGES.fullmatch(own):
+                continue
+            name = _text_name(own)
             if name in found:
                 raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
-            found[name] = Stored(file, entry)
+            found[name] = Stored(file, own, entry)
     return found
+
+
+def _text_name(name: str) -> str:
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
 
 
 def has_stacked_experts(names: Collection[str]) -> bool:

@@ -72,8 +72,8 @@ class Checkpoint:
                 self._open[shard] = safe_open(shard, framework="pt", device="cpu")
             handle = self._open[shard]
             if rows is None and columns is None and item is None:
-                return handle.get_tensor(name)
-            view = handle.get_slice(name)
+                return handle.get_tensor(stored.name)
+            view = handle.get_slice(stored.name)
             rows = rows or slice(None)
             if item is not None:
                 return view[item, rows, columns or slice(None)]

@@ -55,6 +55,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
     },
+    "gemma3": {
+        "text_config": {**BASE, **HALF_WINDOWS, "query_pre_attn_scalar": 16},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+        },
+        "mm_tokens_per_image": 4,
+    },
     "bloom": {},
     "codegen": {"n_positions": 1024, "rotary_dim": 8},
     "gemma3n_text": {

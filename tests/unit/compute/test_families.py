@@ -173,6 +173,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gemma3 with a window that is too wide": ("gemma3_text", {"sliding_window": 2000}),
+    "gemma3 that sees images": ("gemma3", {}),
+    "gemma3 that sees images, as transformers names it": (
+        "gemma3", {"save_original_format": False},
+    ),
     "gpt-oss": ("gpt_oss", {}),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),

@@ -119,6 +119,32 @@ def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
     )
 
 
+def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path: Path) -> None:
+    """As the hub's folder of the 4B has it, which leaves out what transformers has by default."""
+    text = {
+        "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
+        "num_hidden_layers": 34, "sliding_window": 1024,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }  # fmt: skip
+    whole = {
+        "architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3",
+        "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config": text,
+        "vision_config": {"hidden_size": 1152},
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    config = read_decoder_config(tmp_path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert (config.vocab_size, config.max_position_embeddings) == (262208, 131072)
+    assert (config.dtype, config.eos_token_ids, config.tie_word_embeddings) == (
+        "bfloat16", (1, 106), True,
+    )  # fmt: skip
+    assert (config.rope, config.local_rope) == (Rope(1e6, "linear", 8.0), Rope(1e4))
+    whole["text_config"] = None
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with pytest.raises(ConfigError, match=r"config\.json: Expected `object`"):
+        read_decoder_config(tmp_path)
+
+
 def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
     config = read(tmp_path)
     assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
