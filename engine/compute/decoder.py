@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -17,6 +18,31 @@ from baton.engine.compute.linear import Linear
 from baton.engine.compute.mlp import Mlp
 from baton.engine.compute.row_rule import ByRows, at_once
 from baton.engine.compute.tensor_parallel import Ranks
+
+
+@dataclass(slots=True, frozen=True)
+class JoinedNorms:
+    """The norm of the queries of all heads together, those of other ranks too, and of the keys."""
+
+    queries: Tensor  # [num_heads * head_dim] in fp32
+    keys: Tensor  # [num_kv_heads * head_dim]
+    copies: int  # how many ranks have the same heads of keys
+    eps: float
+    ranks: Ranks
+
+    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
+        """Return `x`, `[num_rows, queries, then keys, then values of this rank]`, normed."""
+        rank, size = self.ranks.rank, self.ranks.size
+        ends = len(self.queries) // size, len(self.keys) * self.copies // size
+        *parts, values = x.split((*ends, x.shape[1] - sum(ends)), dim=1)
+        for number, (norm, copies) in enumerate(((self.queries, 1), (self.keys, self.copies))):
+            width = parts[number].shape[1]
+            every = self.ranks.all_gather(parts[number]).view(len(x), size, width)
+            every = every[:, ::copies].reshape(len(x), -1)
+            first = rank // copies * width
+            normed, _ = backend.add_rms_norm(every, None, norm, self.eps)
+            parts[number] = normed[:, first : first + width]
+        return torch.cat((*parts, values), dim=1)
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,6 +59,7 @@ class DecoderLayer:
     output_norm: Tensor | None = None  # [hidden], of what attention adds
     mlp_output_norm: Tensor | None = None  # [hidden], of what the MLP adds
     scoring: Scoring | None = None  # None: the backend's
+    joined_norms: JoinedNorms | None = None
     rotation: int = 0  # the number of the backend's rotary table
 
 
@@ -138,6 +165,8 @@ class Decoder:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
         x = layer.qkv(x, adapted)
+        if layer.joined_norms is not None:
+            x = layer.joined_norms(x, backend)
         return x if layer.latent is None else layer.latent.packed(x, backend), residual
 
     def _after_attention(

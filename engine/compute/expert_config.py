@@ -22,6 +22,7 @@ class ExpertNames(msgspec.Struct, frozen=True):
     shared: str = "shared_expert"
     shared_gate: str = "shared_expert_gate"  # "": the shared expert has no weight of its own
     router: str = "gate"
+    router_bias: str = "gate.e_score_correction_bias"
     # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups in turns,
     # and they and the router have biases.
     are_turned: bool = False
@@ -60,6 +61,7 @@ class ExpertFamily(msgspec.Struct, frozen=True):
     num_experts_per_tok: int
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
+    routing: GroupedRouting | None = None
 
 
 _QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
@@ -70,7 +72,11 @@ EXPERT_FAMILIES = {
         ExpertNames("mlp", "", "", "", router="router", are_turned=True), 128, 4
     ),
     "mixtral": ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2),
-}
+    "minimax_m2": ExpertFamily(
+        ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias"),
+        256, 8, routing=GroupedRouting(True, 1, 1, 1.0),
+    ),
+}  # fmt: skip
 _DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")
 # Whether scores are sigmoids.
 GROUPED_FAMILIES = {
@@ -93,6 +99,8 @@ class RawExperts(msgspec.Struct):
     norm_topk_prob: bool = False
     mlp_only_layers: tuple[int, ...] | None = None
     decoder_sparse_step: _Positive = 1
+    scoring_func: str | None = None
+    shared_intermediate_size: int = 0
 
 
 def experts_config(file: Path, family: str, raw: RawExperts) -> ExpertsConfig:
@@ -106,8 +114,14 @@ def experts_config(file: Path, family: str, raw: RawExperts) -> ExpertsConfig:
         raise ConfigError(
             f"{file}: num_experts_per_tok must be at most the {num_experts} experts, not {per_tok}"
         )
+    if of.routing is not None and (
+        raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size
+    ):
+        raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
     if not of.moe_intermediate_size:
-        return ExpertsConfig(of.names, num_experts, per_tok, raw.intermediate_size, True)
+        return ExpertsConfig(
+            of.names, num_experts, per_tok, raw.intermediate_size, True, routing=of.routing
+        )
     dense = (
         layer
         for layer in range(raw.num_hidden_layers)

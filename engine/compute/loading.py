@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from baton.engine.compute.attention import Scoring
-from baton.engine.compute.decoder import Decoder, DecoderLayer
+from baton.engine.compute.decoder import Decoder, DecoderLayer, JoinedNorms
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.expert_config import ExpertsConfig
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
@@ -39,7 +39,6 @@ from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.weight_files import (
     EMBEDDING,
     HEAD,
-    ROUTER_BIAS,
     SINKS,
     STACKED_BLOCK,
     STACKED_DOWN,
@@ -210,7 +209,10 @@ class _Loader:
         return DecoderLayer(
             attention_norm=norms["attention_norm"],
             qkv=qkv,
-            head_norms=self._head_norms(attention) if config.qk_norm else None,
+            head_norms=(
+                self._head_norms(attention) if config.qk_norm and not config.joins_qk_norm else None
+            ),
+            joined_norms=self._joined_norms(attention) if config.joins_qk_norm else None,
             output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
             mlp=(
                 self._mlp(name + "mlp.", self.features)
@@ -302,9 +304,10 @@ class _Loader:
         linear = self._linear(self._read(block + "gate.weight", dtype=torch.float32))
         bias = None
         if how.is_sigmoid:
-            bias = self._read(block + ROUTER_BIAS, dtype=torch.float32)
+            name = block + experts.names.router_bias
+            bias = self._read(name, dtype=torch.float32)
             if not bias.isfinite().all():
-                raise ConfigError(f"{self.checkpoint.folder}: {block}{ROUTER_BIAS} is not finite")
+                raise ConfigError(f"{self.checkpoint.folder}: {name} is not finite")
         return GroupedRouter(linear, bias, how, *choice)
 
     def _shared(self, layer: str, experts: ExpertsConfig) -> SharedExpert | None:
@@ -381,6 +384,15 @@ class _Loader:
         k = self._norm(attention + "k_norm").expand(kv_heads, -1)
         norms = torch.cat((q, k))
         return norms if self.head_order is None else norms[:, self.head_order].contiguous()
+
+    def _joined_norms(self, attention: str) -> JoinedNorms:
+        config, ranks = self.config, self.ranks
+        norms = [self._norm(f"{attention}{one}_norm") for one in "qk"]
+        if (order := self.head_order) is not None:
+            heads = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
+            norms = heads
+        copies = max(1, ranks.size // config.num_kv_heads)
+        return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)
 
     def _columns(
         self, parts: list[tuple[str, slice]], *, has_bias: bool, order: Tensor | None = None

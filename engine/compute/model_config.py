@@ -33,7 +33,7 @@ from baton.protocol.errors import ConfigError
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2", "gemma3_text",
-    "gpt_oss", "glm4_moe",
+    "gpt_oss", "glm4_moe", "minimax_m2",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -56,6 +56,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "Gemma3ForCausalLM": "gemma3_text",
     "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm4_moe",
+    "MiniMaxM2ForCausalLM": "minimax_m2",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
@@ -73,10 +74,10 @@ WHOLE_FIELDS = (
     "quantization_config",
     "tie_word_embeddings",
 )  # of the whole, where `text_config` has none
-NO_WINDOWS = ("llama", "glm4_moe", *LATENT_FAMILIES)
+NO_WINDOWS = ("llama", "glm4_moe", "minimax_m2", *LATENT_FAMILIES)
 # transformers uses this value where the field is absent.
 HEAD_DIM_OF: dict[ModelFamily, int] = {
-    "qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64,
+    "qwen3": 128, "gemma2": 256, "gemma3_text": 256, "gpt_oss": 64, "minimax_m2": 128,
 }  # fmt: skip
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW, SLIDING_WINDOW_OF = 4096, {"gpt_oss": 128}
@@ -87,6 +88,7 @@ LAYER_TYPES = {"full_attention", "sliding_attention"}
 ABSENT_KV_HEADS: dict[ModelFamily, int] = {
     "mistral": 8, "ministral": 8, "qwen2": 32, "qwen3": 32, "qwen2_moe": 16, "qwen3_moe": 4,
     "mixtral": 8, "gemma2": 4, "gemma3_text": 4, "gpt_oss": 8, "glm4_moe": 8,
+    "minimax_m2": 8,
 }  # fmt: skip
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -96,7 +98,7 @@ RMS_NORM_EPS_OF: dict[ModelFamily, float] = {
 }  # fmt: skip
 BIASES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", *LAYER_FAMILIES)  # if attention_bias says so
 BIASED = ("gpt_oss",)  # where attention_bias is absent
-QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text")
+QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2")
 GUESSING = ("glm4_moe", *LATENT_FAMILIES)  # whose num_nextn_predict_layers is read
 DTYPE_OF = {"gpt_oss": "bfloat16"}  # whose published folders name none
 TIED = ("youtu", "gemma2", "gemma3_text")  # where tie_word_embeddings is absent
@@ -130,6 +132,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     output_bias: bool
     mlp_bias: bool
     qk_norm: bool
+    joins_qk_norm: bool  # over all heads together
     sliding_window: int | None
     dtype: DecoderDtype
     is_widened: bool  # the checkpoint's weights are float16
@@ -220,6 +223,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         output_bias=has_bias and family != "glm4_moe",
         mlp_bias=raw.mlp_bias and family == "llama",
         qk_norm=raw.use_qk_norm if family == "glm4_moe" else family in QK_NORMED,
+        joins_qk_norm=family == "minimax_m2",
         sliding_window=window,
         full_layers=full_layers,
         quantization=_quantization(file, raw),

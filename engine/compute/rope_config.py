@@ -15,7 +15,7 @@ from baton.protocol.errors import ConfigError
 
 RopeScaling = Literal["default", "linear", "llama3", "yarn"]
 ROPE_THETA = 10000.0
-ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5}
+ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5, "minimax_m2": 5e6}
 # Where config.json says nothing.
 ROPE_OF: dict[str, dict[str, object]] = {
     "gpt_oss": {
@@ -24,7 +24,7 @@ ROPE_OF: dict[str, dict[str, object]] = {
     }
 }  # fmt: skip
 # Families that rotate a part of each head, and which one where config.json says nothing.
-PARTIAL_OF = {"glm4_moe": 0.5}
+PARTIAL_OF = {"glm4_moe": 0.5, "minimax_m2": 1.0}
 # Families in which layers with a window have a rotary embedding of their own.
 LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
@@ -70,6 +70,8 @@ class RawRope(msgspec.Struct):
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
     partial_rotary_factor: _Share | None = None
+    rotary_dim: Annotated[int, Meta(gt=0)] | None = None  # of MiniMax
+    head_dim: Annotated[int, Meta(gt=0)] | None = None
     original_max_position_embeddings: int | None = None
 
 
@@ -114,6 +116,8 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     """Return the rotary embedding. Raises `ConfigError`."""
     given, field = _read(file, family, raw)
     shares = {given.partial_rotary_factor, raw.partial_rotary_factor} - {None}
+    if family == "minimax_m2" and raw.rotary_dim:
+        shares.add(raw.rotary_dim / (raw.head_dim or 128))
     share = shares.pop() if shares else PARTIAL_OF.get(family, 1.0)
     if shares or (share != 1.0 and family not in PARTIAL_OF):
         what = "is there twice" if shares else f"other than 1 is not supported in {family}"

@@ -27,7 +27,6 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 SINKS = "self_attn.sinks"
-ROUTER_BIAS = "gate.e_score_correction_bias"
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
@@ -170,8 +169,9 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
             shapes[f"{layer}{name}.weight"] = (hidden,)
         if config.layers.has_sinks:
             shapes[f"{layer}{SINKS}"] = (config.num_heads,)
-        for name in ("self_attn.q_norm", "self_attn.k_norm") if config.qk_norm else ():
-            shapes[f"{layer}{name}.weight"] = (config.head_dim,)
+        for name, every in (("q_norm", heads), ("k_norm", kv_heads)) if config.qk_norm else ():
+            size = every if config.joins_qk_norm else config.head_dim
+            shapes[f"{layer}self_attn.{name}.weight"] = (size,)
     shapes["model.norm.weight"] = (hidden,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
@@ -206,7 +206,8 @@ def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) ->
         expert = f"{names.block}.{names.shared}."
         shapes |= _gated_tensors(expert, names, shared, hidden)
     if experts.routing is not None and experts.routing.is_sigmoid:
-        shapes[f"{names.block}.{ROUTER_BIAS}"] = (count,)
+        block = STACKED_BLOCK if is_stacked else names.block
+        shapes[f"{block}.{names.router_bias}"] = (count,)
     if is_stacked:
         return shapes | {
             f"{STACKED_BLOCK}.gate.weight": (count, hidden),

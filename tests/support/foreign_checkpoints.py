@@ -48,6 +48,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
     },
+    "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
     "youtu": {key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},

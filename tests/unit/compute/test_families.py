@@ -36,7 +36,7 @@ from tests.support.foreign_checkpoints import (
 from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
-EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe")
+EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "minimax_m2")
 LATENT = ("deepseek_v3", "deepseek_v2")
 LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
@@ -146,6 +146,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm-4.5 that rotates three quarters": (
         "glm4_moe", {"rope_parameters": YARN | {"partial_rotary_factor": 0.75}},
     ),
+    "minimax-m2": ("minimax_m2", {"rotary_dim": 8}),
+    "stacked minimax-m2": ("minimax_m2", {"save_original_format": False}),
     "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
     "gemma2": ("gemma2", {}),

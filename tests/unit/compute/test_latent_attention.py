@@ -135,6 +135,7 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ("deepseek_v3", {"first_k_dense_replace": 2}, "has no tensor"),
         ("deepseek_v3", {"first_k_dense_replace": None}, "are missing: name one"),
         ("glm4_moe_lite", {"first_k_dense_replace": 2}, "mlp_layer_types differ"),
+        ("minimax_m2", {"scoring_func": "softmax"}, "scoring_func must be sigmoid"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "dense or sparse for each layer"),
         (
             "deepseek_v3", {"rope_parameters": DEEPSEEK_YARN | {"rope_type": "linear"}},

@@ -52,8 +52,8 @@ def refusal(folder: Path, **fields: object) -> str:
     return caught.value.message
 
 
-# What folders on the hub say, where it differs from LLAMA: gpt-oss-20b, Gemma 3 1B and 2 2B, and
-# GLM-4.5-Air.
+# What folders on the hub say, where it differs from LLAMA: gpt-oss-20b, Gemma 3 1B and 2 2B,
+# GLM-4.5-Air and MiniMax-M2.
 PUBLISHED: dict[str, dict[str, object]] = {
     "gpt_oss": {
         "architectures": ["GptOssForCausalLM"], "hidden_size": 2880, "intermediate_size": 2880,
@@ -96,6 +96,18 @@ PUBLISHED: dict[str, dict[str, object]] = {
         "norm_topk_prob": True, "partial_rotary_factor": 0.5, "rope_theta": 1000000,
         "use_qk_norm": False, "num_nextn_predict_layers": 1, "rms_norm_eps": 1e-5,
     },
+    "minimax_m2": {
+        "architectures": ["MiniMaxM2ForCausalLM"], "hidden_size": 3072, "intermediate_size": 1536,
+        "num_hidden_layers": 62, "num_attention_heads": 48, "head_dim": 128, "vocab_size": 200064,
+        "max_position_embeddings": 196608, "rotary_dim": 64, "rope_theta": 5000000,
+        "num_local_experts": 256, "num_experts_per_tok": 8, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "use_qk_norm": True, "qk_norm_type": "per_layer",
+        "quantization_config": {
+            "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "quant_method": "fp8",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    },
 }  # fmt: skip
 
 
@@ -115,6 +127,7 @@ def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
             "gemma3_text": ([512] * 5 + [None], 1 / 16, 256, 1e4, 1e4, False, False, 32768),
             "gemma2": ([4096, None] * 3, 1 / 16, 256, 1e4, 1e4, False, False, 8192),
             "glm4_moe": ([None] * 6, 128**-0.5, 64, 1e6, 1e6, True, False, 131072),
+            "minimax_m2": ([None] * 6, 128**-0.5, 64, 5e6, 5e6, False, False, 196608),
         }[family]
     )
 
