@@ -299,7 +299,7 @@ def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
 def _narrow_product(plan: RankPlan) -> PackNarrow | None:
     if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
         return None
-    from baton.kernels.narrow_product import packed
+    from baton.kernels.fixed_product import packed
 
     return packed
 

@@ -25,7 +25,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels import decode_attention, fixed_product, narrow_product, paged
+from baton.kernels import decode_attention, fixed_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
@@ -152,7 +152,7 @@ def _product(dtype: torch.dtype) -> object:
 
 
 def _narrow(*, is_fp8: bool) -> object:
-    from baton.kernels.narrow_product import NarrowProduct
+    from baton.kernels.fixed_product import NarrowProduct
 
     grid, x = torch.empty(32, 6144), torch.empty(7, 4096, dtype=torch.bfloat16)
     packed = torch.empty(6144, 4096 if is_fp8 else 2048, dtype=torch.uint8)
@@ -248,7 +248,7 @@ class Cubin(msgspec.Struct, frozen=True):
 def compiled(launch: Callable[[], object], gpu: str) -> list[Cubin]:
     """Return one cubin for each kernel that a call launches on a GPU of that capability."""
     tilings = paged.tilings_for((int(gpu) // 10, int(gpu) % 10))
-    places = (paged, decode_attention, fixed_product, narrow_product)
+    places = (paged, decode_attention, fixed_product)
     with ExitStack() as stack:
         for place in places:
             stack.enter_context(patch.object(place, "tilings_of", lambda _: tilings))

@@ -340,7 +340,7 @@ def check_narrow_product(
     rows: int, inner: int, columns: int, group: int, device: str, *, is_fp8: bool = False
 ) -> str:
     """Sizes that fill no tile, and the bits of some rows computed alone."""
-    from baton.kernels import narrow_product as module
+    from baton.kernels import fixed_product as module
     from baton.kernels import reference
     from baton.kernels.cpu_kernels import NarrowWeight
 

@@ -67,7 +67,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[
     """A kernel that is compiled while requests are served holds them all up for seconds."""
     for name, kernels in (
         ("eager", STEP_KERNELS),
-        ("ordered", STEP_KERNELS | {"_fixed_product_kernel", "_add_parts_kernel"}),
+        ("ordered", STEP_KERNELS | {"_product_kernel", "_add_parts_kernel"}),
     ):
         found = launched[name]
         assert found["is_batch_invariant"] == (name == "ordered")
