@@ -21,7 +21,6 @@ from tests.support.stream_reader import StreamReader
 from tests.support.waiting import until
 from tools.soak.__main__ import SoakSettings, soak, table
 
-NUM_TOKENS = 200
 MAX_ATTEMPTS = 2
 MANY_TOKENS = 4_000  # far more than the streams get to
 DEADLINE_S = 240.0
@@ -61,15 +60,16 @@ def serving(cluster: Cluster, role: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("shutdown_timeout_s", "by_command"),
-    [pytest.param(0.0, False, marks=pytest.mark.release), (60.0, True)],
+    ("shutdown_timeout_s", "by_command", "num_tokens"),
+    # So many that the stream has not ended when it is to be handed back.
+    [pytest.param(0.0, False, 2_000, marks=pytest.mark.release), (60.0, True, 200)],
 )
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
-    shutdown_timeout_s: float, by_command: bool, tmp_path: Path
+    shutdown_timeout_s: float, by_command: bool, num_tokens: int, tmp_path: Path
 ) -> None:
     config = settings(decode=2, node={"shutdown_timeout_s": shutdown_timeout_s})
     with Cluster(tmp_path, config) as cluster:
-        stream = cluster.stream(**body(PROMPT, NUM_TOKENS))
+        stream = cluster.stream(**body(PROMPT, num_tokens))
         tokens: list[int] = []
         while len(tokens) < 20:
             tokens += token_ids(next(stream))
@@ -96,7 +96,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         left = [line for line in cluster.lines if "node out of service" in line]
         assert "has left" in left[0]
         steps = {name: cluster.steps(name) for name in ("decode-0", "decode-1")}
-    assert tokens == expected(NUM_TOKENS)
+    assert tokens == expected(num_tokens)
     assert other[0]["token_ids"] == expected(20)  # type: ignore[index]
     attempts = {part.key.attempt for step in steps[first] for part in step.slices}
     moved = [part for name in steps if name != first for s in steps[name] for part in s.slices]

@@ -48,18 +48,18 @@ def llm(folder: Path) -> Iterator[LLM]:
 def test_the_offline_programs_of_vllm_run_with_another_import_and_leave_no_process() -> None:
     file = REPOSITORY / "tests" / "examples" / "offline.py"
     script = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
-    nodes: list[psutil.Process] = []
+    nodes: set[psutil.Process] = set()  # and what they run for a moment while they start
     assert script.stdout is not None
     with script.stdout as lines:
         while len(nodes) < 2 and script.poll() is None:
-            nodes = psutil.Process(script.pid).children(recursive=True)
+            nodes.update(psutil.Process(script.pid).children(recursive=True))
             time.sleep(0.01)
         printed = lines.read()
     assert script.wait(60.0) == 0
     assert "Generated text: '42" in printed
     assert "cached tokens: 0 128 0" in printed
-    assert len(nodes) == 2
-    assert psutil.wait_procs(nodes, timeout=GONE_TIMEOUT_S)[1] == []
+    assert len(nodes) >= 2
+    assert psutil.wait_procs(list(nodes), timeout=GONE_TIMEOUT_S)[1] == []
 
 
 def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm: LLM) -> None:

@@ -101,7 +101,7 @@ async def closing(call: Call) -> None:
     [
         (sends(*ONE), 30.0, [None] * 5, 1),
         (closing, 30.0, [None] * 3, 3),  # the server says that it will close
-        (sends(*ONE), 0.05, [None, 1.0], 2),  # it closed meanwhile
+        (sends(*ONE), 0.05, [None, 3.0], 2),  # it closed meanwhile
     ],
 )
 def test_a_connection_is_used_again_unless_it_is_closed(

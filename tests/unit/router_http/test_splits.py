@@ -21,7 +21,7 @@ from tests.support.http_bench import HttpBench, ScriptedEngine, well
 
 RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\n]*\n((?:[^\r\n]+\r\n)*)\r\n")
 NAME = re.compile(rb"(?i)x-request-id: ([^\r]*)")
-SETTLED_S = 5.0
+SETTLED_S = 15.0
 
 COMPLETION = b'{"prompt": [5, 6], "max_tokens": 3}'
 STREAM = b'{"prompt": [5, 6], "max_tokens": 3, "stream": true}'
