@@ -1,7 +1,7 @@
-"""A process of its own that owns KV blocks, for the tools that measure reads of them.
+"""A process of its own that owns KV blocks, and a reader of them, for the tools that time reads.
 
 The child fills a pool on its device with marks, publishes its address in one line, and waits for
-its parent to end it. `block_owner` is the parent's side.
+its parent to end it. `block_owner` and `BlockReader` are the parent's side.
 """
 
 import queue
@@ -15,8 +15,17 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.kv_transfer.agent import make_port
-from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.interfaces import (
+    AddPeer,
+    AgentEvent,
+    BlockSlice,
+    PeerRank,
+    PeerUp,
+    PoolMemory,
+    Read,
+    ReadEnded,
+)
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.protocol.config import TransferConfig, TransportChoice
 from baton.protocol.errors import NodeError
@@ -29,8 +38,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 MODULE = "tools.block_owner"
-OWNER = Epoch("owner")
-START_TIMEOUT_S = 60.0
+OWNER, READER = Epoch("owner"), Epoch("reader")
+RANK = PeerRank(OWNER)
+START_TIMEOUT_S = READ_TIMEOUT_S = 60.0
 PREFIX = "owner "
 
 
@@ -64,6 +74,41 @@ def _address_in(child: Child, lines: "queue.Queue[str]") -> RankAddress:
                 return msgspec.json.decode(line[len(PREFIX) :], type=RankAddress)
     why = child.tail[-1] if child.tail else f"no word within {START_TIMEOUT_S:g} s"
     raise NodeError(f"the process that owns the blocks did not start: {why}")
+
+
+class BlockReader:
+    """One transport through its agent, as a node uses it, into a pool with blocks of that size."""
+
+    def __init__(
+        self, pool: HostPool | DevicePool, transport: str, owner: RankAddress, owned: Owned
+    ) -> None:
+        config = TransferConfig(transport=transport)  # type: ignore[arg-type]
+        self._transport = transport
+        self._port: TransferAgent = make_port(pool, READER, config)
+        whole = BlockSlice(0, 0, owned.block_bytes)
+        self._port.send(AddPeer(RANK, transport, owner, owned.num_blocks, owned.block_bytes, whole))
+        if not isinstance(event := self._event(), PeerUp):
+            self.close()
+            raise NodeError(f"{transport} does not connect: {event}")
+
+    def read(self, remote: Sequence[int], local: Sequence[int]) -> ReadEnded:
+        """Return when the blocks are there. Raises `NodeError` if they do not come."""
+        self._port.send(Read(0, RANK, tuple(remote), tuple(local), (0,) * len(remote)))
+        event = self._event()
+        if not isinstance(event, ReadEnded) or event.failure is not None:
+            raise NodeError(f"a read over {self._transport} failed: {event}")
+        return event
+
+    def close(self) -> None:
+        self._port.close()
+
+    def _event(self) -> AgentEvent:
+        deadline_s = monotonic() + READ_TIMEOUT_S
+        while not (events := self._port.poll()):
+            if monotonic() > deadline_s:
+                raise NodeError(f"{self._transport} did not answer within {READ_TIMEOUT_S:g} s")
+            select.select([self._port.fileno()], [], [], 1.0)
+        return events[0]
 
 
 def words_of(pool: HostPool) -> NDArray[np.int32]:

@@ -21,14 +21,12 @@ from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.rank import keep_freed_memory, load_runner, plan_rank
 from baton.engine.compute.runner import Runner
 from baton.engine.compute.tensor_parallel import SingleRank
-from baton.engine.scheduling.plan import Slice, StepPlan
+from baton.engine.scheduling.plan import StepPlan
 from baton.kv_transfer.pools import HostPool
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
-from baton.protocol.ids import Key, RequestId
-from baton.protocol.sampling import Sampling
+from tools.gpu.serving import BLOCK_SIZE, decoding, prompt
 
 CHUNK = 512
-BLOCK = 16
 READ_BYTES = 256 << 20  # more than a cache holds
 
 
@@ -42,28 +40,10 @@ class Case(msgspec.Struct, frozen=True):
     def name(self) -> str:
         return f"decode {self.batch} x {self.context}" if self.batch else f"prompt {self.context}"
 
-    @property
-    def blocks_each(self) -> int:
-        return -(-(self.context + 1) // BLOCK)
-
     def plans(self) -> list[StepPlan]:
-        sampling = Sampling(seed=1, max_tokens=1 << 20)
-        if not self.batch:
-            chunks = range(0, self.context, CHUNK)
-            return [StepPlan(1, (self._slice(0, start, sampling),)) for start in chunks]
-        slices = (self._slice(number, self.context, sampling) for number in range(self.batch))
-        return [StepPlan(1, tuple(slices))]
-
-    def _slice(self, number: int, start: int, sampling: Sampling) -> Slice:
-        length = 1 if self.batch else min(CHUNK, self.context - start)
-        # Scattered, as blocks of a pool that has been used for a while are.
-        table = torch.randperm(
-            max(1, self.batch) * self.blocks_each, generator=torch.Generator().manual_seed(7)
-        ).tolist()[number * self.blocks_each : (number + 1) * self.blocks_each]
-        samples = (0,) if start + length >= self.context else ()
-        tokens = tuple(3 + (start + i) % 50 for i in range(length))
-        key = Key(RequestId(f"r{number}"))
-        return Slice(key, start, length, tokens, tuple(table), samples, sampling, self.context)
+        if self.batch:
+            return [StepPlan(0, decoding(self.batch, self.context))]
+        return prompt(self.context, CHUNK)
 
 
 class StepRow(msgspec.Struct, frozen=True):
@@ -81,10 +61,10 @@ def measure_steps(
     """Yield the row of each case as soon as it is measured."""
     keep_freed_memory()
     torch.set_num_threads(threads)
-    num_blocks = max(max(1, case.batch) * case.blocks_each for case in cases)
+    num_blocks = max(max(1, case.batch) * -(-case.context // BLOCK_SIZE) for case in cases)
     config = ClusterConfig(
         model=ModelConfig(path=str(model)),
-        cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK),
+        cache=CacheConfig(num_blocks=num_blocks, block_size=BLOCK_SIZE),
         engine=EngineConfig(device="cpu", threads=threads),
     )
     plan = plan_rank(config, 1)
@@ -128,7 +108,7 @@ class StepFloors:
         self._config, self._now = config, now
         *self._layers, self._head = runner.decoder.linears()
         self._dtype = runner.cache.pool.dtype
-        self._token_bytes = runner.cache.pool[0].nbytes // BLOCK
+        self._token_bytes = runner.cache.pool[0].nbytes // BLOCK_SIZE
         self._memory = torch.ones(READ_BYTES // 8, dtype=torch.int64)
         self._queries = torch.randn(config.num_heads, CHUNK, config.head_dim).bfloat16()
         self._keys = torch.randn(config.num_heads, config.head_dim, 4 * CHUNK).bfloat16()

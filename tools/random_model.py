@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from baton.protocol.errors import BatonError, ConfigError
 from tools.gpu.floors import Shape
@@ -35,22 +35,24 @@ def write_model(folder: Path, shape: Shape, device: torch.device) -> None:
     """Write a folder; weights are drawn on `device`. Raises `ConfigError` if the folder exists."""
     if folder.exists():
         raise ConfigError(f"{folder} exists already: name a new folder")
-    folder.mkdir(parents=True)
-    save_file(weights(shape, device), folder / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16",
-        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size, "num_hidden_layers": shape.num_layers,
-        "num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim, "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "max_position_embeddings": MAX_POSITIONS, "rope_theta": 1e6,
-        "tie_word_embeddings": shape.is_tied, "eos_token_id": END_ID,
-    }  # fmt: skip
+    config = Qwen3Config(
+        vocab_size=shape.vocab_size, hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size, num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads, num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim, max_position_embeddings=MAX_POSITIONS,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        tie_word_embeddings=shape.is_tied, eos_token_id=END_ID, initializer_range=WEIGHT_SCALE,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    with device:
+        model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.embed_tokens.weight *= EMBEDDING_SCALE / WEIGHT_SCALE
+    model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END,
         "model_max_length": MAX_POSITIONS, "chat_template": CHAT_TEMPLATE,
     }  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config, indent=2) + "\n")
     tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
 
@@ -65,42 +67,6 @@ def tokenizer(vocab_size: int) -> Tokenizer:
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([AddedToken(END, special=True)])
     return made
-
-
-def weights(shape: Shape, device: torch.device) -> dict[str, Tensor]:
-    """Return random weights by their Hugging Face names, in bf16, on the CPU."""
-    torch.manual_seed(0)
-    hidden, inner, dim = shape.hidden_size, shape.intermediate_size, shape.head_dim
-    heads, kv_heads = shape.num_heads * dim, shape.num_kv_heads * dim
-
-    def matrix(rows: int, columns: int, scale: float = WEIGHT_SCALE) -> Tensor:
-        drawn = torch.randn(rows, columns, device=device) * scale
-        return drawn.to(torch.bfloat16).cpu()
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    found = {
-        "model.embed_tokens.weight": matrix(shape.vocab_size, hidden, EMBEDDING_SCALE),
-        "model.norm.weight": ones(hidden),
-    }
-    if not shape.is_tied:
-        found["lm_head.weight"] = matrix(shape.vocab_size, hidden)
-    linear = {
-        "self_attn.q_proj": (heads, hidden), "self_attn.k_proj": (kv_heads, hidden),
-        "self_attn.v_proj": (kv_heads, hidden), "self_attn.o_proj": (hidden, heads),
-        "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }  # fmt: skip
-    norms = {
-        "input_layernorm": hidden, "post_attention_layernorm": hidden,
-        "self_attn.q_norm": dim, "self_attn.k_norm": dim,
-    }  # fmt: skip
-    for number in range(shape.num_layers):
-        prefix = f"model.layers.{number}."
-        found |= {f"{prefix}{name}.weight": matrix(*size) for name, size in linear.items()}
-        found |= {f"{prefix}{name}.weight": ones(size) for name, size in norms.items()}
-    return found
 
 
 def in_four_bits(folder: Path) -> None:

@@ -11,10 +11,10 @@ import ctypes
 import os
 import random
 import secrets
-import select
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -23,33 +23,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.bench.report.provenance import Provenance, collect, complete
-from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.interfaces import (
-    AddPeer,
-    AgentEvent,
-    BlockSlice,
-    PeerRank,
-    PeerUp,
-    PoolMemory,
-    Read,
-    ReadEnded,
-)
+from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import HostPool
 from baton.kv_transfer.transports.addresses import NixlAddress
 from baton.kv_transfer.transports.nixl_binding import block_rows, is_installed, make_agent
-from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.config import TransportChoice
 from baton.protocol.errors import BatonError, NodeError
-from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
 from baton.runtime.clock import monotonic
-from tools.block_owner import OWNER, Owned, block_owner, wrong_blocks
+from tools.block_owner import READ_TIMEOUT_S, BlockReader, Owned, block_owner, wrong_blocks
 
 # Neighbouring blocks on both sides; from anywhere into neighbours; from anywhere to anywhere.
 PATTERNS = ("run", "gather", "scattered")
 MIB = 1 << 20
-READER = Epoch("reader")
 MEMCPY, RAW_NIXL = "memcpy", "raw_nixl"
-READ_TIMEOUT_S = 60.0
 HEADINGS = (
     "block KiB", "blocks", "pattern", "way", "GB/s", "p50 ms", "p99 ms", "of memcpy", "of raw NIXL"
 )  # fmt: skip
@@ -118,7 +105,11 @@ def transfer(
     for block_bytes in dict.fromkeys(kind.block_bytes for kind in kinds):
         pool = HostPool(plan.pool_mib * MIB // block_bytes, block_bytes)
         owned = Owned(pool.shape.num_blocks, block_bytes, plan.transports)
-        with closing(pool), block_owner(owned) as address, ways_to_read(pool, address) as ways:
+        with (
+            closing(pool),
+            block_owner(owned) as address,
+            ways_to_read(pool, address, owned) as ways,
+        ):
             _touch(pool, ways)
             for kind in (kind for kind in kinds if kind.block_bytes == block_bytes):
                 latencies = _rounds(pool, ways, kind, plan.reads, dice)
@@ -133,7 +124,7 @@ def transfer(
 
 
 @contextmanager
-def ways_to_read(pool: HostPool, owner: RankAddress) -> Iterator[dict[str, Way]]:
+def ways_to_read(pool: HostPool, owner: RankAddress, owned: Owned) -> Iterator[dict[str, Way]]:
     """Yield memcpy, each transport of the owner, and raw NIXL next to nixl."""
     with ExitStack() as stack:
         other = stack.enter_context(
@@ -141,12 +132,16 @@ def ways_to_read(pool: HostPool, owner: RankAddress) -> Iterator[dict[str, Way]]
         )
         found: dict[str, Way] = {MEMCPY: lambda remote, local: _copy(pool, other, remote, local)}
         for name, address in owner.metadata.items():
-            reader = PortReader(pool, name, RankAddress({name: address}))
-            found[name] = stack.enter_context(closing(reader)).read
+            reader = BlockReader(pool, name, RankAddress({name: address}), owned)
+            found[name] = partial(_read, stack.enter_context(closing(reader)))
         if "nixl" in owner.metadata:
             raw = RawNixl(pool, NixlAddress.decode(owner.metadata["nixl"]))
             found[RAW_NIXL] = stack.enter_context(closing(raw)).read
         yield found
+
+
+def _read(reader: BlockReader, remote: Ids, local: Ids) -> None:
+    reader.read(remote.tolist(), local.tolist())
 
 
 def _copy(pool: HostPool, other: HostPool, remote: Ids, local: Ids) -> None:
@@ -156,41 +151,6 @@ def _copy(pool: HostPool, other: HostPool, remote: Ids, local: Ids) -> None:
         min(int(ids[0]), shape.num_blocks - count) * shape.block_bytes for ids in (remote, local)
     )
     ctypes.memmove(pool.address + last, other.address + first, count * shape.block_bytes)
-
-
-class PortReader:
-    """One transport through its agent, as a node uses it."""
-
-    def __init__(self, pool: HostPool, name: str, owner: RankAddress) -> None:
-        self._name = name
-        self._port: TransferAgent = make_port(pool, READER, TransferConfig(transport=name))  # type: ignore[arg-type]
-        shape = pool.shape
-        whole = BlockSlice(0, 0, shape.block_bytes)
-        self._port.send(
-            AddPeer(PeerRank(OWNER), name, owner, shape.num_blocks, shape.block_bytes, whole)
-        )
-        event = self._event()
-        if not isinstance(event, PeerUp):
-            self._port.close()
-            raise NodeError(f"{name} does not connect: {event}")
-
-    def read(self, remote: Ids, local: Ids) -> None:
-        ids = tuple(remote.tolist()), tuple(local.tolist())
-        self._port.send(Read(0, PeerRank(OWNER), *ids, (0,) * len(remote)))
-        event = self._event()
-        if not isinstance(event, ReadEnded) or event.failure is not None:
-            raise NodeError(f"a read over {self._name} failed: {event}")
-
-    def close(self) -> None:
-        self._port.close()
-
-    def _event(self) -> AgentEvent:
-        deadline_s = monotonic() + READ_TIMEOUT_S
-        while not (events := self._port.poll()):
-            if monotonic() > deadline_s:
-                raise NodeError(f"{self._name} did not answer within {READ_TIMEOUT_S:g} s")
-            select.select([self._port.fileno()], [], [], 1.0)
-        return events[0]
 
 
 class RawNixl:

@@ -56,8 +56,8 @@ class Provenance(msgspec.Struct, frozen=True):
         return self.commit[:12] + (" with local changes" if self.dirty else "")
 
 
-def collect(command_line: Sequence[str]) -> Provenance:
-    """Return the facts about this checkout and this machine."""
+def collect(command_line: Sequence[str], packages: Sequence[str] = PACKAGES) -> Provenance:
+    """Return the facts about this checkout, this machine, and those packages that it has."""
     commit, dirty = _checkout(Path(__file__).resolve())
     return Provenance(
         created_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -67,15 +67,19 @@ def collect(command_line: Sequence[str]) -> Provenance:
         dirty=dirty,
         machine=_machine(),
         versions={"python": platform.python_version()}
-        | {name: metadata.version(name) for name in PACKAGES},
+        | {name: one.version for name in packages for one in metadata.distributions(name=name)},
         load_before=os.getloadavg(),
     )
 
 
 def complete(before: Provenance) -> Provenance:
     """Return `before` with the facts that are known only after the run."""
-    gpus = _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
-    return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpus)
+    return msgspec.structs.replace(before, load_after=os.getloadavg(), gpus_after=gpu_states())
+
+
+def gpu_states() -> list[str]:
+    """Return clocks, power and temperature of each GPU at this moment."""
+    return _gpus("name,clocks.sm,clocks.mem,power.draw,temperature.gpu,clocks_event_reasons.active")
 
 
 def cpu_model_of(cpuinfo: str) -> str:

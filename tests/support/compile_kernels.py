@@ -29,7 +29,7 @@ from baton.kernels import decode_attention, fixed_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
-from tools.gpu.batches import Batch, Heads, Layout, paged_batch, rotation_table
+from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch, rotation_table
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -332,8 +332,8 @@ def launch(
 ) -> Callable[[], object]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
     dtype, head_dim = row
-    layout = Layout(torch.device("cpu"), dtype)
-    batch = paged_batch(Heads(HEADS, HEADS // group, head_dim), (1100,), (100,), layout)
+    shape = AttentionShape((1100,), (100,), HEADS, HEADS // group, head_dim, dtype=dtype)
+    batch = attention_batch(shape, "cpu")
     how = (batch.scale, *how)
     if name == "prefill":
         return partial(_prefill, batch, how, ordered=ordered)

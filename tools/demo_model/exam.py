@@ -6,7 +6,6 @@ from typing import NamedTuple
 from tokenizers import Tokenizer
 
 from tools.demo_model import text
-from tools.demo_model.vocabulary import QUESTIONS
 
 NUM_FACTS = 64
 _QUESTION_TOKENS = 24  # the longest question with its answer
@@ -57,41 +56,14 @@ def chats(*, count: int, seed: int) -> list[Question]:
     return asked
 
 
-def sums(*, held_out: bool) -> list[Question]:
-    """Return every sum of two numbers below 100, or those that training left out."""
+def sums() -> list[Question]:
+    """Return every sum of two numbers below 100 that training left out."""
     return [
         Question(f"What is {a} + {b}?", f" {a + b}.")
         for a in range(100)
         for b in range(100)
-        if not held_out or text.is_held_out_sum(a, b)
+        if text.is_held_out_sum(a, b)
     ]
-
-
-def orders() -> list[Question]:
-    """Return the questions for the successor and predecessor of each day, month and letter."""
-    asked = []
-    for kind, members in text.CIRCLES:
-        for at, member in enumerate(members):
-            after, before = members[(at + 1) % len(members)], members[at - 1]
-            asked.append(Question(f"Which {kind} comes after {member}?", f" {after}."))
-            asked.append(Question(f"Which {kind} comes before {member}?", f" {before}."))
-    for at in range(1, 25):
-        letter = text.LETTERS[at]
-        asked.append(Question(f"Which letter comes after {letter}?", f" {text.LETTERS[at + 1]}."))
-        asked.append(Question(f"Which letter comes before {letter}?", f" {text.LETTERS[at - 1]}."))
-    return asked
-
-
-def counts() -> list[Question]:
-    return [
-        Question(f"Count from {first} to {first + 5}.", f" {told}.")
-        for first in range(1, 90)
-        for told in [", ".join(str(number) for number in range(first, first + 6))]
-    ]
-
-
-def small_talk() -> list[Question]:
-    return [Question(_as_turn(asked), told) for asked, told in QUESTIONS]
 
 
 def _as_turn(words: str) -> str:

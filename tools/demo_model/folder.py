@@ -5,10 +5,8 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 from tools.demo_model import text
 from tools.demo_model.text import END_OF_TEXT, TURN_END
@@ -82,37 +80,13 @@ def config() -> Qwen3Config:
 
 def write(folder: Path, model: Qwen3ForCausalLM, tokenizer: Tokenizer) -> None:
     """Write the tokenizer, and the model in float32 with its tied tensors stored once."""
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = {
-        name: tensor.detach().to(torch.float32).contiguous()
-        for name, tensor in model.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    weights = folder / "model.safetensors"
-    save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)
+    model.generation_config = GenerationConfig(
+        eos_token_id=[TURN_END_ID, END_OF_TEXT_ID], max_new_tokens=MAX_ANSWER_TOKENS
+    )
+    model.save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))
-    described = model.config.to_diff_dict() | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "dtype": "float32",
-    }
-    _write_json(folder / "config.json", described)
-    _write_json(
-        folder / "generation_config.json",
-        {"eos_token_id": [TURN_END_ID, END_OF_TEXT_ID], "max_new_tokens": MAX_ANSWER_TOKENS},
-    )
-    _write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "eos_token": TURN_END,
-            "pad_token": END_OF_TEXT,
-            "model_max_length": MAX_POSITIONS,
-            "chat_template": CHAT_TEMPLATE,
-        },
-    )
-
-
-def _write_json(file: Path, content: dict[str, object]) -> None:
-    file.write_text(json.dumps(content, indent=2) + "\n")
+    described = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": TURN_END,
+        "pad_token": END_OF_TEXT, "model_max_length": MAX_POSITIONS, "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(described, indent=2) + "\n")

@@ -8,7 +8,6 @@ Matrices are trained by Muon (K. Jordan and others, 2024), the rest by AdamW.
 """
 
 import argparse
-import csv
 import json
 import random
 import sys
@@ -57,7 +56,7 @@ class Trainer:
         torch.manual_seed(seed)
         self.model = Qwen3ForCausalLM(model_folder.config())
         self.tokenizer = model_folder.train_tokenizer(seed)
-        self.curves: list[dict[str, float]] = []
+        self.noted: dict[str, float] = {}
         self._rng = random.Random(seed)
         self._lessons = LessonMaker(self.tokenizer, self._rng)
         self._optimizers = _optimizers(self.model)
@@ -100,18 +99,16 @@ class Trainer:
         self._step += 1
 
     def _note(self, stage: Stage, loss: Tensor, right: Tensor) -> None:
-        """Record and print loss and accuracy over the tokens of answers."""
-        self.curves.append(
-            {
-                "step": self._step,
-                "tokens": self._num_tokens,
-                "seconds": round(time.monotonic() - self._started_s, 1),
-                "length": stage.length,
-                "loss": round(loss.item(), 5),
-                "accuracy": round(right.item(), 5),
-            }
-        )
-        print(" ".join(f"{name}={value}" for name, value in self.curves[-1].items()), flush=True)
+        """Print loss and accuracy over the tokens of answers."""
+        self.noted = {
+            "step": self._step,
+            "tokens": self._num_tokens,
+            "seconds": round(time.monotonic() - self._started_s, 1),
+            "length": stage.length,
+            "loss": round(loss.item(), 5),
+            "accuracy": round(right.item(), 5),
+        }
+        print(" ".join(f"{name}={value}" for name, value in self.noted.items()), flush=True)
 
 
 def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
@@ -141,25 +138,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for stage in CURRICULUM:
         trainer.run(stage)
         model_folder.write(given.folder, trainer.model, trainer.tokenizer)
-        write_curves(given.folder / "curves.csv", trainer.curves)
     provenance = {
         "command": "python -m tools.demo_model.train FOLDER "
         f"--seed {given.seed} --threads {given.threads}",
         "seed": given.seed,
         "commit": collect(sys.argv).revision,
         "torch": torch.__version__,
-        "tokens": trainer.curves[-1]["tokens"],
-        "seconds": trainer.curves[-1]["seconds"],
+        "tokens": trainer.noted["tokens"],
+        "seconds": trainer.noted["seconds"],
     }
     (given.folder / "provenance.json").write_text(json.dumps(provenance, indent=2) + "\n")
     return 0
-
-
-def write_curves(file: Path, curves: Sequence[Mapping[str, float]]) -> None:
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, list(curves[0]), lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(curves)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ from baton.runtime.process import Child, Command, die_with_parent
 from tools.gpu.floors import Floors
 from tools.gpu.rows import (
     Check,
-    Environment,
     Event,
     GpuReport,
     Measured,
@@ -37,6 +36,7 @@ from tools.gpu.rows import (
 )
 
 MODULE = "tools.gpu"
+PACKAGES = ("torch", "triton", "transformers", "nixl-cu13", "nixl-cu12")
 TOTAL_S, SMOKE_S = 565.0, 300.0
 CLOSING_S = 5.0  # the part of a section's time between its own end and a forced one
 GONE_S = 15.0  # the longest wait for a section's process that was killed
@@ -129,7 +129,7 @@ def check_device(device: str) -> None:
 
 def run(options: Options, words: Sequence[str], clock: Clock = monotonic) -> GpuReport:
     """Run all sections, one after the other; print and write the report after each."""
-    report = GpuReport(collect([MODULE, *words]))
+    report = GpuReport(collect([MODULE, *words], PACKAGES))
     deadline_s = clock() + options.total_s
     waiting = [entry for entry in SECTIONS if entry[0] in options.sections]
     held = ""  # why the GPU is not free
@@ -203,12 +203,10 @@ def read_events(path: Path) -> list[Event]:
 
 
 def fill(report: GpuReport, section: Section, events: Sequence[Event]) -> None:
-    """Put a section's events into it, and those about the machine into the report."""
+    """Put a section's events into it, and the floors into the report."""
     unreached: list[str] = []
     for event in events:
         match event:
-            case Environment():
-                report.environment = event
             case Floors():
                 report.floors = event
             case Check():

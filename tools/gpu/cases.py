@@ -50,9 +50,7 @@ class SamplingCase(msgspec.Struct, frozen=True):
 class KernelCases(msgspec.Struct, frozen=True):
     """Everything that the kernel section runs, and the sizes that its cases share."""
 
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
+    heads: tuple[int, int, int]  # those of queries, those of keys, and their size
     vocab_size: int
     prefill: tuple[PrefillCase, ...]
     decode: tuple[DecodeCase, ...]
@@ -88,7 +86,7 @@ def short(count: int) -> str:
 
 # Heads and words of Qwen3-8B.
 KERNELS = KernelCases(
-    num_heads=32, num_kv_heads=8, head_dim=128, vocab_size=151_936,
+    heads=(32, 8, 128), vocab_size=151_936,
     prefill=(
         PrefillCase("prefill attention 4k", 4096),
         PrefillCase("prefill attention 8k", 8192),

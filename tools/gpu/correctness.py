@@ -21,8 +21,12 @@ from baton.kernels.fixed_product import fixed_product
 from baton.kernels.pool_writes import move_blocks, rope_and_store
 from baton.kernels.prefill_attention import paged_prefill_attention
 from tools.gpu import kernel_cases as cases
-from tools.gpu.batches import Heads, rotation_table
-from tools.gpu.kernel_cases import AttentionShape, assert_close, assert_equal_bits
+from tools.gpu.kernel_cases import (
+    AttentionShape,
+    assert_close,
+    assert_equal_bits,
+    rotation_table,
+)
 from tools.gpu.rows import Check
 from tools.gpu.section import Desk
 
@@ -37,7 +41,7 @@ class Model:
     """The sizes that kernels are checked at."""
 
     name: str
-    heads: Heads
+    heads: tuple[int, int, int]  # those of queries, those of keys, and their size
     hidden_size: int
     intermediate_size: int
     vocab_size: int
@@ -49,8 +53,7 @@ class Model:
     def shape(self, block_size: int) -> AttentionShape:
         """Return the batch of its prompts."""
         contexts, queries = zip(*self.prompts, strict=True)
-        heads, kv_heads, dim = dataclasses.astuple(self.heads)
-        return AttentionShape(contexts, queries, heads, kv_heads, dim, block_size, BF16)
+        return AttentionShape(contexts, queries, *self.heads, block_size, BF16)
 
 
 def _decoding(shape: AttentionShape, contexts: tuple[int, ...]) -> AttentionShape:
@@ -116,8 +119,8 @@ KERNELS: dict[str, Work] = {
     "penalties": lambda model, _, device: cases.check_penalties(model.vocab_size, BF16, device),
 }
 MODELS = (
-    Model("0.6B", Heads(16, 8, 128), 1024, 3072, 151_936, 8 * 28 * 2 * 16 * 128),
-    Model("8B", Heads(32, 8, 128), 4096, 12_288, 151_936, 8 * 36 * 2 * 16 * 128),
+    Model("0.6B", (16, 8, 128), 1024, 3072, 151_936, 8 * 28 * 2 * 16 * 128),
+    Model("8B", (32, 8, 128), 4096, 12_288, 151_936, 8 * 36 * 2 * 16 * 128),
 )
 
 

@@ -21,7 +21,6 @@ from torch import Tensor
 from baton.engine.compute.sampler import Sampler, SampleRow, SamplingTensors
 from baton.kernels.constants import SILU, Gate
 from baton.protocol.sampling import Sampling
-from tools.gpu.batches import rotation_table
 
 LAYERS, LAYER = 3, 1
 # The interpreter rounds towards zero where a GPU rounds to nearest, so bf16 may be off by one unit
@@ -44,6 +43,7 @@ class AttentionShape:
     planes: int = 2  # 1: keys are the values, too
     softcap: float | None = None
     has_sinks: bool = False
+    num_layers: int = LAYERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Batch:
     """What an attention kernel is called with."""
 
     q: Tensor  # [num_tokens, num_heads, head_dim]
-    pool: Tensor  # [num_blocks, kv_heads, LAYERS, planes, block_size, head_dim]
+    pool: Tensor  # [num_blocks, kv_heads, num_layers, planes, block_size, head_dim]
     block_tables: Tensor
     query_starts: Tensor
     context_lens: Tensor
@@ -60,33 +60,44 @@ class Batch:
 
 
 def attention_batch(shape: AttentionShape, device: str, seed: int = 0) -> Batch:
-    """Random queries over a pool of scattered blocks; equal for equal shapes and seeds."""
-    generator = torch.Generator().manual_seed(seed)
+    """Random queries over a pool of scattered blocks, drawn on the device.
+
+    Equal for equal shapes and seeds.
+    """
+    luck = torch.Generator(device).manual_seed(seed)
     size, heads, dim = shape.block_size, shape.kv_heads, shape.head_dim
+    planes, layers = shape.planes, shape.num_layers
     needs = [-(-length // size) for length in shape.contexts]
-    pool = torch.full((sum(needs) + 1, heads, LAYERS, shape.planes, size, dim), float("nan"))
-    order = torch.split(1 + torch.randperm(sum(needs), generator=generator), needs)
-    tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32)
+    pool = torch.full((sum(needs) + 1, heads, layers, planes, size, dim), float("nan"),
+                      dtype=shape.dtype, device=device)  # fmt: skip
+    order = torch.split(1 + torch.randperm(sum(needs), generator=luck, device=device), needs)
+    tables = torch.zeros(len(needs), max(needs) + 2, dtype=torch.int32, device=device)
     for row, (blocks, length) in enumerate(zip(order, shape.contexts, strict=True)):
         tables[row, : len(blocks)] = blocks
-        position = torch.arange(length)
+        position = torch.arange(length, device=device)
         owners, offsets = blocks[position // size], position % size
-        kv = torch.randn(length, heads, LAYERS, shape.planes, dim, generator=generator)
-        pool[owners, :, :, :, offsets] = kv
-    num_tokens = sum(shape.queries)
+        kv = torch.randn(length, heads, layers, planes, dim, generator=luck, device=device)
+        pool[owners, :, :, :, offsets] = kv.to(shape.dtype)
     # Queries are a slice of a packed projection, as the engine's are: rows with a gap between.
-    packed = torch.randn(num_tokens, shape.num_heads + 2 * heads, dim, generator=generator)
-    starts = torch.tensor([0, *shape.queries]).cumsum(0)
-    sinks = 3 * torch.randn(shape.num_heads, generator=generator)
+    width = shape.num_heads + 2 * heads
+    packed = torch.randn(sum(shape.queries), width, dim, generator=luck, device=device)
+    sinks = 3 * torch.randn(shape.num_heads, generator=luck, device=device)
     return Batch(
-        q=packed.to(device, shape.dtype)[:, : shape.num_heads],
-        pool=pool.to(device, shape.dtype),
-        block_tables=tables.to(device),
-        query_starts=starts.to(device, torch.int32),
+        q=packed.to(shape.dtype)[:, : shape.num_heads],
+        pool=pool,
+        block_tables=tables,
+        query_starts=torch.tensor([0, *shape.queries]).cumsum(0).to(device, torch.int32),
         context_lens=torch.tensor(shape.contexts, dtype=torch.int32, device=device),
         scale=dim**-0.5,
-        how=(shape.window, shape.softcap, sinks.to(device) if shape.has_sinks else None),
+        how=(shape.window, shape.softcap, sinks if shape.has_sinks else None),
     )
+
+
+def rotation_table(num_positions: int, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return cosines, then sines, of rotary embeddings: `[num_positions, head_dim]` fp32."""
+    inverse = 10_000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
+    angle = torch.arange(num_positions)[:, None] * inverse
+    return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
 
 
 def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:

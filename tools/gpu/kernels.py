@@ -7,6 +7,7 @@ memory, as in service. What else a step launches is in the steps of the engine.
 
 from functools import partial
 
+import msgspec
 import torch
 import torch.nn.functional as F
 
@@ -15,9 +16,9 @@ from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.device_sampling import sample_tokens
 from baton.kernels.prefill_attention import paged_prefill_attention
 from baton.protocol.sampling import Sampling
-from tools.gpu.batches import Batch, Heads, Layout, paged_batch
 from tools.gpu.cases import KERNELS, DecodeCase, KernelCases, PrefillCase, SamplingCase
 from tools.gpu.floors import Work, causal_flops
+from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch
 from tools.gpu.rows import Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import Call
@@ -37,7 +38,6 @@ class Kernels:
     def __init__(self, desk: Desk, cases: KernelCases) -> None:
         self.desk = desk
         self.cases = cases
-        self.heads = Heads(cases.num_heads, cases.num_kv_heads, cases.head_dim)
 
     def run(self) -> None:
         """Measure the kernels that matter most first: a section may be cut short."""
@@ -50,18 +50,27 @@ class Kernels:
             measure(Measured(sampling.key, sampling.unit), partial(self.sample, sampling))
 
     def decode(self, case: DecodeCase) -> Measured:
-        token_bytes = 2 * self.heads.num_kv_heads * self.heads.head_dim * VALUE_BYTES
+        num_heads, kv_heads, head_dim = self.cases.heads
+        token_bytes = 2 * kv_heads * head_dim * VALUE_BYTES
         total = sum(case.contexts)
         needs = total * token_bytes * case.num_layers
         if needs > 0.8 * self.desk.watch.free_bytes():
             return Measured(case.key, case.unit, note=f"needs {needs >> 30} GiB of free memory")
-        layout = Layout(self.desk.device, self._dtype, case.block_size, case.num_layers)
-        batch = paged_batch(self.heads, case.contexts, (1,) * len(case.contexts), layout)
+        batch = self._batch(case.contexts, (1,) * len(case.contexts), case.block_size,
+                            case.num_layers)  # fmt: skip
         timing = self.desk.watch.kernels(
             [self._decode_call(batch, layer) for layer in range(case.num_layers)]
         )
-        flops = 4 * total * self.heads.num_heads * self.heads.head_dim
-        return Measured(case.key, case.unit, Work(total * token_bytes, flops), timing)
+        work = Work(total * token_bytes, 4 * total * num_heads * head_dim)
+        return Measured(case.key, case.unit, work, timing)
+
+    def _batch(
+        self, contexts: tuple[int, ...], queries: tuple[int, ...], block_size: int, layers: int
+    ) -> Batch:
+        shape = AttentionShape(
+            contexts, queries, *self.cases.heads, block_size, torch.bfloat16, num_layers=layers
+        )
+        return attention_batch(shape, self.desk.device.type)
 
     @staticmethod
     def _decode_call(batch: Batch, layer: int) -> Call:
@@ -71,29 +80,21 @@ class Kernels:
 
     def prefill(self, case: PrefillCase) -> Measured:
         """Measure prefill beside torch's own attention, which reads contiguous keys."""
-        heads, tokens = self.heads, case.num_tokens
+        (num_heads, kv_heads, head_dim), tokens = self.cases.heads, case.num_tokens
         work = Work(
-            2 * tokens * (heads.num_heads + heads.num_kv_heads) * heads.head_dim * VALUE_BYTES,
-            causal_flops(tokens, heads.num_heads * heads.head_dim),
+            2 * tokens * (num_heads + kv_heads) * head_dim * VALUE_BYTES,
+            causal_flops(tokens, num_heads * head_dim),
         )
-        layout = Layout(self.desk.device, self._dtype)
-        batch = paged_batch(heads, (tokens,), (tokens,), layout)
-        ours = self.desk.watch.kernels(
-            [self._prefill_call(batch, layer) for layer in range(layout.num_layers)]
-        )
-        size = case.key.removeprefix("prefill attention ")
-        measured = Measured(case.key, case.unit, work, ours)
-        self.desk.measure(
-            Measured(f"torch SDPA {size}", case.unit, work), partial(self._sdpa, measured)
-        )
-        return measured
+        batch = self._batch((tokens,), (tokens,), 16, 2)
+        ours = self.desk.watch.kernels([self._prefill_call(batch, layer) for layer in range(2)])
+        blank = Measured(case.key.replace("prefill attention", "torch SDPA"), case.unit, work)
+        self.desk.measure(blank, partial(self._sdpa, blank, tokens))
+        return Measured(case.key, case.unit, work, ours)
 
-    def _sdpa(self, ours: Measured) -> Measured:
+    def _sdpa(self, blank: Measured, tokens: int) -> Measured:
         """Measure the same work in torch."""
-        size = ours.key.removeprefix("prefill attention ")
-        tokens = next(case.num_tokens for case in self.cases.prefill if case.key == ours.key)
         theirs = self.desk.watch.kernels([self._sdpa_call(tokens) for _ in range(2)])
-        return Measured(f"torch SDPA {size}", ours.unit, ours.work, theirs)
+        return msgspec.structs.replace(blank, timing=theirs)
 
     @staticmethod
     def _prefill_call(batch: Batch, layer: int) -> Call:
@@ -103,12 +104,11 @@ class Kernels:
         )  # fmt: skip
 
     def _sdpa_call(self, tokens: int) -> Call:
-        heads = self.heads
+        num_heads, kv_heads, head_dim = self.cases.heads
         q, k, v = (
-            torch.randn(1, count, tokens, heads.head_dim, device=self.desk.device,
-                        dtype=self._dtype)
-            for count in (heads.num_heads, heads.num_kv_heads, heads.num_kv_heads)
-        )  # fmt: skip
+            torch.randn(1, count, tokens, head_dim, device=self.desk.device, dtype=torch.bfloat16)
+            for count in (num_heads, kv_heads, kv_heads)
+        )
         return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     def sample(self, case: SamplingCase) -> Measured:
@@ -126,14 +126,10 @@ class Kernels:
         calls = [
             partial(
                 sample_tokens,
-                case.spread * torch.randn(shape, dtype=self._dtype, device=self.desk.device),
+                case.spread * torch.randn(shape, dtype=torch.bfloat16, device=self.desk.device),
                 samples.ints, samples.reals, samples.held_back,
             )
             for _ in range(2)
         ]  # fmt: skip
         timing = self.desk.watch.kernels(calls)
         return Measured(case.key, case.unit, Work(VALUE_BYTES * shape[0] * shape[1]), timing)
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        return torch.bfloat16

@@ -69,28 +69,13 @@ class Note(msgspec.Struct, frozen=True, tag="note"):
     text: str
 
 
-class Environment(msgspec.Struct, frozen=True, tag="environment"):
-    gpu: str
-    memory_gib: float
-    multiprocessors: int
-    driver: str
-    clocks: str  # as nvidia-smi prints them
-    torch: str
-    cuda: str
-    triton: str
-    nixl: str
-    python: str
-    host: str
-    num_cpus: int
-
-
 class Unreached(msgspec.Struct, frozen=True, tag="unreached"):
     """A case or check for which the section had no time left."""
 
     key: str
 
 
-Event = Measured | Check | Note | Unreached | Environment | Floors
+Event = Measured | Check | Note | Unreached | Floors
 
 
 def events_file(out: Path, section: str) -> Path:
@@ -144,7 +129,6 @@ class Section(msgspec.Struct):
 
 class GpuReport(msgspec.Struct):
     provenance: Provenance
-    environment: Environment | None = None
     floors: Floors | None = None
     sections: list[Section] = msgspec.field(default_factory=list)
     schema: str = SCHEMA
@@ -215,14 +199,10 @@ def heading(report: GpuReport) -> str:
     """Return title, machine and definitions, which precede the sections."""
     lines = [f"# GPU benchmark, {report.provenance.created_at}", ""]
     lines.append(f"baton {report.provenance.revision}.")
-    machine = report.environment
-    if machine is not None:
-        lines += [
-            f"{machine.gpu}, {machine.memory_gib:.0f} GiB, {machine.multiprocessors} "
-            f"multiprocessors, driver {machine.driver}, {machine.clocks}; {machine.host}, "
-            f"{machine.num_cpus} CPUs; torch {machine.torch}, CUDA {machine.cuda}, triton "
-            f"{machine.triton}, nixl {machine.nixl}, Python {machine.python}.",
-        ]
+    machine = report.provenance.machine
+    versions = ", ".join(f"{name} {at}" for name, at in report.provenance.versions.items())
+    lines.append(f"{'; '.join(machine.gpus) or 'no GPU'}; {machine.system}, {versions},")
+    lines.append(f"{machine.num_cpus} CPUs of {machine.cpu_model}.")
     if report.floors is not None:
         lines.append(
             f"Floors, measured in this run: copy {report.floors.copy_tb_per_s:.2f} TB/s (read and "

@@ -86,8 +86,10 @@ def capture(desk: Desk, runner: Runner, name: str, largest: int) -> Check:
 
 def graph_is_eager(runner: Runner, case: StepCase) -> Check:
     """Compare tokens, and the keys and values of every layer, of a replay and of the eager step."""
-    is_prompt = case.kind == "prefill"
-    plan = StepPlan(0, (_chunk(case, 0, case.context),) if is_prompt else decoding(case))
+    if case.kind == "prefill":
+        (plan,) = prompt(case.context, case.context)
+    else:
+        plan = StepPlan(0, decoding(case.batch, case.context))
     last = torch.tensor([part.block_table[-1] for part in plan.slices])
     found = []
     for is_replayed in (True, False):
@@ -107,7 +109,7 @@ def graph_is_eager(runner: Runner, case: StepCase) -> Check:
 
 def waits(desk: Desk, runner: Runner, case: StepCase) -> Check:
     """Check that the launch of a replayed step neither waits nor copies to the device twice."""
-    plan = StepPlan(0, decoding(case))
+    plan = StepPlan(0, decoding(case.batch, case.context))
     is_cuda = runner.device.type == "cuda"
     if is_cuda:
         torch.cuda.set_sync_debug_mode("error")
@@ -199,7 +201,7 @@ def _scheduler(runner: Runner, case: StepCase, num_steps: int) -> DecodeSchedule
 
 def _busy_s(runner: Runner, case: StepCase) -> float:
     """Return the time of a step on the device: of many that are launched one behind the other."""
-    plan = StepPlan(0, decoding(case))
+    plan = StepPlan(0, decoding(case.batch, case.context))
     took = []
     for _ in range(3):
         runner.execute(plan)
@@ -217,7 +219,7 @@ def _busy_s(runner: Runner, case: StepCase) -> float:
 
 def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
     """Measure one step again and again; it stores the same keys and values every time."""
-    plan = StepPlan(0, decoding(case))
+    plan = StepPlan(0, decoding(case.batch, case.context))
     took = [_step_s(runner, plan) for _ in range(WARM_UPS + rounds)][WARM_UPS:]
     work = decode_work(case.shape, case.batch, case.context)
     return Measured(key, "ms", work, timing_of(took))
@@ -225,11 +227,7 @@ def decode(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
 
 def prefill(runner: Runner, case: StepCase, key: str, rounds: int) -> Measured:
     """Measure a prompt from its first token to its first sampled one."""
-    chunk = case.max_num_batched_tokens or case.context
-    plans = [
-        StepPlan(number, (_chunk(case, start, min(chunk, case.context - start)),))
-        for number, start in enumerate(range(0, case.context, chunk))
-    ]
+    plans = prompt(case.context, case.max_num_batched_tokens or case.context)
     took = []
     for number in range(1 + max(3, rounds // 2)):
         seconds = sum(_step_s(runner, plan) for plan in plans)
@@ -245,24 +243,36 @@ def _step_s(runner: Runner, plan: StepPlan) -> float:
     return result.ended_s - result.started_s
 
 
-def decoding(case: StepCase) -> tuple[Slice, ...]:
-    """Return one token each for sequences whose blocks are scattered over the pool."""
-    per = -(-case.context // BLOCK_SIZE)
-    order = torch.randperm(case.batch * per, generator=torch.Generator().manual_seed(1)).tolist()
+def decoding(batch: int, context: int) -> tuple[Slice, ...]:
+    """Return the last token of each of `batch` sequences, whose blocks are scattered."""
+    tables = [_table(batch, number, context) for number in range(batch)]
     return tuple(
         Slice(
-            Key(RequestId(f"sequence-{number}")), case.context - 1, 1, (number % 600 + 3,),
-            tuple(order[number * per : (number + 1) * per]), (0,), GREEDY, 1,
+            Key(RequestId(f"sequence-{number}")), context - 1, 1, (number % 600 + 3,), table, (0,),
+            GREEDY, 1,
         )
-        for number in range(case.batch)
+        for number, table in enumerate(tables)
     )  # fmt: skip
 
 
-def _chunk(case: StepCase, start: int, length: int) -> Slice:
-    tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
-    is_last = start + length == case.context
-    table = tuple(range(-(-(start + length) // BLOCK_SIZE)))
-    return Slice(
-        Key(RequestId("prompt")), start, length, tokens, table, (0,) if is_last else (),
-        GREEDY if is_last else None, case.context,
-    )  # fmt: skip
+def prompt(context: int, chunk: int) -> list[StepPlan]:
+    """Return the steps of a prompt in chunks; the last one samples a token."""
+    table = _table(1, 0, context)
+    plans: list[StepPlan] = []
+    for start in range(0, context, chunk):
+        length = min(chunk, context - start)
+        tokens = tuple(3 + (7 * position) % 600 for position in range(start, start + length))
+        is_last = start + length == context
+        part = Slice(
+            Key(RequestId("prompt")), start, length, tokens, table, (0,) if is_last else (),
+            GREEDY if is_last else None, context,
+        )  # fmt: skip
+        plans.append(StepPlan(len(plans), (part,)))
+    return plans
+
+
+def _table(batch: int, number: int, context: int) -> tuple[int, ...]:
+    """Return blocks that are scattered, as those of a pool that has been used for a while are."""
+    per = -(-context // BLOCK_SIZE)
+    order = torch.randperm(batch * per, generator=torch.Generator().manual_seed(1)).tolist()
+    return tuple(order[number * per : (number + 1) * per])

@@ -1,4 +1,4 @@
-"""Take times for the GPU sections, and describe the machine.
+"""Take times for the GPU sections.
 
 A kernel is timed inside a CUDA graph, as a model would launch it: calls over different data follow
 each other on the device, so neither Python's launch cost nor a warm cache is in the figure. Work
@@ -6,22 +6,17 @@ that ends on the host is timed by the wall clock. On a CPU all work is, for test
 and never for figures.
 """
 
-import os
-import platform
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Sequence
-from importlib import metadata
 
 import torch
 
 from tools.gpu.floors import Floors
-from tools.gpu.rows import Environment, Timing
+from tools.gpu.rows import Timing
 
 Call = Callable[[], object]
 MAX_REPEATS = 50
-SMI_FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,temperature.gpu,power.draw"
 
 
 class Stopwatch:
@@ -121,57 +116,3 @@ def _copy_s(watch: Stopwatch, copy_bytes: int) -> float:
     source = part.repeat(8)
     target = torch.empty_like(source)
     return watch.kernels([lambda: target.copy_(source), lambda: source.copy_(target)]).median_s
-
-
-def environment(device: torch.device) -> Environment:
-    """Return the machine and the versions that are installed on it."""
-    name, memory_bytes, multiprocessors = "no GPU", 0, 0
-    if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        name, memory_bytes = found.name, found.total_memory
-        multiprocessors = found.multi_processor_count
-    return Environment(
-        gpu=name,
-        memory_gib=memory_bytes / 2**30,
-        multiprocessors=multiprocessors,
-        driver=smi("driver_version") or "unknown",
-        clocks=clocks(),
-        torch=str(torch.__version__),  # msgspec refuses the subclass that it is
-        cuda=torch.version.cuda or "none",
-        triton=_version("triton"),
-        nixl=_version("nixl-cu13", "nixl-cu12"),
-        python=platform.python_version(),
-        host=f"{platform.system()} {platform.release()} {platform.machine()}",
-        num_cpus=len(os.sched_getaffinity(0)),
-    )
-
-
-def clocks() -> str:
-    """Return clocks, temperature and power at this moment, "clocks unknown" without nvidia-smi."""
-    values = smi(SMI_FIELDS)
-    if not values:
-        return "clocks unknown"
-    sm, most, memory, temperature, power = (part.strip() for part in values.split(","))
-    return f"SM {sm} of {most}, memory {memory}, {temperature} °C, {power}"
-
-
-def smi(fields: str) -> str:
-    """Return these fields of GPU 0 as nvidia-smi prints them; empty if it fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--id=0", f"--query-gpu={fields}", "--format=csv,noheader"],
-            capture_output=True, text=True, check=False, timeout=20,
-        )  # fmt: skip
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    lines = done.stdout.strip().splitlines()
-    return lines[0] if done.returncode == 0 and lines else ""
-
-
-def _version(*packages: str) -> str:
-    for package in packages:
-        try:
-            return metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
-    return "not installed"

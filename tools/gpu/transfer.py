@@ -6,8 +6,8 @@ of the blocks once, by the agent's own stamps.
 """
 
 import random
-import select
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from itertools import product
 
@@ -15,32 +15,15 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.kv_transfer.agent import TransferAgent, make_port
-from baton.kv_transfer.interfaces import (
-    AddPeer,
-    AgentEvent,
-    BlockSlice,
-    PeerRank,
-    PeerUp,
-    Read,
-    ReadEnded,
-)
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.kv_transfer.transports.nixl_binding import is_installed
-from baton.protocol.config import TransferConfig, TransportChoice
-from baton.protocol.errors import TransferError
-from baton.protocol.ids import Epoch
-from baton.runtime.clock import monotonic
-from tools.block_owner import OWNER, Owned, block_owner, device_pool, marks, words_of
+from baton.protocol.config import TransportChoice
+from tools.block_owner import BlockReader, Owned, block_owner, device_pool, marks, words_of
 from tools.gpu.cases import KV_READS, KvRead
 from tools.gpu.floors import Work
 from tools.gpu.rows import Check, Measured
 from tools.gpu.section import Desk
 from tools.gpu.timing import timing_of
-
-READER = Epoch("reader")
-RANK = PeerRank(OWNER)
-EVENT_TIMEOUT_S = 60.0
 
 
 class TransferPlan(msgspec.Struct, frozen=True):
@@ -91,22 +74,18 @@ def _measure(
         blocks = torch.from_numpy(words_of(pool))
     else:
         pool, blocks = device_pool(reader, num_blocks, plan.block_bytes)
-    port = make_port(pool, READER, TransferConfig(transport=transport))
+    owned = Owned(num_blocks, plan.block_bytes, (transport,), owner)
     try:
-        owned = Owned(num_blocks, plan.block_bytes, (transport,), owner)
-        with block_owner(owned) as address:
-            whole = BlockSlice(0, 0, plan.block_bytes)
-            port.send(AddPeer(RANK, transport, address, num_blocks, plan.block_bytes, whole))
-            up = _next(port)
-            if not isinstance(up, PeerUp):
-                raise TransferError(f"the pool cannot be read: {up}")
+        with (
+            block_owner(owned) as address,
+            closing(BlockReader(pool, transport, address, owned)) as block_reader,
+        ):
             num_wrong = sum(
-                _rounds(desk, plan, port, blocks, read, lane_of(transport, ends))
+                _rounds(desk, plan, block_reader, blocks, read, lane_of(transport, ends))
                 for read in plan.reads
             )
     finally:
         del blocks
-        port.close()
         pool.close()
     detail = f"{transport}: " + (f"{num_wrong} blocks differ" if num_wrong else "all bytes equal")
     return Check(f"lane {lane_of(transport, ends)}", not num_wrong, detail)
@@ -115,7 +94,7 @@ def _measure(
 def _rounds(
     desk: Desk,
     plan: TransferPlan,
-    port: TransferAgent,
+    reader: BlockReader,
     blocks: Tensor,
     read: KvRead,
     lane: str,
@@ -128,10 +107,7 @@ def _rounds(
         blocks.zero_()
         if blocks.is_cuda:
             torch.cuda.synchronize(blocks.device)  # the agent copies on another stream
-        port.send(Read(number, RANK, tuple(remote), tuple(local), (0,) * len(remote)))
-        end = _next(port)
-        if not isinstance(end, ReadEnded) or end.failure is not None:
-            raise TransferError(f"a read failed: {end}")
+        end = reader.read(remote, local)
         num_wrong += _num_wrong(blocks, remote, local)
         if number >= 2:
             took.append(end.ended_s - end.posted_s)
@@ -144,13 +120,3 @@ def _num_wrong(blocks: Tensor, remote: Sequence[int], local: Sequence[int]) -> i
     wanted = torch.from_numpy(marks(remote)).to(blocks.device)
     found = blocks[torch.tensor(local, device=blocks.device)]
     return int((found != wanted[:, None]).any(1).sum())
-
-
-def _next(port: TransferAgent) -> AgentEvent:
-    deadline_s = monotonic() + EVENT_TIMEOUT_S
-    while (left_s := deadline_s - monotonic()) > 0:
-        select.select([port.fileno()], [], [], left_s)
-        if events := port.poll():
-            (event,) = events
-            return event
-    raise TransferError(f"nothing was heard of the transfer for {EVENT_TIMEOUT_S:g} s")

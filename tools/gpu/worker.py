@@ -11,11 +11,11 @@ from typing import BinaryIO
 import msgspec
 import torch
 
+from baton.bench.report.provenance import gpu_states
 from baton.deploy.doctor.machine import bar1_bytes, start_findings
 from baton.engine.compute.compute_facts import compute_facts
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
-from tools.gpu.batches import Heads
 from tools.gpu.cases import (
     KERNELS,
     STEPS,
@@ -31,7 +31,7 @@ from tools.gpu.floors import Shape
 from tools.gpu.rows import Check, Event, Note, events_file
 from tools.gpu.section import Desk
 from tools.gpu.split import SplitPlan
-from tools.gpu.timing import Stopwatch, clocks, environment, measure_floors
+from tools.gpu.timing import Stopwatch, measure_floors
 from tools.gpu.transfer import TransferPlan
 
 WEIGHTS = {  # [out, in] of Qwen3-8B
@@ -66,13 +66,13 @@ TINY = Sizes(
     gemm_size=32,
     models=(
         Model(
-            "tiny", Heads(4, 2, 32), 64, 96, 1100, 64,
+            "tiny", (4, 2, 32), 64, 96, 1100, 64,
             decode_contexts=(37, 0, 16), long_contexts=(270,), prompts=((20, 9), (5, 3)),
         ),
     ),
     block_sizes=(16,),
     kernels=KernelCases(
-        num_heads=4, num_kv_heads=2, head_dim=32, vocab_size=200,
+        heads=(4, 2, 32), vocab_size=200,
         prefill=(PrefillCase("prefill attention tiny", 20),),
         decode=(
             DecodeCase("decode attention tiny", (17, 3), num_layers=2),
@@ -125,15 +125,14 @@ def work(job: Job, out: Path) -> None:
     with events_file(out, job.section).open("wb") as file:
         desk = Desk(watch, lambda event: _write(file, event), monotonic, deadline_s)
         _run(job, desk, sizes, out)
-        if job.device == "cuda":
-            desk.emit(Note(f"at the end: {clocks()}"))
+        for state in gpu_states():
+            desk.emit(Note(f"at the end: {state}"))
 
 
 def _run(job: Job, desk: Desk, sizes: Sizes, out: Path) -> None:
     """Import and run the section: a missing package costs that section alone."""
     match job.section:
         case "environment":
-            desk.emit(environment(desk.device))
             copy_bytes = min(sizes.copy_bytes, desk.watch.free_bytes() // 4)
             desk.emit(measure_floors(desk.watch, copy_bytes, sizes.gemm_size))
             for found in start_findings(compute_facts(), bar1_bytes()):

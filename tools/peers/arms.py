@@ -2,8 +2,8 @@
 
 An arm is named by a make and options: `baton`, `baton-split`, `vllm`, `vllm+chunk=256`,
 `vllm+compiled`, `vllm-pair`. Aggregated arms have both cores. vLLM's pair computes prompts on core
-0 and decodes on core 1, or takes both for either with `+shared`; baton's nodes have one core each
-and lend it while they idle, as under `baton serve`.
+0 and decodes on core 1; baton's nodes have one core each and lend it while they idle, as under
+`baton serve`.
 """
 
 import glob
@@ -21,7 +21,7 @@ KINDS = ("baton", "baton-split", "vllm", "vllm-pair")
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 2048
 KV_BYTES = 1 << 30
-PREFILL_CPUS, DECODE_CPUS = (0,), (1,)
+PREFILL_CPU, DECODE_CPU = 0, 1
 PORTS_PER_ARM = 6
 
 
@@ -29,15 +29,12 @@ class Arm(msgspec.Struct, frozen=True):
     kind: str
     is_compiled: bool = False
     max_num_batched_tokens: int = 0  # 0: the server's default
-    keeps_prefixes: bool = True
-    shares_cpus: bool = False
 
     @property
     def name(self) -> str:
         """Return the name without characters that have a meaning to a shell or a flag."""
         parts = [self.kind]
         parts += ["compiled"] * self.is_compiled
-        parts += ["shared"] * self.shares_cpus
         parts += [f"chunk{self.max_num_batched_tokens}"] if self.max_num_batched_tokens else []
         return "-".join(parts)
 
@@ -68,13 +65,12 @@ def parse_arm(text: str) -> Arm:
         name, _, value = option.partition("=")
         if name == "compiled" and not value and kind.startswith("vllm"):
             arm = msgspec.structs.replace(arm, is_compiled=True)
-        elif name == "shared" and not value and kind == "vllm-pair":
-            arm = msgspec.structs.replace(arm, shares_cpus=True)
         elif name == "chunk" and value.isdecimal() and int(value) > 0:
             arm = msgspec.structs.replace(arm, max_num_batched_tokens=int(value))
         else:
-            raise ConfigError(f"arm {text!r}: unknown option {option!r}; chunk=N, for vllm "
-                              "compiled, and for vllm-pair shared are known")  # fmt: skip
+            raise ConfigError(
+                f"arm {text!r}: unknown option {option!r}; chunk=N, and for vllm compiled are known"
+            )
     return arm
 
 
@@ -122,7 +118,6 @@ def _baton_router(arm: Arm, place: Place, local_prefill: str) -> ServerCommand:
 def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -> ServerCommand:
     settings = {
         "cache.memory_mib": KV_BYTES >> 20,
-        "cache.enable_prefix_caching": str(arm.keeps_prefixes).lower(),
         **cpus,
     }
     if arm.max_num_batched_tokens:
@@ -153,19 +148,16 @@ def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
         "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
     }  # fmt: skip
     servers = []
-    for index, (role, own) in enumerate((("prefill", PREFILL_CPUS), ("decode", DECODE_CPUS)), 1):
-        cpus = () if arm.shares_cpus else own
+    for index, (role, cpu) in enumerate((("prefill", PREFILL_CPU), ("decode", DECODE_CPU)), 1):
         env = {
-            "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cpus)) or "nobind",
+            "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[index + 2]),
             "NIXL_PTHR_DELAY_US": "1000",
         }
         flags = ("--kv-transfer-config", json.dumps(connector))
         server = _vllm(arm, place, index, flags, env)
-        servers.append(
-            msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=cpus)
-        )  # fmt: skip
+        servers.append(msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=(cpu,)))
     router = (
         str(place.home / "venvs/router/bin/python"), "-m", "vllm_router.launch_router",
         "--host", "127.0.0.1", "--port", str(place.ports[0]), "--policy", "round_robin",
@@ -192,8 +184,6 @@ def _vllm(
     ]  # fmt: skip
     if not arm.is_compiled:
         argv.append("--enforce-eager")
-    if not arm.keeps_prefixes:
-        argv.append("--no-enable-prefix-caching")
     if arm.max_num_batched_tokens:
         argv += ["--max-num-batched-tokens", str(arm.max_num_batched_tokens)]
     quiet = {

@@ -53,9 +53,6 @@ class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     clients: Annotated[int, Meta(ge=1, description="streams that run side by side")] = 12
     lanes: Annotated[int, Meta(ge=1, description="faults that may overlap")] = 2
     seed: Annotated[int, Meta(ge=0, description="seed of the streams and of the faults")] = 1
-    roles: Annotated[
-        tuple[str, ...], Meta(min_length=1, description="roles of the processes that faults strike")
-    ] = ("prefill", "decode", "router")
     transport: Annotated[TransportChoice, Meta(description="how blocks are read")] = "auto"
     model: Annotated[str, Meta(description="folder of the model")] = str(CHECKPOINT)
     vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = 700
@@ -97,7 +94,7 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     provenance = collect(sys.argv)
     env = OVER_LOOPBACK if settings.transport == "nixl" else ()
     async with SoakCluster(folder, _config(settings), env) as cluster:
-        faults = Faults(cluster, settings.seed, settings.roles, settings.faults)
+        faults = Faults(cluster, settings.seed, settings.faults)
         asks = draw(settings.seed, NUM_ASKS, settings.vocab_size)
         streams = Streams(cluster.url, NAME, asks, faults.ended_router)
         await streams.learn()

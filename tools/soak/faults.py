@@ -40,6 +40,7 @@ KINDS = (
     Kind("freeze, wake, kill", 6.0, True, 1.0, signal.SIGKILL),
 )
 LONG = Kind("freeze 60 s", 60.0, wakes=True)
+ROLES = ("prefill", "decode", "router")
 # The end of a router ends its streams, which the soak counts apart.
 OF_ROUTER = ("kill", "term", "freeze 1 s", "freeze 6 s")
 
@@ -61,14 +62,14 @@ class Fault:
 
 
 class Faults:
-    """`count` faults on processes of these roles, in an order that `seed` fixes."""
+    """`count` faults, in an order that `seed` fixes."""
 
-    def __init__(self, cluster: SoakCluster, seed: int, roles: tuple[str, ...], count: int) -> None:
+    def __init__(self, cluster: SoakCluster, seed: int, count: int) -> None:
         self.begun: list[Fault] = []
         self.bad_exits: list[str] = []
         self._cluster, self._count = cluster, count
         self._dice = random.Random(seed)
-        self._planned = plan(self._dice, roles)
+        self._planned = plan(self._dice)
         self._busy: set[str] = set()
 
     def ended_router(self, since_s: float) -> bool:
@@ -124,18 +125,18 @@ class Faults:
         await self._cluster.until(f"{name} after {kind.name!r}", is_back)
 
 
-def plan(dice: random.Random, roles: tuple[str, ...]) -> Iterator[tuple[str, Kind]]:
+def plan(dice: random.Random) -> Iterator[tuple[str, Kind]]:
     """Yield rounds of all pairs of a role and a kind, each round in an order of its own."""
     number = 0
     while True:
         number += 1
         pairs = [
             (role, kind)
-            for role in roles
+            for role in ROLES
             for kind in KINDS
             if role != "router" or kind.name in OF_ROUTER
         ]
         if number % ROUNDS_PER_LONG_FREEZE == 0:
-            pairs += [(role, LONG) for role in roles]
+            pairs += [(role, LONG) for role in ROLES]
         dice.shuffle(pairs)
         yield from pairs

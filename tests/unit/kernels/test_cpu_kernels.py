@@ -19,13 +19,13 @@ from baton.kernels.constants import GELU_TANH, SILU, Gate
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
 from baton.kernels.cpu_library import CpuLibrary, has_bf16_products, load_library
 from baton.kernels.cpu_threads import CpuThreads
-from tools.gpu.batches import rotation_table
 from tools.gpu.kernel_cases import (
     LAYER,
     AttentionShape,
     Batch,
     assert_equal_bits,
     attention_batch,
+    rotation_table,
 )
 
 FP32, BF16 = torch.float32, torch.bfloat16

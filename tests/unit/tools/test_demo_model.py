@@ -1,6 +1,6 @@
 """The demo model: its text, its training for a few steps, and the folder that is shipped."""
 
-import csv
+import dataclasses
 import random
 import re
 from pathlib import Path
@@ -57,16 +57,15 @@ def _note_often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.release
 def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None:
     trainer = Trainer(0, [LESSONS])
-    trainer.run(LESSONS)
-    losses = [noted["loss"] for noted in trainer.curves]
+    losses = []
+    for _ in range(4):
+        trainer.run(dataclasses.replace(LESSONS, steps=6))
+        losses.append(trainer.noted["loss"])
     assert losses[-1] < losses[0] - 0.5
     folder.write(tmp_path, trainer.model, trainer.tokenizer)
     assert read_decoder_config(tmp_path).family == "qwen3"
     # It knows nothing yet, but it answers.
     assert len(Examiner(tmp_path).answers([Question("What is 1 + 1?", " 2.")])) == 1
-    train.write_curves(tmp_path / "curves.csv", trainer.curves)
-    with (tmp_path / "curves.csv").open() as opened:
-        assert [float(row["loss"]) for row in csv.DictReader(opened)] == losses
 
 
 def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
