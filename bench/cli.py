@@ -13,7 +13,6 @@ import msgspec
 
 from baton.bench.settings import (
     CompareSettings,
-    ReportAgainSettings,
     RunSettings,
     SearchSettings,
     SweepSettings,
@@ -58,13 +57,6 @@ COMMANDS = {
         "NAME=URL",
         "an arm: its name and the address of its server; NAME=URL#MODEL also names the model",
         no_flags=("target.url",),
-    ),
-    "report": Command(
-        ReportAgainSettings,
-        "report.page:write_again",
-        "baton bench report report/report.json --out again",
-        "FILE",
-        "the report.json",
     ),
 }
 ABOUT = "Measure the latency of any OpenAI-compatible server."

@@ -306,7 +306,7 @@ def probe_of(rate: float, run: Run) -> Probe:
         rate,
         summary.attainment or 0.0,
         is_broken or not run.invalid,
-        is_saturated=bool(find_growth(run.records, None)),
+        is_saturated=bool(find_growth(run.records)),
         is_broken=is_broken,
         offered_rate=summary.offered_rate,
     )

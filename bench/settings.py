@@ -141,20 +141,7 @@ class Workload(msgspec.Struct, frozen=True):
         str, about("a JSONL file of prompts, a trace file, or a shipped trace", kind="path")
     ] = ""
     time_scale: Annotated[float, about("stretch the trace's times: 2 halves its rate", gt=0)] = 1.0
-    spread_s: Annotated[
-        float,
-        about(
-            "spread rows that share a stamp evenly up to the next stamp, over at most this time "
-            "(Mooncake's conversation: 3)", "s", ge=0,
-        ),
-    ] = 0.0  # fmt: skip
     length_scale: Annotated[float, about("scale the trace's lengths and prefix blocks", gt=0)] = 1.0
-    max_input: Annotated[
-        int, about("cut longer prompts of a trace; 0 cuts none", "tokens", ge=0)
-    ] = 0
-    max_output: Annotated[
-        int, about("cut longer outputs of a trace; 0 cuts none", "tokens", ge=0)
-    ] = 0
     seed: Annotated[
         int, about("seed from which all prompts, lengths and arrivals are drawn", ge=0)
     ] = 0
@@ -202,9 +189,6 @@ class LoadSettings(msgspec.Struct, frozen=True):
             le=100_000,
         ),
     ] = 4
-    window: Annotated[
-        str, about("FROM-TO in seconds: count only requests that arrive in this time")
-    ] = ""
     processes: Annotated[
         int, about("number of client processes that share the load", ge=1, le=256)
     ] = 1
@@ -277,9 +261,3 @@ class CompareSettings(Settings, frozen=True):
         ),
     ] = ()
     arrival: ArrivalSettings = ArrivalSettings()
-
-
-class ReportAgainSettings(msgspec.Struct, frozen=True):
-    """Write the pages of a report.json again."""
-
-    report: ReportSettings = ReportSettings()

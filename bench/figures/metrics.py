@@ -1,7 +1,7 @@
 """The figures of a load: every figure of a report, and the definition that is printed with it.
 
 A failed request has no latency that counts, but it stays in every denominator. The intended arrival
-of a request decides its window, and not its end. Nothing here may mend, drop or reorder records.
+of a request decides its order, and not its end. Nothing here may mend, drop or reorder records.
 """
 
 import math
@@ -49,13 +49,12 @@ DEFINITIONS: Mapping[str, str] = {
     "attainment": "share of ALL arrivals that were answered within all bounds; a failure misses "
     "them, and a tpot or gap_max that does not exist meets them",
     "goodput": "requests per second that were answered within all bounds",
-    "window": "requests belong to it by their intended arrival, whenever they ended; without one "
-    "it reaches from the first intended arrival to the last end, in an open loop at least to where "
-    "the next arrival would be, a mean gap after the last. Warm-up never counts, "
-    "nor does what was under way when a load was stopped",
-    "offered_rate": "arrivals / window; without a window (arrivals - 1) / (last - first arrival)",
-    "answered_rate": "answered requests / window; without a window arrivals at one moment have "
-    "neither this rate nor the others of requests",
+    "window": "from the first intended arrival to the last end, in an open loop at least to where "
+    "the next arrival would be, a mean gap after the last. Warm-up never counts, nor does what was "
+    "under way when a load was stopped",
+    "offered_rate": "(arrivals - 1) / (last - first arrival)",
+    "answered_rate": "answered requests / window; arrivals at one moment have neither this rate "
+    "nor the others of requests",
     "tokens_per_s": "output tokens that arrived within the window / window",
     "concurrency": "mean number of requests between sending and end, within the window",
     "cached_share": "prompt tokens that the server says it had cached / prompt tokens",
@@ -174,7 +173,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     goodput: float | None
     cached_share: float | None
     concurrency: float
-    num_unfinished: int  # arrived within the window and ended after it
 
 
 def chunk_gaps(record: Record) -> tuple[Floats, Floats]:
@@ -214,11 +212,9 @@ def meets(record: Record, bounds: Bounds) -> bool:
     return all((getattr(timing, name) or 0.0) <= limit for name, limit in _limits(bounds))
 
 
-def counted(records: Sequence[Record], window: Window | None) -> list[Record]:
+def counted(records: Sequence[Record]) -> list[Record]:
     """Return the requests that a summary is about, in the order of their intended arrivals."""
     chosen = [one for one in records if not one.warm_up and one.outcome is not Outcome.STOPPED]
-    if window is not None:
-        chosen = [one for one in chosen if window.start_s <= one.intended_s < window.end_s]
     return sorted(chosen, key=lambda record: (record.intended_s, record.index))
 
 
@@ -235,15 +231,13 @@ def distribution(samples_ms: Sequence[float] | Floats) -> Distribution | None:
 def summarise(
     result: LoadResult,
     *,
-    window: Window | None = None,
     bounds: Bounds | None = None,
     closed_loop: bool = False,
 ) -> Summary:
-    """Return all figures of a load. Raises `BatonError` if no request arrived in the window."""
-    records = counted(result.records, window)
+    """Return all figures of a load. Raises `BatonError` if no request arrived."""
+    records = counted(result.records)
     if not records:
-        where = f" between {window.start_s:g} and {window.end_s:g} s" if window else ""
-        raise BatonError(f"no request arrived{where}, so there is nothing to measure")
+        raise BatonError("no request arrived, so there is nothing to measure")
     good = [record for record in records if record.outcome is Outcome.ANSWERED]
     answered = [measure(record) for record in good]
     latencies = {
@@ -254,10 +248,9 @@ def summarise(
     }
     lag = distribution([1e3 * (record.sent_s - record.intended_s) for record in records])
     assert lag is not None, "there is at least one request"
-    arrived, span = (window, window) if window else _spans(records, closed_loop)
+    arrived, span = _spans(records, closed_loop)
     offered_rate = _per_s(len(records), arrived) or None
-    every = counted(result.records, None)
-    came = [(one.at_s, one.num_tokens) for record in every for one in record.arrivals]
+    came = [(one.at_s, one.num_tokens) for record in records for one in record.arrivals]
     met = [meets(record, bounds) for record in records] if bounds is not None else []
     ends = Counter(record.outcome for record in records)
     chunk_ms, itl_ms, num_chunks = gaps_ms(good)
@@ -290,8 +283,7 @@ def summarise(
         cached_share=sum(had for had, _ in caches) / sum(of for _, of in caches)
         if caches
         else None,
-        concurrency=_concurrency(every, span),
-        num_unfinished=sum(1 for record in records if window and record.end_s > window.end_s),
+        concurrency=_concurrency(records, span),
         **latencies,
     )
 

@@ -14,8 +14,8 @@ from enum import StrEnum
 import msgspec
 import numpy as np
 
-from baton.bench.figures.metrics import Bounds, Summary, Window, counted, measure, summarise
-from baton.bench.plan.plan import Plan, window_of
+from baton.bench.figures.metrics import Bounds, Summary, counted, measure, summarise
+from baton.bench.plan.plan import Plan
 from baton.bench.records import LoadResult, Outcome, Planned, Record
 from baton.bench.settings import Settings
 from baton.protocol.errors import BatonError
@@ -82,18 +82,13 @@ def judge(case: Case, result: LoadResult, why_stopped: str) -> tuple[Summary, li
 
     Raises `BatonError` for a load that was stopped before any request counts.
     """
-    if why_stopped and not counted(result.records, None):
+    if why_stopped and not counted(result.records):
         raise BatonError(f"nothing was measured: {why_stopped}")
     problems = [invalid(why_stopped)] if why_stopped else []
-    load = case.settings.load
-    window = window_of(load.window)
-    if window is not None and not counted(result.records, window):
-        text = f"no request arrived in --window {load.window}: the figures are of all requests"
-        problems, window = [*problems, invalid(text)], None
     is_closed = bool(case.concurrency)
-    summary = summarise(result, window=window, bounds=case.bounds, closed_loop=is_closed)
+    summary = summarise(result, bounds=case.bounds, closed_loop=is_closed)
     planned = case.plan.requests
-    if why_stopped or (is_closed and load.duration_s):
+    if why_stopped or (is_closed and case.settings.load.duration_s):
         # Unsent requests are intended, or have been reported already.
         ended = {record.index for record in result.records}
         planned = [one for one in planned if one.index in ended]
@@ -130,10 +125,7 @@ def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> l
 
     If no request was answered, that is the only problem reported.
     """
-    # Without a window the summary's reaches over all requests, the last arrival included.
-    is_whole = len(counted(result.records, None)) == summary.num_requests
-    window = None if is_whole else summary.window
-    records = counted(result.records, window)
+    records = counted(result.records)
     if not any(record.outcome is Outcome.ANSWERED for record in records):
         return [invalid(_all_failed(records))]
     found = [
@@ -141,7 +133,7 @@ def check(result: LoadResult, summary: Summary, planned: Sequence[Planned]) -> l
         *_responses(records, planned),
         *_load(result, summary),
     ]
-    if growth := find_growth(result.records, window):
+    if growth := find_growth(result.records):
         found.append(warning(growth))
     return sorted(found, key=lambda problem: not problem.is_invalid)
 
@@ -242,22 +234,20 @@ def _has_wrong_length(record: Record) -> bool:
     return is_off or record.outcome is Outcome.WRONG_LENGTH
 
 
-def find_growth(records: Sequence[Record], window: Window | None) -> str:
+def find_growth(records: Sequence[Record]) -> str:
     """Return a line about a queue that grew throughout; empty without one, or with few requests.
 
     Both figures have to grow: TTFT alone rises with longer prompts, requests in flight with longer
     responses.
     """
-    arrived = counted(records, window)
+    arrived = counted(records)
     if len(arrived) < MIN_REQUESTS:
         return ""
     moments = np.array([record.intended_s for record in arrived])
     found = (one.outcome is Outcome.ANSWERED and measure(one).ttft_ms for one in arrived)
     ttfts_ms = np.array([ttft_ms or math.nan for ttft_ms in found])
-    # Requests that arrived before the window may still be in flight within it.
-    every = counted(records, None)
-    begun = np.searchsorted(np.sort([one.intended_s for one in every]), moments, "right")
-    ended = np.searchsorted(np.sort([one.end_s for one in every]), moments, "right")
+    begun = np.searchsorted(moments, moments, "right")
+    ended = np.searchsorted(np.sort([one.end_s for one in arrived]), moments, "right")
     waits = [part[~np.isnan(part)] for part in np.array_split(ttfts_ms, NUM_BINS)]
     if not all(len(part) for part in waits):
         return ""

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Sequence
 import msgspec
 import numpy as np
 
-from baton.bench.figures.metrics import Window
 from baton.bench.plan.prompts import DrawnSource, Draws
 from baton.bench.plan.traces import FileSource, TraceSource
 from baton.bench.records import Planned
@@ -190,31 +189,10 @@ def shaped(shape: str, rate: float) -> ArrivalProcess:
 
 def plan_of(workload: Workload, load: LoadSettings, arrivals: ArrivalProcess | None) -> Plan:
     """Return the requests of one load."""
-    window = window_of(load.window)
     # The duration of a closed loop ends the sending: its requests have no times.
     duration_s = None if arrivals is None else load.duration_s or None
     count = load.requests or None
-    plan = make_plan(workload, arrivals, count=count, duration_s=duration_s, warm_up=load.warm_up)
-    at = plan.times
-    if window is not None and at and not any(window.start_s <= at_s < window.end_s for at_s in at):
-        raise ConfigError(
-            f"no request arrives in --window {load.window}: the first one does after {at[0]:.6g} s "
-            f"and the last one after {at[-1]:.6g} s"
-        )
-    return plan
-
-
-def window_of(text: str) -> Window | None:
-    if not text:
-        return None
-    start, _, end = text.partition("-")
-    try:
-        window = Window(float(start), float(end))
-    except ValueError:
-        raise ConfigError(f"--window {text!r}: write it as FROM-TO in seconds") from None
-    if not 0 <= window.start_s < window.end_s:
-        raise ConfigError(f"--window {text!r} ends before it begins")
-    return window
+    return make_plan(workload, arrivals, count=count, duration_s=duration_s, warm_up=load.warm_up)
 
 
 def reseeded(workload: Workload, place: int) -> Workload:
@@ -326,7 +304,7 @@ def _stretched(at: list[float], rate: float) -> tuple[list[float], float]:
     if native is None and len(at) > 1:
         raise ConfigError(
             f"the first {len(at)} recorded requests come at one moment, which has no rate to "
-            "change: play more of them, or spread them"
+            "change: play more of them"
         )
     stretch = (native or rate) / rate
     return [(at_s - at[0]) * stretch for at_s in at], stretch

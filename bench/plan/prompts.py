@@ -119,7 +119,7 @@ class Draws:
         if self._num_tokens > MAX_PLAN_TOKENS:
             raise ConfigError(
                 f"the plan holds over {MAX_PLAN_TOKENS} prompt tokens: ask for fewer requests, or "
-                "for shorter prompts (traces: clamp or scale them)"
+                "for shorter prompts (traces: scale them)"
             )
 
     def prompt(self, key: Key, length: int, choices: Vocabulary) -> tuple[int, ...]:

@@ -1,8 +1,8 @@
 """Files of requests: recorded traces of lengths and times, and prompts that a user wrote.
 
 A trace is Azure's CSV or Mooncake's JSONL (sources and licences: `traces/README.md`) and holds no
-text. A row that cannot be read is an error with its line number, and never skipped. `replay` cuts,
-spreads, scales and clamps a trace as the settings say, and notes count the changes.
+text. A row that cannot be read is an error with its line number, and never skipped. `replay` scales
+a trace as the settings say.
 """
 
 import gzip
@@ -10,7 +10,6 @@ import itertools
 import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Annotated, TypeVar
@@ -170,41 +169,18 @@ def _mooncake(line: str) -> TraceRow:
     return TraceRow(row.timestamp / 1000, row.input_length, row.output_length, row.hash_ids)
 
 
-@dataclass(slots=True, frozen=True)
-class Replay:
-    """The rows of a trace as they are played, from `at_s` 0."""
-
-    rows: list[TraceRow]
-    clamped: list[tuple[bool, bool]]  # for each row, whether input and output were
-    block_tokens: int
-
-
-def replay(rows: Sequence[TraceRow], options: Workload) -> Replay:
-    """Spread, scale and clamp the rows."""
-    spread = _spread(rows, options.spread_s) if options.spread_s else rows
+def replay(rows: Sequence[TraceRow], options: Workload) -> tuple[list[TraceRow], int]:
+    """Return the rows as they are played, and the tokens of their blocks."""
     block_tokens = max(1, round(BLOCK_TOKENS * options.length_scale))
-    played = Replay([], [], block_tokens)
-    for row in spread:
-        at_s = row.at_s * options.time_scale
-        inputs, outputs = _scaled(row, options.length_scale, block_tokens)
-        fits = min(inputs, options.max_input or inputs), min(outputs, options.max_output or outputs)
-        hash_ids = row.hash_ids[: math.ceil(fits[0] / block_tokens)]
-        played.rows.append(TraceRow(at_s, *fits, hash_ids))
-        played.clamped.append((fits[0] < inputs, fits[1] < outputs or row.output_tokens == 0))
-    return played
-
-
-def _spread(rows: Sequence[TraceRow], spread_s: float) -> list[TraceRow]:
-    """Spread rows of one stamp evenly up to the next stamp, over `spread_s` at most."""
-    bursts = [list(burst) for _, burst in itertools.groupby(rows, key=lambda row: row.at_s)]
-    ends_s = [*(burst[0].at_s for burst in bursts[1:]), math.inf]
-    spread: list[TraceRow] = []
-    for burst, end_s in zip(bursts, ends_s, strict=True):
-        width_s = min(spread_s, end_s - burst[0].at_s)
-        for place, row in enumerate(burst):
-            moved_s = row.at_s + width_s * place / len(burst)
-            spread.append(msgspec.structs.replace(row, at_s=moved_s))
-    return spread
+    played = [
+        TraceRow(
+            row.at_s * options.time_scale,
+            *_scaled(row, options.length_scale, block_tokens),
+            row.hash_ids,
+        )
+        for row in rows
+    ]
+    return played, block_tokens
 
 
 def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
@@ -218,32 +194,16 @@ def _scaled(row: TraceRow, scale: float, block_tokens: int) -> tuple[int, int]:
     return inputs, max(1, round(row.output_tokens * scale))
 
 
-def replay_notes(played: Replay, options: Workload, num_arrivals: int) -> list[str]:
-    """Return notes on what the settings did to the first `num_arrivals` rows."""
-    rows, notes = played.rows[:num_arrivals], []
-    if any(row.hash_ids for row in rows):
-        scale = played.block_tokens / BLOCK_TOKENS
-        scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
-        notes.append(f"equal hash ids are equal blocks of {played.block_tokens} tokens{scaled}")
-    sides = ("inputs", options.max_input), ("outputs", options.max_output)
-    for place, (side, limit) in enumerate(sides):
-        if clamped := sum(marks[place] for marks in played.clamped[:num_arrivals]):
-            bound = f"1 to {limit}" if limit else "1 or more"
-            notes.append(f"{clamped} of {len(rows)} {side} were clamped to {bound} tokens")
-    return notes
-
-
 class TraceSource:
     """Requests of recorded lengths, whose prompts share the prefixes that the hash ids say."""
 
     def __init__(self, workload: Workload, draws: Draws) -> None:
-        self._workload, self._draws = workload, draws
-        self._replay = replay(read_trace(workload.path), workload)
-        self._rows = self._replay.rows
+        self._draws, self._recorded = draws, read_trace(workload.path)
+        self._rows, self._block_tokens = replay(self._recorded, workload)
         self.num_rows: int | None = len(self._rows)
         self.times: Sequence[float] | None = [row.at_s for row in self._rows]
         # Blocks that are too small to tell their ids apart would be equal by chance.
-        size, (low, high) = self._replay.block_tokens, draws.vocabulary
+        size, (low, high) = self._block_tokens, draws.vocabulary
         has_blocks = any(row.hash_ids for row in self._rows)
         if has_blocks and size * math.log2(high - low + 1) < MIN_BLOCK_BITS:
             raise ConfigError(
@@ -256,7 +216,7 @@ class TraceSource:
         if not row.hash_ids:
             return self._unlike_others(row, (MEASURED, place, 0))
         self._draws.spend(row.input_tokens)
-        blocks = (self._draws.block(one, self._replay.block_tokens) for one in row.hash_ids)
+        blocks = (self._draws.block(one, self._block_tokens) for one in row.hash_ids)
         ids = tuple(itertools.chain.from_iterable(blocks))[: row.input_tokens]
         assert len(ids) == row.input_tokens
         return Planned(0, None, row.output_tokens, prompt_ids=ids)
@@ -270,7 +230,14 @@ class TraceSource:
         return Planned(0, None, row.output_tokens, prompt_ids=ids)
 
     def notes(self, num_arrivals: int) -> list[str]:
-        return replay_notes(self._replay, self._workload, num_arrivals)
+        rows, size, notes = self._recorded[:num_arrivals], self._block_tokens, []
+        if any(row.hash_ids for row in rows):
+            scale = size / BLOCK_TOKENS
+            scaled = "" if scale == 1 else f", which scales inputs by {scale:g}"
+            notes.append(f"equal hash ids are equal blocks of {size} tokens{scaled}")
+        if empty := sum(row.output_tokens == 0 for row in rows):
+            notes.append(f"{empty} of {len(rows)} rows have no output and ask for one token")
+        return notes
 
 
 class FileSource:

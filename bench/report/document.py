@@ -32,7 +32,7 @@ class Run(msgspec.Struct, kw_only=True):
     rate: float | None = None  # the rate that was asked for; None in a closed loop
     started_at: str = ""
     wall_s: float = 0.0
-    notes: list[str] = []  # scale factors, clamps, realised rate
+    notes: list[str] = []  # scale factors, realised rate
     problems: list[Problem] = []
     clients: list[ClientProcess] = []
     records: list[Record] = []
@@ -40,10 +40,7 @@ class Run(msgspec.Struct, kw_only=True):
     @property
     def counted(self) -> list[Record]:
         """Return the records that the summary is about."""
-        every = counted(self.records, None)
-        # Without a window, that includes the request that arrived last.
-        is_whole = len(every) == self.summary.num_requests
-        return every if is_whole else counted(self.records, self.summary.window)
+        return counted(self.records)
 
     @property
     def invalid(self) -> bool:

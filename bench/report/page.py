@@ -30,12 +30,11 @@ from baton.bench.report.document import (
     Run,
     Table,
     flat_settings,
-    read_json,
     withhold,
     write_json,
 )
 from baton.bench.report.provenance import collect, complete
-from baton.bench.settings import ReportAgainSettings, Settings
+from baton.bench.settings import Settings
 from baton.protocol.errors import ConfigError
 
 REPORT, PAGE = "report.json", "report.html"
@@ -45,7 +44,7 @@ FURTHER_LATENCIES = ("chunk_gap", "ntpot", "ttft_from_sent")
 TOTALS = {
     "attainment": "share", "goodput": "requests/s", "offered_rate": "requests/s",
     "answered_rate": "requests/s", "tokens_per_s": "", "num_requests": "",
-    "num_unfinished": "", "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
+    "num_tokens": "", "num_prompt_tokens": "", "cached_share": "share",
     "tokens_per_chunk": "", "concurrency": "",
 }  # fmt: skip
 PERCENTILES = ("mean", "p50", "p90", "p95", "p99", "max")
@@ -68,22 +67,21 @@ def begin(command: str, settings: Settings) -> Report:
 
 
 def finish(report: Report, folder: str, api_key: str = "") -> int:
-    """Show and write the report, without `api_key`; return 0 if its figures may be used, else 1."""
+    """Print the report and write its files, each even if the other fails, without `api_key`.
+
+    Return 0 if its figures may be used, else 1.
+    """
     report.provenance = complete(report.provenance)
-    return _give(report, Path(folder) if folder else None, api_key)
-
-
-def write_again(settings: ReportAgainSettings, files: list[str]) -> int:
-    """`baton bench report`: show a report that was written before, and make its page anew."""
-    if len(files) != 1:
-        raise ConfigError("name one file: baton bench report report.json --out FOLDER")
-    out = _folder(settings.report.out)
-    report = read_json(Path(files[0]))
-    # A report's own page may be replaced, but never another report.
-    there = out is not None and (out / REPORT).exists() and read_json(out / REPORT)
-    if there and there.provenance != report.provenance:
-        raise ConfigError(f"--out {out} holds another report: name another folder")
-    return _give(report, out)
+    report, out = withhold(report, api_key), Path(folder) if folder else None
+    written: list[Path] = []
+    try:
+        # This comes first, because the reader of the output may be gone, as with `head`.
+        written = _write(report, out) if out is not None else []
+    finally:
+        print(shown(report), flush=True)
+    for path in written:
+        print(f"wrote {path}", file=sys.stderr)
+    return 0 if report.verdict in ("VALID", "CONFIRMED") else 1
 
 
 def html(report: Report) -> str:
@@ -100,20 +98,6 @@ def html(report: Report) -> str:
         charts=charts(report),
         sections=sections(report),
     )
-
-
-def _give(report: Report, out: Path | None, api_key: str = "") -> int:
-    """Print the report and write its files, each even if the other fails; return the exit code."""
-    report = withhold(report, api_key)
-    written: list[Path] = []
-    try:
-        # This comes first, because the reader of the output may be gone, as with `head`.
-        written = _write(report, out) if out is not None else []
-    finally:
-        print(shown(report), flush=True)
-    for path in written:
-        print(f"wrote {path}", file=sys.stderr)
-    return 0 if report.verdict in ("VALID", "CONFIRMED") else 1
 
 
 def _write(report: Report, folder: Path) -> list[Path]:

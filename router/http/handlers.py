@@ -250,7 +250,6 @@ class Handlers:
             is_chat=parsed.is_chat,
             include_usage=parsed.include_usage,
             token_ids=parsed.token_ids,
-            timeline=parsed.timeline,
             num_logprobs=parsed.params.logprobs,
             num_prompt_logprobs=parsed.num_prompt_logprobs,
             names_ids=parsed.names_ids,

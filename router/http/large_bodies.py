@@ -1,9 +1,9 @@
 """Turn large bodies into token ids in a process of its own, and talk to it: both ends of a socket.
 
 Parsing megabytes of JSON holds Python's lock for up to a second, which would stop every stream of
-the router, so the event loop only copies bytes. The process starts with the first large body, and
-again if it has ended; it ends with the socket that it inherits. It works on one body at a time, in
-order of arrival; a client that leaves loses its turn. It must never load torch.
+the router, so a thread gives them to a process and waits there. The process starts with the first
+large body, and again if it has ended; it ends with the socket that it inherits. It works on one
+body at a time, in order of arrival. It must never load torch.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import os
 import socket
 import struct
 import sys
-from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
@@ -28,7 +28,7 @@ NICE = 5
 # The lengths of a job and of its body, and the length of a reply, in bytes.
 JOB_HEAD = struct.Struct("<II")
 REPLY_HEAD = struct.Struct("<I")
-# From the first byte of a body to its reply, including the start of the process.
+# From a body to its reply, including the wait for its turn or the start of the process.
 TIMEOUT_S = 60.0
 REAP_S = 1.0
 
@@ -43,30 +43,24 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class LargeBodies:
-    """The process and the queue of bodies for it. Call `close` at the end."""
+    """The process, and the thread that waits for it. Call `close` at the end."""
 
     def __init__(self, model_path: str, template_file: str) -> None:
         self._arguments = (model_path, template_file)
-        self._encoder = msgspec.msgpack.Encoder()
-        self._turn = asyncio.Lock()
-        self._socket: _BodySocket | None = None
+        # One thread, so that bodies wait in its queue; one whose client leaves loses its turn.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="bodies")
+        self._child: Child | None = None
+        self._socket: socket.socket | None = None
+        self._is_closed = False
 
     async def prepare(self, job: Job, body: bytes) -> Prepared:
         """Return the token ids of a body. Raises `RequestError` or `Overloaded`."""
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(TIMEOUT_S):
-                await self._turn.acquire()
+                reply = await loop.run_in_executor(self._thread, self._ask, job, body)
         except TimeoutError:
             raise _too_slow() from None
-        # From here on, the turn ends with the reply or the process, even if the client leaves.
-        try:
-            stream = self._socket
-            if stream is None or stream.is_lost:
-                stream = self._socket = await self._start()
-        except BaseException:
-            self._turn.release()
-            raise
-        reply = await stream.ask(self._encoder.encode(job), body)
         if reply.failure is not None:
             raise from_failure(reply.failure)
         assert reply.prepared is not None
@@ -74,104 +68,57 @@ class LargeBodies:
 
     def close(self) -> None:
         """End the process. It may be called again."""
-        if self._socket is not None:
-            self._socket.kill()
-            self._socket.reap()
+        self._is_closed = True
+        if self._child is not None:
+            self._child.kill()
+        self._thread.shutdown(cancel_futures=True)  # its socket has ended with the process
+        self._drop()
 
-    async def _start(self) -> "_BodySocket":
-        if self._socket is not None:
-            self._socket.reap()
-        ours, theirs = socket.socketpair()
+    def _ask(self, job: Job, body: bytes) -> Reply:
+        """Give a body to the process. One that ends, or takes too long, is replaced."""
+        if self._socket is None:
+            self._start()
+        assert self._socket is not None
+        assert self._child is not None
+        self._socket.settimeout(TIMEOUT_S)  # even if the body's client has left
+        encoded = msgspec.msgpack.encode(job)
+        try:
+            self._socket.sendall(JOB_HEAD.pack(len(encoded), len(body)) + encoded)
+            self._socket.sendall(body)
+            if head := _received(self._socket, REPLY_HEAD.size):
+                (length,) = REPLY_HEAD.unpack(head)
+                if data := _received(self._socket, length):
+                    return msgspec.msgpack.decode(data, type=Reply)
+        except TimeoutError:
+            self._drop()
+            return Reply(failure=_too_slow().to_failure())
+        except OSError:
+            pass
+        log.warning("the process that reads large bodies ended", pid=self._child.pid)
+        self._drop()
+        text = "the process that reads large bodies ended: send the request again"
+        return Reply(failure=Overloaded(text, code="body_process_lost").to_failure())
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
         with theirs:
             arguments = (str(theirs.fileno()), *self._arguments)
             command = Command("bodies", arguments, MODULE, pass_fds=(theirs.fileno(),))
             try:
-                child = Child(command)
+                self._child = Child(command)
             except BaseException:
-                ours.close()
+                self._drop()
                 raise
-        ours.setblocking(False)
-        loop = asyncio.get_running_loop()
-        _, stream = await loop.create_connection(
-            lambda: _BodySocket(child, self._turn.release), sock=ours
-        )
-        return stream
+        if self._is_closed:
+            self._child.kill()
 
-
-class _BodySocket(asyncio.Protocol):
-    """The socket to one process. `on_free` is called once after each `ask`."""
-
-    def __init__(self, child: Child, on_free: Callable[[], None]) -> None:
-        self.is_lost = False
-        self._child = child
-        self._on_free = on_free
-        self._decoder = msgspec.msgpack.Decoder(Reply)
-        self._received = bytearray()
-        self._transport: asyncio.Transport | None = None
-        self._reply: asyncio.Future[Reply] | None = None
-        self._deadline: asyncio.TimerHandle | None = None
-
-    def ask(self, job: bytes, body: bytes) -> asyncio.Future[Reply]:
-        """Send a body, after the last one has been answered."""
-        assert self._reply is None
-        assert self._transport is not None
-        loop = asyncio.get_running_loop()
-        self._reply = loop.create_future()
-        self._deadline = loop.call_later(TIMEOUT_S, self._give_up)
-        self._transport.write(JOB_HEAD.pack(len(job), len(body)) + job)
-        self._transport.write(body)
-        return self._reply
-
-    def _give_up(self) -> None:
-        """End a process that takes too long, even if the body's client has left."""
-        assert self._reply is not None
-        if not self._reply.done():
-            self._reply.set_exception(_too_slow())
-        self.kill()
-
-    def kill(self) -> None:
-        self.is_lost = True
-        self._child.kill()
-        if self._transport is not None:
-            self._transport.abort()
-
-    def reap(self) -> None:
-        """Wait for the end of a killed process, which takes milliseconds."""
-        self._child.wait(monotonic() + REAP_S)
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        received = self._received
-        received += data
-        if len(received) < REPLY_HEAD.size:
-            return
-        (length,) = REPLY_HEAD.unpack_from(received)
-        if len(received) < REPLY_HEAD.size + length:
-            return
-        reply = self._decoder.decode(memoryview(received)[REPLY_HEAD.size :])
-        self._received = bytearray()
-        self._end(reply)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        self.is_lost = True
-        self._child.kill()
-        if self._reply is not None:
-            log.warning("the process that reads large bodies ended", pid=self._child.pid)
-            text = "the process that reads large bodies ended: send the request again"
-            lost = Overloaded(text, code="body_process_lost")
-            self._end(Reply(failure=lost.to_failure()))
-
-    def _end(self, reply: Reply) -> None:
-        waiter, self._reply = self._reply, None
-        assert waiter is not None, "the process answers only what it was sent"
-        if self._deadline is not None:
-            self._deadline.cancel()
-        if not waiter.done():
-            waiter.set_result(reply)
-        self._on_free()
+    def _drop(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._child is not None:
+            self._child.kill()
+            self._child.wait(monotonic() + REAP_S)  # it takes milliseconds
+        self._socket = self._child = None
 
 
 def _too_slow() -> Overloaded:

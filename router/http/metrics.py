@@ -155,7 +155,7 @@ INFERENCE_TIME = Family(
 )  # fmt: skip
 STAGES = Family(
     "baton_stage_seconds", "histogram",
-        "Durations of the stages of a request, which the timeline names too",
+        "Durations of the stages of a request",
     ("stage",),
 )  # fmt: skip
 PROMPT_LENGTHS = Family(

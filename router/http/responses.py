@@ -15,7 +15,7 @@ import msgspec
 from baton.protocol import VERSION
 from baton.protocol.errors import BatonError
 from baton.router.http.turns import FORM_PARAM
-from baton.router.outputs import CompletionOutput, Logprob, PromptScores, RequestMetrics, waterfall
+from baton.router.outputs import CompletionOutput, Logprob, PromptScores, RequestMetrics
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Found = dict[int, Logprob]
@@ -148,7 +148,6 @@ class ResponseWriter(msgspec.Struct, frozen=True):
     is_chat: bool
     include_usage: bool  # in a stream; a whole response always has usage
     token_ids: bool
-    timeline: bool
     continuous_usage: bool = False  # in each chunk, the usage of its choice so far
     system_fingerprint: str = ""
     num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
@@ -181,13 +180,10 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         return template
 
     def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
-        """Return the last chunk, without choices; None if the client asked for no part of it."""
-        if not (self.include_usage or self.timeline):
+        """Return the last chunk, without choices; None if the client did not ask for it."""
+        if not self.include_usage:
             return None
-        data = self._head(True) + b"[]"
-        if self.include_usage:
-            data += b',"usage":' + _encode(usage_of(metrics))
-        return data + self._timeline(metrics) + b"}"
+        return self._head(True) + b'[],"usage":' + _encode(usage_of(metrics)) + b"}"
 
     def prompt(
         self,
@@ -221,7 +217,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         data = self._head(False) + b"[" + choices + b"]"
         if self.is_chat and prompts and prompts[0].scores is not None:
             data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
-        return data + b',"usage":' + _encode(usage_of(metrics)) + self._timeline(metrics) + b"}"
+        return data + b',"usage":' + _encode(usage_of(metrics)) + b"}"
 
     def _choice(self, output: CompletionOutput, prompt: ShownPrompt) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
@@ -266,12 +262,6 @@ class ResponseWriter(msgspec.Struct, frozen=True):
 
     def _tail(self) -> bytes:
         return b',"usage":null}' if self.include_usage else b"}"
-
-    def _timeline(self, metrics: Sequence[RequestMetrics]) -> bytes:
-        if not self.timeline:
-            return b""
-        timeline = [{**msgspec.to_builtins(one), "waterfall": waterfall(one)} for one in metrics]
-        return b',"timeline":' + _encode(timeline)
 
 
 class ChunkTemplate:

@@ -121,7 +121,6 @@ class GenerationBody(AnyBody, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
-    timeline: bool | None = None
     response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing.
     best_of: Int | None = None
@@ -197,7 +196,6 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     include_usage: bool
     continuous_usage: bool
     token_ids: bool
-    timeline: bool
     echo: bool = False
     generates: bool = True  # False if the response is the prompt alone
     num_prompt_logprobs: int | None = None
@@ -314,7 +312,6 @@ def _parsed_request(
         token_ids=bool(body.return_token_ids),
         num_prompt_logprobs=body.prompt_logprobs,
         names_ids=bool(body.return_tokens_as_token_ids),
-        timeline=bool(body.timeline),
         echo=echo,
         generates=generates,
         form_param="response_format" if body.response_format else "structured_outputs",

@@ -49,8 +49,6 @@ def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> Non
     assert run.summary.outcomes == {"answered": 6}
     assert run.summary.attainment == 1.0
     assert sum(record.warm_up for record in run.records) == 2
-    again = bench("report", "report/report.json", "--out", "again", folder=tmp_path)
-    assert (again.returncode, again.stdout) == (0, done.stdout)
 
 
 def test_a_storm_of_refusals_ends_early_with_the_servers_words(

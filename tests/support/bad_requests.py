@@ -70,7 +70,6 @@ OF_BOTH = {
     "skip_special_tokens": '0 "no" {}',
     "include_stop_str_in_output": '1 "no" {}',
     "return_token_ids": '1 "no" {}',
-    "timeline": '1 "no" {}',
     "presence_penalty": '-2.1 2.1 1e999 NaN "1" [] true',
     "frequency_penalty": '-2.1 2.1 NaN "1" [] true',
     "repetition_penalty": '0 -1 101 NaN "1" [] true',

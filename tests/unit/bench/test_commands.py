@@ -119,7 +119,6 @@ def test_the_example_in_the_help_works(name: str) -> None:
         (["run", "--concurrency", "2", "--arrivals", "poisson:1"], "choose one"),
         (["run", "--workload", "trace", "--path", "/not/there.csv"], "/not/there.csv"),
         (["run", *LOAD, "--vocabulary", "9"], "LOW-HIGH"),
-        (["run", *LOAD, "--window", "9"], "FROM-TO"),
         (["run", *LOAD, "--url", "a:1"], "http://host:port"),
         (["sweep", "--duration-s", "5"], "--rates"),
         (["sweep", "--rates", "1", "--duration-s", "5", "--shape", "odd"], "--shape 'odd'"),
@@ -128,7 +127,6 @@ def test_the_example_in_the_help_works(name: str) -> None:
         (["compare", "http://a", *LOAD], "write it as NAME=URL"),
         (["compare", "a=http://a", *LOAD], "two arms"),
         (["compare", "a=http://a", "a=http://b", *LOAD], "twice"),
-        (["report", "/not/there.json"], "/not/there.json"),
     ],
 )
 def test_a_mistake_is_one_clear_line(words: list[str], hint: str) -> None:

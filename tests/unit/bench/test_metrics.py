@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from baton.bench.figures.metrics import (
     MIN_ROUNDS,
     Bounds,
-    Window,
     measure,
     meets,
     nearest_rank,
@@ -87,20 +86,6 @@ def test_a_short_open_loop_lasts_until_its_next_request_would_come() -> None:
     closed = summarise(load(records), bounds=bounds, closed_loop=True)
     assert closed.window.end_s == pytest.approx(0.92)
     assert closed.tokens_per_s == pytest.approx(20 / 0.92)
-
-
-def test_a_window_takes_requests_by_arrival_and_tokens_by_their_own_time() -> None:
-    # Arrivals at 0.0, 0.1, ...; tokens from 0.1 to 0.19 s after each.
-    window = Window(0.195, 0.495)
-    summary = summarise(load(steady(10)), window=window, bounds=BOUNDS)
-    assert summary.num_requests == 3
-    assert summary.offered_rate == pytest.approx(10)
-    assert summary.attainment == 1
-    # Ten each of those that arrived at 0.1, 0.2 and 0.3; that of 0.4 sends its first too late.
-    assert summary.tokens_per_s == pytest.approx(30 / 0.3)
-    assert summary.num_unfinished == 1
-    # 0.1: 0.095 s of it, 0.2 and 0.3: all 0.19 s, 0.4: 0.095 s
-    assert summary.concurrency == pytest.approx(0.57 / 0.3)
 
 
 @settings(max_examples=100)

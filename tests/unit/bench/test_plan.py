@@ -109,11 +109,10 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert make_plan(workload, Recorded(), duration_s=2.0).requests == plan.requests[:2]
     assert moments(make_plan(workload, Gaps(10, 0))) == pytest.approx([0, 0.1, 0.2])
     assert make_plan(workload, None).requests[2].at_s is None
-    scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64, max_input=9)
+    scaled = of_file(tmp_path, TRACE, "trace", length_scale=1 / 64)
     plan = make_plan(scaled, Recorded(), warm_up=2)
-    assert [len(one.prompt_ids) for one in plan.requests] == [9] * 5
+    assert max(len(one.prompt_ids) for one in plan.requests) < 16
     assert "blocks of 8 tokens" in "\n".join(plan.notes)
-    assert "3 of 3 inputs were clamped" in "\n".join(plan.notes)
 
 
 def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:

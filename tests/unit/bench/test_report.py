@@ -15,9 +15,9 @@ from baton.bench.figures.validity import invalid, warning
 from baton.bench.records import Outcome, Record
 from baton.bench.report.charts import charts
 from baton.bench.report.document import Compared, Report, Run, read_json, write_json
-from baton.bench.report.page import begin, finish, html, sections, shown, write_again
+from baton.bench.report.page import begin, finish, html, sections, shown
 from baton.bench.report.provenance import collect
-from baton.bench.settings import ReportAgainSettings, ReportSettings, RunSettings, Target
+from baton.bench.settings import ReportSettings, RunSettings, Target
 from baton.protocol.errors import ConfigError
 from tests.support.bench_records import answered, failed, load, report_of, scene_run
 from tests.support.sources import REPOSITORY
@@ -117,16 +117,9 @@ def test_no_key_reaches_any_file_or_the_terminal(
 
 
 def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
-    first, second = (report_of([], title=title) for title in ("first", "second"))
-    second.provenance = msgspec.structs.replace(second.provenance, created_at="later")
-    write_json(first, tmp_path / "report.json")
-    write_json(second, tmp_path / "second.json")
+    write_json(report_of([]), tmp_path / "report.json")
     with pytest.raises(ConfigError, match="holds a report already: name another folder"):
         begin("run", RunSettings(report=ReportSettings(out=str(tmp_path))))
-    again = ReportAgainSettings(ReportSettings(out=str(tmp_path)))
-    with pytest.raises(ConfigError, match="holds another report"):
-        write_again(again, [str(tmp_path / "second.json")])
-    assert write_again(again, [str(tmp_path / "report.json")]) == 1  # it has no run
     with pytest.raises(ConfigError, match="it is a file: name a folder"):
         begin("run", RunSettings(report=ReportSettings(out=str(tmp_path / "report.json"))))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from baton.bench.figures.metrics import Window, summarise
+from baton.bench.figures.metrics import summarise
 from baton.bench.figures.validity import (
     CACHED,
     Problem,
@@ -39,10 +39,9 @@ def problems_of(
     records: list[Record],
     plan: list[Planned] | None = None,
     client: ClientProcess = IDLE,
-    window: Window | None = None,
 ) -> list[Problem]:
     result = load(records, IDLE, client)
-    return check(result, summarise(result, window=window), plan or plan_of(records))
+    return check(result, summarise(result), plan or plan_of(records))
 
 
 def changed(
@@ -133,32 +132,30 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> N
 
 
 @pytest.mark.parametrize(
-    ("outcome", "window", "why"),
+    ("outcome", "why"),
     [
-        (Outcome.UNREACHABLE, None, "all 20 requests failed: 20 unreachable; the first: why$"),
-        (Outcome.WRONG_LENGTH, None, "20 wrong length; .*: does the server honour ignore_eos"),
-        # Answers outside the window do not save a run.
-        (Outcome.SERVER_ERROR, Window(0.95, 9.0), "all 10 requests failed: 10 server error; "),
+        (Outcome.UNREACHABLE, "all 20 requests failed: 20 unreachable; the first: why$"),
+        (Outcome.WRONG_LENGTH, "20 wrong length; .*: does the server honour ignore_eos"),
     ],
 )
 def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(
-    outcome: Outcome, window: Window | None, why: str
+    outcome: Outcome, why: str
 ) -> None:
     records = steady(20)
-    for record in records[10 if window else 0 :]:
+    for record in records:
         record.outcome, record.detail = outcome, "why"
-    (found,) = problems_of(records, window=window)
+    (found,) = problems_of(records)
     assert found.is_invalid
     assert re.search(why, found.text)
 
 
 def test_a_queue_that_grows_throughout_is_found() -> None:
     first_ms, last_ms, first, last = (
-        float(one) for one in re.findall(r"[0-9.]+", find_growth(growing(600), None))
+        float(one) for one in re.findall(r"[0-9.]+", find_growth(growing(600)))
     )
     assert last_ms > 3 * first_ms
     assert last > 2 * first
-    assert find_growth(growing(49), None) == ""
+    assert find_growth(growing(49)) == ""
 
 
 def texts(run: Run, *, is_invalid: bool) -> list[str]:
