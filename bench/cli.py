@@ -84,13 +84,10 @@ def main(arguments: Sequence[str]) -> int:
 
 def parse(settings: type[S], arguments: Sequence[str]) -> tuple[S, list[str]]:
     """Return the settings that `arguments` ask for, and the operands."""
-    given = vars(parser(settings).parse_intermixed_args(arguments))
-    values = {
-        field.name: field.from_text(given[field.name], field.flag)
-        for field in flags_of(settings)
-        if given[field.name] is not None
-    }
-    return with_values(settings(), values), given.get("operands") or []
+    built = parser(settings)
+    given = built.parse_intermixed_args(arguments)
+    values = built.values_in(given, flags_of(settings))
+    return with_values(settings(), values), vars(given).get("operands") or []
 
 
 def parser(settings: type[msgspec.Struct]) -> FlagParser:

@@ -21,12 +21,12 @@ def about(
     ge: float | None = None,
     gt: float | None = None,
     le: float | None = None,
-    kind: Literal["", "path", "repeated"] = "",
+    kind: Literal["", "path", "repeated", "switch"] = "",
 ) -> Meta:
     """Return the annotation of one setting.
 
     The kind `path` is for a file or a folder, `repeated` for a list whose flag is given once per
-    entry.
+    entry, and `switch` for a flag without a value.
     """
     extra: dict[str, object] = {"unit": unit} if unit else {}
     if kind:

@@ -224,17 +224,29 @@ class FlagParser(argparse.ArgumentParser):
             how: dict[str, object] = {"nargs": "?", "const": "true"} if field.is_bool else {}
             if field.kind == "repeated":
                 how = {"action": "append"}
-            words = ("true", "false") if field.is_bool else tuple(filter(None, field.choices))
+            if field.kind == "switch":
+                how = {"action": "store_const", "const": "true"}
+            else:
+                how["metavar"] = field.metavar
+            words = ("true", "false") if "nargs" in how else tuple(filter(None, field.choices))
             if words:
                 self.words[field.name] = words
             groups[title].add_argument(
                 *flags_of(field),
                 dest=field.name,
-                metavar=field.metavar,
                 help=field.help,
                 default=None,
                 **how,  # type: ignore[arg-type]
             )
+
+    def values_in(self, parsed: argparse.Namespace, fields: Iterable[Field]) -> dict[str, object]:
+        """Return the settings that a command line gives, by their names. Raises `ConfigError`."""
+        given = vars(parsed)
+        return {
+            field.name: field.from_text(given[field.name], field.flag)
+            for field in fields
+            if given.get(field.name) is not None
+        }
 
     def error(self, message: str) -> NoReturn:
         if not message.startswith(_UNKNOWN):
@@ -254,17 +266,6 @@ def did_you_mean(word: str, known: Iterable[str], prefix: str = "") -> str:
     bare = {name.lstrip("-").removeprefix(prefix): name for name in known}
     near = difflib.get_close_matches(word.lstrip("-").removeprefix(prefix), bare, n=1)
     return f"; did you mean {bare[near[0]]}?" if near else ""
-
-
-def timeout_of(text: str) -> float:
-    """Return the seconds that `--timeout` gives."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        raise ConfigError(f"--timeout {text}: give a number of seconds above 0")
-    return seconds
 
 
 class _HelpFormatter(argparse.HelpFormatter):

@@ -11,6 +11,7 @@ import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -31,8 +32,9 @@ from baton.deploy.cluster.state import (
     write_deployment,
 )
 from baton.deploy.cluster.status import routers_of, show
+from baton.protocol.config import about
 from baton.protocol.errors import ConfigError
-from baton.runtime.fields import FlagParser, timeout_of
+from baton.runtime.fields import Field, FlagParser, fields_of, with_values
 from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
@@ -51,26 +53,82 @@ DEFAULT_FILE = "cluster.yaml"
 
 
 class ClusterArguments(msgspec.Struct, frozen=True):
-    """The arguments of one command."""
+    """The arguments of one command: a file, and those of these flags that the command has."""
 
-    file: str
-    platform: str = LOCAL
-    state: str = ""
-    hosts: tuple[str, ...] = ()
-    address: str = ""
-    out: str = ""
-    timeout_s: float = 0.0  # 0 takes the nodes' own limit
-    detach: bool = False
-    json: bool = False
-    urls: tuple[str, ...] = ()  # of routers to ask
-    api_key: str = ""
-    ca_file: str = ""
-    names_deployment: bool = False  # a file or a state folder was named, and not taken by default
+    file: str = ""
+    on: Annotated[
+        str,
+        about(f"what runs the processes: {LOCAL} or {RAY}, or to render {', '.join(RENDERED)}"),
+    ] = LOCAL
+    out: Annotated[str, about("folder for the files (default: NAME-PLATFORM)", kind="path")] = ""
+    state: Annotated[
+        str,
+        about(
+            "folder in which `up` records what it starts (default: ~/.local/state/baton/NAME)",
+            kind="path",
+        ),
+    ] = ""
+    host: Annotated[
+        tuple[str, ...],
+        about(
+            "hosts of the description whose processes this command starts (default: the hosts "
+            "whose addresses this machine has)"
+        ),
+    ] = ()
+    address: Annotated[
+        str,
+        about("HOST:PORT of the Ray cluster to use (default: RAY_ADDRESS, or that of this host)"),
+    ] = ""
+    detach: Annotated[
+        bool,
+        about(
+            "return once the cluster serves; without this flag, `--on local` stays in the "
+            "foreground and ends the cluster with Ctrl-C", kind="switch",
+        ),
+    ] = False  # fmt: skip
+    timeout: Annotated[
+        float,
+        about(
+            "longest wait until the cluster serves; 0 waits until nothing has made progress for "
+            "node.start_timeout_s of the slowest pool, plus 20 s", "s", ge=0,
+        ),
+    ] = 0.0  # fmt: skip
+    json: Annotated[bool, about("print JSON instead of a table", kind="switch")] = False
+    url: Annotated[
+        tuple[str, ...],
+        about(
+            "URL of a router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE "
+            "and --state, only these routers are asked",
+            kind="repeated",
+        ),
+    ] = ()
+    api_key: Annotated[
+        str,
+        about("API key that the routers ask for (default: BATON_API_KEY, or the key in the file)"),
+    ] = ""
+    ca_file: Annotated[
+        str,
+        about(
+            "PEM file with the authority that signed the certificates of https routers", kind="path"
+        ),
+    ] = ""
+
+    @property
+    def path(self) -> str:
+        return self.file or DEFAULT_FILE
 
     @property
     def stays(self) -> bool:
         """Return whether `up` stays in front, and the cluster ends with it."""
-        return self.platform == LOCAL and not self.detach
+        return self.on == LOCAL and not self.detach
+
+
+FLAGS = {
+    "up": ("on", "state", "host", "address", "detach", "timeout"),
+    "down": ("state",),
+    "status": ("state", "json", "url", "api_key", "ca_file"),
+    "render": ("on", "out"),
+}
 
 
 def main(command: str, summary: str, arguments: Sequence[str]) -> int:
@@ -92,10 +150,10 @@ def render(given: ClusterArguments) -> int:
         "kubernetes": (kubernetes.places_of, kubernetes.render),
         "slurm": (slurm.places_of, slurm.render),
         "systemd": (places_by_name, systemd.render),
-    }[given.platform]
-    has_addresses = given.platform in ("helm", "kubernetes")  # each pod has one
-    plan = _planned(given.file, places, shares_hosts=not has_addresses)
-    folder = Path(given.out or f"{plan.description.name}-{given.platform}")
+    }[given.on]
+    has_addresses = given.on in ("helm", "kubernetes")  # each pod has one
+    plan = _planned(given.path, places, shares_hosts=not has_addresses)
+    folder = Path(given.out or f"{plan.description.name}-{given.on}")
     folder.mkdir(parents=True, exist_ok=True)
     for path in write(plan, folder):
         print(path)
@@ -104,12 +162,12 @@ def render(given: ClusterArguments) -> int:
 
 def up(given: ClusterArguments) -> int:
     """Start a cluster and wait until it serves."""
-    plan = _planned(given.file, _places_on(given.platform))
+    plan = _planned(given.path, _places_on(given.on))
     deployment = Deployment(
         plan.description.name,
-        given.platform,
-        str(Path(given.file).absolute()),
-        given.hosts,
+        given.on,
+        str(Path(given.path).absolute()),
+        given.host,
         given.address or os.environ.get(RAY_ADDRESS, ""),
     )
     platform = _platform_of(deployment, given)
@@ -117,7 +175,7 @@ def up(given: ClusterArguments) -> int:
     folder = state_folder(name, given.state)
     if read_deployment(folder) is not None:
         raise ConfigError(
-            f"{name} is up already, or was not ended: run `baton down {given.file}` first, or name "
+            f"{name} is up already, or was not ended: run `baton down {given.path}` first, or name "
             f"another folder than {folder} with --state"
         )
     make_private(folder)
@@ -126,8 +184,8 @@ def up(given: ClusterArguments) -> int:
         try:
             check_ids(plan, platform.own(plan), platform.urls(plan, folder))
             platform.start(plan, folder)
-            timeout_s = given.timeout_s or plan.start_timeout_s + EXTRA_START_S
-            is_given = given.timeout_s > 0
+            timeout_s = given.timeout or plan.start_timeout_s + EXTRA_START_S
+            is_given = given.timeout > 0
             if not wait_until_ready(
                 plan, platform, folder, timeout_s, interrupts, is_absolute=is_given
             ):
@@ -148,7 +206,7 @@ def up(given: ClusterArguments) -> int:
 
 def down(given: ClusterArguments) -> int:
     """End every process of a deployment."""
-    folder, deployment = deployment_of(given.file, given.state)
+    folder, deployment = deployment_of(given.path, given.state)
     platform = _platform_of(deployment)
     try:
         platform.stop(folder)
@@ -161,10 +219,10 @@ def down(given: ClusterArguments) -> int:
 
 def status(given: ClusterArguments) -> int:
     """Print the state of a cluster. The exit code is 0 if every process runs."""
-    if given.urls and not given.names_deployment:
-        routers = routers_of(given.urls, given.api_key)
+    if given.url and not (given.file or given.state):
+        routers = routers_of(given.url, given.api_key)
         return show(routers, ca_file=given.ca_file, is_json=given.json)
-    folder, deployment = deployment_of(given.file, given.state)
+    folder, deployment = deployment_of(given.path, given.state)
     platform = _platform_of(deployment)
     plan: ClusterPlan | None = None
     urls: tuple[str, ...] = ()
@@ -172,7 +230,7 @@ def status(given: ClusterArguments) -> int:
     with contextlib.suppress(ConfigError):
         plan = _planned(deployment.file, _places_on(deployment.platform))
         urls = platform.urls(plan, folder)
-    routers = routers_of(given.urls, given.api_key, plan, urls)
+    routers = routers_of(given.url, given.api_key, plan, urls)
     statuses = platform.status(folder)
     return show(routers, deployment.name, statuses, ca_file=given.ca_file, is_json=given.json)
 
@@ -203,7 +261,7 @@ def _platform_of(deployment: Deployment, given: ClusterArguments | None = None) 
     _check_ray()
     from baton.deploy.cluster.ray import RayPlatform
 
-    return RayPlatform(deployment.address, may_wait=given is not None and given.timeout_s > 0)
+    return RayPlatform(deployment.address, may_wait=given is not None and given.timeout > 0)
 
 
 def _check_ray() -> None:
@@ -224,117 +282,41 @@ def _report(plan: ClusterPlan, platform: Platform, folder: Path, *, stays: bool)
 
 def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> ClusterArguments:
     """Return the parsed arguments; `--help` prints and exits. Raises `ConfigError`."""
-    given = vars(parser_of(command, summary).parse_args(arguments))
-    hosts = tuple(filter(None, (given.pop("host", None) or "").split(",")))
-    urls = tuple(given.pop("url", None) or ())
-    for url in urls:
+    parser = parser_of(command, summary)
+    parsed = parser.parse_args(arguments)
+    values = parser.values_in(parsed, _fields(command)) | {"file": parsed.file or ""}
+    given, platforms = with_values(ClusterArguments(), values), _platforms(command)
+    for url in given.url:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: give a URL such as http://10.0.0.1:8000")
-    parsed = ClusterArguments(
-        hosts=hosts,
-        urls=urls,
-        names_deployment=bool(given["file"] or given.get("state")),
-        **({"file": DEFAULT_FILE} | {name: one for name, one in given.items() if one is not None}),
-    )
-    platforms = _platforms(command)
-    if command == "up" and parsed.platform in RENDERED:
+    if command == "up" and given.on in RENDERED:
         raise ConfigError(
-            f"--on {parsed.platform}: write its files with `baton render {parsed.file} --on "
-            f"{parsed.platform}` and run them with `{RENDERED[parsed.platform]}`"
+            f"--on {given.on}: write its files with `baton render {given.path} --on {given.on}` "
+            f"and run them with `{RENDERED[given.on]}`"
         )
-    if command in ("up", "render") and parsed.platform not in platforms:
-        raise ConfigError(f"--on {parsed.platform}: choose one of {', '.join(platforms)}")
-    if parsed.address and parsed.platform != RAY:
+    if command in ("up", "render") and given.on not in platforms:
+        raise ConfigError(f"--on {given.on}: choose one of {', '.join(platforms)}")
+    if given.address and given.on != RAY:
         raise ConfigError("--address is that of a Ray cluster: add `--on ray`, or leave it out")
-    if parsed.hosts and parsed.platform == RAY:
+    if given.host and given.on == RAY:
         raise ConfigError("--host: Ray chooses the hosts of all processes; leave this out")
-    return parsed
+    return given
 
 
 def parser_of(command: str, summary: str) -> FlagParser:
     """Return the parser of `baton command`."""
     parser = FlagParser(prog=f"baton {command}", description=summary)
-    parser.add_argument(
-        "file",
-        metavar="FILE",
-        nargs="?",
-        help=f"the description of the cluster (default: {DEFAULT_FILE})",
-    )
-    if command in ("up", "render"):
-        platforms = _platforms(command)
-        default = f" (default: {LOCAL}, this machine)" if command == "up" else ""
-        parser.add_argument(
-            "--on",
-            dest="platform",
-            metavar="PLATFORM",
-            help=f"what runs the processes: {', '.join(platforms)}{default}",
-        )
-        parser.words["platform"] = platforms
-    if command == "render":
-        parser.add_argument(
-            "--out", metavar="FOLDER", help="folder for the files (default: NAME-PLATFORM)"
-        )
-        return parser
-    parser.add_argument(
-        "--state",
-        metavar="FOLDER",
-        help="folder in which `up` records what it starts (default: ~/.local/state/baton/NAME)",
-    )
-    if command == "up":
-        parser.add_argument(
-            "--host",
-            metavar="A,B",
-            help="hosts of the description whose processes this command starts (default: the "
-            "hosts whose addresses this machine has)",
-        )
-        parser.add_argument(
-            "--address",
-            metavar="HOST:PORT",
-            help="with --on ray, the Ray cluster to use (default: RAY_ADDRESS, or the one of this "
-            "host)",
-        )
-        _add_start(parser)
-    if command == "status":
-        _add_view(parser)
+    text = f"the description of the cluster (default: {DEFAULT_FILE})"
+    parser.add_argument("file", metavar="FILE", nargs="?", help=text)
+    parser.add_settings(_fields(command), group_of=lambda _: "flags")
+    if "on" in FLAGS[command]:
+        parser.words["on"] = _platforms(command)
     return parser
+
+
+def _fields(command: str) -> list[Field]:
+    return [field for field in fields_of(ClusterArguments) if field.name in FLAGS[command]]
 
 
 def _platforms(command: str) -> tuple[str, ...]:
     return tuple(RENDERED) if command == "render" else (LOCAL, RAY)
-
-
-def _add_view(parser: FlagParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument(
-        "--url",
-        action="append",
-        metavar="URL",
-        help="URL of a router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE "
-        "and --state, only these routers are asked",
-    )
-    parser.add_argument(
-        "--api-key",
-        help="API key that the routers ask for (default: BATON_API_KEY, or the key in the file)",
-    )
-    parser.add_argument(
-        "--ca-file",
-        metavar="PATH",
-        help="PEM file with the authority that signed the certificates of https routers",
-    )
-
-
-def _add_start(parser: FlagParser) -> None:
-    parser.add_argument(
-        "--detach",
-        action="store_true",
-        help="return once the cluster serves; without this flag, `--on local` stays in the "
-        "foreground and ends the cluster with Ctrl-C",
-    )
-    parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        metavar="S",
-        type=timeout_of,
-        help="longest wait until the cluster serves, in seconds (default: until nothing has made "
-        "progress for node.start_timeout_s of the slowest pool, plus 20 s)",
-    )

@@ -115,7 +115,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""  # folder, or name on the Hugging Face hub; empty is the demo model
     key: str = ""  # file of `baton keygen`
     logs: str = ""  # folder for the output of the processes; empty keeps it in the state folder
-    gpus_per_host: MachineCount = 0  # 0 if it is unknown, and then not checked
+    gpus_per_host: MachineCount = 0  # with which Slurm packs nodes; 0: a host for each
     routers: tuple[RouterPlace, ...] = (RouterPlace(),)
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes

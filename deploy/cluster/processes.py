@@ -17,6 +17,7 @@ from baton.deploy.cluster.description import Description, Pool, RouterPlace, Set
 from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
+from baton.runtime.channels.endpoint import bracketed
 from baton.runtime.host import VISIBLE_GPUS
 
 ProcessRole = Role | Literal["router"]
@@ -132,7 +133,7 @@ def _router(
         **description.env,
         **router.env,
         "BATON_ROUTER_PORT": str(router.port),
-        "BATON_ROUTER_CONTROL": f"tcp://{_bracketed(listen)}:{router.control_port}",
+        "BATON_ROUTER_CONTROL": f"tcp://{bracketed(listen)}:{router.control_port}",
     }
     if "router.host" not in settings:
         env["BATON_ROUTER_HOST"] = listen
@@ -172,7 +173,7 @@ def _node(
     config = config_of(description, pool.settings)
     port = pool.peer_port + nth if pool.peer_port else 0
     routers = [
-        f"tcp://{_bracketed(address)}:{router.control_port}"
+        f"tcp://{bracketed(address)}:{router.control_port}"
         for address, router in zip(places.routers, description.routers, strict=True)
     ]
     env = {
@@ -180,11 +181,11 @@ def _node(
         **pool.env,
         "BATON_NODE_ID": name,
         "BATON_NODE_ROUTERS": ",".join(routers),
-        "BATON_NODE_BIND": f"tcp://{_bracketed(address)}" + (f":{port}" if port else ""),
+        "BATON_NODE_BIND": f"tcp://{bracketed(address)}" + (f":{port}" if port else ""),
     }
     http = pool.http_port + nth if pool.http_port else places.http_port
     if http:
-        env["BATON_NODE_HTTP"] = f"{_bracketed(places.listen or address)}:{http}"
+        env["BATON_NODE_HTTP"] = f"{bracketed(places.listen or address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()
     if gpu_ids:
         env[VISIBLE_GPUS] = ",".join(map(str, gpu_ids))
@@ -279,7 +280,3 @@ def _text_of(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join(map(str, value))
     return str(value)
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -94,7 +94,6 @@ def _problems(description: Description) -> Iterator[str]:
         yield from _pool_problems(description, f"pools.{name}", pool)
     yield from _split_problems(description)
     yield from _host_problems(description)
-    yield from _gpu_problems(description)
 
 
 def _missing(description: Description) -> Iterator[str]:
@@ -224,23 +223,6 @@ def _ports(description: Description) -> Iterator[tuple[str, str, int]]:
                 if port:
                     yield f"pools.{name}.{key} (node {i})", host, port + on_host[host]
             on_host[host] += 1
-
-
-def _gpu_problems(description: Description) -> Iterator[str]:
-    most = description.gpus_per_host
-    if not most:
-        return
-    used: Counter[str] = Counter()
-    for name, pool in description.pools.items():
-        if pool.gpus > most:
-            yield f"pools.{name}.gpus: a node has {pool.gpus}, a host only {most} (gpus_per_host)"
-        for i, host in enumerate(placed_hosts(pool)):
-            used[host] += pool.gpus
-            if host and used[host] > most:
-                yield (
-                    f"pools.{name}.hosts: no GPU is left on host {host} for node {name}-{i}, which "
-                    f"needs {pool.gpus} of {most} (gpus_per_host); name another host"
-                )
 
 
 def _beside(path: Path, name: str) -> str:

@@ -24,7 +24,7 @@ from baton.deploy.cluster.state import read_deployment, state_folder
 from baton.deploy.cluster.systemd import program_of
 from baton.deploy.doctor.machine import Finding, MachineReport, fault, ok, warning
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.endpoint import parse_endpoint
+from baton.runtime.channels.endpoint import bracketed, parse_endpoint
 
 HOST = "{host}"
 ALL, PATHS = "all hosts", "paths"
@@ -124,7 +124,7 @@ def machine_words(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool)
                 bound = spec.host
                 if port.name == "http":
                     bound = spec.env.get("BATON_ROUTER_HOST", spec.host)
-                words += ["--port", f"{_bracketed(bound)}:{port.port}"]
+                words += ["--port", f"{bracketed(bound) or '0.0.0.0'}:{port.port}"]
     for address in _dialled(host, hosts):
         words += ["--reach", address]
     if gpus := sum(spec.gpus for spec in host.specs):
@@ -170,7 +170,7 @@ def _dialled(host: RemoteHost, hosts: Sequence[RemoteHost]) -> list[str]:
     if host.has("prefill"):
         decode = [spec for one in hosts for spec in one.nodes if spec.role == "decode"]
         binds = [parse_endpoint(spec.env["BATON_NODE_BIND"]) for spec in decode]
-        found |= {f"{_bracketed(one.host)}:{one.port}": None for one in binds if one.port}
+        found |= {f"{bracketed(one.host)}:{one.port}": None for one in binds if one.port}
     return list(found)
 
 
@@ -188,7 +188,7 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
     """Measure how a decode host reads a prefill host."""
     check = f"{decode.name} reads {prefill.name}"
     bind = next(spec.env["BATON_NODE_BIND"] for spec in decode.nodes if spec.role == "decode")
-    words = ["--listen", f"tcp://{_bracketed(parse_endpoint(bind).host)}"]
+    words = ["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}"]
     common = ["--json", "--timeout", f"{timeout_s:g}"]
     with subprocess.Popen(
         decode.command([*words, *common]),
@@ -220,10 +220,6 @@ def _at(host: str, finding: Finding) -> Finding:
 
 def _flag(name: str) -> str:
     return "--" + name.replace(".", "-").replace("_", "-")
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host or "0.0.0.0"
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[str, str]:

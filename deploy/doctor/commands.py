@@ -5,8 +5,8 @@ The exit code is 1 if there is a fault, else 0. Flags that are settings of nodes
 
 import socket
 import sys
-from argparse import Namespace
 from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import msgspec
 
@@ -21,34 +21,73 @@ from baton.deploy.doctor.machine import (
     summary_of,
 )
 from baton.deploy.doctor.path import READ_S, PathReader, offer_pool
-from baton.protocol.config import ClusterConfig
+from baton.protocol.config import ClusterConfig, about
 from baton.protocol.errors import ConfigError, NodeError
-from baton.runtime.fields import Field, FlagParser, fields_of, timeout_of, with_values
+from baton.runtime.fields import Field, FlagParser, fields_of, with_values
 from baton.runtime.host import active_ports
 from baton.runtime.process import Interrupts
 from baton.runtime.settings import flags_of
 
 
+class DoctorArguments(msgspec.Struct, frozen=True):
+    """The flags that are no settings of nodes."""
+
+    json: Annotated[bool, about("print JSON instead of lines", kind="switch")] = False
+    timeout: Annotated[
+        float,
+        about(
+            f"longest wait for an answer of another host; 0 takes {READ_S:g} s, and with --listen "
+            "no end", "s", ge=0,
+        ),
+    ] = 0.0  # fmt: skip
+    via: Annotated[str, about("how to run a command on another host of FILE, as 'ssh {host}'")] = ""
+    state: Annotated[
+        str,
+        about("state folder of `baton up`, if it was started with --state", kind="path"),
+    ] = ""
+    gpus: Annotated[int, about("number of GPUs that nodes need on this machine", ge=0)] = 0
+    listen: Annotated[
+        str,
+        about(
+            "one path by hand, on the decode node's host: wait at an address of it, as HOST or "
+            "HOST:PORT, and read the pool of the first host that connects"
+        ),
+    ] = ""
+    connect: Annotated[
+        str,
+        about(
+            "one path by hand, on the prefill node's host: let the host that listens at this "
+            "HOST:PORT read a pool of this host"
+        ),
+    ] = ""
+    port: Annotated[
+        tuple[str, ...],
+        about("HOST:PORT that must be free to listen on; may be repeated", kind="repeated"),
+    ] = ()
+    reach: Annotated[
+        tuple[str, ...],
+        about("HOST:PORT of another host that must answer; may be repeated", kind="repeated"),
+    ] = ()
+    nixl: Annotated[
+        bool, about("report a fault if NIXL does not work on this machine", kind="switch")
+    ] = False
+
+
 def main(name: str, summary: str, arguments: Sequence[str]) -> int:
     """Run `baton doctor` and return the exit code. Raises `ConfigError`."""
-    given = parser_of(name, summary).parse_args(arguments)
-    if sum(map(bool, (given.file, given.listen, given.connect))) > 1:
+    parser = parser_of(name, summary)
+    parsed = parser.parse_args(arguments)
+    given = with_values(DoctorArguments(), parser.values_in(parsed, fields_of(DoctorArguments)))
+    config = with_values(ClusterConfig(), parser.values_in(parsed, _fields()))
+    if sum(map(bool, (parsed.file, given.listen, given.connect))) > 1:
         raise ConfigError("give one of FILE, --listen and --connect; see baton doctor --help")
-    values = {
-        field.name: field.from_text(text)
-        for field in _fields()
-        if (text := getattr(given, field.name)) is not None
-    }
-    config = with_values(ClusterConfig(), values)
     if given.listen:
         return _listen(config, given)
-    given.timeout_s = given.timeout_s or READ_S
     if given.connect:
         return _report(_connect(config, given), is_json=given.json)
-    if given.file:
-        found = check_cluster(
-            given.file, via=given.via or "", state=given.state or "", timeout_s=given.timeout_s
-        )
+    if parsed.file:
+        timeout_s = given.timeout or READ_S
+        found = check_cluster(parsed.file, via=given.via, state=given.state, timeout_s=timeout_s)
         return _report(found, is_json=given.json)
     report = check_machine(config, _wants(config, given))
     if given.json:
@@ -57,18 +96,16 @@ def main(name: str, summary: str, arguments: Sequence[str]) -> int:
     return _report(report.findings, is_json=False)
 
 
-def _wants(config: ClusterConfig, given: Namespace) -> Wants:
+def _wants(config: ClusterConfig, given: DoctorArguments) -> Wants:
     for address in (*given.port, *given.reach):
         if not address.rpartition(":")[0] or not address.rpartition(":")[2].isdecimal():
             raise ConfigError(f"{address}: write it as HOST:PORT")
-    if given.gpus is not None and not given.gpus.isdecimal():
-        raise ConfigError(f"--gpus {given.gpus}: give a number of GPUs")
     return Wants(
-        gpus=int(given.gpus or 0),
+        gpus=given.gpus,
         pool_mib=config.cache.memory_mib,
         needs_nixl=given.nixl or config.transfer.transport == "nixl",
-        ports=tuple(given.port),
-        reach=tuple(given.reach),
+        ports=given.port,
+        reach=given.reach,
     )
 
 
@@ -87,7 +124,7 @@ def _report(found: Iterable[Finding], *, is_json: bool) -> int:
     return 0 if is_healthy(findings) else 1
 
 
-def _listen(config: ClusterConfig, given: Namespace) -> int:
+def _listen(config: ClusterConfig, given: DoctorArguments) -> int:
     reader = PathReader(config, _endpoint(given.listen))
     try:
         address = reader.endpoint.removeprefix("tcp://")
@@ -96,7 +133,7 @@ def _listen(config: ClusterConfig, given: Namespace) -> int:
         else:
             print(f"on the prefill node's host, run: baton doctor --connect {address}", flush=True)
         with Interrupts() as interrupts:
-            found = reader.read(interrupts, given.timeout_s or 0.0)
+            found = reader.read(interrupts, given.timeout)
     finally:
         reader.close()
     if found is None:
@@ -106,9 +143,11 @@ def _listen(config: ClusterConfig, given: Namespace) -> int:
     return 0 if measured.failure is None else 1
 
 
-def _connect(config: ClusterConfig, given: Namespace) -> list[Finding]:
+def _connect(config: ClusterConfig, given: DoctorArguments) -> list[Finding]:
     try:
-        return [offer_pool(config, _endpoint(given.connect), given.timeout_s, active_ports())]
+        return [
+            offer_pool(config, _endpoint(given.connect), given.timeout or READ_S, active_ports())
+        ]
     except NodeError as error:
         return [fault(f"{given.connect} reads {socket.gethostname()}", error.message)]
 
@@ -131,39 +170,6 @@ def parser_of(name: str, summary: str) -> FlagParser:
         help="a cluster.yaml: check its hosts and measure every path between them; without it, "
         "check this machine",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
-    parser.add_argument(
-        "--timeout",
-        dest="timeout_s",
-        metavar="S",
-        type=timeout_of,
-        help=f"longest wait for an answer of another host, in seconds (default: {READ_S:g})",
-    )
-    texts = {
-        "--via": ("COMMAND", "how to run a command on another host of FILE, as 'ssh {host}'"),
-        "--state": ("FOLDER", "state folder of `baton up`, if it was started with --state"),
-        "--gpus": ("N", "number of GPUs that nodes need on this machine"),
-        "--listen": (
-            "ADDRESS",
-            "one path by hand, on the decode node's host: wait at an address of it, as HOST or "
-            "HOST:PORT, and read the pool of the first host that connects",
-        ),
-        "--connect": (
-            "HOST:PORT",
-            "one path by hand, on the prefill node's host: let the host that listens there read a "
-            "pool of this host",
-        ),
-    }
-    for flag, (metavar, text) in texts.items():
-        parser.add_argument(flag, metavar=metavar, help=text)
-    lists = {
-        "--port": "an address that must be free to listen on; may be repeated",
-        "--reach": "an address of another host that must answer; may be repeated",
-    }
-    for flag, text in lists.items():
-        parser.add_argument(flag, metavar="HOST:PORT", action="append", default=[], help=text)
-    parser.add_argument(
-        "--nixl", action="store_true", help="report a fault if NIXL does not work on this machine"
-    )
+    parser.add_settings(fields_of(DoctorArguments), group_of=lambda _: "flags")
     parser.add_settings(_fields(), flags_of)
     return parser

@@ -4,7 +4,6 @@ torch and NIXL, which may crash or take long, are tried in separate processes. N
 the machine. Facts that other tools show, such as CPU features and clocks, are left to them.
 """
 
-import contextlib
 import hashlib
 import resource
 import socket
@@ -33,7 +32,6 @@ REACH_TIMEOUT_S = 3.0
 DIGEST_BYTES, SAMPLE_BYTES = 6, 1 << 16
 NIXL_HINT = "run `pip install -e '.[nixl]'` in baton's folder"
 MIB = 1 << 20
-NVIDIA = "0x10de"  # as PCI vendor
 CHECK_WIDTH = 10
 
 Level = Literal["ok", "warning", "fault"]
@@ -108,7 +106,7 @@ def check_machine(config: ClusterConfig, wants: Wants) -> MachineReport:
         torch_finding(compute),
         cuda_finding(compute, wants.gpus, has_gpus=has_gpus),
         gpus_finding(num_gpus, wants.gpus),
-        *(start_findings(compute, bar1_bytes()) if has_gpus and not compute.no_gpu else ()),
+        *(start_findings(compute) if has_gpus and not compute.no_gpu else ()),
         nixl_finding(_nixl(config.transfer.device), needs_nixl=wants.needs_nixl),
         memory_finding(wants.pool_mib, available_bytes() // MIB),
         memlock_finding(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], active_ports()),
@@ -153,7 +151,7 @@ def cuda_finding(found: ComputeFacts, num_wanted: int, *, has_gpus: bool) -> Fin
     return ok("cuda", f"torch uses {found.num_gpus} GPUs; the driver supports {found.driver_cuda}")
 
 
-def start_findings(found: ComputeFacts, smallest_bar1: int) -> list[Finding]:
+def start_findings(found: ComputeFacts) -> list[Finding]:
     """Judge what a rank needs of a host whose GPUs work, and what reads between them need."""
     if found.no_launcher:
         compiler = fault("compiler", found.no_launcher)
@@ -166,26 +164,7 @@ def start_findings(found: ComputeFacts, smallest_bar1: int) -> list[Finding]:
         f"GPUs cannot read each other ({', '.join(found.peerless)}), so blocks take the way over "
         f"NIXL and the host: {NIXL_HINT}, or place prefill and decode on GPUs that can",
     )
-    if 0 < smallest_bar1 < found.gpu_bytes:
-        bar1 = warning(
-            "bar1",
-            f"a GPU shows {smallest_bar1 // MIB} MiB of its memory on PCIe (BAR1): for reads of "
-            "larger pools, switch resizable BAR and Above 4G Decoding on in the BIOS",
-        )
-        return [compiler, peers, bar1]
     return [compiler, peers]
-
-
-def bar1_bytes(devices: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Return the smallest BAR1 of this host's NVIDIA GPUs; 0 if none is shown."""
-    sizes = []
-    for device in devices.glob("*"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            kind = (device / "class").read_text()
-            if (device / "vendor").read_text().strip() == NVIDIA and kind.startswith("0x03"):
-                start, end, _ = (device / "resource").read_text().splitlines()[1].split()
-                sizes.append(int(end, 16) - int(start, 16) + 1)
-    return min(sizes, default=0)
 
 
 def gpus_finding(num_gpus: int, num_wanted: int) -> Finding:

@@ -79,7 +79,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         if not self.path:
             # A star stands for every address: libzmq takes IPv4 alone where the system has no IPv6.
             socket.setsockopt(zmq.IPV6, int(":" in numeric.host or numeric.host == "*"))
-            wanted = f"tcp://{_bracketed(numeric.host)}:{self.port or '*'}"
+            wanted = f"tcp://{bracketed(numeric.host)}:{self.port or '*'}"
         try:
             socket.bind(wanted)
         except zmq.ZMQError as error:
@@ -89,7 +89,7 @@ class Endpoint(msgspec.Struct, frozen=True):
         return bound.rstrip(b"\0").decode()
 
     def __str__(self) -> str:
-        return f"ipc://{self.path}" if self.path else f"tcp://{_bracketed(self.host)}:{self.port}"
+        return f"ipc://{self.path}" if self.path else f"tcp://{bracketed(self.host)}:{self.port}"
 
 
 def parse_endpoint(text: str) -> Endpoint:
@@ -110,5 +110,5 @@ def parse_endpoint(text: str) -> Endpoint:
     raise ConfigError(f"{text!r} is not an address: write tcp://host:port or ipc:///path")
 
 
-def _bracketed(host: str) -> str:
+def bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host

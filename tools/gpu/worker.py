@@ -12,7 +12,7 @@ import msgspec
 import torch
 
 from baton.bench.report.provenance import gpu_states
-from baton.deploy.doctor.machine import bar1_bytes, start_findings
+from baton.deploy.doctor.machine import start_findings
 from baton.engine.compute.compute_facts import compute_facts
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
@@ -135,7 +135,7 @@ def _run(job: Job, desk: Desk, sizes: Sizes, out: Path) -> None:
         case "environment":
             copy_bytes = min(sizes.copy_bytes, desk.watch.free_bytes() // 4)
             desk.emit(measure_floors(desk.watch, copy_bytes, sizes.gemm_size))
-            for found in start_findings(compute_facts(), bar1_bytes()):
+            for found in start_findings(compute_facts()):
                 is_needed = found.level == "fault"
                 key = f"start: {found.check}"
                 desk.emit(Check(key, found.level == "ok", found.text, required=is_needed))

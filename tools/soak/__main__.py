@@ -234,11 +234,8 @@ def parse(arguments: Sequence[str]) -> SoakSettings:
     parser = FlagParser("python -m tools.soak", description="Soak a cluster on this host.")
     fields = fields_of(SoakSettings)
     parser.add_settings(fields, group_of=lambda _: "settings")
-    texts = vars(parser.parse_args(arguments))
-    given = {
-        f.name: f.from_text(texts[f.name], f.flag) for f in fields if texts[f.name] is not None
-    }
-    return with_values(SoakSettings(), given)
+    given = parser.parse_args(arguments)
+    return with_values(SoakSettings(), parser.values_in(given, fields))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

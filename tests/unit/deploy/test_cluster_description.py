@@ -140,13 +140,6 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
             "pools.p.gpus is 2 and pools.d.gpus is 3",
         ),
         (
-            {
-                **REMOTE, "gpus_per_host": 1,
-                "pools": {"d": {"role": "decode", "gpus": 2, "hosts": ["10.0.0.2"]}},
-            },
-            "pools.d.gpus",
-        ),
-        (
             {**REMOTE, "pools": {"d": {"role": "decode", "hosts": ["127.0.0.1"]}}},
             "pools.d.hosts",
         ),

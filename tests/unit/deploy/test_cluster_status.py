@@ -84,7 +84,7 @@ def test_rows_join_the_deployment_and_the_routers() -> None:
 
 def test_a_router_that_cannot_be_reached_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     given = arguments_of("status", "", ["--url", "http://127.0.0.1:1/v1"])
-    assert show(routers_of(given.urls, "")) == 1
+    assert show(routers_of(given.url, "")) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (
         "127.0.0.1:1 at http://127.0.0.1:1 does not answer: Connection refused"
     )

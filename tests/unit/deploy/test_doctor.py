@@ -1,7 +1,5 @@
 """The findings of `baton doctor`: of one machine, of several hosts, and of a path."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -9,7 +7,6 @@ from baton.deploy.doctor.cluster_check import compared
 from baton.deploy.doctor.machine import (
     Finding,
     MachineReport,
-    bar1_bytes,
     cuda_finding,
     gpus_finding,
     memlock_finding,
@@ -25,30 +22,13 @@ from baton.protocol.errors import Failure
 
 TORCH = ComputeFacts(torch="2.9", cuda="13.0", driver_cuda="13.0", num_gpus=1)
 NEW = msgspec.structs.replace(TORCH, driver_cuda="12.4", no_gpu="too old")
-APART = msgspec.structs.replace(TORCH, peerless=("0-1",), gpu_bytes=24 << 30)
+APART = msgspec.structs.replace(TORCH, peerless=("0-1",))
 BARE = msgspec.structs.replace(TORCH, no_launcher="install a C compiler")
 RDMA = ["mlx5_0:1"]
 BY_RDMA = PathMeasured("nixl", "rc_mlx5/mlx5_0:1", 1 << 30, 0.1, 1e-4, 1 << 16)
 BY_TCP = msgspec.structs.replace(BY_RDMA, lane="tcp/eth0")
 LATE = PathMeasured(failure=Failure("path_timed_out", "no answer"))
 SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
-
-
-def test_the_smallest_window_of_a_gpu_on_pcie_is_read_from_sysfs(tmp_path: Path) -> None:
-    assert bar1_bytes(tmp_path) == 0
-    for name, vendor, kind, end in (
-        ("0", "0x10de", "0x030200", "0x387fffffffff"),
-        ("1", "0x10de", "0x030000", "0x38000fffffff"),
-        ("2", "0x10de", "0x068000", "0x380000000fff"),  # an NVSwitch
-        ("3", "0x1a03", "0x030000", "0x380000000fff"),  # another maker's
-    ):
-        device = tmp_path / name
-        device.mkdir()
-        (device / "vendor").write_text(f"{vendor}\n")
-        (device / "class").write_text(f"{kind}\n")
-        first = "0x00000000a0000000 0x00000000a0ffffff 0x0000000000040200"
-        (device / "resource").write_text(f"{first}\n0x380000000000 {end} 0x14220c\n")
-    assert bar1_bytes(tmp_path) == 256 << 20
 
 
 @pytest.mark.parametrize(
@@ -68,11 +48,10 @@ def test_the_smallest_window_of_a_gpu_on_pcie_is_read_from_sysfs(tmp_path: Path)
             cuda_finding(msgspec.structs.replace(TORCH, no_gpu="none is left"), 0, has_gpus=True),
             "fault", "torch can use no GPU: none is left",
         ),
-        (start_findings(TORCH, 0)[0], "ok", "can compile"),
-        (start_findings(BARE, 0)[0], "fault", "install a C compiler"),
-        (start_findings(TORCH, 256 << 20)[-1], "ok", "every GPU can read"),
-        (start_findings(APART, 1 << 38)[-1], "warning", "cannot read each other (0-1)"),
-        (start_findings(APART, 256 << 20)[-1], "warning", "256 MiB of its memory on PCIe (BAR1)"),
+        (start_findings(TORCH)[0], "ok", "can compile"),
+        (start_findings(BARE)[0], "fault", "install a C compiler"),
+        (start_findings(TORCH)[-1], "ok", "every GPU can read"),
+        (start_findings(APART)[-1], "warning", "cannot read each other (0-1)"),
         (gpus_finding(1, 2), "fault", "2 GPUs are wanted and there are 1"),
         (nixl_finding(None, needs_nixl=False), "warning", "pip install -e '.[nixl]'"),
         (nixl_finding("no plugin", needs_nixl=False), "warning", "no plugin"),
