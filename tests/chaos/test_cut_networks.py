@@ -101,7 +101,7 @@ async def streams_through(fail: Callable[[], None], heal: Callable[[], None]) ->
 
 @pytest.mark.release
 @pytest.mark.parametrize("what", ["link", "pair", "blocks", "control"])
-def test_a_network_that_fails_and_heals_alters_no_token(what: str, tmp_path: Path) -> None:
+def test_a_network_that_fails_and_heals_alters_no_token(what, tmp_path):
     """One decode host loses its cable, prefill, the path of blocks alone, or the router."""
     victim = DECODES[0]
     with hosts(4) as on, cluster(on, tmp_path), ThreadPoolExecutor(1) as thread:

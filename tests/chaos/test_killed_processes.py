@@ -7,7 +7,6 @@ import asyncio
 import json
 import time
 from functools import cache
-from pathlib import Path
 
 import psutil
 import pytest
@@ -50,7 +49,7 @@ def body(token_ids: list[int], num_tokens: int) -> dict[str, object]:
 def token_ids(event: dict[str, object]) -> list[int]:
     choices = event.get("choices") or []
     assert "error" not in event, event
-    return [token for choice in choices for token in choice["token_ids"]]  # type: ignore[attr-defined]
+    return [token for choice in choices for token in choice["token_ids"]]
 
 
 def serving(cluster: Cluster, role: str) -> str:
@@ -65,8 +64,8 @@ def serving(cluster: Cluster, role: str) -> str:
     [pytest.param(0.0, False, 2_000, marks=pytest.mark.release), (60.0, True, 200)],
 )
 def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
-    shutdown_timeout_s: float, by_command: bool, num_tokens: int, tmp_path: Path
-) -> None:
+    shutdown_timeout_s, by_command, num_tokens, tmp_path
+):
     config = settings(decode=2, node={"shutdown_timeout_s": shutdown_timeout_s})
     with Cluster(tmp_path, config) as cluster:
         stream = cluster.stream(**body(PROMPT, num_tokens))
@@ -97,7 +96,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
         assert "has left" in left[0]
         steps = {name: cluster.steps(name) for name in ("decode-0", "decode-1")}
     assert tokens == expected(num_tokens)
-    assert other[0]["token_ids"] == expected(20)  # type: ignore[index]
+    assert other[0]["token_ids"] == expected(20)
     attempts = {part.key.attempt for step in steps[first] for part in step.slices}
     moved = [part for name in steps if name != first for s in steps[name] for part in s.slices]
     assert attempts == {0}
@@ -106,7 +105,7 @@ def test_a_decode_node_that_is_told_to_end_finishes_or_hands_back(
     ) == (shutdown_timeout_s == 0)
 
 
-def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> None:
+def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path):
     """More kills than a request has attempts, and no other decode node to go to."""
     model = model_folder("qwen3")
     adapter = write_adapter(model)
@@ -132,7 +131,7 @@ def test_streams_that_move_on_outlive_any_number_of_kills(tmp_path: Path) -> Non
 
 
 @pytest.mark.release
-def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path: Path) -> None:
+def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path):
     config = tiny_cluster(
         model_folder("qwen3", eos_token_id=2), cache={"num_blocks": 600},
         engine={"max_num_batched_tokens": 64}, router={"local_prefill": "never"},
@@ -149,7 +148,7 @@ def test_a_form_goes_on_where_it_was_when_its_node_is_killed(tmp_path: Path) -> 
             cluster.kill("decode-0")
             cluster.start_node("decode", 0)
         reader.join()
-        whole = cluster.complete(**asked)["choices"][0]  # type: ignore[index]
+        whole = cluster.complete(**asked)["choices"][0]
     assert reader.token_ids == whole["token_ids"]
     assert len(json.loads(whole["text"])) == 200
     assert "7" not in whole["text"]
@@ -164,7 +163,7 @@ def is_ended(process: psutil.Process) -> bool:
 
 
 @pytest.mark.release
-def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path: Path) -> None:
+def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path):
     """Another rank waits for the dead one for ever, as a collective of NCCL does."""
     ranks = {"prefill-0": 1, "decode-0": 2, "decode-1": 4}
     config = settings(decode=2, transfer={"verify_kv": True})
@@ -189,7 +188,7 @@ def test_a_stream_goes_on_elsewhere_when_one_rank_of_its_node_is_killed(tmp_path
 
 
 @pytest.mark.release
-def test_a_few_faults_lose_and_alter_no_token(tmp_path: Path) -> None:
+def test_a_few_faults_lose_and_alter_no_token(tmp_path):
     settings = SoakSettings(
         requests=24, faults=4, clients=4, model=str(model_folder("qwen3")), vocab_size=250
     )

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from pathlib import Path
 
 import pytest
 
@@ -44,9 +43,7 @@ class Stream:
             self.has_begun.set()
 
 
-def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_that_breaks_its_nodes_ends_and_its_neighbours_go_on(tmp_path, monkeypatch):
     make_fragile(monkeypatch)
     control = f"ipc://{tmp_path}/control"
     sections = {

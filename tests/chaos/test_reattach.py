@@ -7,7 +7,6 @@ import urllib.error
 import urllib.request
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -93,7 +92,7 @@ class Client:
         self.num_events += 1
         if isinstance(usage := event.get("usage"), dict):
             self.usage = {**usage, "prompt_tokens_details": None}  # it starts anew
-        for choice in event.get("choices", ()):  # type: ignore[attr-defined]
+        for choice in event.get("choices", ()):
             index = choice["index"]
             assert index not in self.ends, "an event after the end"
             self.texts[index] += choice["text"]
@@ -103,7 +102,7 @@ class Client:
 
 
 @pytest.mark.timeout(300)
-def test_streams_outlive_a_router_that_is_killed(tmp_path: Path) -> None:
+def test_streams_outlive_a_router_that_is_killed(tmp_path):
     config = tiny_cluster(
         cache={"num_blocks": 800}, engine={"max_num_batched_tokens": 64}, decode=2,
         node={"detached_s": DEADLINE_S}, router={"local_prefill": "never", "api_keys": (KEY,)},

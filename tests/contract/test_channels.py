@@ -6,7 +6,6 @@ import socket
 import subprocess
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import zmq
@@ -37,7 +36,7 @@ MANY = 3000
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_messages_come_once_and_in_order_both_ways(kind: str, tmp_path: Path) -> None:
+def test_messages_come_once_and_in_order_both_ways(kind, tmp_path):
     with ends(tmp_path, kind) as pair:
         dialer = pair.dial()
         for number in range(MANY):
@@ -52,7 +51,7 @@ def test_messages_come_once_and_in_order_both_ways(kind: str, tmp_path: Path) ->
         assert dialer.receive() is None
 
 
-def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path: Path) -> None:
+def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path):
     with ends(tmp_path) as pair:
         connect(pair.dial())
         assert not pair.answer(b"d0", hello(1))
@@ -60,9 +59,7 @@ def test_nothing_is_sent_to_a_peer_that_never_spoke(tmp_path: Path) -> None:
         assert pair.listener.receive() is None
 
 
-def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(
-    tmp_path: Path,
-) -> None:
+def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_session(tmp_path):
     with ends(tmp_path) as pair:
         dialer = pair.dial()
         dialer.send(note(1))
@@ -75,9 +72,7 @@ def test_a_listener_that_leaves_is_a_disconnect_and_its_successor_gets_a_new_ses
         assert numbers(pair.hear(1)) == [2]
 
 
-def test_a_slow_name_server_delays_no_other_channel(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_name_server_delays_no_other_channel(tmp_path, monkeypatch):
     """Neither this process nor libzmq's thread waits for it. Messages are kept meanwhile."""
     is_slow, resolve, asked = threading.Event(), socket.getaddrinfo, list[str]()
 
@@ -86,7 +81,7 @@ def test_a_slow_name_server_delays_no_other_channel(
         if host == "router.test":
             assert is_slow.wait(DEADLINE_S)
             host = "127.0.0.1"
-        return resolve(host, *how, **more)  # type: ignore[arg-type]
+        return resolve(host, *how, **more)
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     with ends(tmp_path, "tcp") as pair:
@@ -105,9 +100,7 @@ def test_a_slow_name_server_delays_no_other_channel(
     assert asked == ["router.test"]
 
 
-def test_a_name_of_another_host_is_not_dialled_without_a_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_name_of_another_host_is_not_dialled_without_a_key(monkeypatch):
     was_asked = threading.Event()
 
     def look_up(*_: object, **__: object) -> list[tuple[object, ...]]:
@@ -124,9 +117,7 @@ def test_a_name_of_another_host_is_not_dialled_without_a_key(
         time.sleep(0.01)
 
 
-def test_a_name_that_comes_to_stand_for_another_address_is_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_name_that_comes_to_stand_for_another_address_is_followed(tmp_path, monkeypatch):
     found: list[str] = []  # until the name is known
 
     def look_up(*_: object, **__: object) -> object:
@@ -161,12 +152,7 @@ GONE = Received[ToRouter](b"d0", None, disconnected=True)
         pytest.param([(8, 1, 9), (7, 1, 2)], [Received(b"d0", note(2))], 8, id="in its middle"),
     ],
 )
-def test_a_frame_that_does_not_continue_a_session_is_not_delivered(
-    frames: list[tuple[int, int, int]],
-    heard: list[Received[ToRouter]],
-    reset: int | None,
-    tmp_path: Path,
-) -> None:
+def test_a_frame_that_does_not_continue_a_session_is_not_delivered(frames, heard, reset, tmp_path):
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         for session, sequence, number in frames:
@@ -176,7 +162,7 @@ def test_a_frame_that_does_not_continue_a_session_is_not_delivered(
             assert HEADER.unpack(bare.recv()) == (reset, RESET)
 
 
-def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Path) -> None:
+def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path):
     with ends(tmp_path) as pair:
         dialer = pair.dial()
         dialer.send(note(1))
@@ -190,9 +176,7 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path: Pa
         assert numbers(pair.hear(1)) == [4]
 
 
-def test_what_is_no_message_is_counted_and_costs_nothing_else(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path, caplog):
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         bare.send(frame(7, 1, b"\xc1 nonsense"))
@@ -205,7 +189,7 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(
     assert len(dropped) == 2, "the first and the second, and not every one"
 
 
-def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path) -> None:
+def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path):
     with ends(tmp_path) as pair:
         bare = speaking(pair)
         bare.send(frame(7, 1, bytes(MAX_MESSAGE_BYTES + 1)))
@@ -214,9 +198,7 @@ def test_a_frame_that_is_too_long_costs_its_sender_the_connection(tmp_path: Path
         assert numbers(pair.hear(1)) == [5]
 
 
-def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(
-    tmp_path: Path,
-) -> None:
+def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(tmp_path):
     """Its queue and the sockets' buffers are bounded; the frozen process reads nothing."""
     with ends(tmp_path) as pair, process("dial", pair.listener.endpoint) as dialer:
         assert numbers(pair.hear(1)) == [0]
@@ -228,7 +210,7 @@ def test_a_dialer_that_is_frozen_is_a_disconnect_and_hears_of_it_once_it_wakes(
         assert numbers(pair.hear(1)) == [1], "it begins a second session"
 
 
-def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path: Path) -> None:
+def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path):
     with ends(tmp_path) as pair, process("listen", f"ipc://{tmp_path}/frozen") as listener:
         dialer = pair.dial(endpoint=f"ipc://{tmp_path}/frozen")
         connect(dialer)
@@ -242,7 +224,7 @@ def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path: Path) -> Non
 
 
 @pytest.mark.release
-def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_path: Path) -> None:
+def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_path):
     """libzmq aborts a process at the next heartbeat if it stopped the input of such a dialer."""
     endpoint = f"ipc://{tmp_path}/deaf"
     with process("listen", endpoint) as listener:
@@ -255,7 +237,7 @@ def test_a_listener_that_reads_nothing_outlives_the_death_of_a_busy_dialer(tmp_p
             listener.wait(2 * (HEARTBEAT_INTERVAL_MS + HEARTBEAT_TIMEOUT_MS) / 1000)
 
 
-def test_two_dialers_of_one_name_are_two_peers(tmp_path: Path) -> None:
+def test_two_dialers_of_one_name_are_two_peers(tmp_path):
     with ends(tmp_path) as pair:
         first, second = pair.dial("twin"), pair.dial("twin")
         first.send(note(1))
@@ -269,7 +251,7 @@ def test_two_dialers_of_one_name_are_two_peers(tmp_path: Path) -> None:
         assert second.receive() is None
 
 
-def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_path: Path) -> None:
+def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_path):
     """Sending may swallow the signal of an arrival; the channel has to give it back."""
     with ends(tmp_path) as pair:
         dialer = pair.dial()
@@ -284,6 +266,6 @@ def test_the_descriptor_of_a_busy_channel_fires_although_its_owner_sends(tmp_pat
             assert numbers(pair.hear(1)) == [1000]
 
 
-def test_an_address_that_is_taken_is_a_config_error(tmp_path: Path) -> None:
+def test_an_address_that_is_taken_is_a_config_error(tmp_path):
     with ends(tmp_path, "tcp") as pair, pytest.raises(ConfigError, match="cannot listen"):
         pair.listen(pair.listener.endpoint)

@@ -20,7 +20,7 @@ DELTAS: list[dict[str, str | None]] = [
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
+def asked(monkeypatch):
     """The conversations that a server was sent, which thinks aloud before each answer."""
     sent: list[list[dict[str, str]]] = []
 
@@ -35,9 +35,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_thoughts_are_shown_before_the_answer_on_a_terminal_and_never_sent_back(
-    asked: list[list[dict[str, str]]], is_terminal: bool
-) -> None:
+def test_thoughts_are_shown_before_the_answer_on_a_terminal_and_never_sent_back(asked, is_terminal):
     shown = io.StringIO()
     console = Console(file=shown, force_terminal=is_terminal, no_color=True, color_system=None)
     chat = Chat("http://reasoner", model="any", console=console)
@@ -51,9 +49,7 @@ def test_thoughts_are_shown_before_the_answer_on_a_terminal_and_never_sent_back(
     ]
 
 
-def test_a_message_may_have_several_lines(
-    asked: list[list[dict[str, str]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_may_have_several_lines(asked, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO(f"{FENCE}one\n two\n\nthree{FENCE}\nfour\n"))
     chat = Chat("http://reasoner", model="any", console=Console(file=io.StringIO()))
     assert chat.converse() == 0

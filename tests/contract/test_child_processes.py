@@ -10,7 +10,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -51,9 +50,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-def test_a_child_that_cannot_be_started_again_is_tried_again(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_child_that_cannot_be_started_again_is_tried_again(monkeypatch):
     now_s = 0.0
     supervisor = Supervisor((Command("c", ("-c", "pass"), module="platform"),), lambda: now_s)
     supervisor.start()
@@ -77,20 +74,20 @@ def test_a_child_that_cannot_be_started_again_is_tried_again(
         supervisor.stop()
 
 
-def test_a_child_ends_when_it_is_asked_to() -> None:
+def test_a_child_ends_when_it_is_asked_to():
     with running("wait") as child:
         assert child.poll() is None
         assert child.stop() == -signal.SIGTERM
         assert child.stop() == -signal.SIGTERM, "stopping twice is harmless"
 
 
-def test_what_a_child_leaves_behind_is_cleared_away() -> None:
+def test_what_a_child_leaves_behind_is_cleared_away():
     with running("leave-one") as child:
         until(lambda: child.poll() is not None)
         until(lambda: is_gone(int(child.tail[0])))
 
 
-def test_a_grandchild_does_not_outlive_a_parent_that_was_killed() -> None:
+def test_a_grandchild_does_not_outlive_a_parent_that_was_killed():
     with running("parent") as child:
         grandchild = int(child.tail[0])
         assert not is_gone(grandchild)
@@ -98,7 +95,7 @@ def test_a_grandchild_does_not_outlive_a_parent_that_was_killed() -> None:
         until(lambda: is_gone(grandchild))
 
 
-def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread() -> None:
+def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread():
     made: list[Child] = []
     spawner = threading.Thread(target=lambda: made.append(Child(command("c", "wait"))))
     spawner.start()
@@ -110,7 +107,7 @@ def test_a_child_that_was_spawned_from_a_thread_outlives_the_thread() -> None:
         made[0].stop(0.0)
 
 
-def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
+def test_a_child_that_dies_is_started_again_after_its_delay():
     clock = VirtualClock()
     supervisor = Supervisor((command("a", "exit", "3"), command("b", "wait")), clock)
     supervisor.start()
@@ -131,7 +128,7 @@ def test_a_child_that_dies_is_started_again_after_its_delay() -> None:
         supervisor.stop(0.0)
 
 
-def test_a_child_that_was_told_to_end_may_stay_away() -> None:
+def test_a_child_that_was_told_to_end_may_stay_away():
     clock = VirtualClock()
     supervisor = Supervisor((command("a", "exit", "0"),), clock, may_leave=True)
     supervisor.start()
@@ -142,7 +139,7 @@ def test_a_child_that_was_told_to_end_may_stay_away() -> None:
     assert supervisor.pid_of("a") is None
 
 
-def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
+def test_stopping_a_supervisor_ends_all_even_the_deaf():
     lines: list[str] = []
     commands = command("a", "deaf"), command("b", "wait")
     supervisor = Supervisor(commands, relay=lambda _, line: lines.append(line))
@@ -161,15 +158,13 @@ def test_stopping_a_supervisor_ends_all_even_the_deaf() -> None:
         ((0, 0, 61, 0), (0.5, 1, 0.5, 1)),
     ],
 )
-def test_restarts_wait_longer_each_time_until_one_went_well(
-    runs_s: tuple[float, ...], delays_s: tuple[float, ...]
-) -> None:
+def test_restarts_wait_longer_each_time_until_one_went_well(runs_s, delays_s):
     backoff = Backoff()
     assert tuple(backoff.after(ran_s) for ran_s in runs_s) == delays_s
 
 
 @pytest.mark.parametrize(("number", "is_hurried"), [(signal.SIGTERM, False), (signal.SIGINT, True)])
-def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool) -> None:
+def test_the_first_signal_is_a_request(number, is_hurried):
     with Interrupts(on_second=lambda: None) as interrupts:
         assert not interrupts.wait(0)
         os.kill(os.getpid(), number)
@@ -177,7 +172,7 @@ def test_the_first_signal_is_a_request(number: signal.Signals, is_hurried: bool)
         assert (interrupts.requested, interrupts.is_hurried) == (True, is_hurried)
 
 
-def test_the_keys_of_clients_do_not_reach_the_nodes() -> None:
+def test_the_keys_of_clients_do_not_reach_the_nodes():
     router = RouterConfig(api_keys=("a secret",), api_key_file="/a/secret/file")
     nodes = LocalCluster(ClusterConfig(prefill=1, decode=1, router=router), "ipc:///control")
     settings = [Path(command.args[-1]).read_text() for command in nodes.commands]
@@ -186,9 +181,7 @@ def test_the_keys_of_clients_do_not_reach_the_nodes() -> None:
     assert not any("secret" in text for text in settings)
 
 
-def test_nodes_that_cannot_be_described_leave_no_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_that_cannot_be_described_leave_no_folder(tmp_path, monkeypatch):
     def full(*_: object) -> None:
         raise OSError("no space is left on the device")
 
@@ -199,9 +192,7 @@ def test_nodes_that_cannot_be_described_leave_no_folder(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 100)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -224,9 +215,8 @@ def test_the_folder_of_sockets_has_a_short_path_wherever_temporary_files_go(
     ],
 )
 def test_fewer_gpus_than_nodes_are_served_aggregated_and_a_line_says_so(
-    gpus: str, settings: dict[str, Any], found: tuple[int, int, str],
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    gpus, settings, found, monkeypatch, caplog
+):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.setattr(local_cluster, "version", lambda _: "2.13.0")
     config = ClusterConfig(**settings)

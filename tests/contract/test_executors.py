@@ -37,7 +37,7 @@ from tests.support import gloo_worker
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.compute import no_progress
 from tests.support.node_threads import block_bytes
-from tests.support.oracle import Expected, Oracle, count_ties
+from tests.support.oracle import Oracle, count_ties
 
 BLOCK = 16
 NUM_BLOCKS = 64
@@ -73,13 +73,13 @@ def started(kind: str, epoch: Epoch = SOURCE) -> Iterator[tuple[Executor, Execut
 
 
 @pytest.fixture(scope="module", params=KINDS)
-def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
+def executor(request):
     with started(request.param) as (executor, _):
         yield executor
 
 
 @pytest.fixture(scope="module")
-def expected() -> Expected:
+def expected():
     return Oracle(model_folder("qwen3")).greedy(list(PROMPT), 24)
 
 
@@ -128,9 +128,7 @@ def decode_slice(key: Key, blocks: Sequence[int], position: int, token: int | No
     return Slice(key, position, 1, given, tuple(blocks), (0,), GREEDY, len(PROMPT))
 
 
-def test_chunks_and_chained_tokens_say_what_transformers_says(
-    executor: Executor, expected: Expected
-) -> None:
+def test_chunks_and_chained_tokens_say_what_transformers_says(executor, expected):
     steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
     assert steps.tokens(prompt_slice(key, blocks, 0, 20)) == []
     got = steps.tokens(prompt_slice(key, blocks, 20))
@@ -139,9 +137,7 @@ def test_chunks_and_chained_tokens_say_what_transformers_says(
     assert count_ties(expected, got) == 0
 
 
-def test_a_profile_that_cannot_be_written_costs_no_step(
-    executor: Executor, expected: Expected
-) -> None:
+def test_a_profile_that_cannot_be_written_costs_no_step(executor, expected):
     steps, key, blocks = Steps(executor), new_key(), (5, 3, 9, 2)
     executor.profile("a")
     got = steps.tokens(prompt_slice(key, blocks))
@@ -155,7 +151,7 @@ def test_a_profile_that_cannot_be_written_costs_no_step(
 
 
 @pytest.mark.release
-def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path: Path) -> None:
+def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path):
     config = config_of("one worker", log={"records": str(tmp_path)}, node={"id": "d0"})
     with closing(executor_of("one worker", config)) as executor:
         executor.start(no_progress)
@@ -165,9 +161,7 @@ def test_a_trace_is_whole_once_its_worker_has_ended(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "a-d0-rank0.json").read_text())["traceEvents"]
 
 
-def test_two_steps_may_be_unsettled_and_settle_in_order(
-    executor: Executor, expected: Expected
-) -> None:
+def test_two_steps_may_be_unsettled_and_settle_in_order(executor, expected):
     steps, key, blocks = Steps(executor), new_key(), (11, 12, 13, 14)
     steps.submit(prompt_slice(key, blocks))
     steps.submit(decode_slice(key, blocks, len(PROMPT)))
@@ -179,7 +173,7 @@ def test_two_steps_may_be_unsettled_and_settle_in_order(
     assert executor.poll() is None
 
 
-def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) -> None:
+def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor):
     steps, key, blocks = Steps(executor), new_key(), (40, 41, 42)
     hot = Sampling(seed=3, max_tokens=9, temperature=3.0)
     given = Slice(key, 0, len(PROMPT), PROMPT, blocks, (0, 1, 2), hot, len(PROMPT))
@@ -193,7 +187,7 @@ def test_choices_of_one_prompt_draw_apart_and_chain_apart(executor: Executor) ->
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
+def test_start_reports_progress_and_what_was_loaded(kind):
     phases: list[str] = []
     with closing(executor_of(kind)) as executor:
         info = executor.start(lambda *report: phases.append(report[0]))
@@ -207,16 +201,14 @@ def test_start_reports_progress_and_what_was_loaded(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_a_folder_that_is_no_model_is_a_config_error(kind: str, tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_a_config_error(kind, tmp_path):
     executor = executor_of(kind, config_of(kind, tmp_path))
     with closing(executor), pytest.raises(ConfigError, match=r"config\.json"):
         executor.start(no_progress)
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(
-    kind: str,
-) -> None:
+def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_before_start(kind):
     unstarted = executor_of(kind)
     unstarted.close()
     with started(kind) as (executor, _):
@@ -230,7 +222,7 @@ def test_close_ends_all_workers_and_may_come_twice_with_a_step_in_flight_or_befo
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
+def test_a_step_that_cannot_be_computed_ends_the_node(kind):
     with started(kind) as (executor, _):
         steps = Steps(executor)
         assert steps.tokens(prompt_slice(new_key(), (4, 5, 6), 0, 20)) == []
@@ -248,7 +240,7 @@ def test_a_step_that_cannot_be_computed_ends_the_node(kind: str) -> None:
         pytest.param("two ranks", 1, marks=pytest.mark.release),
     ],
 )
-def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int) -> None:
+def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind, victim):
     with started(kind) as (executor, _):
         assert isinstance(executor, WorkerExecutor)
         steps = Steps(executor)
@@ -263,9 +255,7 @@ def test_a_killed_worker_wakes_the_loop_with_a_node_error(kind: str, victim: int
     "module",
     [worker_executor.WORKER, pytest.param(gloo_worker.__name__, marks=pytest.mark.release)],
 )
-def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(
-    module: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(module, monkeypatch):
     monkeypatch.setattr(worker_executor, "WORKER", module)
     with started("two ranks") as (executor, _):
         assert isinstance(executor, WorkerExecutor)
@@ -279,8 +269,8 @@ def test_a_rank_that_dies_inside_a_step_ends_the_others_wait(
 
 @pytest.mark.release
 def test_a_rank_that_waits_for_a_dead_one_for_ever_is_ended_without_the_grace_of_the_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     """As a collective of NCCL does; a rank that is stopped does not end by itself either."""
     monkeypatch.setattr(worker_executor, "GRACE_S", 3600.0)
     with started("two ranks") as (executor, _):
@@ -296,9 +286,7 @@ def test_a_rank_that_waits_for_a_dead_one_for_ever_is_ended_without_the_grace_of
         os.kill(waiting, 0)
 
 
-def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(
-    expected: Expected, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(expected, monkeypatch):
     """Over gloo; a group that is not left keeps NCCL waiting at the exit."""
     monkeypatch.setattr(worker_executor, "WORKER", gloo_worker.__name__)
     with started("two ranks") as (executor, info):
@@ -312,14 +300,14 @@ def test_ranks_of_a_process_group_compute_alike_and_leave_it_when_they_end(
     assert [child.exit_code for child in children] == [0, 0]
 
 
-def test_a_rank_that_never_loads_is_given_up() -> None:
+def test_a_rank_that_never_loads_is_given_up():
     slow = config_of("one worker", node={"start_timeout_s": 0.001})
     executor = executor_of("one worker", slow)
     with closing(executor), pytest.raises(NodeError, match="start_timeout_s"):
         executor.start(no_progress)
 
 
-def test_a_plan_larger_than_a_socket_buffer_arrives(executor: Executor, expected: Expected) -> None:
+def test_a_plan_larger_than_a_socket_buffer_arrives(executor, expected):
     steps, key = Steps(executor), new_key()
     table = (1, 2, 3) + (0,) * 300_000
     steps.submit(prompt_slice(key, table))
@@ -339,9 +327,7 @@ def event_of(port: TransferPort) -> AgentEvent:
 
 
 @pytest.mark.parametrize("kind", SLOW_KINDS)
-def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(
-    kind: str, expected: Expected
-) -> None:
+def test_blocks_read_through_the_ports_continue_a_prompt_elsewhere(kind, expected):
     """The reader never computes the prompt; it decodes from what its ports have read."""
     remote, local, generations = (7, 1, 4), (3, 8, 5), (2, 9, 6)
     with started(kind) as (source, info), started(kind, READER) as (reader, _):
@@ -376,15 +362,13 @@ class ScriptedRank:
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         self.rank, self.info, self.progress = rank, None, ("start", 0, 1)
-        self.steps = MessageSocket[FromWorker](ours, FromWorker)  # type: ignore[arg-type]
-        self.far_end = MessageSocket[ToWorker](theirs, ToWorker)  # type: ignore[arg-type]
+        self.steps = MessageSocket[FromWorker](ours, FromWorker)
+        self.far_end = MessageSocket[ToWorker](theirs, ToWorker)
         if rank:
             self.far_end.send(Loading("weights", 3, 9))
 
 
-def test_the_progress_of_every_rank_is_the_progress_of_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_progress_of_every_rank_is_the_progress_of_the_start(monkeypatch):
     """A node ended whose first rank had loaded, while another one still did."""
     monkeypatch.setattr(worker_executor, "_RankProcess", ScriptedRank)
     executor = WorkerExecutor(config_of("two ranks", node={"start_timeout_s": 2.0}), SOURCE)
@@ -397,4 +381,4 @@ def test_the_progress_of_every_rank_is_the_progress_of_the_start(
         executor.start(progress)
     for rank in executor._workers:
         rank.steps.close()
-        rank.far_end.close()  # type: ignore[attr-defined]
+        rank.far_end.close()

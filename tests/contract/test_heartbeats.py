@@ -1,7 +1,5 @@
 """Heartbeats are sent every second, even while the loop hangs, and show for how long."""
 
-from pathlib import Path
-
 from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting
@@ -17,7 +15,7 @@ def thread(vitals: Vitals, *endpoints: str) -> HeartbeatThread:
     return HeartbeatThread(vitals, NODE, EPOCH, endpoints, monotonic)
 
 
-def test_a_starting_node_says_how_far_it_is() -> None:
+def test_a_starting_node_says_how_far_it_is():
     vitals = Vitals()
     heartbeats = thread(vitals)
     assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "starting", 0, 0)
@@ -25,7 +23,7 @@ def test_a_starting_node_says_how_far_it_is() -> None:
     assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "weights", 3, 8)
 
 
-def test_a_ready_node_says_how_old_its_step_is() -> None:
+def test_a_ready_node_says_how_old_its_step_is():
     clock, vitals = VirtualClock(10.0), Vitals()
     heartbeats = thread(vitals)
     vitals.note(is_ready=True)
@@ -38,7 +36,7 @@ def test_a_ready_node_says_how_old_its_step_is() -> None:
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2))
 
 
-def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats() -> None:
+def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
     clock, vitals = VirtualClock(10.0), Vitals()
     heartbeats = thread(vitals)
     vitals.note(is_ready=True)
@@ -49,7 +47,7 @@ def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats() -> None:
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
 
 
-def test_heartbeats_reach_the_router_without_the_loop(tmp_path: Path) -> None:
+def test_heartbeats_reach_the_router_without_the_loop(tmp_path):
     with ends(tmp_path) as pair:
         vitals = Vitals()
         heartbeats = thread(vitals, pair.listener.endpoint)

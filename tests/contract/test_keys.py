@@ -1,7 +1,6 @@
 """The cluster's key: those who have it talk, all others are kept out and told so."""
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -33,7 +32,7 @@ def until_connected(dialer: Dialer[ToRouter, ToNode], pair: Ends) -> None:
     work(pair, dialer, lambda: dialer.connected)
 
 
-def test_who_has_the_key_talks(tmp_path: Path) -> None:
+def test_who_has_the_key_talks(tmp_path):
     with ends(tmp_path, "tcp", new_key(tmp_path)) as pair:
         first, second = pair.dial("d0"), pair.dial("d1")
         for number in range(300):
@@ -48,7 +47,7 @@ def test_who_has_the_key_talks(tmp_path: Path) -> None:
         assert (pair.listener.refusals, second.refusals) == (0, 0)
 
 
-def test_who_has_another_key_or_none_is_kept_out_while_others_talk(tmp_path: Path) -> None:
+def test_who_has_another_key_or_none_is_kept_out_while_others_talk(tmp_path):
     """So is one that knows the public half alone: it cannot prove that it has the secret one."""
     key, other = new_key(tmp_path), new_key(tmp_path, "other.key")
     half = Keys()
@@ -66,14 +65,14 @@ def test_who_has_another_key_or_none_is_kept_out_while_others_talk(tmp_path: Pat
         assert pair.listener.num_malformed == 0
 
 
-def test_who_has_a_key_does_not_talk_to_a_listener_without(tmp_path: Path) -> None:
+def test_who_has_a_key_does_not_talk_to_a_listener_without(tmp_path):
     with ends(tmp_path, "tcp") as pair:
         dialer = pair.dial(keys=new_key(tmp_path))
         dialer.send(note(1))
         until_refused(dialer, pair)
 
 
-def test_who_is_refused_knocks_less_and_less_often(tmp_path: Path) -> None:
+def test_who_is_refused_knocks_less_and_less_often(tmp_path):
     with ends(tmp_path, "tcp", new_key(tmp_path)) as pair:
         dialer = pair.dial(keys=new_key(tmp_path, "other.key"))
         begun_s = monotonic()
@@ -81,7 +80,7 @@ def test_who_is_refused_knocks_less_and_less_often(tmp_path: Path) -> None:
         assert monotonic() - begun_s > 0.1 + 0.2 + 0.4 + 0.8
 
 
-def test_a_dialer_tries_each_key_of_its_file(tmp_path: Path) -> None:
+def test_a_dialer_tries_each_key_of_its_file(tmp_path):
     """So that a cluster can be restarted host by host with another key."""
     old, new = new_key(tmp_path, "old"), new_key(tmp_path, "new")
     both = tmp_path / "both"
@@ -93,9 +92,7 @@ def test_a_dialer_tries_each_key_of_its_file(tmp_path: Path) -> None:
             until_connected(pair.dial("d0", keys=load_keys(KeysConfig(str(both)))), pair)
 
 
-def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(
-    tmp_path: Path,
-) -> None:
+def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(tmp_path):
     with ends(tmp_path, "ipc", new_key(tmp_path)) as pair:
         key = new_key(tmp_path, "other.key")
         keyed, plain = pair.dial("keyed", keys=key), pair.dial("plain", keys=NO_KEYS)
@@ -112,7 +109,7 @@ def test_a_dialer_that_was_refused_gets_through_when_the_listener_has_its_key(
         until_connected(plain, pair)
 
 
-def test_a_flood_of_one_peer_keeps_no_other_out(tmp_path: Path) -> None:
+def test_a_flood_of_one_peer_keeps_no_other_out(tmp_path):
     """The listener answers handshakes itself, so it must look up from its messages."""
     with ends(tmp_path, keys=new_key(tmp_path)) as pair:
         flooder = pair.dial("d0")
@@ -129,7 +126,7 @@ def test_a_flood_of_one_peer_keeps_no_other_out(tmp_path: Path) -> None:
             newcomer.receive()
 
 
-def test_no_channel_leaves_this_host_without_a_key(tmp_path: Path) -> None:
+def test_no_channel_leaves_this_host_without_a_key(tmp_path):
     with ends(tmp_path) as pair:
         with pytest.raises(ConfigError, match="baton keygen FILE"):
             pair.dial(endpoint=REMOTE)
@@ -152,17 +149,13 @@ def test_no_channel_leaves_this_host_without_a_key(tmp_path: Path) -> None:
         ["decode", "--bind", "tcp://192.0.2.1"],
     ],
 )
-def test_a_process_that_would_trust_other_hosts_says_what_to_do(
-    words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_process_that_would_trust_other_hosts_says_what_to_do(words, capsys):
     assert main([*words, "--model", str(model_folder("qwen3"))]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert all(hint in line for hint in ("beyond this host", "baton keygen FILE", "--keys FILE"))
 
 
-def test_a_new_key_is_for_its_owner_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_new_key_is_for_its_owner_alone(tmp_path, capsys):
     path = tmp_path / "cluster.key"
     before = os.umask(0)
     try:
@@ -188,7 +181,7 @@ def test_a_new_key_is_for_its_owner_alone(
         load_keys(KeysConfig(str(path)))
 
 
-def test_a_file_that_holds_no_key_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_holds_no_key_is_refused(tmp_path):
     path = tmp_path / "cluster.key"
     write_key(path)
     word, secret, public = path.read_bytes().split()

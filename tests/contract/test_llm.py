@@ -34,7 +34,7 @@ def toy_llm(folder: Path, **settings: Any) -> LLM:
     return LLM(model=toy_model(folder), launcher=ToyCluster, **settings)
 
 
-def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path: Path) -> None:
+def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path):
     with toy_llm(tmp_path) as llm:
         ids = llm.get_tokenizer().encode("xyz")
         forms = [
@@ -51,9 +51,7 @@ def test_prompts_may_be_text_ids_or_dicts_alone_or_in_lists(tmp_path: Path) -> N
         assert len(llm.generate("xyz", use_tqdm=False)[0].outputs[0].token_ids) == 16
 
 
-def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_progress_bar_is_shown_on_the_error_stream_only_when_wanted(tmp_path, capsys):
     with toy_llm(tmp_path) as llm:
         llm.generate(["xyz", "q"], GREEDY)
         shown = capsys.readouterr()
@@ -71,20 +69,20 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
 ]
 
 
-def test_a_bad_prompt_is_an_error_and_the_next_call_works(tmp_path: Path) -> None:
+def test_a_bad_prompt_is_an_error_and_the_next_call_works(tmp_path):
     with toy_llm(tmp_path) as llm:
         for prompts, text in BAD_PROMPTS:
             with pytest.raises(RequestError, match=text):
                 llm.generate(prompts, GREEDY, use_tqdm=False)
         with pytest.raises(RequestError, match="sampling_params must be SamplingParams"):
-            llm.generate("a", {"max_tokens": 5}, use_tqdm=False)  # type: ignore[arg-type]
+            llm.generate("a", {"max_tokens": 5}, use_tqdm=False)
         with pytest.raises(ValueError, match="2 prompts"):
             llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
         (output,) = llm.generate([[1, 2]], GREEDY, use_tqdm=False)
         assert output.outputs[0].token_ids == toy_answer([1, 2], 6)
 
 
-def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path) -> None:
+def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path):
     model = toy_model(tmp_path)
     with pytest.raises(NodeError, match="cannot start"):
         LLM(model=model, launcher=BrokenCluster)
@@ -95,7 +93,7 @@ def test_what_cannot_start_raises_and_what_was_shut_down_says_so(tmp_path: Path)
         llm.generate("xyz", GREEDY, use_tqdm=False)
 
 
-def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path: Path) -> None:
+def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path):
     """The toy nodes sample nothing, so this looks at the seeds that they were sent."""
 
     def sent(seed: int | None) -> list[int]:
@@ -116,9 +114,7 @@ def test_a_seed_of_the_constructor_repeats_the_seeds_of_requests(tmp_path: Path)
     assert len({*first, *other, *unset}) == 7
 
 
-def test_defaults_come_from_the_checkpoint_and_given_params_stand_alone(
-    tmp_path: Path,
-) -> None:
+def test_defaults_come_from_the_checkpoint_and_given_params_stand_alone(tmp_path):
     defaults = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 3, "repetition_penalty": 1.05}
     path = toy_model(tmp_path) / "generation_config.json"
     path.write_text(json.dumps({**defaults, "eos_token_id": 2, "top_p": None}))
@@ -142,7 +138,7 @@ TEMPLATE = (
 TALK = [{"role": "system", "content": "be"}, {"role": "user", "content": "hello"}]
 
 
-def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
+def test_the_tokenizer_needs_no_event_loop(tmp_path):
     model = toy_model(tmp_path)
     with LLM(model, launcher=ToyCluster) as llm:
         tokenizer = llm.get_tokenizer()
@@ -162,7 +158,7 @@ def test_the_tokenizer_needs_no_event_loop(tmp_path: Path) -> None:
 
 
 @on_a_loop
-async def test_the_first_generate_starts_an_async_llm_and_may_be_cancelled(tmp_path: Path) -> None:
+async def test_the_first_generate_starts_an_async_llm_and_may_be_cancelled(tmp_path):
     llm = AsyncLLM(toy_model(tmp_path), launcher=ToyCluster)
     assert not llm.is_running
     first = asyncio.ensure_future(anext(llm.generate([1, 2], GREEDY)))
@@ -180,7 +176,7 @@ async def test_the_first_generate_starts_an_async_llm_and_may_be_cancelled(tmp_p
 
 
 @on_a_loop
-async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_path: Path) -> None:
+async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_path):
     async with AsyncLLM(toy_model(tmp_path), launcher=ToyCluster) as llm:
         assert llm.health().status == "ready"
         deltas = GREEDY.clone(output_kind=RequestOutputKind.DELTA)
@@ -194,9 +190,7 @@ async def test_an_async_llm_is_ready_inside_its_context_and_gone_after_it(tmp_pa
 
 
 @on_a_loop
-async def test_adapters_may_be_added_at_once_and_none_while_a_request_begins(
-    tmp_path: Path,
-) -> None:
+async def test_adapters_may_be_added_at_once_and_none_while_a_request_begins(tmp_path):
     one, other, third = (
         LoRARequest(name, lora_path=str(write_adapter(CHECKPOINT, ("q_proj",), seed=seed)))
         for seed, name in enumerate(("one", "other", "third"))
@@ -242,7 +236,7 @@ async def toy_async_llm(
 
 
 @on_a_loop
-async def test_an_abort_by_name_ends_the_reader_and_frees_the_name(tmp_path: Path) -> None:
+async def test_an_abort_by_name_ends_the_reader_and_frees_the_name(tmp_path):
     async with toy_async_llm(tmp_path, StalledCluster) as llm:
         reader = llm.generate([1, 2], GREEDY, request_id="mine")
         await anext(reader)
@@ -261,7 +255,7 @@ async def test_an_abort_by_name_ends_the_reader_and_frees_the_name(tmp_path: Pat
 
 
 @on_a_loop
-async def test_an_abort_while_the_prompt_is_tokenized_is_not_forgotten(tmp_path: Path) -> None:
+async def test_an_abort_while_the_prompt_is_tokenized_is_not_forgotten(tmp_path):
     async with toy_async_llm(tmp_path, family="word_piece") as llm:
         # So long that another thread encodes it, but few tokens.
         reader = llm.generate("hello world " * 20, GREEDY, request_id="mine")
@@ -273,7 +267,7 @@ async def test_an_abort_while_the_prompt_is_tokenized_is_not_forgotten(tmp_path:
 
 
 @on_a_loop
-async def test_nodes_that_die_at_their_start_are_told_to_all_who_wait(tmp_path: Path) -> None:
+async def test_nodes_that_die_at_their_start_are_told_to_all_who_wait(tmp_path):
     llm = AsyncLLM(toy_model(tmp_path), launcher=StillbornCluster)
     await llm.start()
     try:

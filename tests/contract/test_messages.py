@@ -36,20 +36,20 @@ LINES = [line.split() for line in GOLDEN.read_text().splitlines() if not line.st
 CASES = [(union, bytes.fromhex(data)) for union, _, data in LINES]
 
 
-def test_every_message_is_written_as_it_always_was() -> None:
+def test_every_message_is_written_as_it_always_was():
     for union, data in CASES:
         encoded = CODECS[union].encode(CODECS[union].decode(data))
         # A map's length may be written in one byte or in three, which all readers take alike.
         assert repr(msgspec.msgpack.decode(encoded)) == repr(msgspec.msgpack.decode(data))
 
 
-def test_there_is_an_example_of_every_message() -> None:
+def test_there_is_an_example_of_every_message():
     for union in CODECS:
         members = {member.__name__ for member in typing.get_args(getattr(messages, union))}
         assert {name for known, name, _ in LINES if known == union} == members
 
 
-def test_every_field_differs_from_its_default_in_some_example() -> None:
+def test_every_field_differs_from_its_default_in_some_example():
     told: dict[tuple[str, type], set[str]] = {}
     for union, data in CASES:
         message = CODECS[union].decode(data)
@@ -62,20 +62,20 @@ def test_every_field_differs_from_its_default_in_some_example() -> None:
         assert names == {field.name for field in msgspec.structs.fields(kind)}
 
 
-def test_a_field_of_a_newer_version_is_ignored() -> None:
+def test_a_field_of_a_newer_version_is_ignored():
     for union, data in CASES:
         newer = msgspec.msgpack.decode(data) | {"added_later": [1, {"more": None}]}
         assert CODECS[union].decode(msgspec.msgpack.encode(newer)) == CODECS[union].decode(data)
 
 
-def test_a_message_that_was_cut_is_malformed() -> None:
+def test_a_message_that_was_cut_is_malformed():
     for union, data in CASES:
         for length in range(len(data)):
             with pytest.raises(MalformedMessage):
                 CODECS[union].decode(data[:length])
 
 
-def test_what_is_no_message_is_malformed() -> None:
+def test_what_is_no_message_is_malformed():
     for data in (
         b"",
         b"\xc1",
@@ -107,7 +107,7 @@ def with_one_changed(value: object, number: int) -> Iterator[object]:
                 yield [*value[:at], changed, *value[at + 1 :]]
 
 
-def test_no_integer_of_a_message_can_be_out_of_range() -> None:
+def test_no_integer_of_a_message_can_be_out_of_range():
     for union, data in CASES:
         for number in (1 << 63, (1 << 64) - 1):
             for changed in with_one_changed(msgspec.msgpack.decode(data), number):
@@ -116,7 +116,7 @@ def test_no_integer_of_a_message_can_be_out_of_range() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Prefill", "Decode"])
-def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind: str) -> None:
+def test_a_request_that_cannot_be_read_can_be_refused_by_its_key(kind):
     examples = {name: bytes.fromhex(data) for union, name, data in LINES if union == "ToNode"}
     data = examples[kind]
     inbox, plain = NodeInbox(), msgspec.msgpack.decode(data)

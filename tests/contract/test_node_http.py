@@ -4,7 +4,6 @@ import json
 import socket
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
@@ -46,13 +45,13 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Bench]:
+def bench():
     bench = Bench()
     yield bench
     bench.http.stop()
 
 
-def test_a_node_is_live_while_it_starts_and_ready_until_it_drains(bench: Bench) -> None:
+def test_a_node_is_live_while_it_starts_and_ready_until_it_drains(bench):
     bench.vitals.note(phase="weights", done=3, total=8)
     assert bench.status("/live") == (200, "live")
     assert bench.status("/ready") == (503, "starting: weights")
@@ -63,7 +62,7 @@ def test_a_node_is_live_while_it_starts_and_ready_until_it_drains(bench: Bench) 
     assert bench.status("/live") == (200, "live")
 
 
-def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench: Bench) -> None:
+def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench):
     bench.vitals.note(is_ready=True)
     bench.vitals.note(turned_s=bench.clock())
     bench.clock.advance(DEAD_S + 1.0)
@@ -77,7 +76,7 @@ def test_a_loop_or_a_step_that_hangs_makes_a_node_dead(bench: Bench) -> None:
     assert bench.status("/live") == (503, "a step of the model hangs")
 
 
-def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> None:
+def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench):
     bench.vitals.note(load=Load(2, 1, 3, 4))
     bench.vitals.totals = lambda: Totals(steps=7)
     code, text = bench.get("/metrics")
@@ -95,14 +94,14 @@ def test_a_node_shows_its_own_counts_in_the_families_of_nodes(bench: Bench) -> N
     }
 
 
-def test_a_node_shows_what_each_router_makes_of_it(bench: Bench) -> None:
+def test_a_node_shows_what_each_router_makes_of_it(bench):
     assert json.loads(bench.get("/ready")[1])["routers"] == [
         {"router": "tcp://r0:1", "state": "in service", "reason": ""},
         {"router": "tcp://r1:1", "state": "refused", "reason": REFUSED.reason},
     ]
 
 
-def test_connections_that_say_nothing_make_room_for_probes(bench: Bench) -> None:
+def test_connections_that_say_nothing_make_room_for_probes(bench):
     host, port = bench.http.url.removeprefix("http://").split(":")
     links = []
     for number in range(5 * MAX_CONNECTIONS):
@@ -120,7 +119,7 @@ def test_connections_that_say_nothing_make_room_for_probes(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("address", ["9100", "127.0.0.1:", "127.0.0.1:99999", "no.such.host:1"])
-def test_an_address_that_cannot_be_served_is_named(address: str) -> None:
+def test_an_address_that_cannot_be_served_is_named(address):
     http = NodeHttp(Vitals(), VirtualClock(), ("d0", "decode"), "tiny", lambda: None, lambda: ())
     with pytest.raises(ConfigError, match=r"node\.http"):
         http.start(address)

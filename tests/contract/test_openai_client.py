@@ -10,7 +10,7 @@ import pytest
 from baton.protocol.config import ClusterConfig
 from baton.router.text import ChatTemplate
 from tests.support.async_tests import AsyncTest, Test, with_bench
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, lost, served
+from tests.support.http_bench import TEXT, HttpBench, hello, lost, served
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench
 from tests.support.scripted_nodes import VOCAB_SIZE, toy_answer
 
@@ -59,12 +59,12 @@ def use_sync_client(url: str) -> None:
 
 
 @serving()
-async def test_the_sync_client_completes_streams_and_lists_models(http: HttpBench) -> None:
+async def test_the_sync_client_completes_streams_and_lists_models(http):
     await asyncio.to_thread(use_sync_client, http.url)
 
 
 @serving()
-async def test_the_async_client_streams_choices_with_usage(http: HttpBench) -> None:
+async def test_the_async_client_streams_choices_with_usage(http):
     async with async_client(http) as client:
         texts, usages = ["", "", ""], []
         async for chunk in await client.completions.create(
@@ -81,7 +81,7 @@ async def test_the_async_client_streams_choices_with_usage(http: HttpBench) -> N
 
 
 @serving()
-async def test_chats_work_whole_and_streamed(http: HttpBench) -> None:
+async def test_chats_work_whole_and_streamed(http):
     async with async_client(http) as client:
         whole = await client.chat.completions.create(
             model="", messages=[{"role": "user", "content": "xyz"}], max_completion_tokens=8
@@ -106,19 +106,17 @@ async def test_chats_work_whole_and_streamed(http: HttpBench) -> None:
     ],
 )
 @serving()
-async def test_errors_are_typed_and_name_the_field(
-    http: HttpBench, fields: dict[str, object], kind: type[openai.APIStatusError], param: str
-) -> None:
+async def test_errors_are_typed_and_name_the_field(http, fields, kind, param):
     body: dict[str, object] = {"model": "", "prompt": PROMPT, **fields}
     async with async_client(http) as client:
         for stream in (False, True):
             with pytest.raises(kind) as caught:
-                await client.completions.create(**body, stream=stream)  # type: ignore[call-overload]
+                await client.completions.create(**body, stream=stream)
             assert caught.value.param == param
 
 
 @served(script=lost)
-async def test_a_stream_that_is_lost_ends_in_an_api_error(bench: HttpBench) -> None:
+async def test_a_stream_that_is_lost_ends_in_an_api_error(bench):
     async with async_client(bench) as client:
         stream = await client.completions.create(model="", prompt=PROMPT, stream=True)
         with pytest.raises(openai.APIError) as caught:
@@ -127,10 +125,10 @@ async def test_a_stream_that_is_lost_ends_in_an_api_error(bench: HttpBench) -> N
 
 
 @served(silence_s=0.02)
-async def test_silence_between_tokens_is_no_event(bench: HttpBench, engine: ScriptedEngine) -> None:
+async def test_silence_between_tokens_is_no_event(bench, engine):
     async with async_client(bench) as client:
         asking = client.completions.create(model="", prompt=PROMPT, stream=True)
-        task = asyncio.create_task(asking)  # type: ignore[arg-type]
+        task = asyncio.create_task(asking)
         stream = await engine.stream()
         engine.say(stream, " hello")
         chunks = aiter(await task)
@@ -142,12 +140,12 @@ async def test_silence_between_tokens_is_no_event(bench: HttpBench, engine: Scri
 
 
 @served(script=hello, chat_template=TEMPLATE)
-async def test_a_message_can_be_sent_back(bench: HttpBench, engine: ScriptedEngine) -> None:
+async def test_a_message_can_be_sent_back(bench, engine):
     async with async_client(bench) as client:
         said = await client.chat.completions.create(
             model="", messages=[{"role": "user", "content": "the end"}]
         )
         back = said.choices[0].message.model_dump()
         assert None in back.values()
-        await client.chat.completions.create(model="", messages=[back])  # type: ignore[list-item]
+        await client.chat.completions.create(model="", messages=[back])
     assert engine.streams[1].prompt_token_ids == TEXT.encode_now(" hello")

@@ -74,9 +74,7 @@ def token_ids(deltas: list[CompletionOutput], choice: int = 0) -> list[int]:
 
 
 @routed()
-async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(
-    bench: RouterBench,
-) -> None:
+async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(bench):
     """Without a word to the nodes, and nobody else can do it."""
     prefill, decode = await bench.pair()
     old = await bench.router.submit(PROMPT, GREEDY, ID, ResumeState(b"form", OWNER, 1))
@@ -100,7 +98,7 @@ async def test_the_owner_who_comes_back_wins_over_the_connection_that_is_left(
 
 
 @routed()
-async def test_of_two_searches_for_a_stream_the_later_one_gets_it(bench: RouterBench) -> None:
+async def test_of_two_searches_for_a_stream_the_later_one_gets_it(bench):
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
     first = taking(bench, claim())
@@ -118,7 +116,7 @@ async def test_of_two_searches_for_a_stream_the_later_one_gets_it(bench: RouterB
 
 
 @routed()
-async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: RouterBench) -> None:
+async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench):
     await bench.toy(node_info("p0", "prefill"))
     holder = await bench.scripted(node_info("d0", "decode"))
     task = taking(bench, claim(part(ANSWER[:3])))
@@ -136,7 +134,7 @@ async def test_what_stopped_is_resumed_from_its_tokens_and_kept_again(bench: Rou
 
 
 @routed()
-async def test_a_finished_stream_needs_no_node(bench: RouterBench) -> None:
+async def test_a_finished_stream_needs_no_node(bench):
     _, decode = await bench.pair()
     received = (part(ANSWER, has_ended=True), part(ANSWER))
     task = taking(bench, claim(*received), SamplingParams(n=2, max_tokens=8))
@@ -150,7 +148,7 @@ async def test_a_finished_stream_needs_no_node(bench: RouterBench) -> None:
 
 
 @routed()
-async def test_a_client_cannot_claim_more_tokens_than_there_are(bench: RouterBench) -> None:
+async def test_a_client_cannot_claim_more_tokens_than_there_are(bench):
     _, decode = await bench.pair()
     received = (ReceivedPart(10**9, True, True), ReceivedPart(10**9, True, True), ReceivedPart())
     task = taking(bench, claim(*received), SamplingParams(n=3, max_tokens=8))
@@ -163,7 +161,7 @@ async def test_a_client_cannot_claim_more_tokens_than_there_are(bench: RouterBen
 
 
 @routed()
-async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: RouterBench) -> None:
+async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench):
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
     task = taking(bench, claim(part(ANSWER[:5])))
@@ -178,9 +176,7 @@ async def test_a_router_that_ends_leaves_an_adopted_stream_to_its_node(bench: Ro
 
 
 @routed()
-async def test_a_router_that_ends_gives_a_stream_that_waits_for_a_node_to_one(
-    bench: RouterBench,
-) -> None:
+async def test_a_router_that_ends_gives_a_stream_that_waits_for_a_node_to_one(bench):
     decode = await bench.scripted(node_info("d0", "decode"))  # and no prefill node
     bench.clock.advance(REJOIN_S)
     task = taking(bench, claim(part(ANSWER[:2])))
@@ -197,7 +193,7 @@ async def test_a_router_that_ends_gives_a_stream_that_waits_for_a_node_to_one(
 
 
 @routed()
-async def test_a_stop_string_that_the_cut_went_through_is_found(bench: RouterBench) -> None:
+async def test_a_stop_string_that_the_cut_went_through_is_found(bench):
     _, decode = await bench.pair()
     text = bench.router.get_tokenizer()
     ids = [text.encode_now(letter)[0] for letter in "stworst"]
@@ -215,7 +211,7 @@ async def test_a_stop_string_that_the_cut_went_through_is_found(bench: RouterBen
 
 
 @routed()
-async def test_a_client_that_leaves_again_gives_the_sequence_up(bench: RouterBench) -> None:
+async def test_a_client_that_leaves_again_gives_the_sequence_up(bench):
     _, decode = await bench.pair()
     task = taking(bench, claim())
     await asked(decode)
@@ -227,9 +223,7 @@ async def test_a_client_that_leaves_again_gives_the_sequence_up(bench: RouterBen
 
 
 @routed()
-async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(
-    bench: RouterBench,
-) -> None:
+async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(bench):
     _, decode = await bench.pair()
     silent = await bench.scripted(node_info("d1", "decode"))
     task = taking(bench, claim(part([7])))
@@ -253,9 +247,7 @@ async def test_a_search_holds_back_no_more_than_the_tokens_and_kills_nothing(
 
 
 @routed()
-async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client(
-    bench: RouterBench,
-) -> None:
+async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client(bench):
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
     task = taking(bench, claim(part(ANSWER[:1])))
@@ -283,8 +275,8 @@ async def test_a_stream_whose_prompt_lands_goes_on_after_the_token_of_its_client
 )
 @routed()
 async def test_a_prompt_that_lands_with_another_token_than_the_clients_is_not_gone_on_with(
-    bench: RouterBench, waited_s: float, codes: list[str]
-) -> None:
+    bench, waited_s, codes
+):
     _, decode = await bench.pair()
     bench.clock.advance(waited_s)
     for code in codes:
@@ -303,9 +295,7 @@ async def test_a_prompt_that_lands_with_another_token_than_the_clients_is_not_go
 
 
 @routed()
-async def test_a_client_that_went_on_elsewhere_does_not_get_this_routers_tokens(
-    bench: RouterBench,
-) -> None:
+async def test_a_client_that_went_on_elsewhere_does_not_get_this_routers_tokens(bench):
     """Both routers took the other for lost, and began attempts that differ in a token."""
     prefill, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)
@@ -326,9 +316,7 @@ async def test_a_client_that_went_on_elsewhere_does_not_get_this_routers_tokens(
 
 
 @routed()
-async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_has_landed(
-    bench: RouterBench,
-) -> None:
+async def test_a_choice_that_ended_at_its_first_token_counts_before_its_prompt_has_landed(bench):
     """The client has the first token of both choices from prefill; it ended one of them."""
     _, decode = await bench.pair()
     bench.clock.advance(REJOIN_S)

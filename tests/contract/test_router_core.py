@@ -23,12 +23,12 @@ from baton.protocol.messages import (
 from baton.protocol.sampling import SamplingParams
 from baton.router.lifecycle import Lifecycle
 from baton.router.outputs import CompletionOutput, RequestOutput
-from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
+from tests.support.router_bench import GREEDY, PROMPT, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
 
 
 @routed()
-async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench: RouterBench) -> None:
+async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench):
     prefill, decode = await bench.toy_pair()
     output = await whole(bench.router)
     assert output.outputs[0].token_ids == toy_answer(PROMPT, 8)
@@ -44,9 +44,7 @@ async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench: Ro
 
 
 @routed()
-async def test_the_oldest_wait_shows_until_a_node_has_the_request_in_progress(
-    bench: RouterBench,
-) -> None:
+async def test_the_oldest_wait_shows_until_a_node_has_the_request_in_progress(bench):
     prefill, _ = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
     order = await prefill.hear(Prefill)
@@ -58,7 +56,7 @@ async def test_the_oldest_wait_shows_until_a_node_has_the_request_in_progress(
 
 
 @routed()
-async def test_no_token_reaches_the_client_before_decode_has_accepted(bench: RouterBench) -> None:
+async def test_no_token_reaches_the_client_before_decode_has_accepted(bench):
     prefill, decode = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
     order = await prefill.hear(Prefill)
@@ -79,7 +77,7 @@ async def test_no_token_reaches_the_client_before_decode_has_accepted(bench: Rou
 
 
 @routed()
-async def test_output_kinds_agree(bench: RouterBench) -> None:
+async def test_output_kinds_agree(bench):
     await bench.toy_pair()
     outputs: dict[str, list[RequestOutput]] = {}
     for kind in ("delta", "cumulative", "final"):
@@ -97,7 +95,7 @@ async def test_output_kinds_agree(bench: RouterBench) -> None:
 
 
 @routed()
-async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
+async def test_one_token_needs_no_decode_node(bench):
     prefill, decode = await bench.toy_pair()
     output = await whole(bench.router, SamplingParams(temperature=0, max_tokens=1))
     assert output.outputs[0].token_ids == toy_answer(PROMPT, 1)
@@ -109,9 +107,7 @@ async def test_one_token_needs_no_decode_node(bench: RouterBench) -> None:
 
 
 @routed(RouterConfig())
-async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
-    bench: RouterBench,
-) -> None:
+async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(bench):
     await bench.toy(node_info("d0", "decode"))
     output = await whole(bench.router, prompt=list(range(1, 50)))
     assert output.metrics.path == "local_prefill"
@@ -120,7 +116,7 @@ async def test_without_a_prefill_node_decode_computes_and_the_output_says_so(
 
 
 @routed()
-async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench: RouterBench) -> None:
+async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench):
     prefill, decode = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
     order = await prefill.hear(Prefill)
@@ -136,7 +132,7 @@ async def test_a_close_reaches_both_nodes_and_ends_the_reader(bench: RouterBench
 
 
 @routed()
-async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench) -> None:
+async def test_a_stop_string_ends_the_choice_on_the_node_too(bench):
     prefill, decode = await bench.pair()
     text = bench.router.get_tokenizer()
     params = SamplingParams(n=2, max_tokens=50, stop="wor", seed=1)
@@ -158,7 +154,7 @@ async def test_a_stop_string_ends_the_choice_on_the_node_too(bench: RouterBench)
 
 
 @routed()
-async def test_an_error_of_one_request_touches_no_other(bench: RouterBench) -> None:
+async def test_an_error_of_one_request_touches_no_other(bench):
     await bench.toy_pair()
     broken = await bench.router.submit(PROMPT, GREEDY)
     other = await bench.router.submit(PROMPT, GREEDY)
@@ -174,9 +170,7 @@ async def test_an_error_of_one_request_touches_no_other(bench: RouterBench) -> N
 
 
 @routed()
-async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(
-    bench: RouterBench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(bench, monkeypatch):
     nodes = await bench.pair()
     stream = await bench.router.submit(PROMPT, GREEDY)
     order = await nodes[0].hear(Prefill)

@@ -28,16 +28,11 @@ from baton.protocol.sampling import SamplingParams, Scope
 from baton.router.outputs import RequestOutput
 from tests.support.http_bench import HttpBench
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
-from tests.support.scripted_nodes import (
-    BLOCK_SIZE,
-    ScriptedNode,
-    node_info,
-    toy_answer,
-)
+from tests.support.scripted_nodes import BLOCK_SIZE, ScriptedNode, node_info, toy_answer
 
 
 @routed()
-async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterBench) -> None:
+async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench):
     await bench.toy(node_info("p0", "prefill"))
     dying = await bench.toy(node_info("d0", "decode"), max_steps=3)
     other = await bench.toy(node_info("d1", "decode"))
@@ -58,7 +53,7 @@ async def test_a_decode_node_that_dies_is_replaced_without_a_seam(bench: RouterB
 
 
 @routed()
-async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench: RouterBench) -> None:
+async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench):
     prefill, decode = await bench.pair()
     assert [info.node_id for info in (await prefill.hear(Peers)).nodes] == ["d0"]
     other = await bench.scripted(node_info("p1", "prefill"))
@@ -68,9 +63,7 @@ async def test_nodes_hear_of_their_peers_each_time_the_set_changes(bench: Router
 
 
 @routed(RouterConfig(local_prefill_tokens=4))
-async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after_a_gap(
-    bench: RouterBench,
-) -> None:
+async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after_a_gap(bench):
     prompt = list(range(1, 41))
     hashes = block_hashes(prompt, BLOCK_SIZE)
     await bench.toy(node_info("p0", "prefill"))
@@ -97,7 +90,7 @@ async def test_a_router_sends_prompts_where_they_are_cached_and_asks_again_after
 
 
 @routed(RouterConfig(local_prefill_tokens=4))
-async def test_prompts_are_looked_for_in_caches_by_their_salt(bench: RouterBench) -> None:
+async def test_prompts_are_looked_for_in_caches_by_their_salt(bench):
     prompt = list(range(1, 41))
     await bench.toy(node_info("p0", "prefill"))
     decode = await bench.toy(node_info("d0", "decode"))
@@ -112,9 +105,7 @@ async def test_prompts_are_looked_for_in_caches_by_their_salt(bench: RouterBench
 
 
 @routed()
-async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(
-    bench: RouterBench,
-) -> None:
+async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(bench):
     nodes = await bench.pair()
     for is_on in (False, True):
         config = ClusterConfig(router=RouterConfig(dev_endpoints=is_on))
@@ -129,9 +120,7 @@ async def test_prefix_caches_are_reset_on_every_node_if_the_setting_allows_it(
 
 
 @routed()
-async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_record_it(
-    bench: RouterBench,
-) -> None:
+async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_record_it(bench):
     prefill, decode = await bench.pair()
     config = ClusterConfig(router=RouterConfig(dev_endpoints=True))
     async with HttpBench(bench.router, config) as http:
@@ -157,16 +146,14 @@ async def test_a_profile_is_begun_once_and_ended_once_at_the_nodes_that_still_re
 
 
 @routed(RouterConfig(routing="least-loaded", local_prefill="never"))
-async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench: RouterBench) -> None:
+async def test_a_router_that_goes_by_load_alone_asks_for_no_caches(bench):
     prefill, decode = await bench.toy_pair()
     assert (await whole(bench.router)).finished
     assert not any(isinstance(message, WatchCache) for message in prefill.heard + decode.heard)
 
 
 @routed()
-async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
-    bench: RouterBench,
-) -> None:
+async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(bench):
     _, decode = await bench.pair()
     twin = ScriptedNode(bench.endpoint, node_info("d0", "decode", epoch="another"))
     bench.nodes.append(twin)
@@ -181,9 +168,7 @@ async def test_a_second_process_of_one_name_is_refused_and_the_first_serves_on(
 
 
 @routed()
-async def test_a_cancel_waits_for_its_process_and_not_for_another_of_the_name(
-    bench: RouterBench,
-) -> None:
+async def test_a_cancel_waits_for_its_process_and_not_for_another_of_the_name(bench):
     _, decode = await bench.pair()
     await bench.router.submit(PROMPT, GREEDY)
     key = (await decode.hear(Decode)).key
@@ -198,7 +183,7 @@ async def test_a_cancel_waits_for_its_process_and_not_for_another_of_the_name(
 
 
 @routed()
-async def test_a_successor_is_taken_in_although_the_router_reads_late(bench: RouterBench) -> None:
+async def test_a_successor_is_taken_in_although_the_router_reads_late(bench):
     """The router reads its hello and the end of the predecessor's connection together."""
     _, decode = await bench.pair()
     decode.die()
@@ -225,7 +210,7 @@ async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -
 
 
 @routed()
-async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench: RouterBench) -> None:
+async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench):
     prefill, decode = await bench.pair()
     other = await bench.scripted(node_info("d1", "decode"))
     stream = await bench.router.submit(PROMPT, GREEDY)
@@ -243,9 +228,7 @@ async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench: Rout
 
 
 @routed()
-async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(
-    bench: RouterBench,
-) -> None:
+async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(bench):
     """The largest pool is that of a node that is silent just now, so the request is no error."""
     prefill = await bench.toy(node_info("p0", "prefill"))
     small = await bench.toy(node_info("d0", "decode", num_blocks=8))
@@ -261,9 +244,7 @@ async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pas
 
 
 @routed()
-async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
-    bench: RouterBench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(bench, caplog):
     """One prefill node cannot be read: no request fails, and the other one gets the work."""
     prefill, decode = await bench.pair()
     good = await bench.scripted(node_info("p1", "prefill"))
@@ -287,7 +268,7 @@ async def test_handoffs_that_fail_are_counted_for_the_pair_and_shown(
 
 
 @routed()
-async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench: RouterBench) -> None:
+async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench):
     _, decode = await bench.pair()
     first, broken, last = (Cancel((Key(RequestId(name)),)) for name in ("a", "\ud800", "b"))
     bench.core._send(decode.info.node_id, first)

@@ -7,7 +7,6 @@ import struct
 import time
 from contextlib import suppress
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 
@@ -43,7 +42,7 @@ SAID = (
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
-def test_connections_that_are_no_channels_end_no_session(kind: str, tmp_path: Path) -> None:
+def test_connections_that_are_no_channels_end_no_session(kind, tmp_path):
     """Each closes with the event that a lost session has, and leaves its descriptor's number to the
     next connection, which may be a session's. Every third one ends with a reset."""
     said = cycle(SAID)
@@ -70,7 +69,7 @@ def test_connections_that_are_no_channels_end_no_session(kind: str, tmp_path: Pa
         assert answers(steady, 100) == [hello(number) for number in range(100)]
 
 
-def test_strangers_who_come_while_a_listener_reads_nothing_keep_no_peer_out(tmp_path: Path) -> None:
+def test_strangers_who_come_while_a_listener_reads_nothing_keep_no_peer_out(tmp_path):
     """libzmq's thread waits for room when the queue of its events is full, and peers with it."""
     endpoint = f"ipc://{tmp_path}/busy"
     with ends(tmp_path) as pair, process("listen", endpoint):
@@ -80,7 +79,7 @@ def test_strangers_who_come_while_a_listener_reads_nothing_keep_no_peer_out(tmp_
         connect(pair.dial("late", endpoint))
 
 
-def test_a_process_without_descriptors_cannot_dial_and_says_so(tmp_path: Path) -> None:
+def test_a_process_without_descriptors_cannot_dial_and_says_so(tmp_path):
     """A node that meets this goes on without that peer, so nothing may be left half open."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with ends(tmp_path) as pair:

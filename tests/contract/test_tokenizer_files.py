@@ -1,7 +1,6 @@
 """A folder's tokenizer is refused where transformers would read text in another way."""
 
 import json
-from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer
@@ -37,9 +36,7 @@ CASES: list[tuple[dict[str, dict[str, object]], bool]] = [
 
 
 @pytest.mark.parametrize(("files", "is_taken"), CASES)
-def test_a_tokenizer_is_taken_where_transformers_reads_the_same(
-    tmp_path: Path, files: dict[str, dict[str, object]], is_taken: bool
-) -> None:
+def test_a_tokenizer_is_taken_where_transformers_reads_the_same(tmp_path, files, is_taken):
     from transformers import AutoTokenizer
 
     write_tokenizer(tmp_path)

@@ -1,7 +1,5 @@
 """Models that transformers' own code computes: right, or refused in one line that says why."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 import torch
@@ -40,7 +38,7 @@ def settings(kind: str, dtype: str = "auto", **model: object) -> ClusterConfig:
 @pytest.mark.parametrize(
     "kind", [*RUNS, *(pytest.param(one, marks=pytest.mark.release) for one in OTHERS)]
 )
-def test_chunks_beside_others_give_the_tokens_of_generate(kind: str) -> None:
+def test_chunks_beside_others_give_the_tokens_of_generate(kind):
     expected = Oracle(foreign_folder(kind)).greedy(prompt(100), NUM_TOKENS)
     assert said(settings(kind), expected) == 0
 
@@ -58,7 +56,7 @@ def said(config: ClusterConfig, expected: Expected) -> int:
     "kind", ["qwen3_moe", "olmo2", pytest.param("deepseek_v3", marks=pytest.mark.release)]
 )
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.release), "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
     with loaded(settings(kind, dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
@@ -75,7 +73,7 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype
 @pytest.mark.parametrize(
     "kind", [pytest.param("deepseek_v3", marks=pytest.mark.release), "gemma3_text"]
 )
-def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str) -> None:
+def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind):
     expected = Oracle(foreign_folder(kind)).greedy(prompt(100), NUM_TOKENS)
     with loaded(settings(kind)) as prefill, loaded(settings(kind)) as decode:
         assert compute_path(prefill) == compute_path(decode)
@@ -85,7 +83,7 @@ def test_a_prompt_that_another_runner_computed_goes_on_from_its_blocks(kind: str
         assert count_ties(expected, greedy(decode, text, NUM_TOKENS)) == 0
 
 
-def test_a_family_of_batons_own_can_be_computed_by_transformers() -> None:
+def test_a_family_of_batons_own_can_be_computed_by_transformers():
     with (
         loaded(settings("qwen3", model_impl="auto")) as own,
         loaded(settings("qwen3")) as other,
@@ -96,7 +94,7 @@ def test_a_family_of_batons_own_can_be_computed_by_transformers() -> None:
         assert compute_path(own) != compute_path(other)
 
 
-def test_other_rotations_run_in_transformers_code(tmp_path: Path) -> None:
+def test_other_rotations_run_in_transformers_code(tmp_path):
     rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
     folder = changed(tmp_path, "qwen3", rope_parameters=rope)
     expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)
@@ -106,18 +104,18 @@ def test_other_rotations_run_in_transformers_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_a_model_with_more_than_keys_and_values_is_refused(kind: str) -> None:
+def test_a_model_with_more_than_keys_and_values_is_refused(kind):
     with pytest.raises(ConfigError, match=REFUSED[kind]) as refused:
         plan_rank(settings(kind), 1)
     assert "\n" not in refused.value.message
 
 
-def test_ranks_cannot_share_a_model_of_transformers() -> None:
+def test_ranks_cannot_share_a_model_of_transformers():
     with pytest.raises(ConfigError, match="Olmo2ForCausalLM has no plan for 2 ranks"):
         plan_rank(settings("olmo2"), 2)
 
 
-def test_longrope_is_exact_up_to_its_original_length_only(tmp_path: Path) -> None:
+def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
     rope = {
         "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8,
         "long_factor": [2.0] * 8, "original_max_position_embeddings": 256,
@@ -131,7 +129,7 @@ def test_longrope_is_exact_up_to_its_original_length_only(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["missing", "unexpected", "mismatched"])
-def test_weights_that_do_not_fit_are_named(what: str, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_are_named(what, tmp_path):
     folder = changed(tmp_path, "olmo2")
     file = folder / "model.safetensors"
     weights, name = load_file(file), "model.layers.1.mlp.up_proj.weight"
@@ -156,16 +154,14 @@ def test_weights_that_do_not_fit_are_named(what: str, tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
     ],
 )
-def test_a_folder_is_refused_before_a_process_starts(
-    fields: dict[str, object], reason: str, tmp_path: Path
-) -> None:
+def test_a_folder_is_refused_before_a_process_starts(fields, reason, tmp_path):
     config = compute_config(changed(tmp_path, "olmo2", **fields))
     with pytest.raises(ConfigError, match=reason):
         with_model(config)
 
 
 @pytest.mark.release
-def test_a_refusal_of_a_node_ends_the_start_with_its_line() -> None:
+def test_a_refusal_of_a_node_ends_the_start_with_its_line():
     folder = foreign_folder("gemma2")
     with pytest.raises(NodeError, match=r"Gemma2ForCausalLM cannot run: .* softcap") as refused:
         LLM(folder, engine={"device": "cpu"})
@@ -176,7 +172,7 @@ def test_a_refusal_of_a_node_ends_the_start_with_its_line() -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-def test_a_decoder_is_right_or_refused_in_one_line(kind: str) -> None:
+def test_a_decoder_is_right_or_refused_in_one_line(kind):
     try:
         folder = small_folder(kind)
         expected = Oracle(folder).greedy(prompt(100), NUM_TOKENS)

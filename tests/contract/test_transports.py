@@ -9,7 +9,6 @@ import os
 import random
 import select
 import socket
-from collections.abc import Iterator
 from contextlib import ExitStack
 
 import msgspec
@@ -59,7 +58,7 @@ class Peers:
 
     def start(self, limits: AgentLimits = LIMITS, block_bytes: int = 64 << 10) -> TransferPeer:
         found = [name for name in ("nixl", "cuda_ipc") if name in self.mode]
-        transport: TransportChoice = found[0] if found else "shm"  # type: ignore[assignment]
+        transport: TransportChoice = found[0] if found else "shm"
         epoch = Epoch(f"{self.mode}-{next(_epochs)}")
         return self._start(
             PeerOptions(
@@ -89,7 +88,7 @@ class Peers:
 
 
 @pytest.fixture
-def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
+def peers(request):
     """Children of the test's own, which it may kill."""
     found = Peers(request.param)
     yield found
@@ -97,7 +96,7 @@ def peers(request: pytest.FixtureRequest) -> Iterator[Peers]:
 
 
 @pytest.fixture(scope="module", params=MODES)
-def pair(request: pytest.FixtureRequest) -> Iterator[list[TransferPeer]]:
+def pair(request):
     """A reader and an owner that tests share, so they must leave both connected and alive."""
     found = Peers(request.param)
     yield found.pair()
@@ -124,7 +123,7 @@ def run(reader: TransferPeer, *reads: Read) -> list[ReadEnded]:
     return [ends[read.ticket] for read in reads]
 
 
-def test_reads_bring_exactly_the_blocks_they_name(pair: list[TransferPeer]) -> None:
+def test_reads_bring_exactly_the_blocks_they_name(pair):
     reader, owner = pair
     owner.ask(fill=1)
     reader.ask(fill=2)
@@ -143,9 +142,7 @@ def test_reads_bring_exactly_the_blocks_they_name(pair: list[TransferPeer]) -> N
     assert list(reader.digests(everything)) == expected
 
 
-def test_a_peer_that_is_removed_and_added_again_leaves_nothing_open(
-    pair: list[TransferPeer],
-) -> None:
+def test_a_peer_that_is_removed_and_added_again_leaves_nothing_open(pair):
     reader, owner = pair
     shared = sorted(os.listdir("/dev/shm"))
     files = [peer.ask().open_files for peer in pair]
@@ -159,7 +156,7 @@ def test_a_peer_that_is_removed_and_added_again_leaves_nothing_open(
     assert sorted(os.listdir("/dev/shm")) == shared
 
 
-def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]) -> None:
+def test_nothing_lands_after_a_cancelled_read_has_ended(pair):
     reader, owner = pair
     owner.ask(fill=6)
     whole = read(owner, range(32), range(32))
@@ -174,7 +171,7 @@ def test_nothing_lands_after_a_cancelled_read_has_ended(pair: list[TransferPeer]
     assert reader.digests(tuple(range(32))) == before
 
 
-def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) -> None:
+def test_block_ids_outside_of_either_pool_are_refused(pair):
     reader, owner = pair
     wrong = (([NUM_BLOCKS], [0]), ([0], [NUM_BLOCKS]), ([-1], [0]), ([0], [-1]))
     for end in run(reader, *(read(owner, *blocks) for blocks in wrong)):
@@ -182,7 +179,7 @@ def test_block_ids_outside_of_either_pool_are_refused(pair: list[TransferPeer]) 
         assert (end.num_bytes, end.quiesced) == (0, True)
 
 
-def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[TransferPeer]) -> None:
+def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair):
     reader, owner = pair
     good = reader.add(owner)
     (name, data), dice = next(iter(owner.address.metadata.items())), random.Random(0)
@@ -210,7 +207,7 @@ def test_metadata_that_is_damaged_or_not_the_peers_is_refused(pair: list[Transfe
 
 
 @one_of_each
-def test_slices_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) -> None:
+def test_slices_of_two_ranks_land_side_by_side_and_are_read_apart(peers):
     half, remote, local = 32 << 10, [5, 6, 7, 20, 9, 8, 40], [10, 11, 12, 13, 30, 29, 0]
     sources, parts = peers.ranks(half), peers.ranks(half)
     whole = peers.start(block_bytes=2 * half)
@@ -226,9 +223,7 @@ def test_slices_of_two_ranks_land_side_by_side_and_are_read_apart(peers: Peers) 
         assert part.digests(tuple(remote)) == source.digests(tuple(remote))
 
 
-def test_a_slice_that_is_not_one_of_equal_parts_of_a_block_is_refused(
-    pair: list[TransferPeer],
-) -> None:
+def test_a_slice_that_is_not_one_of_equal_parts_of_a_block_is_refused(pair):
     reader, owner = pair
     good = reader.add(owner)
     size = good.block_bytes
@@ -241,7 +236,7 @@ def test_a_slice_that_is_not_one_of_equal_parts_of_a_block_is_refused(
 
 
 @dying
-def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) -> None:
+def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers):
     reader, owner = peers.pair(block_bytes=1 << 20)
     # Stopped first, so that reads are on their way when it dies.
     owner.stop()
@@ -267,9 +262,7 @@ def test_reads_of_a_killed_peer_all_end_and_its_successor_is_read(peers: Peers) 
 
 
 @over_tcp
-def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(
-    peers: Peers,
-) -> None:
+def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(peers):
     """Nothing is copied while the owner is stopped, and what was asked for may still come."""
     limits = AgentLimits(chunk_bytes=256 << 10, read_s=0.3, quiesce_s=0.3)
     reader, owner = peers.pair(limits, block_bytes=1 << 20)
@@ -293,7 +286,7 @@ def test_a_read_has_a_deadline_and_is_quiesced_when_its_peer_goes_on_or_is_gone(
 
 
 @on_this_host
-def test_a_block_with_a_new_owner_is_a_failed_read(peers: Peers) -> None:
+def test_a_block_with_a_new_owner_is_a_failed_read(peers):
     reader, owner = peers.pair()
     owner.ask(bump=(5,))
     stale, fresh = run(reader, read(owner, [4, 5, 6], [0, 1, 2]), read(owner, [4], [3]))
@@ -322,7 +315,7 @@ def connect_idle(owner: TransferPeer, count: int, stack: ExitStack) -> list[sock
 
 
 @over_shm
-def test_idle_connections_keep_no_reader_out(peers: Peers) -> None:
+def test_idle_connections_keep_no_reader_out(peers):
     """Any process of this user can make them. Once, 1,024 stopped all transfers for good."""
     reader, owner = peers.start(), peers.start()
     files = owner.ask().open_files
@@ -335,7 +328,7 @@ def test_idle_connections_keep_no_reader_out(peers: Peers) -> None:
 
 @over_shm
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_users_process_gets_no_pool_even_with_the_nonce(peers: Peers) -> None:
+def test_another_users_process_gets_no_pool_even_with_the_nonce(peers):
     owner = peers.start()
     nonce = ShmAddress.decode(owner.address.metadata["shm"]).nonce
     with ExitStack() as stack:

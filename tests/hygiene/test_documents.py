@@ -19,7 +19,7 @@ LINK = re.compile(r"\]\(([^)\s#][^)\s]*)\)")
 ALIASES = {"config", "settings"}
 
 
-def test_links_lead_to_files_that_exist() -> None:
+def test_links_lead_to_files_that_exist():
     pages = [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")]
     broken = [
         f"{name_of(page)}: {target}"
@@ -30,7 +30,7 @@ def test_links_lead_to_files_that_exist() -> None:
     assert not broken, "\n".join(broken)
 
 
-def test_generated_pages_are_current() -> None:
+def test_generated_pages_are_current():
     done = subprocess.run(
         [sys.executable, "docs/generate.py", "--check"],
         cwd=REPOSITORY, capture_output=True, text=True, check=False,
@@ -38,7 +38,7 @@ def test_generated_pages_are_current() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else() -> None:
+def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
     page = (REPOSITORY / "docs" / "api.md").read_text()
     bodies = {"C": CompletionBody, "H": ChatBody, "R": ResponseBody, "T": TokenizeBody}
     known = {
@@ -59,7 +59,7 @@ def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else() -
         assert path.partition("{")[0].rstrip("/") in page
 
 
-def test_every_setting_is_read_somewhere() -> None:
+def test_every_setting_is_read_somewhere():
     read: set[tuple[str, str]] = set()
     for path in sources():
         if name_of(path) == "protocol/config.py":

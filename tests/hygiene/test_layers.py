@@ -87,7 +87,7 @@ RAY_BINDING = "deploy/cluster/ray.py"
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_imports_only_rooms_below_it(room: str) -> None:
+def test_a_room_imports_only_rooms_below_it(room):
     allowed = {room, *BELOW[room]}
     wrong = [
         f"{name_of(path)} imports {module}"
@@ -98,7 +98,7 @@ def test_a_room_imports_only_rooms_below_it(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_files_import_one_another_in_a_circle() -> None:
+def test_no_files_import_one_another_in_a_circle():
     """Imports inside functions and for type checkers count, since a reader follows them too."""
     graph: dict[str, set[str]] = {}
     for path in (*sources(), *sources("tools")):
@@ -108,7 +108,7 @@ def test_no_files_import_one_another_in_a_circle() -> None:
 
 
 @pytest.mark.parametrize("room", PACKAGES)
-def test_a_room_uses_only_its_packages(room: str) -> None:
+def test_a_room_uses_only_its_packages(room):
     wrong = [
         f"{name_of(path)} imports {module}"
         for path in sources(room)
@@ -118,7 +118,7 @@ def test_a_room_uses_only_its_packages(room: str) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_transfer_is_seen_through_its_interfaces() -> None:
+def test_the_transfer_is_seen_through_its_interfaces():
     wrong = [
         f"{name_of(path)} imports {module}"
         for path in sources("engine", "prefill_node", "decode_node")
@@ -130,7 +130,7 @@ def test_the_transfer_is_seen_through_its_interfaces() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_no_file_unpickles_what_it_reads() -> None:
+def test_no_file_unpickles_what_it_reads():
     wrong = [
         f"{name_of(path)} imports {module}"
         for path in (*sources(), *sources("tools", "tests"))
@@ -140,12 +140,12 @@ def test_no_file_unpickles_what_it_reads() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_optional_nixl_is_named_in_one_file() -> None:
+def test_the_optional_nixl_is_named_in_one_file():
     users = [name_of(path) for path in sources() if "nixl_cu" in path.read_text()]
     assert users == [NIXL_BINDING]
 
 
-def test_the_optional_ray_is_imported_in_one_file() -> None:
+def test_the_optional_ray_is_imported_in_one_file():
     users = [
         name_of(path)
         for path in sources()
@@ -154,7 +154,7 @@ def test_the_optional_ray_is_imported_in_one_file() -> None:
     assert users == [RAY_BINDING]
 
 
-def test_nothing_that_ships_imports_the_workshop() -> None:
+def test_nothing_that_ships_imports_the_workshop():
     """`tools/` is not in the wheel."""
     wrong = [
         f"{name_of(path)} imports {module}"
@@ -165,7 +165,7 @@ def test_nothing_that_ships_imports_the_workshop() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_transformers_is_imported_only_where_its_models_are_computed() -> None:
+def test_transformers_is_imported_only_where_its_models_are_computed():
     users = {
         name_of(path)
         for path in sources()
@@ -182,7 +182,7 @@ def test_transformers_is_imported_only_where_its_models_are_computed() -> None:
     }  # fmt: skip
 
 
-def test_every_room_is_linked_into_the_package() -> None:
+def test_every_room_is_linked_into_the_package():
     for room in ROOMS:
         if (REPOSITORY / room).is_dir():
             link = REPOSITORY / FRONT_DOOR / room

@@ -27,19 +27,19 @@ WITH_TORCH = {"engine/process/node.py"}
 
 
 @pytest.mark.parametrize("group", USES)
-def test_a_host_only_part_does_its_work_without_torch(group: str) -> None:
+def test_a_host_only_part_does_its_work_without_torch(group):
     plugin = ("-p", "tests.support.without_torch", "-p", "no:cacheprovider")
     lines = said_by("pytest", "-q", *plugin, "-m", "not slow and not release", *USES[group])
     assert any(" passed" in line for line in lines)
 
 
-def test_every_file_of_a_host_only_room_is_imported_without_torch() -> None:
+def test_every_file_of_a_host_only_room_is_imported_without_torch():
     files = [name_of(path) for path in sources(*HOST_ONLY_ROOMS) if name_of(path) not in WITH_TORCH]
     modules = [file.removesuffix(".py").removesuffix("/__init__") for file in files]
     run_without_torch("\n".join(f"import baton.{module.replace('/', '.')}" for module in modules))
 
 
-def test_the_package_and_the_command_line_do_not_load_torch() -> None:
+def test_the_package_and_the_command_line_do_not_load_torch():
     run_without_torch(
         "import baton, baton.__main__\n"
         "from baton import LLM, AsyncLLM, SamplingParams\n"
@@ -48,7 +48,7 @@ def test_the_package_and_the_command_line_do_not_load_torch() -> None:
     )
 
 
-def test_only_computing_files_import_torch() -> None:
+def test_only_computing_files_import_torch():
     rooms = {
         name_of(path).partition("/")[0]
         for path in sources(*ROOMS)

@@ -69,9 +69,7 @@ def served_beside(cluster: Cluster) -> Iterator[list[float]]:
         asking.result()
 
 
-def test_a_thousand_bad_requests_are_refused_by_name_while_others_are_served(
-    cluster: Cluster,
-) -> None:
+def test_a_thousand_bad_requests_are_refused_by_name_while_others_are_served(cluster):
     asked = bad_requests()
     assert len(asked) > 1000
     pids = {name: child.pid for name, child in cluster.children.items()}

@@ -13,7 +13,6 @@ from pathlib import Path
 from baton.bench.records import Outcome
 from baton.bench.report.document import read_json
 from baton.bench.report.page import shown
-from tests.support.cluster import Cluster
 
 SECRET = "a-key-that-must-not-be-written"
 ASKED = ("--prompt", "uniform:20-90", "--output", "12", "--warm-up", "2",
@@ -35,7 +34,7 @@ def bench(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_run_is_measured_and_reported(cluster, tmp_path):
     words = ("run", "--url", cluster.url(""), "--concurrency", "2", "--ttft-ms", "60000")
     done = bench(*words, *ASKED, "--out", "report", folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -51,9 +50,7 @@ def test_a_run_is_measured_and_reported(cluster: Cluster, tmp_path: Path) -> Non
     assert sum(record.warm_up for record in run.records) == 2
 
 
-def test_a_storm_of_refusals_ends_early_with_the_servers_words(
-    cluster: Cluster, tmp_path: Path
-) -> None:
+def test_a_storm_of_refusals_ends_early_with_the_servers_words(cluster, tmp_path):
     words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--give-up-after", "3")
     asked = (*words, "--requests", "5000", "--vocabulary", "70000-70100", "--out", "report")
     done = bench(*asked, folder=tmp_path)
@@ -68,7 +65,7 @@ def test_a_storm_of_refusals_ends_early_with_the_servers_words(
     assert len(report.runs[0].records) < 5000
 
 
-def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_path: Path) -> None:
+def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster, tmp_path):
     words = ("run", "--url", cluster.url(""), "--concurrency", "1", *ASKED, "--out", "report")
     running = subprocess.Popen(
         command(*words, "--requests", "3000", "--prompt", "20"), cwd=tmp_path,
@@ -91,7 +88,7 @@ def test_an_interrupted_run_says_so_and_keeps_what_it_has(cluster: Cluster, tmp_
     assert shown(report) in said
 
 
-def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster: Cluster, tmp_path: Path) -> None:
+def test_arms_of_a_comparison_are_asked_the_same_in_turn(cluster, tmp_path):
     arms = (f"a={cluster.url('')}", f"b={cluster.url('')}#tiny")
     flags = ("--flags", "a=--quantization fp8 --threads 1", "--flags", "b=quantization: none")
     words = ("compare", *arms, *flags, "--rounds", "2", "--concurrency", "2", *ASKED)

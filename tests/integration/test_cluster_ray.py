@@ -5,7 +5,6 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from http.client import HTTPResponse
 from pathlib import Path
 
@@ -29,7 +28,7 @@ print(list_named_actors(all_namespaces=True), ray.cluster_resources()["CPU"] - f
 
 
 @pytest.fixture(scope="module")
-def ray_env(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+def ray_env(tmp_path_factory):
     """Run a Ray head with three CPUs, and yield the variables with which a process joins it."""
     token = tmp_path_factory.mktemp("ray") / "token"
     token.write_text(secrets.token_hex(32))
@@ -78,9 +77,7 @@ def stream(deployed: Deployed) -> HTTPResponse:
 
 
 @pytest.mark.release
-def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(
-    ray_env: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_cluster_on_ray_serves_survives_an_actor_and_drains(ray_env, tmp_path):
     placed = cluster(tmp_path, ray_env)
     code, said, complained = placed.run("up", "--on", "ray", "--timeout", str(TIMEOUT_S))
     assert code == 0, complained

@@ -1,8 +1,6 @@
 """`baton up`, `status`, `down` and `render` work on this machine, and leave nothing behind."""
 
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +12,7 @@ HASTY = {"node": {"start_timeout_s": 0.01}}
 
 
 @pytest.fixture
-def small(tmp_path: Path) -> Iterator[Deployed]:
+def small(tmp_path):
     deployed = Deployed(tmp_path)
     yield deployed
     deployed.processes()
@@ -22,7 +20,7 @@ def small(tmp_path: Path) -> Iterator[Deployed]:
     assert deployed.all_gone()
 
 
-def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
+def test_a_detached_cluster_serves_until_it_is_down(small):
     """The disk of one log is full from the first line on, which may disturb nothing."""
     small.content["logs"] = "logs"
     (small.folder / "logs").mkdir()
@@ -59,7 +57,7 @@ def test_a_detached_cluster_serves_until_it_is_down(small: Deployed) -> None:
 @pytest.mark.parametrize(
     "number", [pytest.param(signal.SIGINT, marks=pytest.mark.release), signal.SIGKILL]
 )
-def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small: Deployed) -> None:
+def test_a_cluster_in_front_ends_with_its_command(number, small):
     process = small.baton("up")
     for line in process.stdout:
         if "Ctrl-C ends it" in line:
@@ -86,9 +84,7 @@ def test_a_cluster_in_front_ends_with_its_command(number: signal.Signals, small:
         ),
     ],
 )  # fmt: skip
-def test_a_failed_start_is_one_line_and_leaves_nothing(
-    changes: dict[str, object], code: int, said: str, small: Deployed
-) -> None:
+def test_a_failed_start_is_one_line_and_leaves_nothing(changes, code, said, small):
     small.content |= changes
     ended, _, complained = small.run("up", "--detach")
     (line,) = [line for line in complained.splitlines() if line.startswith("baton: ")]
@@ -115,9 +111,7 @@ LATE = "127.0.0.2"  # another host, as far as the description goes
     ],
     ids=["id", "host"],
 )  # fmt: skip
-def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(
-    changes: dict[str, object], words: tuple[str, ...], said: str, joined: Deployed
-) -> None:
+def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(changes, words, said, joined):
     late = Deployed(joined.folder / "late")
     late.content = {
         **joined.content, "pools": {"late": {"role": "decode", "hosts": [LATE]}}, **changes,
@@ -135,13 +129,13 @@ def test_a_host_that_does_not_fit_is_named_and_the_cluster_serves_on(
 
 
 @pytest.fixture(scope="module")
-def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
+def joined(tmp_path_factory):
     """A cluster with a key that serves on one host of two."""
     folder = tmp_path_factory.mktemp("joined")
     (folder / "late").mkdir()
     write_key(folder / "cluster.key")
     deployed = Deployed(folder)
-    (router,) = deployed.content["routers"]  # type: ignore[misc]
+    (router,) = deployed.content["routers"]
     here = ["127.0.0.1"]
     deployed.content |= {
         "key": "cluster.key",
@@ -161,6 +155,6 @@ def joined(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployed]:
         assert deployed.all_gone()
 
 
-def test_status_of_a_url_needs_no_deployment(joined: Deployed) -> None:
+def test_status_of_a_url_needs_no_deployment(joined):
     code, said, _ = joined.run("status", "--url", f"http://127.0.0.1:{joined.port}")
     assert (code, said.count("ready")) == (0, 4)

@@ -73,7 +73,7 @@ class Store:
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+def store(tmp_path_factory):
     """The image for CPUs, as docs/deploy/containers.md builds it."""
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing or os.geteuid() != 0:
@@ -160,7 +160,7 @@ def ask(on: Hosts, path: str, body: object = None) -> dict[str, Any]:
 
 @pytest.mark.release
 @pytest.mark.timeout(BUILD_S)
-def test_the_image_serves_in_containers_that_share_no_memory(store: Store) -> None:
+def test_the_image_serves_in_containers_that_share_no_memory(store):
     with hosts(3) as on, composed(store, on):
         body = {"prompt": TOLD, "max_tokens": 8, "temperature": 0}
         assert ask(on, "/v1/completions", body)["choices"][0]["text"] == " 4071.", store.said()

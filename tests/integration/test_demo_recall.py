@@ -6,9 +6,6 @@ the letter. A block that is damaged on its way costs the facts that it held and 
 
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
-
-import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.deploy.model_folder import CHECKPOINT
@@ -68,8 +65,8 @@ async def recalled(llm: AsyncLLM) -> list[str]:
 
 
 def test_it_recalls_what_transformers_recalls_and_a_damaged_block_costs_facts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    tmp_path, monkeypatch
+):
     """Decode reads the prompt once and caches it, so all questions meet the same damage."""
     assert score(expected()) >= 0.99 * len(memory().questions)
     steps = []
@@ -133,8 +130,8 @@ def blank_one_slice() -> Callable[[Transport, HostPool], Transport]:
 
 
 def test_blocks_that_are_verified_are_read_again_when_they_came_with_other_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+    tmp_path, monkeypatch, caplog
+):
     wrap_transports(monkeypatch, blank_one_slice())
     cache = {"num_blocks": 64, "enable_prefix_caching": False}
     config = tiny_cluster(

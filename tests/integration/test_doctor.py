@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -38,7 +37,7 @@ def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
             process.terminate()
 
 
-def test_this_machine_is_looked_at() -> None:
+def test_this_machine_is_looked_at():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         taken = f"127.0.0.1:{listener.getsockname()[1]}"
         done = doctor("--json", "--port", taken, "--reach", taken, "--model", "/no/such/model")
@@ -50,7 +49,7 @@ def test_this_machine_is_looked_at() -> None:
     assert VERSION in report["version"]
 
 
-def test_two_processes_of_a_host_measure_their_shared_memory() -> None:
+def test_two_processes_of_a_host_measure_their_shared_memory():
     with listening() as (reader, address):
         done = doctor("--connect", address)
         assert reader.wait(TIMEOUT_S) == 0
@@ -63,7 +62,7 @@ def test_two_processes_of_a_host_measure_their_shared_memory() -> None:
     )
 
 
-def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> None:
+def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path):
     # Bound, but nothing listens.
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
@@ -86,9 +85,7 @@ def test_what_does_not_fit_is_a_line_that_names_the_address(tmp_path: Path) -> N
         (("cluster.yaml", "--listen", "127.0.0.1"), "give one of FILE, --listen and --connect"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(words, said, capsys):
     assert main(["doctor", *words]) == 2
     shown = capsys.readouterr()
     (line,) = shown.err.splitlines()

@@ -5,8 +5,6 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,12 +25,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("records")
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> Iterator[LLM]:
+def llm(folder):
     """The demo model, which needs no argument, with arguments of vLLM."""
     keywords = {"dtype": "float32", "max_model_len": 256, "tensor_parallel_size": 1, "seed": 3}
     folders = [write_adapter(CHECKPOINT, rank=rank, seed=rank) for rank in (4, 8)]
@@ -42,7 +40,7 @@ def llm(folder: Path) -> Iterator[LLM]:
         yield started
 
 
-def test_the_offline_programs_of_vllm_run_with_another_import_and_leave_no_process() -> None:
+def test_the_offline_programs_of_vllm_run_with_another_import_and_leave_no_process():
     file = REPOSITORY / "tests" / "examples" / "offline.py"
     script = subprocess.Popen([sys.executable, str(file)], stdout=subprocess.PIPE, text=True)
     nodes: set[psutil.Process] = set()  # and what they run for a moment while they start
@@ -59,7 +57,7 @@ def test_the_offline_programs_of_vllm_run_with_another_import_and_leave_no_proce
     assert psutil.wait_procs(list(nodes), timeout=GONE_TIMEOUT_S)[1] == []
 
 
-def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm: LLM) -> None:
+def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm):
     first, again = (llm.generate(PROMPT, GREEDY, use_tqdm=False)[0] for _ in range(2))
     assert len(first.outputs[0].token_ids) == 40
     assert first.outputs[0] == again.outputs[0]
@@ -68,7 +66,7 @@ def test_generating_twice_gives_the_same_greedy_tokens_and_reuses_the_prefix(llm
     assert first.metrics.transfer_bytes > 0
 
 
-def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm: LLM) -> None:
+def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm):
     ids = list(range(120, 160))
 
     def asked(**given: str) -> RequestOutput:
@@ -82,7 +80,7 @@ def test_prompts_share_cached_blocks_only_with_those_of_the_same_salt(llm: LLM) 
         asked(cache_salt="")
 
 
-def test_adapters_run_beside_each_other_and_share_no_blocks(llm: LLM) -> None:
+def test_adapters_run_beside_each_other_and_share_no_blocks(llm):
     ids = list(range(70, 110))
     adapters = [None, LoRARequest("4"), LoRARequest("8", 2)]
     together = llm.generate([ids] * 3, GREEDY, use_tqdm=False, lora_request=adapters)
@@ -103,7 +101,7 @@ def test_adapters_run_beside_each_other_and_share_no_blocks(llm: LLM) -> None:
     assert outputs[1].outputs[0].token_ids == tokens[1]
 
 
-def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) -> None:
+def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm):
     prompts = [[30 + i] * (1 + 13 * i) for i in range(12)]
     params = [SamplingParams(temperature=0, max_tokens=1 + i, ignore_eos=True) for i in range(12)]
     together = llm.generate(prompts, params, use_tqdm=False)
@@ -113,7 +111,7 @@ def test_many_prompts_of_many_lengths_are_answered_each_as_if_alone(llm: LLM) ->
         assert len(output.outputs[0].token_ids) == wanted.max_tokens
 
 
-def test_a_chat_ends_where_the_model_ends_it(llm: LLM) -> None:
+def test_a_chat_ends_where_the_model_ends_it(llm):
     told = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
     params = SamplingParams(temperature=0, max_tokens=32)
     (answer,) = llm.chat([{"role": "user", "content": told}], params, use_tqdm=False)
@@ -123,7 +121,7 @@ def test_a_chat_ends_where_the_model_ends_it(llm: LLM) -> None:
     assert (llm.get_model_config().name, llm.get_model_config().max_model_len) == ("demo", 256)
 
 
-def test_a_profile_is_a_trace_of_each_nodes_steps(llm: LLM, folder: Path) -> None:
+def test_a_profile_is_a_trace_of_each_nodes_steps(llm, folder):
     profile = llm.start_profile()
     llm.generate(PROMPT, GREEDY, use_tqdm=False)
     assert llm.stop_profile() == profile
@@ -139,7 +137,7 @@ def test_a_profile_is_a_trace_of_each_nodes_steps(llm: LLM, folder: Path) -> Non
 
 
 @pytest.mark.release
-def test_the_examples_of_the_documentation_run(tmp_path: Path) -> None:
+def test_the_examples_of_the_documentation_run(tmp_path):
     page = (REPOSITORY / "docs" / "python.md").read_text()
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     for block, printed in zip(blocks, EXAMPLES, strict=True):

@@ -5,7 +5,6 @@ import json
 import urllib.request
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, Logprob, PromptScores
 from tests.support.checkpoints import model_folder, tiny_cluster
-from tests.support.cluster import Cluster
 from tests.support.completions import ask, post
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Oracle, prompt
@@ -114,7 +112,7 @@ def check(found: list[PromptScores]) -> None:
             check_one(one, token_id, row)
 
 
-def test_those_of_outputs_are_equal_split_and_aggregated(tmp_path: Path) -> None:
+def test_those_of_outputs_are_equal_split_and_aggregated(tmp_path):
     found = []
     for index, config in enumerate(CASES[:2]):
         (folder := tmp_path / str(index)).mkdir()
@@ -135,8 +133,8 @@ def test_those_of_outputs_are_equal_split_and_aggregated(tmp_path: Path) -> None
 
 
 def test_those_of_prompts_are_the_same_split_aggregated_cached_in_chunks_and_beside_others(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     found = []
     for index, config in enumerate(CASES):
         (folder := tmp_path / str(index)).mkdir()
@@ -146,14 +144,14 @@ def test_those_of_prompts_are_the_same_split_aggregated_cached_in_chunks_and_bes
 
 
 @pytest.mark.release
-def test_ranks_give_them_too(tmp_path: Path) -> None:
+def test_ranks_give_them_too(tmp_path):
     ranks: dict[Role, int] = {"prefill": 2, "decode": 2}
     split = NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(scores)
     assert all(one == split[0] for one in split)
     check(split[0])
 
 
-def test_the_forms_of_openai_have_an_entry_for_each_token(cluster: Cluster) -> None:
+def test_the_forms_of_openai_have_an_entry_for_each_token(cluster):
     asked = {"prompt": prompt(9), "max_tokens": 6, "temperature": 0, "ignore_eos": True}
     (whole,) = cluster.complete(**asked, logprobs=2)["choices"]
     found = whole["logprobs"]
@@ -179,7 +177,7 @@ ASKED = {
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
 
 
-def test_an_echo_has_them_before_those_of_the_output(cluster: Cluster) -> None:
+def test_an_echo_has_them_before_those_of_the_output(cluster):
     plain = cluster.complete(**ASKED, logprobs=2)["choices"]
     asked = {**ASKED, "echo": True, "logprobs": 2, "n": 2, "prompt_logprobs": 1}
     choices = cluster.complete(**asked)["choices"]
@@ -214,7 +212,7 @@ def test_an_echo_has_them_before_those_of_the_output(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [3, 0])
-def test_a_streamed_echo_has_the_same(cluster: Cluster, max_tokens: int) -> None:
+def test_a_streamed_echo_has_the_same(cluster, max_tokens):
     asked = {**ASKED, "echo": True, "logprobs": 1, "n": 2, "max_tokens": max_tokens}
     asked["return_tokens_as_token_ids"] = True
     whole = cluster.complete(**asked)["choices"]

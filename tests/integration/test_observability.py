@@ -12,7 +12,6 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.http.metrics import ROUTER_FAMILIES
-from tests.integration.conftest import Collector
 from tests.support.cluster import Cluster
 from tests.support.completions import ask
 from tests.support.oracle import prompt
@@ -27,9 +26,7 @@ PROMPT, NUM_TOKENS = prompt(4 * BLOCK + 1, salt=70), 8
 BODY = {"prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
 
 
-def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(
-    cluster: Cluster,
-) -> None:
+def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_short(cluster):
     for role in ("prefill", "decode"):
         lines = [line for line in cluster.lines if f" {role}-0: " in line]
         (ready,) = [line for line in lines if f": ready role={role} " in line]
@@ -48,7 +45,7 @@ def test_a_node_says_what_it_computes_with_and_which_setting_makes_its_pool_shor
     assert '"max_model_len":8000' in cluster.get("/v1/models")[1]
 
 
-def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster: Cluster) -> None:
+def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster):
     lines = [re.search(r"(decode|prefill)-0: .*/metrics on (\S+)", line) for line in cluster.lines]
     urls = {found[1]: found[2] for found in lines if found}
     assert set(urls) == {"prefill", "decode"}
@@ -83,9 +80,7 @@ def test_nodes_serve_probes_and_the_counts_that_the_router_shows_of_them(cluster
 
 
 @pytest.mark.release
-def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
-    cluster: Cluster,
-) -> None:
+def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(cluster):
     up = {"node": "decode-1", "role": "decode"}
     for signal_number, text in (
         (signal.SIGTERM, "has left: it was told to end"),
@@ -104,9 +99,7 @@ def test_a_lost_node_stays_visible_as_0_and_one_that_leaves_as_planned_does_not(
     assert [line for line in lines if "is lost: " in line] == lines[-1:]
 
 
-def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
-    cluster: Cluster, collector: Collector
-) -> None:
+def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(cluster, collector):
     """The page has the same stages, and the client's trace goes on."""
     trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
     body = {**BODY, "prompt": prompt(70, salt=71)}
@@ -137,7 +130,7 @@ def test_a_request_is_one_trace_whose_stages_add_up_to_its_latency(
     assert in_spans_ns / 1e9 == pytest.approx(shown["e2e_s"], abs=1e-3)
 
 
-def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster: Cluster) -> None:
+def test_every_query_of_the_board_and_of_the_alerts_finds_what_it_names(cluster):
     found: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page(cluster)):
         for sample in family.samples:

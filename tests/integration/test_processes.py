@@ -2,7 +2,6 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from pathlib import Path
 
 import pytest
 
@@ -35,7 +34,7 @@ def body(token_ids: list[int], num_tokens: int = NUM_TOKENS) -> dict[str, object
 
 def answered(cluster: Cluster, token_ids: list[int]) -> list[int]:
     answer = cluster.complete(**body(token_ids))
-    return answer["choices"][0]["token_ids"]  # type: ignore[index,no-any-return]
+    return answer["choices"][0]["token_ids"]
 
 
 def prompt_tokens_computed(cluster: Cluster, name: str) -> int:
@@ -60,13 +59,13 @@ def assert_prompts_are_moved_and_answered(cluster: Cluster, family: str) -> None
     assert prompt_tokens_computed(cluster, "decode-0") == before[1]
 
 
-def test_processes_say_what_transformers_says(cluster: Cluster) -> None:
+def test_processes_say_what_transformers_says(cluster):
     assert_prompts_are_moved_and_answered(cluster, "llama")
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("ranks", [(1, 2), (2, 1)])
-def test_ranks_read_through_nixl(ranks: tuple[int, int], tmp_path: Path) -> None:
+def test_ranks_read_through_nixl(ranks, tmp_path):
     pytest.importorskip("nixl_cu13", reason="the nixl extra is not installed")
     config = tiny_cluster(
         "qwen3", cache={"num_blocks": 700}, engine={"max_num_batched_tokens": 64},
@@ -77,7 +76,7 @@ def test_ranks_read_through_nixl(ranks: tuple[int, int], tmp_path: Path) -> None
         assert_prompts_are_moved_and_answered(cluster, "qwen3")
 
 
-def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path: Path) -> None:
+def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path):
     config = tiny_cluster("qwen3", prefill=2, decode=2, cache={"num_blocks": 700})
     begun, longer = prompt(80), [*prompt(80), *prompt(10, salt=1)]
     names = ("prefill-0", "prefill-1", "decode-0", "decode-1")
@@ -96,7 +95,7 @@ def test_a_prompt_goes_on_where_its_beginning_is_cached(tmp_path: Path) -> None:
     assert metric(metrics, "baton_mispredicted_cached_prompt_tokens_total") == 0
 
 
-def test_a_client_that_leaves_costs_nothing_more(cluster: Cluster) -> None:
+def test_a_client_that_leaves_costs_nothing_more(cluster):
     before = sum(len(step.slices) for step in cluster.steps("decode-0"))
     # So many steps that the client leaves long before the last, however slow it is.
     stream = cluster.stream(**body(prompt(100, salt=72), num_tokens=MANY_TOKENS))

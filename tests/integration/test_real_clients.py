@@ -12,7 +12,7 @@ import site
 import subprocess
 import venv
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -270,14 +270,14 @@ TOOLS = {
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+def cluster(tmp_path_factory):
     config = tiny_cluster(CHECKPOINT, router={"local_prefill": "never"})
     with Cluster(tmp_path_factory.mktemp("clients"), config) as running:
         yield running
 
 
 @pytest.mark.parametrize("name", TOOLS)
-def test_a_tool_reports_no_failed_request(name: str, cluster: Cluster, tmp_path: Path) -> None:
+def test_a_tool_reports_no_failed_request(name, cluster, tmp_path):
     tool, environment = TOOLS[name], Environment(tmp_path)
     environment.pip("install", *tool.packages)
     tool.prepare(environment)
@@ -286,7 +286,7 @@ def test_a_tool_reports_no_failed_request(name: str, cluster: Cluster, tmp_path:
     tool.check(done.stdout, tmp_path)
 
 
-def test_an_adapter_that_peft_saved_says_what_peft_says(tmp_path: Path) -> None:
+def test_an_adapter_that_peft_saved_says_what_peft_says(tmp_path):
     model, environment = model_folder("llama"), Environment(tmp_path)
     environment.pip("install", "peft")
     done = environment.run("python", "-c", PEFT, str(model))

@@ -86,7 +86,7 @@ def chat(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 
-def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
+def test_what_serve_prints_works_as_pasted(tmp_path):
     with serving(tmp_path) as serve:
         curl = serve.wait_for(r"(?m)^curl .*$")
         script = serve.wait_for(r"(?ms)^from openai import.*?^print\([^\n]*$")
@@ -103,9 +103,7 @@ def test_what_serve_prints_works_as_pasted(tmp_path: Path) -> None:
         assert "Traceback" not in serve.text
 
 
-def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(
-    tmp_path: Path,
-) -> None:
+def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(tmp_path):
     made = make_certificate(tmp_path)
     flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key), "--log-json")
     with serving(tmp_path, *flags) as serve:
@@ -128,8 +126,8 @@ def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(
 
 
 def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_ended_by_force(
-    tmp_path: Path,
-) -> None:
+    tmp_path,
+):
     """The router serves on the same port, and the others serve without the node that cannot."""
     with ExitStack() as stack:
         # An address of this process alone on this host, so that its ports are free.
@@ -152,7 +150,7 @@ def test_what_dies_or_cannot_start_is_started_again_and_what_does_not_answer_is_
 
 
 @pytest.mark.release
-def test_router_processes_share_one_port_and_die_alone(tmp_path: Path) -> None:
+def test_router_processes_share_one_port_and_die_alone(tmp_path):
     """There are two of them before one pair of nodes: either gives the same answers."""
     with ExitStack() as open_ones:
         serve = open_ones.enter_context(serving(tmp_path, "--router-processes", "2"))

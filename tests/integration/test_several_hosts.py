@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -86,14 +85,14 @@ class Three:
     def complete(self) -> str:
         answer = self.ask("/v1/completions", json.dumps(BODY))
         assert "choices" in answer, (answer, self.logs())
-        return str(answer["choices"][0]["text"])  # type: ignore[index]
+        return str(answer["choices"][0]["text"])
 
     def logs(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("*.log")))
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> Iterator[Three]:
+def three(tmp_path):
     with hosts(3) as on:
         cluster = Three(on, tmp_path)
         try:
@@ -105,7 +104,7 @@ def three(tmp_path: Path) -> Iterator[Three]:
                 process.wait(STOP_TIMEOUT_S)
 
 
-def test_one_description_serves_on_three_hosts_through_the_loss_of_one(three: Three) -> None:
+def test_one_description_serves_on_three_hosts_through_the_loss_of_one(three):
     for host in (*DECODE, ROUTER):
         three.start(host)
     for host in three.up:
@@ -129,7 +128,7 @@ def looked_at(on: Hosts, folder: Path, *words: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path: Path) -> None:
+def test_every_path_between_hosts_is_measured_as_nodes_would_read(tmp_path):
     described = {**DESCRIBED, "settings": {"cache": {"memory_mib": 64}}}  # any transport
     write_cluster(tmp_path, described)
     with hosts(3) as on:

@@ -3,7 +3,6 @@
 import itertools
 from collections.abc import AsyncGenerator
 from contextlib import AsyncExitStack, aclosing
-from pathlib import Path
 from threading import Event
 
 import pytest
@@ -40,9 +39,7 @@ async def whole(llm: AsyncLLM, length: int, num_tokens: int, salt: int) -> None:
     assert len(last.outputs[0].token_ids) == num_tokens
 
 
-def test_sequences_join_and_leave_decode_steps_and_prompt_chunks_run_in_these(
-    tmp_path: Path,
-) -> None:
+def test_sequences_join_and_leave_decode_steps_and_prompt_chunks_run_in_these(tmp_path):
     async def use(llm: AsyncLLM) -> None:
         async with AsyncExitStack() as stack:
             for salt in range(4):
@@ -126,9 +123,7 @@ class HeldTransport(WatchedTransport):
         return (is_last or self._meeting.is_computed[following].is_set()) and super().test(handle)
 
 
-def test_blocks_are_read_while_the_next_chunk_computes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocks_are_read_while_the_next_chunk_computes(tmp_path, monkeypatch):
     meeting = Meeting()
     meeting.compute(monkeypatch)
     wrap_transports(monkeypatch, lambda inner, _: meeting.transport(inner))

@@ -1,7 +1,5 @@
 """`python -m tools.transfer` with real readers and a real owner, small enough to take no time."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -11,7 +9,7 @@ from tools.transfer import Plan, TransferReport, main, transfer
 SMALL = Plan(block_kib=(16, 64), blocks=(1, 8, 17), reads=5, pool_mib=2, max_read_mib=1)
 
 
-def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits() -> None:
+def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits():
     report = transfer(SMALL)
     for way in ("memcpy", "shm"):
         rows = [row for row in report.rows if row.way == way]
@@ -27,7 +25,7 @@ def test_shm_and_memcpy_take_turns_over_every_kind_of_read_that_fits() -> None:
 
 
 @pytest.mark.skipif(not is_installed(), reason="the NIXL wheel is not installed")
-def test_nixl_takes_turns_with_raw_nixl() -> None:
+def test_nixl_takes_turns_with_raw_nixl():
     report = transfer(
         Plan(
             block_kib=(64,), blocks=(4,), patterns=("gather",), transports=("shm", "nixl"),
@@ -37,9 +35,7 @@ def test_nixl_takes_turns_with_raw_nixl() -> None:
     assert {row.way for row in report.rows} == {"memcpy", "shm", "nixl", "raw_nixl"}
 
 
-def test_the_report_is_written_and_read_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_report_is_written_and_read_back(tmp_path, capsys):
     file = tmp_path / "transfer.json"
     flags = ["--block-kib", "16", "--blocks", "2", "--reads", "3", "--pool-mib", "1"]
     assert main([*flags, "--transports", "shm", "--json", str(file)]) == 0

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import urllib.request
 import venv
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ ASKED = {"model": "demo", "temperature": 0, "max_tokens": 8}
 TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of Lima?"
 
 
-def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path: Path) -> None:
+def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path):
     left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "*cache*")
     source = shutil.copytree(REPOSITORY, tmp_path / "source", symlinks=True, ignore=left_out)
     make = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))

@@ -17,21 +17,21 @@ MAX_SEEDS = 2_000
 MAX_EVENTS = 30  # of what is left of a schedule
 
 
-def test_mutants_alter_what_there_is() -> None:
+def test_mutants_alter_what_there_is():
     for name in MUTANTS:
         with mutated(name):
             pass
 
 
 @pytest.mark.parametrize("name", COMMON)
-def test_a_common_mutant_is_found_soon(name: str) -> None:
+def test_a_common_mutant_is_found_soon(name):
     assert first_found(name, range(30)) is not None
 
 
 @pytest.mark.release
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_is_found_and_its_schedule_shrunk(name: str) -> None:
+def test_a_mutant_is_found_and_its_schedule_shrunk(name):
     found = first_found(name, range(MAX_SEEDS))
     assert found is not None
     with mutated(name):

@@ -85,7 +85,7 @@ class _Recorded:
 def replay(node: SimNode, dump: Path) -> tuple[EngineLoop, list[object]]:
     recorded = _Recorded(node.num_ranks)
     pool = BlockPool(node.num_blocks, BLOCK_SIZE)
-    fresh = node.loop_with(pool, recorded.executor, recorded, lambda: recorded.now_s)  # type: ignore[arg-type]
+    fresh = node.loop_with(pool, recorded.executor, recorded, lambda: recorded.now_s)
     lines = map(msgspec.json.Decoder(_Line).decode, dump.read_bytes().splitlines())
     for (_, recorded.now_s, is_order), of_turn in groupby(
         lines, lambda line: (line.turn, line.now_s, line.type == "Draining")
@@ -121,12 +121,12 @@ def _by_receiver(said: list[object]) -> dict[object, list[object]]:
 
 
 @pytest.fixture(autouse=True)
-def no_logs() -> None:
+def no_logs():
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
 @pytest.mark.parametrize("seed", [8, 18, 19, 29])
-def test_a_dumped_ring_is_replayed_to_the_same_state(seed: int, tmp_path: Path) -> None:
+def test_a_dumped_ring_is_replayed_to_the_same_state(seed, tmp_path):
     said: dict[EngineSockets, list[object]] = {}
 
     def to_router(sockets: EngineSockets, *what: Any) -> None:

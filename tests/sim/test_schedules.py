@@ -18,18 +18,18 @@ SEEDS_APIECE = 10
 
 
 @pytest.fixture(autouse=True)
-def no_logs() -> None:
+def no_logs():
     logging.getLogger("baton").setLevel(logging.CRITICAL)
 
 
 @pytest.mark.parametrize("first", range(0, 100, SEEDS_APIECE))
-def test_schedules_of_faults_lose_nothing(first: int) -> None:
+def test_schedules_of_faults_lose_nothing(first):
     for seed in range(first, first + SEEDS_APIECE):
         result = simulate(seed)
         assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
 
 
-def test_a_seed_decides_everything() -> None:
+def test_a_seed_decides_everything():
     for seed in (1, 3):
         one, again = simulate(seed), simulate(seed)
         assert (one.met, one.fates, one.virtual_s, one.log) == (
@@ -37,7 +37,7 @@ def test_a_seed_decides_everything() -> None:
         )  # fmt: skip
 
 
-def test_without_a_fault_every_handoff_lands() -> None:
+def test_without_a_fault_every_handoff_lands():
     for seed in (6, 7, 11, 15):
         met = {kind for kind, _ in simulate(seed, [[], []]).met}
         assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
@@ -48,7 +48,7 @@ CUT_S, HEALED_S = 1005.0, 1026.0
 
 
 @pytest.mark.parametrize("seed", [187, 191])
-def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(seed: int) -> None:
+def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(seed):
     """Prefill tries the channel by itself, and the pair gets requests again once it is open."""
     told: list[tuple[str, object, float]] = []
     with ExitStack() as patches:

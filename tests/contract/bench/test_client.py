@@ -39,7 +39,7 @@ def put(url: str, *requests: Planned, **more: object) -> list[Record]:
     """One after the other, over one session; `at_s` counts from now."""
 
     async def run() -> list[Record]:
-        target = Target(url, MODEL, **{"timeout_s": TIMEOUT_S, **more})  # type: ignore[arg-type]
+        target = Target(url, MODEL, **{"timeout_s": TIMEOUT_S, **more})
         start_s = monotonic()
         due_s = [None if one.at_s is None else start_s + one.at_s for one in requests]
         async with Session(target) as session:
@@ -78,7 +78,7 @@ async def resets(call: Call) -> None:
     call.transport.abort()
 
 
-def test_an_answer_is_read_and_stamped() -> None:
+def test_an_answer_is_read_and_stamped():
     with ScriptedServer() as server:
         record, other = put(server.url, planned(), planned(1))
     assert (record.outcome, record.detail, record.status) == (Outcome.ANSWERED, "", 200)
@@ -105,8 +105,8 @@ async def closing(call: Call) -> None:
     ],
 )
 def test_a_connection_is_used_again_unless_it_is_closed(
-    script: Play, keep_alive_s: float, moments: list[float | None], num_connections: int
-) -> None:
+    script, keep_alive_s, moments, num_connections
+):
     with ScriptedServer(script, keep_alive_s=keep_alive_s) as server:
         requests = [planned(index, at_s, 1) for index, at_s in enumerate(moments)]
         records = put(server.url, *requests)
@@ -114,7 +114,7 @@ def test_a_connection_is_used_again_unless_it_is_closed(
     assert {record.outcome for record in records} == {Outcome.ANSWERED}
 
 
-def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
+def test_a_request_waits_for_its_moment_and_counts_from_it():
     with ScriptedServer() as server:
         late, due = put(server.url, planned(0, at_s=-1.0), planned(1, at_s=0.4))
     assert due.intended_s - late.intended_s == pytest.approx(1.4)
@@ -138,7 +138,7 @@ def test_a_request_waits_for_its_moment_and_counts_from_it() -> None:
         (replies(307, b"", Location="/x"), "malformed", "status 307 /x"),
     ],
 )
-def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words: str) -> None:
+def test_what_is_wrong_with_an_answer_is_told(script, outcome, words):
     record = play(script)
     assert record.outcome == outcome
     assert words in record.detail
@@ -146,7 +146,7 @@ def test_what_is_wrong_with_an_answer_is_told(script: Play, outcome: str, words:
     assert record.end_s >= record.sent_s
 
 
-def test_a_server_that_is_not_there_is_unreachable() -> None:
+def test_a_server_that_is_not_there_is_unreachable():
     with ScriptedServer() as server:
         url = server.url
     sent, scheduled = put(url, planned(), planned(1, at_s=0.1))
@@ -159,7 +159,7 @@ def test_a_server_that_is_not_there_is_unreachable() -> None:
 
 
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def certificate(tmp_path_factory):
     """A self-signed one for 127.0.0.1, with its key, in one file."""
     made = make_certificate(tmp_path_factory.mktemp("tls"))
     with made.cert.open("ab") as file:
@@ -173,7 +173,7 @@ def tls(certificate: Path) -> ssl.SSLContext:
     return context
 
 
-def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certificate: Path) -> None:
+def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certificate):
     with ScriptedServer(tls=tls(certificate)) as server:
         (refused,) = put(server.url, planned())
         (trusted,) = put(server.url, planned(), ca_file=str(certificate))
@@ -186,5 +186,5 @@ def test_a_certificate_without_an_authority_is_refused_with_what_to_do(certifica
     assert plain.outcome is not Outcome.ANSWERED
 
 
-def test_a_machine_without_files_left_does_not_blame_the_server() -> None:
+def test_a_machine_without_files_left_does_not_blame_the_server():
     assert reason_of(OSError(errno.EMFILE, "")) == (Outcome.NO_SOCKET, "too many open files")

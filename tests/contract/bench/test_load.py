@@ -50,7 +50,7 @@ def run(
     **more: object,
 ) -> LoadResult:
     with ScriptedServer(script) as server:
-        load = Load(Target(server.url, MODEL), planned, **more)  # type: ignore[arg-type]
+        load = Load(Target(server.url, MODEL), planned, **more)
         return run_load(load, on_progress=watch, stop=stop)
 
 
@@ -72,7 +72,7 @@ async def refuse_one(call: Call) -> None:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
+def test_an_open_loop_keeps_its_schedule_over_processes(processes):
     seen: list[Progress] = []
     planned = requests(20, num_warm_up=4)
     with ScriptedServer(refuse_one) as server:
@@ -96,7 +96,7 @@ def test_an_open_loop_keeps_its_schedule_over_processes(processes: int) -> None:
     assert seen[-1] == Progress(sent=24, ended=24, failed=1, tokens=46, ready=processes)
 
 
-def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
+def test_a_closed_loop_has_no_more_under_way_than_it_may():
     running: list[int] = [0]
 
     async def script(call: Call) -> None:
@@ -114,7 +114,7 @@ def test_a_closed_loop_has_no_more_under_way_than_it_may() -> None:
     assert sum(client.num_requests for client in result.clients) == 30
 
 
-def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> None:
+def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there():
     with ScriptedServer() as server:
         target = Target(server.url, MODEL)
     result = run_load(Load(target, requests(10_000, None), 2, stop_after_s=3.0))
@@ -123,7 +123,7 @@ def test_clients_of_a_closed_loop_leave_a_server_alone_that_is_not_there() -> No
     assert 2 <= len(result.records) <= 12
 
 
-def test_a_stop_brings_back_what_there_is() -> None:
+def test_a_stop_brings_back_what_there_is():
     stop = threading.Event()
 
     def watch(progress: Progress) -> None:
@@ -141,7 +141,7 @@ def _children() -> list[str]:
         return file.read().split()
 
 
-def test_a_client_process_that_dies_is_an_error() -> None:
+def test_a_client_process_that_dies_is_an_error():
     def kill(progress: Progress) -> None:
         if progress.sent - progress.ended == 2:
             os.kill(int(_children()[-1]), signal.SIGKILL)
@@ -162,9 +162,7 @@ def test_a_client_process_that_dies_is_an_error() -> None:
         ),
     ],
 )
-def test_a_load_that_cannot_be_is_refused_before_it_starts(
-    more: dict[str, object], words: str
-) -> None:
+def test_a_load_that_cannot_be_is_refused_before_it_starts(more, words):
     fields: dict[str, object] = {"target": Target("http://a", MODEL), "requests": requests(2)}
     with pytest.raises(ConfigError, match=words):
-        run_load(Load(**{**fields, **more}))  # type: ignore[arg-type]
+        run_load(Load(**{**fields, **more}))

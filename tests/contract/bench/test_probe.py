@@ -55,7 +55,7 @@ MUTE = giving(told=())  # ignores every wish, that for usage too
 STRICT = giving("stream_options", told=())
 
 
-def test_a_server_is_found_out_and_the_target_fitted() -> None:
+def test_a_server_is_found_out_and_the_target_fitted():
     with ScriptedServer(giving()) as server:
         target = Target(server.url)
         probed = probe(target)
@@ -73,9 +73,7 @@ def test_a_server_is_found_out_and_the_target_fitted() -> None:
     ("play", "knows_usage", "forces"),
     [(OPENAIS, True, False), (MUTE, False, True), (STRICT, False, True)],
 )
-def test_what_a_server_does_not_know_is_not_asked_for(
-    play: Play, knows_usage: bool, forces: bool
-) -> None:
+def test_what_a_server_does_not_know_is_not_asked_for(play, knows_usage, forces):
     with ScriptedServer(play) as server:
         fitted = probe(Target(server.url)).fit(Target(server.url))
     assert fitted.token_ids is False
@@ -92,14 +90,12 @@ def test_what_a_server_does_not_know_is_not_asked_for(
         ({"data": [{"id": "\x1b[2Jm"}]}, ConfigError, r"serves \[2Jm: name one"),
     ],
 )
-def test_a_list_of_models_that_is_none_is_told(
-    models: object, kind: type[BatonError], words: str
-) -> None:
+def test_a_list_of_models_that_is_none_is_told(models, kind, words):
     with ScriptedServer(pages={"/v1/models": models}) as server, pytest.raises(kind, match=words):
         probe(Target(server.url))
 
 
-def test_a_server_that_does_not_stream_is_told() -> None:
+def test_a_server_that_does_not_stream_is_told():
     whole = replies(200, b'{"choices": []}')
     with (
         ScriptedServer(whole) as server,
@@ -108,7 +104,7 @@ def test_a_server_that_does_not_stream_is_told() -> None:
         probe(Target(server.url))
 
 
-def test_a_probe_ends_when_it_is_told_to() -> None:
+def test_a_probe_ends_when_it_is_told_to():
     read_end, write_end = os.pipe()
     with socket.create_server(("127.0.0.1", 0)) as mute:
         url = f"http://127.0.0.1:{mute.getsockname()[1]}"
@@ -119,7 +115,7 @@ def test_a_probe_ends_when_it_is_told_to() -> None:
     os.close(write_end)
 
 
-def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give() -> None:
+def test_arms_of_a_comparison_are_asked_for_what_all_of_them_give():
     settings = CompareSettings(load=LoadSettings(requests=1))
     with (
         ScriptedServer(giving()) as rich,

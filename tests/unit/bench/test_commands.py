@@ -36,15 +36,13 @@ def prompts(folder: Path, count: int) -> tuple[str, ...]:
         ("compare", *ARMS, "--arrivals", "poisson:4", "--duration-s", "5", "--rounds", "20"),
     ],
 )
-def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(
-    words: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_of_several_loads_one_that_cannot_be_planned_is_refused_before_the_first(words, tmp_path):
     with pytest.raises(ConfigError, match=r"requests are wanted, .* has 22: ask for fewer"):
         cli.main([*words, *ASKED, *prompts(tmp_path, 22), "--warm-up", "0"])
 
 
 @pytest.fixture
-def played(monkeypatch: pytest.MonkeyPatch) -> None:
+def played(monkeypatch):
     """Every request of an experiment is answered at once."""
 
     def connect(experiment: Experiment, target: Target) -> Server:
@@ -60,9 +58,7 @@ def played(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("played")
-def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_search_that_comes_to_a_rate_without_a_plan_keeps_what_it_has(tmp_path, capsys):
     words = ("search", *URL, *ASKED, *prompts(tmp_path, 25), "--shape", "constant",
              "--duration-s", "5", "--start-rate", "2", "--warm-up", "0", "--ttft-ms", "500",
              "--out", str(tmp_path))  # fmt: skip
@@ -86,16 +82,14 @@ def unfinished(num_wanted: int, capsys: pytest.CaptureFixture[str]) -> Report:
     return experiment.report
 
 
-def test_loads_that_were_never_run_make_a_report_unusable(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_loads_that_were_never_run_make_a_report_unusable(capsys):
     assert unfinished(1, capsys).verdict == "VALID"
     report = unfinished(3, capsys)
     assert report.verdict.startswith("INVALID")
     assert report.invalid[0][1] == "interrupted: 1 of 3 loads were run"
 
 
-def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> None:
+def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas():
     words = ("a=http://a", "--rounds", "7", "b=http://b#name", "--flags", "a=--x 1,2")
     settings, arms = cli.parse(CompareSettings, words)
     assert arms == ["a=http://a", "b=http://b#name"]
@@ -103,7 +97,7 @@ def test_words_and_flags_may_be_mixed_and_repeated_ones_keep_their_commas() -> N
 
 
 @pytest.mark.parametrize("name", cli.COMMANDS)
-def test_the_example_in_the_help_works(name: str) -> None:
+def test_the_example_in_the_help_works(name):
     settings, words = cli.COMMANDS[name].settings, cli.COMMANDS[name].example.split()
     assert words[:3] == ["baton", "bench", name]
     cli.parse(settings, words[3:])
@@ -129,7 +123,7 @@ def test_the_example_in_the_help_works(name: str) -> None:
         (["compare", "a=http://a", "a=http://b", *LOAD], "twice"),
     ],
 )
-def test_a_mistake_is_one_clear_line(words: list[str], hint: str) -> None:
+def test_a_mistake_is_one_clear_line(words, hint):
     with pytest.raises(ConfigError) as caught:
         cli.main(words)
     assert hint in caught.value.message

@@ -1,7 +1,5 @@
 """Comparisons: arms, how they were started, and paired rounds."""
 
-from pathlib import Path
-
 import msgspec
 import pytest
 
@@ -30,7 +28,7 @@ def compared(runs: list[Run]) -> Report:
     return report
 
 
-def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
+def test_only_rounds_in_which_every_arm_is_valid_are_compared():
     runs = [*rounds(1), arm_run("a", 2, "late"), arm_run("b", 2), arm_run("a", 3)]
     assert [sorted(one) for one in whole_rounds(runs, ["a", "b"])] == [["a", "b"]]
     report = compared(runs)
@@ -38,7 +36,7 @@ def test_only_rounds_in_which_every_arm_is_valid_are_compared() -> None:
     assert all(row.ratios["b"].rounds == 1 for row in report.comparison)
 
 
-def test_ratios_are_to_the_first_arm() -> None:
+def test_ratios_are_to_the_first_arm():
     runs = rounds(7)
     for run in runs[1::2]:
         faster = 2 * run.summary.tokens_per_s
@@ -50,7 +48,7 @@ def test_ratios_are_to_the_first_arm() -> None:
     assert not rows["TTFT p50"].ratios["b"].is_conclusive
 
 
-def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
+def test_an_arm_has_a_name_a_server_and_perhaps_a_model():
     arms = arms_of(["a=http://a:1", "b=http://b:2/v1#org/m"], Target("", "common", timeout_s=7.0))
     assert {name: (arm.url, arm.model, arm.timeout_s) for name, arm in arms.items()} == {
         "a": ("http://a:1", "common", 7.0),
@@ -58,7 +56,7 @@ def test_an_arm_has_a_name_a_server_and_perhaps_a_model() -> None:
     }
 
 
-def test_the_report_says_how_each_arm_was_started(tmp_path: Path) -> None:
+def test_the_report_says_how_each_arm_was_started(tmp_path):
     (tmp_path / "b.yaml").write_text("engine:\n  threads: 2\n")
     given = ("a=vllm serve m --dtype half", f"b={tmp_path}/b.yaml")
     assert flags_of(given, ["a", "b"]) == [

@@ -17,14 +17,14 @@ from baton.bench.figures.metrics import (
     paired,
     summarise,
 )
-from baton.bench.records import Outcome, Record
+from baton.bench.records import Outcome
 from baton.protocol.errors import BatonError
 from tests.support.bench_records import load, loads, request, steady
 
 BOUNDS = Bounds(ttft_ms=150, tpot_ms=60, gap_max_ms=200)
 
 
-def test_latencies_count_from_the_intended_arrival() -> None:
+def test_latencies_count_from_the_intended_arrival():
     timing = measure(request(10.0, (0.25, 0.35, 0.65), lag_s=0.05, tail_s=0.15))
     assert msgspec.structs.asdict(timing) == pytest.approx({
         "lag_ms": 50, "ttft_ms": 250, "ttft_from_sent_ms": 200, "tpot_ms": 200, "gap_max_ms": 300,
@@ -32,7 +32,7 @@ def test_latencies_count_from_the_intended_arrival() -> None:
     })  # fmt: skip
 
 
-def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
+def test_a_chunk_of_several_tokens_counts_as_so_many_gaps():
     summary = summarise(load([request(0.0, [(0.1, 2), (0.4, 3), (0.5, 1)])]))
     assert summary.itl.count == 4
     assert (summary.itl.min, summary.itl.max) == pytest.approx((100, 100))
@@ -43,7 +43,7 @@ def test_a_chunk_of_several_tokens_counts_as_so_many_gaps() -> None:
     assert summary.tokens_per_chunk == pytest.approx(2)
 
 
-def test_a_limit_itself_is_within_the_bounds() -> None:
+def test_a_limit_itself_is_within_the_bounds():
     record = request(0.0, (0.125, 0.1875))
     assert meets(record, Bounds(ttft_ms=125, tpot_ms=62.5, gap_max_ms=62.5, e2e_ms=187.5))
     for name in Bounds.__struct_fields__:
@@ -53,7 +53,7 @@ def test_a_limit_itself_is_within_the_bounds() -> None:
     assert meets(request(0.0, ()), Bounds(e2e_ms=1000))
 
 
-def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies() -> None:
+def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies():
     good = request(0.0, (0.1, 0.15))
     bad = request(0.5, (0.001, 0.002), index=1, outcome=Outcome.REFUSED)
     summary = summarise(load([good, bad]), bounds=BOUNDS)
@@ -65,7 +65,7 @@ def test_a_failure_stays_in_the_denominator_and_out_of_the_latencies() -> None:
     assert summary.lag.count == 2
 
 
-def test_what_was_stopped_and_what_warmed_up_are_in_no_figure() -> None:
+def test_what_was_stopped_and_what_warmed_up_are_in_no_figure():
     stopped = request(0.5, (0.1, 0.2), index=9, outcome=Outcome.STOPPED)
     warm = request(-1.0, (0.9, 5.0), index=99)
     warm.warm_up = True
@@ -75,7 +75,7 @@ def test_what_was_stopped_and_what_warmed_up_are_in_no_figure() -> None:
         summarise(load([warm, stopped]))
 
 
-def test_a_short_open_loop_lasts_until_its_next_request_would_come() -> None:
+def test_a_short_open_loop_lasts_until_its_next_request_would_come():
     # Answered at once: within 0.92 s, which is no time for ten requests at 10/s.
     records = steady(10, ttft_s=0.01, num_tokens=2)
     bounds = Bounds(ttft_ms=100.1)
@@ -90,9 +90,7 @@ def test_a_short_open_loop_lasts_until_its_next_request_would_come() -> None:
 
 @settings(max_examples=100)
 @given(records=loads(), data=st.data())
-def test_the_figures_of_any_load_agree_with_each_other(
-    records: list[Record], data: st.DataObject
-) -> None:
+def test_the_figures_of_any_load_agree_with_each_other(records, data):
     summary = summarise(load(records), bounds=BOUNDS)
     in_another_order = data.draw(st.permutations(records))
     assert summarise(load(in_another_order), bounds=BOUNDS) == summary
@@ -120,9 +118,7 @@ NUMBERS = st.floats(-1e6, 1e6, allow_nan=False)
 
 @settings(max_examples=60)
 @given(samples=st.lists(NUMBERS, min_size=1, max_size=60), percent=st.integers(1, 100))
-def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
-    samples: list[float], percent: int
-) -> None:
+def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(samples, percent):
     ordered = sorted(samples)
     found = nearest_rank(ordered, percent)
     assert found in samples
@@ -131,7 +127,7 @@ def test_a_percentile_is_the_smallest_sample_that_so_many_do_not_exceed(
     assert 100 * sum(one < found for one in samples) < percent * len(samples)
 
 
-def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does() -> None:
+def test_an_interval_of_the_median_covers_95_of_100_and_no_narrower_one_does():
     for num in range(MIN_ROUNDS, 60):
         found = paired([float(one) for one in range(1, num + 1)], [1.0] * num)
         # The chances of the interval found, and of that between the ranks next to its ends.

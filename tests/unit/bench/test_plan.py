@@ -12,16 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.bench.plan.plan import (
-    ArrivalProcess,
-    Gaps,
-    Plan,
-    Recorded,
-    make_plan,
-    parse_arrivals,
-    realised,
-    times,
-)
+from baton.bench.plan.plan import Gaps, Plan, Recorded, make_plan, parse_arrivals, realised, times
 from baton.bench.plan.prompts import MAX_PLAN_TOKENS, parse_lengths
 from baton.bench.records import Message, Planned
 from baton.bench.settings import Kind, Workload
@@ -64,9 +55,7 @@ def of_file(folder: Path, text: str, kind: Kind = "file", **more: object) -> Wor
 
 
 @given(WORKLOADS, st.sampled_from((None, Gaps(5, 0), POISSON, Gaps(5, 2))), st.integers(0, 3))
-def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
-    workload: Workload, arrivals: Gaps | None, warm_up: int
-) -> None:
+def test_a_plan_is_reproducible_ordered_and_repeats_nothing(workload, arrivals, warm_up):
     plan = make_plan(workload, arrivals, count=20, warm_up=warm_up)
     requests = plan.requests
     assert make_plan(workload, arrivals, count=20, warm_up=warm_up) == plan
@@ -86,7 +75,7 @@ def test_a_plan_is_reproducible_ordered_and_repeats_nothing(
 
 
 @pytest.mark.parametrize("workload", [SMALL, TINY])
-def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None:
+def test_warm_up_changes_nothing_of_what_is_measured(workload):
     cold = make_plan(workload, POISSON, count=6).requests
     warm = make_plan(workload, POISSON, count=6, warm_up=4).requests
     assert prompts(warm[4:]) == prompts(cold)
@@ -94,7 +83,7 @@ def test_warm_up_changes_nothing_of_what_is_measured(workload: Workload) -> None
     assert not {one.prompt_ids[:3] for one in warm[:4]} & {one.prompt_ids[:3] for one in cold}
 
 
-def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
+def test_a_trace_plays_at_its_own_times_or_others(tmp_path):
     workload = of_file(tmp_path, TRACE, "trace")
     plan = make_plan(workload, Recorded())
     assert moments(plan) == [0, 1, 4]
@@ -115,7 +104,7 @@ def test_a_trace_plays_at_its_own_times_or_others(tmp_path: Path) -> None:
     assert "blocks of 8 tokens" in "\n".join(plan.notes)
 
 
-def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
+def test_a_file_is_asked_as_it_is_written(tmp_path):
     plan = make_plan(of_file(tmp_path, FILE, output="8"), Recorded(), warm_up=3)
     measured = plan.requests[3:]
     assert [one.at_s for one in measured] == [0.5, 0.5, 2]
@@ -142,9 +131,7 @@ def test_a_file_is_asked_as_it_is_written(tmp_path: Path) -> None:
         (Workload(shared_prefix=MAX_PLAN_TOKENS), None, {"count": 20}, "holds over 20000000 promp"),
     ],
 )
-def test_a_plan_that_cannot_be_is_refused_in_a_line(
-    workload: Workload, arrivals: ArrivalProcess | None, bounds: dict[str, float], why: str
-) -> None:
+def test_a_plan_that_cannot_be_is_refused_in_a_line(workload, arrivals, bounds, why):
     count = int(bounds["count"]) if "count" in bounds else None
     with pytest.raises(ConfigError, match=why) as caught:
         make_plan(workload, arrivals, count=count, duration_s=bounds.get("duration_s"))
@@ -160,7 +147,7 @@ def test_a_plan_that_cannot_be_is_refused_in_a_line(
         ("choice:100,200,400", 700 / 3, 124.7),
     ],
 )
-def test_mean_and_spread_are_those_of_the_text(text: str, mean: float, sd: float) -> None:
+def test_mean_and_spread_are_those_of_the_text(text, mean, sd):
     rng, form = np.random.default_rng(0), parse_lengths(text)
     lengths = [form.draw(rng) for _ in range(20_000)]
     assert statistics.fmean(lengths) == pytest.approx(mean, rel=0.02)
@@ -171,7 +158,7 @@ def test_mean_and_spread_are_those_of_the_text(text: str, mean: float, sd: float
     "text",
     ["", "0", "1.5", "uniform:9-3", "normal:512", "normal:5,sd=inf", "choice:1,x", "zipf:3"],
 )
-def test_a_text_that_is_wrong_is_refused(text: str) -> None:
+def test_a_text_that_is_wrong_is_refused(text):
     with pytest.raises(ConfigError, match="not of the form"):
         parse_lengths(text)
     with pytest.raises(ConfigError):
@@ -179,14 +166,14 @@ def test_a_text_that_is_wrong_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
-def test_rate_and_burstiness_come_out_as_asked(cv: float) -> None:
+def test_rate_and_burstiness_come_out_as_asked(cv):
     seen = [realised(times(Gaps(20, cv), duration_s=None, count=6000, seed=s)) for s in range(40)]
     rates, cvs = ([getattr(one, name) for one in seen] for name in ("rate", "cv"))
     assert statistics.fmean(rates) == pytest.approx(20, rel=0.02)
     assert statistics.fmean(cvs) == pytest.approx(cv, rel=0.02, abs=1e-6)
 
 
-def test_a_seed_means_the_same_in_every_version() -> None:
+def test_a_seed_means_the_same_in_every_version():
     """Published runs name their seed. This fails if numpy ever draws otherwise."""
     first = times(Gaps(5, 1), duration_s=None, count=3, seed=0)
     assert first == pytest.approx([0.494250992300, 0.670773612904, 0.807459311677], abs=1e-11)

@@ -2,7 +2,6 @@
 
 import re
 from html import unescape
-from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -46,9 +45,7 @@ def searched() -> Report:
 
 
 @pytest.mark.parametrize("written", [report_of([scene_run()]), compared(), searched()])
-def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
-    written: Report, tmp_path: Path
-) -> None:
+def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(written, tmp_path):
     write_json(written, tmp_path / "report.json")
     found = read_json(tmp_path / "report.json")
     assert found == written
@@ -63,7 +60,7 @@ def test_a_report_comes_back_from_json_and_all_its_sections_are_on_the_page(
 
 
 @pytest.mark.parametrize("content", ['{"schema": "baton.bench/99"}', "not json", None])
-def test_another_file_is_refused_in_one_line(content: str | None, tmp_path: Path) -> None:
+def test_another_file_is_refused_in_one_line(content, tmp_path):
     path = tmp_path / "none.json"
     if content is not None:
         path.write_text(content)
@@ -72,7 +69,7 @@ def test_another_file_is_refused_in_one_line(content: str | None, tmp_path: Path
     assert "\n" not in caught.value.message
 
 
-def test_an_invalid_run_cannot_be_overlooked_and_a_warning_is_no_banner() -> None:
+def test_an_invalid_run_cannot_be_overlooked_and_a_warning_is_no_banner():
     found = report_of([scene_run()])
     found.runs[0].problems = [warning("9 requests failed")]
     assert "<aside" not in html(found)
@@ -87,7 +84,7 @@ def test_an_invalid_run_cannot_be_overlooked_and_a_warning_is_no_banner() -> Non
 
 
 @pytest.mark.parametrize("confirmed", [True, False])
-def test_a_search_is_judged_by_its_confirmation_alone(confirmed: bool) -> None:
+def test_a_search_is_judged_by_its_confirmation_alone(confirmed):
     found = searched()
     found.runs[0].problems = [invalid("the client sent late")]
     found.search = msgspec.structs.replace(found.search, confirmed=confirmed)
@@ -99,9 +96,7 @@ def test_a_search_is_judged_by_its_confirmation_alone(confirmed: bool) -> None:
 
 
 @pytest.mark.parametrize("key", [KEY, "xyq"])
-def test_no_key_reaches_any_file_or_the_terminal(
-    key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_key_reaches_any_file_or_the_terminal(key, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["bench", "--api-key", key, f"--api-key={key}"])
     found = begin("run", RunSettings(Target(api_key=key)))
     found.runs = [scene_run()]
@@ -116,7 +111,7 @@ def test_no_key_reaches_any_file_or_the_terminal(
     assert kept.provenance.command_line[1:] == ["--api-key", "(withheld)", "(withheld)"]
 
 
-def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
+def test_a_measurement_is_not_overwritten_by_another(tmp_path):
     write_json(report_of([]), tmp_path / "report.json")
     with pytest.raises(ConfigError, match="holds a report already: name another folder"):
         begin("run", RunSettings(report=ReportSettings(out=str(tmp_path))))
@@ -124,7 +119,7 @@ def test_a_measurement_is_not_overwritten_by_another(tmp_path: Path) -> None:
         begin("run", RunSettings(report=ReportSettings(out=str(tmp_path / "report.json"))))
 
 
-def test_the_terminal_ends_with_the_verdict_and_a_server_cannot_command_it() -> None:
+def test_the_terminal_ends_with_the_verdict_and_a_server_cannot_command_it():
     run = scene_run()
     run.problems = [invalid("it said \x1b]0;title\x07 and \x1b[2J"), warning("few samples")]
     text = shown(report_of([run]))
@@ -133,7 +128,7 @@ def test_the_terminal_ends_with_the_verdict_and_a_server_cannot_command_it() -> 
     assert "\x1b" not in text
 
 
-def test_a_checkout_is_named_by_its_commit_and_else_by_the_version() -> None:
+def test_a_checkout_is_named_by_its_commit_and_else_by_the_version():
     provenance = collect(["baton", "bench", "run"])
     installed = msgspec.structs.replace(provenance, commit="", dirty=False)
     assert installed.revision == f"version {baton.__version__}"
@@ -142,7 +137,7 @@ def test_a_checkout_is_named_by_its_commit_and_else_by_the_version() -> None:
     assert re.fullmatch(r"[0-9a-f]{40}", provenance.commit)
 
 
-def test_no_text_of_a_server_runs_in_the_page() -> None:
+def test_no_text_of_a_server_runs_in_the_page():
     found = report_of([scene_run(EVIL), scene_run("<b>two</b>")], title=EVIL)
     found.runs[0].records[4] = failed(4, 1.0, Outcome.SERVER_ERROR, EVIL)
     found.runs[0].notes, found.notes, found.settings = [EVIL], [EVIL], {EVIL: EVIL}
@@ -155,7 +150,7 @@ def run_of(records: list[Record]) -> Run:
     return Run(label="run", summary=summarise(load(records)), records=records)
 
 
-def test_a_distribution_rises_to_one_over_answered_measured_requests() -> None:
+def test_a_distribution_rises_to_one_over_answered_measured_requests():
     records = [answered(index, float(index), [0.001 * (index + 1)]) for index in range(4)]
     warm_up = answered(4, -1.0, [9.0])
     warm_up.warm_up = True
@@ -165,7 +160,7 @@ def test_a_distribution_rises_to_one_over_answered_measured_requests() -> None:
     assert curve.y.tolist() == [0.0, 0.25, 0.5, 0.75, 1.0]
 
 
-def test_a_report_has_the_charts_that_its_records_allow() -> None:
+def test_a_report_has_the_charts_that_its_records_allow():
     bare = run_of([failed(0, 0.0, Outcome.REFUSED), answered(1, 0.1, [0.1])])
     distributions = ["Time to first token", "Time per output token", "Gaps between tokens"]
     rates = ["Attainment against rate", "Goodput against rate"]

@@ -27,7 +27,7 @@ def read(*pieces: bytes, ends: bool = False) -> Exchange:
     return asyncio.run(feed())
 
 
-def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete() -> None:
+def test_a_piece_of_a_stream_is_stamped_before_its_chunk_is_complete():
     head = (
         b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
     )
@@ -51,7 +51,7 @@ CHAT = Planned(index=0, at_s=None, output_tokens=5, messages=(Message("user", "h
         ("http://a/x y", "plain ASCII"),
     ],
 )
-def test_an_address_that_is_none_is_refused_without_its_password(url: str, words: str) -> None:
+def test_an_address_that_is_none_is_refused_without_its_password(url, words):
     with pytest.raises(ConfigError, match=words) as caught:
         place_of(url)
     assert "secret" not in caught.value.message
@@ -81,6 +81,6 @@ def test_an_address_that_is_none_is_refused_without_its_password(url: str, words
         ),
     ],
 )  # fmt: skip
-def test_the_body_of_a_request(target: Target, planned: Planned, body: dict[str, object]) -> None:
+def test_the_body_of_a_request(target, planned, body):
     always = {"model": "m", "max_tokens": 5, "temperature": 0, "stream": True}
     assert json.loads(body_of(target, planned)) == always | body

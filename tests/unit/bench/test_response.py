@@ -51,7 +51,7 @@ def counts(record: Record) -> Counts:
 
 
 @given(st.lists(st.integers(0, len(STREAM))))
-def test_many_cuts_change_no_event(cuts: list[int]) -> None:
+def test_many_cuts_change_no_event(cuts):
     places = [0, *sorted(cuts), len(STREAM)]
     assert parse(*(STREAM[a:b] for a, b in pairwise(places))) == EVENTS
 
@@ -78,21 +78,19 @@ def test_many_cuts_change_no_event(cuts: list[int]) -> None:
          [(1, 1), (2, 1), (3, 1)]),
     ],
 )  # fmt: skip
-def test_tokens_are_counted_by_what_the_server_says(
-    pieces: list[bytes], num_tokens: int, found: Counts
-) -> None:
+def test_tokens_are_counted_by_what_the_server_says(pieces, num_tokens, found):
     record = read(*pieces, DONE, forced=num_tokens)
     assert (record.outcome, record.detail) == (Outcome.ANSWERED, "")
     assert counts(record) == found
 
 
-def test_the_usage_of_the_server_is_kept() -> None:
+def test_the_usage_of_the_server_is_kept():
     record = read(token("a", [1]), token("", [2, 3]), usage(3, 8, 4), DONE, forced=3)
     assert record.token_ids == [1, 2, 3]
     assert (record.output_tokens, record.prompt_tokens, record.cached_tokens) == (3, 8, 4)
 
 
-def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
+def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one():
     thought = event({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
     record = read(delta(""), thought, delta("b"), DONE, asked=2, chat=True)
     assert record.outcome is Outcome.ANSWERED
@@ -107,9 +105,7 @@ def test_the_role_of_a_chat_is_no_token_and_reasoning_is_one() -> None:
         ([token("a"), token(""), token("b"), usage(3)], [(1, 1), (3, 2)], "3 tokens in 2 chunks"),
     ],
 )
-def test_tokens_without_a_chunk_of_their_own_are_spread_and_marked(
-    pieces: list[bytes], found: Counts, note: str
-) -> None:
+def test_tokens_without_a_chunk_of_their_own_are_spread_and_marked(pieces, found, note):
     record = read(*pieces, DONE, forced=sum(count for _, count in found))
     assert record.outcome is Outcome.ANSWERED
     assert counts(record) == found
@@ -132,7 +128,7 @@ THREE = [token("a"), token("b"), token("c")]
         ([token("a b c")], "wrong_length", "by chunks with text"),
     ],
 )  # fmt: skip
-def test_a_contradiction_is_named(pieces: list[bytes], outcome: str, words: str) -> None:
+def test_a_contradiction_is_named(pieces, outcome, words):
     record = read(*pieces, DONE, forced=3)
     assert record.outcome == outcome
     assert words in record.detail
@@ -150,7 +146,7 @@ def test_a_contradiction_is_named(pieces: list[bytes], outcome: str, words: str)
         (event({"choices": [{"index": 0}]}), "malformed", "no text"),
     ],
 )
-def test_an_event_that_should_not_be_ends_the_answer(data: bytes, outcome: str, words: str) -> None:
+def test_an_event_that_should_not_be_ends_the_answer(data, outcome, words):
     record = read(token("a"), data, token("b"), DONE)
     assert record.outcome == outcome
     assert words in record.detail
@@ -161,7 +157,7 @@ def test_an_event_that_should_not_be_ends_the_answer(data: bytes, outcome: str, 
     ("pieces", "words"),
     [([], "without [DONE], after 0"), ([token("a"), b"data: {"], "within an event, after 1")],
 )
-def test_an_answer_without_its_end_is_truncated(pieces: list[bytes], words: str) -> None:
+def test_an_answer_without_its_end_is_truncated(pieces, words):
     record = read(*pieces, cut="the connection was closed")
     assert record.outcome is Outcome.TRUNCATED
     assert record.detail == f"the connection was closed {words} chunks"
@@ -176,5 +172,5 @@ def test_an_answer_without_its_end_is_truncated(pieces: list[bytes], words: str)
         (b"[" * 100_000, "[" * 199 + "…"),
     ],
 )
-def test_the_message_of_an_error_is_one_short_line(body: bytes, message: str) -> None:
+def test_the_message_of_an_error_is_one_short_line(body, message):
     assert message_of(body) == message

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.bench.experiment import probe_of
-from baton.bench.figures.search import Ending, Found, Probe, Purpose, RateSearch, SearchOptions
+from baton.bench.figures.search import Found, Probe, RateSearch, SearchOptions
 from baton.bench.records import Outcome
 from tests.support.bench_records import case_of, ended, run_of
 
@@ -33,7 +33,7 @@ def run(curve: Curve, options: SearchOptions | None = None, reach: float = math.
 BAD: dict[str, bool] = {"invalid": True}
 
 
-def test_it_doubles_bisects_rechecks_and_confirms() -> None:
+def test_it_doubles_bisects_rechecks_and_confirms():
     found = run(knee(5.0), SearchOptions(tolerance=0.2))
     purposes = [probe.purpose for probe in found.probes]
     assert purposes == ["up"] * 4 + ["bisect"] * 2 + ["recheck"] + ["confirm"] * 3
@@ -52,9 +52,7 @@ def test_it_doubles_bisects_rechecks_and_confirms() -> None:
         (knee(10.0), SearchOptions(), 0.0, "no_valid_run", "the client cannot measure here"),
     ],
 )  # fmt: skip
-def test_a_search_says_how_it_ended(
-    curve: Curve, options: SearchOptions, reach: float, ending: Ending, said: str
-) -> None:
+def test_a_search_says_how_it_ended(curve, options, reach, ending, said):
     found = run(curve, options, reach)
     assert found.ending == ending
     assert said in found.line
@@ -75,10 +73,8 @@ def test_a_search_says_how_it_ended(
          1.0, "confirm"),
     ],
 )  # fmt: skip
-def test_each_run_decides_the_next_one(
-    steps: list[Step], options: dict[str, float], next_rate: float, purpose: Purpose
-) -> None:
-    search = RateSearch(SearchOptions(**options))  # type: ignore[arg-type]
+def test_each_run_decides_the_next_one(steps, options, next_rate, purpose):
+    search = RateSearch(SearchOptions(**options))
     for rate, attainment, flaws in steps:
         assert search.next_rate() == rate
         marks = {f"is_{name}": True for name in flaws if name != "invalid"}
@@ -91,8 +87,8 @@ def test_each_run_decides_the_next_one(
     tolerance=st.floats(0.01, 0.5), noise=st.floats(0, 0.05), seed=st.integers(0, 999),
 )  # fmt: skip
 def test_it_converges_on_any_falling_curve_within_its_noise(
-    edge: float, width: float, start: float, tolerance: float, noise: float, seed: int
-) -> None:
+    edge, width, start, tolerance, noise, seed
+):
     curve, dice = knee(edge, width), random.Random(seed)
     options = SearchOptions(
         start_rate=start, tolerance=tolerance, max_probes=1000, min_rate=0.001, confirmations=2
@@ -113,8 +109,8 @@ def test_it_converges_on_any_falling_curve_within_its_noise(
     confirmations=st.integers(1, 4),
 )  # fmt: skip
 def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed(
-    answers: list[int], max_probes: int, confirmations: int
-) -> None:
+    answers, max_probes, confirmations
+):
     options = SearchOptions(max_probes=max_probes, confirmations=confirmations, min_rate=0.02)
     search, replies = RateSearch(options), iter(answers)
     while (rate := search.next_rate()) is not None:
@@ -146,9 +142,7 @@ def test_however_a_server_behaves_only_confirmed_rates_are_reported_as_confirmed
         ((Outcome.NO_SOCKET, Outcome.ANSWERED), False),
     ],
 )
-def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(
-    outcomes: tuple[Outcome, ...], is_valid: bool
-) -> None:
+def test_a_run_that_failed_says_something_of_the_server_if_the_client_could_ask(outcomes, is_valid):
     found = probe_of(1.0, run_of(case_of(len(outcomes)), ended(*outcomes), ""))
     assert found.is_valid is is_valid
     assert found.is_broken is is_valid

@@ -14,12 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.bench.plan.plan import make_plan
-from baton.bench.plan.traces import (
-    TraceRow,
-    read_prompts,
-    read_trace,
-    replay,
-)
+from baton.bench.plan.traces import TraceRow, read_prompts, read_trace, replay
 from baton.bench.settings import Workload
 from baton.protocol.errors import ConfigError
 
@@ -48,9 +43,7 @@ def written(folder: Path, text: str) -> str:
         ("mooncake-synthetic", 3_993, 1022, (15325, 11587), (149, 69)),
     ],
 )
-def test_a_shipped_trace_is_the_published_one(
-    name: str, num: int, span_s: float, inputs: tuple[int, int], outputs: tuple[int, int]
-) -> None:
+def test_a_shipped_trace_is_the_published_one(name, num, span_s, inputs, outputs):
     """The figures are those of the traces' descriptions."""
     rows = read_trace(name)
     assert len(rows) == num
@@ -64,7 +57,7 @@ def test_a_shipped_trace_is_the_published_one(
         assert statistics.median(lengths) == pytest.approx(median, abs=0.5)
 
 
-def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path: Path) -> None:
+def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path):
     first, second = read_trace(written(tmp_path, AZURE))
     assert first == TraceRow(0.0, 374, 44)
     assert second == TraceRow(pytest.approx(4.314579, abs=2e-6), 396, 109)
@@ -75,7 +68,7 @@ def test_azure_rows_count_from_the_first_and_columns_go_by_name(tmp_path: Path) 
     assert read_trace(written(tmp_path, text)) == [TraceRow(0.0, 7, 3), TraceRow(1.5, 8, 4)]
 
 
-def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
+def test_mooncake_rows_bring_blocks(tmp_path):
     text = mooncake((500, 600, 9, [4, 7]), (2500, 512, 1, [4])) + "\n"
     (tmp_path / "packed.xz").write_bytes(lzma.compress(text.encode()))
     (tmp_path / "packed.gz").write_bytes(gzip.compress(text.encode()))
@@ -94,9 +87,7 @@ def test_mooncake_rows_bring_blocks(tmp_path: Path) -> None:
         (mooncake((0, 600, 9, [4])), 1, "1 hash_ids for 600 tokens.*make it 2"),
     ],
 )
-def test_a_malformed_row_of_a_trace_is_named_by_its_line(
-    tmp_path: Path, text: str, line: int, why: str
-) -> None:
+def test_a_malformed_row_of_a_trace_is_named_by_its_line(tmp_path, text, line, why):
     path = written(tmp_path, text)
     with pytest.raises(ConfigError, match=f"(?i){why}") as caught:
         read_trace(path)
@@ -112,7 +103,7 @@ def test_a_malformed_row_of_a_trace_is_named_by_its_line(
         ('{"prompt": "a"}', "some rows say at_s"),
     ],
 )
-def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path: Path, row: str, why: str) -> None:
+def test_a_malformed_row_of_a_file_is_named_by_its_line(tmp_path, row, why):
     path = written(tmp_path, '{"prompt": "first", "at_s": 3}\n' + row)
     with pytest.raises(ConfigError, match=f"(?i){why}") as caught:
         read_prompts(Path(path))
@@ -152,9 +143,7 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(traces(), OPTIONS, st.integers(0, 2**40))
-def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(
-    tmp_path: Path, rows: list[TraceRow], options: Workload, seed: int
-) -> None:
+def test_equal_ids_at_the_front_are_equal_tokens_and_no_others(tmp_path, rows, options, seed):
     text = mooncake(
         *((1000 * row.at_s, row.input_tokens, row.output_tokens, [*row.hash_ids]) for row in rows)
     )

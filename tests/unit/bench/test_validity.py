@@ -7,27 +7,12 @@ import msgspec
 import pytest
 
 from baton.bench.figures.metrics import summarise
-from baton.bench.figures.validity import (
-    CACHED,
-    Problem,
-    Severity,
-    check,
-    find_growth,
-    is_valid,
-)
+from baton.bench.figures.validity import CACHED, Problem, Severity, check, find_growth, is_valid
 from baton.bench.records import ClientProcess, Outcome, Planned, Record
 from baton.bench.report.document import Run
 from baton.bench.settings import Workload
 from baton.protocol.errors import BatonError
-from tests.support.bench_records import (
-    case_of,
-    ended,
-    load,
-    plan_of,
-    request,
-    run_of,
-    steady,
-)
+from tests.support.bench_records import case_of, ended, load, plan_of, request, run_of, steady
 
 IDLE = ClientProcess(1, 10.0, 100.0, 1000, 10_000)
 BUSY = msgspec.structs.replace(IDLE, cpu_s=61.0)
@@ -86,11 +71,11 @@ def merged(num_tokens: int) -> list[Record]:
 
 
 @pytest.mark.parametrize("records", [steady(1000), changed(late(0.0051), 10), warm_up(-0.1)])
-def test_a_good_run_has_no_problems(records: list[Record]) -> None:
+def test_a_good_run_has_no_problems(records):
     assert problems_of(records) == []
 
 
-def test_nothing_is_late_in_a_closed_loop() -> None:
+def test_nothing_is_late_in_a_closed_loop():
     plan = [msgspec.structs.replace(one, at_s=None) for one in plan_of(steady(1000))]
     assert problems_of(changed(late(0.1)), plan) == []
 
@@ -110,16 +95,14 @@ def test_nothing_is_late_in_a_closed_loop() -> None:
         (problems_of(growing(400)), WARNING, "the load outran the server: over the run TTFT grew"),
     ],
 )  # fmt: skip
-def test_a_single_problem_is_told_in_a_line(
-    found: list[Problem], severity: Severity, words: str
-) -> None:
+def test_a_single_problem_is_told_in_a_line(found, severity, words):
     (problem,) = found
     assert problem.severity is severity
     assert words in problem.text
     assert "\n" not in problem.text
 
 
-def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> None:
+def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few():
     records = steady(1000)
     for record in records[:10]:
         record.outcome, record.arrivals = Outcome.WRONG_LENGTH, record.arrivals[:4]
@@ -138,9 +121,7 @@ def test_answers_of_another_length_make_a_run_invalid_unless_they_are_few() -> N
         (Outcome.WRONG_LENGTH, "20 wrong length; .*: does the server honour ignore_eos"),
     ],
 )
-def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(
-    outcome: Outcome, why: str
-) -> None:
+def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(outcome, why):
     records = steady(20)
     for record in records:
         record.outcome, record.detail = outcome, "why"
@@ -149,7 +130,7 @@ def test_a_run_without_an_answer_is_invalid_and_nothing_else_is_said(
     assert re.search(why, found.text)
 
 
-def test_a_queue_that_grows_throughout_is_found() -> None:
+def test_a_queue_that_grows_throughout_is_found():
     first_ms, last_ms, first, last = (
         float(one) for one in re.findall(r"[0-9.]+", find_growth(growing(600)))
     )
@@ -162,7 +143,7 @@ def texts(run: Run, *, is_invalid: bool) -> list[str]:
     return [problem.text for problem in run.problems if problem.is_invalid is is_invalid]
 
 
-def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
+def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure():
     why = "interrupted: 2 of 5 requests had been sent"
     run = run_of(case_of(5), ended(ANSWERED, STOPPED), why)
     assert texts(run, is_invalid=True) == [why]
@@ -170,7 +151,7 @@ def test_a_load_that_was_stopped_says_so_once_and_counts_no_failure() -> None:
     assert not any("failed" in text for text in texts(run, is_invalid=False))
 
 
-def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
+def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why():
     with pytest.raises(BatonError, match="no request arrived"):
         run_of(case_of(1), ended())
     warm = ended(REFUSED)
@@ -180,7 +161,7 @@ def test_a_load_in_which_nothing_counts_is_a_failure_and_says_why() -> None:
             run_of(case_of(2), nothing, "the first 1 failed")
 
 
-def test_a_prefix_cache_that_helped_by_accident_is_a_warning() -> None:
+def test_a_prefix_cache_that_helped_by_accident_is_a_warning():
     for workload in (Workload(), Workload(workload="trace")):
         result = ended(ANSWERED)
         result.records[0].prompt_tokens, result.records[0].cached_tokens = 100, 50

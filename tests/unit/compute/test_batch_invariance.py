@@ -1,13 +1,10 @@
 """A token's logits depend on its own sequence alone, bit for bit, on CPUs."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
 
 from baton.engine.compute.row_rule import MIN_ROWS, num_threads
-from baton.engine.compute.runner import Runner
 from tests.support.checkpoints import Shape, model_folder
 from tests.support.compute import (
     Text,
@@ -43,7 +40,7 @@ LENGTH = 300  # three tiles of keys
     params=[(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")],
     ids="-".join,
 )
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+def runner(request):
     name, dtype = request.param
     family, shape = SHAPES[name]
     folder = model_folder(family, num_layers=2, **shape)
@@ -67,14 +64,14 @@ def assert_same_bits(ours: Tensor, expected: Tensor) -> None:
     assert not rows, f"tokens {rows[:8]} of {len(expected)} differ"
 
 
-def test_chunk_sizes_leave_no_trace(runner: Runner) -> None:
+def test_chunk_sizes_leave_no_trace(runner):
     one = text("one")
     expected = chunked_logits(runner, one, [LENGTH])
     for sizes in ([7, 1, 2, 3, 5, 100], [64], [1, 127, 129, 43], [299, 1], [144, 6]):
         assert_same_bits(chunked_logits(runner, one, sizes), expected)
 
 
-def test_decoding_neighbours_leave_no_trace(runner: Runner) -> None:
+def test_decoding_neighbours_leave_no_trace(runner):
     """Contexts of one to three tiles side by side, so padding and grouping are at work."""
     lengths = [LENGTH, 1, 17, 128, 129, 250, 16, 256, 90]
     first, texts = 0, []
@@ -88,7 +85,7 @@ def test_decoding_neighbours_leave_no_trace(runner: Runner) -> None:
             assert_same_bits(ours, expected)
 
 
-def test_prompts_and_decoding_mix_in_one_batch(runner: Runner) -> None:
+def test_prompts_and_decoding_mix_in_one_batch(runner):
     texts = [text("a", 200), text("b", 40, 20), text("c", 131, 40), text("d", 9, 60)]
     alone = [chunked_logits(runner, each, [len(each.tokens)]) for each in texts]
     a, b, c, d = texts
@@ -98,7 +95,7 @@ def test_prompts_and_decoding_mix_in_one_batch(runner: Runner) -> None:
         assert_same_bits(ours, theirs)
 
 
-def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner: Runner) -> None:
+def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner):
     a, b = text("a", 200), text("b", 40, 20)
     chunked_logits(runner, a, [150, 50])
     slices = a.chunk(150, 200), b.chunk(0, 40)
@@ -114,7 +111,7 @@ def test_rows_that_are_asked_for_alone_have_the_bits_of_all(runner: Runner) -> N
 
 
 @pytest.mark.parametrize(("dtype", "threads"), [("float32", 2), ("bfloat16", 3), ("bfloat16", 4)])
-def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None:
+def test_the_number_of_threads_leaves_no_trace(dtype, threads):
     config = compute_config(model_folder("qwen2", num_layers=2), dtype, num_blocks=40)
     one = text("one", 4 * MIN_ROWS + 100)
     with loaded(config) as runner:
@@ -133,7 +130,7 @@ def test_the_number_of_threads_leaves_no_trace(dtype: str, threads: int) -> None
         *(("bfloat16", size) for size in (16, 24, 256)),
     ],
 )
-def test_long_contexts_leave_no_trace_at_any_block_size(dtype: str, block_size: int) -> None:
+def test_long_contexts_leave_no_trace_at_any_block_size(dtype, block_size):
     """More keys than one product takes in either dtype, garbage behind them."""
     folder = model_folder("qwen3", num_layers=2)
     num_blocks = -(-1100 // block_size)

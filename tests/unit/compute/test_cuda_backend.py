@@ -22,7 +22,7 @@ pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine tha
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
+def found():
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
     (line,) = said_by("tests.support.interpret_kernels", env={"TRITON_INTERPRET": "1"})
@@ -30,7 +30,7 @@ def found() -> dict[str, Any]:
     return said
 
 
-def test_the_kernels_behind_the_backend_give_the_same_logits(found: dict[str, Any]) -> None:
+def test_the_kernels_behind_the_backend_give_the_same_logits(found):
     batches = ("a prompt", "decode beside a prompt", "two that decode")
     named = {*batches, *(f"{name}, in one order" for name in batches), "what is stored"}
     assert len(found) == 5
@@ -40,9 +40,7 @@ def test_the_kernels_behind_the_backend_give_the_same_logits(found: dict[str, An
         assert all(error < 2e-5 for error in errors.values()), errors
 
 
-def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(
-    found: dict[str, Any],
-) -> None:
+def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(found):
     """A prompt and two decode steps. What the test above compares was computed after it."""
     for one in found.values():
         assert one["warm_up"] == {
@@ -53,7 +51,7 @@ def test_a_warm_up_runs_both_attentions_and_stores_in_the_first_block_only(
 
 
 @pytest.fixture(scope="module")
-def launched() -> dict[str, Any]:
+def launched():
     if sys.platform != "linux":
         pytest.skip("Triton runs on Linux only")
     (line,) = said_by("tests.support.list_variants")
@@ -63,7 +61,7 @@ def launched() -> dict[str, Any]:
 
 
 @pytest.mark.release
-def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[str, Any]) -> None:
+def test_warm_up_compiles_every_variant_that_random_batches_take(launched):
     """A kernel that is compiled while requests are served holds them all up for seconds."""
     for name, kernels in (
         ("eager", STEP_KERNELS),
@@ -81,9 +79,7 @@ def test_warm_up_compiles_every_variant_that_random_batches_take(launched: dict[
 
 
 @pytest.mark.release
-def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(
-    launched: dict[str, Any],
-) -> None:
+def test_no_launch_reads_the_host_and_a_replayed_one_only_sends_its_inputs(launched):
     """On `meta` nothing can be read; an operation that waits or mixes devices fails at once."""
     assert [found["copies"] for found in launched.values()] == [[1]] * len(launched)
     converted = [found["converted"] for found in launched.values()]

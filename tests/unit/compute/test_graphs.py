@@ -52,7 +52,7 @@ SAMPLINGS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory):
     """Where the tokenizer is: id 0 ends, and every other id is a character."""
     folder = tmp_path_factory.mktemp("tokenizer")
     characters = {chr(32 + number): number for number in range(1, SHAPE.vocab_size)}
@@ -138,7 +138,7 @@ class World:
             pass
 
 
-def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: Path) -> None:
+def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
     """Two steps are launched at a time and decode steps are replayed, on a pool that fills up.
 
     Every other node guesses tokens.
@@ -167,7 +167,7 @@ def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder: P
     assert num_cut > NUM_SCHEDULES / 4
 
 
-def test_prompts_are_replayed_with_their_tokens_and_those_that_follow() -> None:
+def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
     """Two at once, one behind a part of it that is computed already, and more than fit."""
     begun = msgspec.structs.replace(prompt_of(3), length=4, token_ids=prompt_of(3).token_ids[:4])
     begun = msgspec.structs.replace(begun, samples=(), sampling=None)
@@ -197,7 +197,7 @@ def test_prompts_are_replayed_with_their_tokens_and_those_that_follow() -> None:
     assert queue.num_replays == 2 * len(steps) - 1  # it has captured no decode step
 
 
-def test_steps_with_penalties_are_replayed_and_wait_for_no_token() -> None:
+def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
     class Unwaited(RecordingQueue):
         def wait(self) -> None:
             raise AssertionError("a step waits for the one before it")
@@ -233,7 +233,7 @@ def blocks_of(number: int) -> tuple[int, ...]:
     return tuple(range(number * 6, number * 6 + 6))
 
 
-def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them() -> None:
+def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them():
     """NCCL would wait for a graph that something still holds before it ends a group."""
     kept: list[weakref.ref[StepWork]] = []
 
@@ -251,7 +251,7 @@ def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them() -> None:
     assert [replay for replay in kept if replay() is not None] == []
 
 
-def test_a_table_is_extended_and_sent_whole_only_when_it_is_another() -> None:
+def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
     tables, width = DeviceTables(2, 8, torch.device("cpu")), 8
 
     def changed(name: str, *blocks: int) -> list[tuple[int, int]]:
@@ -270,9 +270,7 @@ def test_a_table_is_extended_and_sent_whole_only_when_it_is_another() -> None:
     assert changed("two", 1) == [(0, 1)]
 
 
-def test_a_capture_waits_for_what_other_streams_have_written(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_capture_waits_for_what_other_streams_have_written(monkeypatch):
     """Weights come by the default stream, a graph's inputs by the one of the calling thread."""
     done: list[str] = []
 

@@ -38,7 +38,7 @@ def flags() -> set[str]:
 @pytest.mark.release
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", [name for name, (needed, _) in SETS.items() if needed <= flags()])
-def test_bits_are_equal_on_other_cpus(name: str) -> None:
+def test_bits_are_equal_on_other_cpus(name):
     libraries = SETS[name][1]
     said_by(
         "pytest", "-q", "-p", "no:cacheprovider", "-p", "tests.support.other_cpu",

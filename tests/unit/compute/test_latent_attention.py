@@ -2,7 +2,6 @@
 
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,19 +14,11 @@ from baton.engine.compute.rank import plan_rank
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
-from tests.support.compute import (
-    compute_config,
-    loaded,
-)
-from tests.support.foreign_checkpoints import (
-    DEEPSEEK_YARN,
-    changed,
-    foreign_folder,
-    whole,
-)
+from tests.support.compute import compute_config, loaded
+from tests.support.foreign_checkpoints import DEEPSEEK_YARN, changed, foreign_folder, whole
 
 
-def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair() -> None:
+def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair():
     config = compute_config(foreign_folder("deepseek_v3"))
     own = plan_rank(config, 1).layout
     assert [(one.kind, one.planes, one.width) for one in own.groups] == [("latent", 1, 40)]
@@ -81,9 +72,7 @@ KIMI: dict[str, Any] = {
         (KIMI, 61 * 576 * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
     ],
 )
-def test_published_folders_are_read(
-    fields: dict[str, Any], token_bytes: int, scale: float, tmp_path: Path
-) -> None:
+def test_published_folders_are_read(fields, token_bytes, scale, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(COMMON | fields))
     config = read_decoder_config(tmp_path)
     layout = kv_layout(config, CacheConfig(block_size=16), 1, torch.bfloat16)
@@ -93,12 +82,12 @@ def test_published_folders_are_read(
     assert config.max_position_embeddings == 163840
 
 
-def test_a_folder_of_kimi_is_one_of_deepseek(tmp_path: Path) -> None:
+def test_a_folder_of_kimi_is_one_of_deepseek(tmp_path):
     folder = changed(tmp_path, "deepseek_v3", model_type="kimi_k2")
     assert torch.equal(whole(folder), whole(foreign_folder("deepseek_v3")))
 
 
-def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
+def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
     folder = changed(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -151,15 +140,13 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path: Path) -> None:
         ),
     ],
 )  # fmt: skip
-def test_a_folder_that_means_something_else_is_refused(
-    kind: str, fields: dict[str, object], reason: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp_path):
     folder = changed(tmp_path, kind, **fields)
     with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
         pass
 
 
-def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path: Path) -> None:
+def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path):
     folder = changed(tmp_path, "deepseek_v3")
     with pytest.raises(ConfigError, match="latent attention is computed without adapters"):
         plan_rank(compute_config(folder, lora_modules=(f"mine={tmp_path}",)), 1)

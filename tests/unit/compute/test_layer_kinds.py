@@ -1,7 +1,5 @@
 """Fields of Gemma and gpt-oss; `test_families` has what all families share."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -12,13 +10,7 @@ from baton.engine.compute.tensor_parallel import SharedMemoryRanks
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from tests.support.compute import Text, compute_config, loaded, logits
-from tests.support.foreign_checkpoints import (
-    LENGTH,
-    assert_close,
-    changed,
-    reference,
-    whole,
-)
+from tests.support.foreign_checkpoints import LENGTH, assert_close, changed, reference, whole
 from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
@@ -31,13 +23,13 @@ def first_logits(config: ClusterConfig, rank: SharedMemoryRanks | None = None) -
         return logits(runner, Text("a", prompt(LENGTH), range(10)).chunk(0, 100))[0]
 
 
-def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path: Path) -> None:
+def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path):
     absent = ("rope_parameters", "layer_types")
     folder = changed(tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS)
     assert_close(whole(folder), reference(folder))
 
 
-def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path: Path) -> None:
+def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
     config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     packed = changed(tmp_path, "gpt_oss", quantization_config=config)
     plain = changed(tmp_path / "plain", "gpt_oss")
@@ -80,9 +72,7 @@ def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path: Path) -> None
         ("gemma3_text", {"sliding_window": None}, "needs a sliding_window"),
     ],
 )
-def test_a_folder_that_means_something_else_is_refused(
-    kind: str, fields: dict[str, object], reason: str, tmp_path: Path
-) -> None:
+def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp_path):
     folder = changed(tmp_path, kind, **fields)
     with pytest.raises(ConfigError, match=reason), loaded(compute_config(folder)):
         pass

@@ -17,7 +17,7 @@ def logits_of(vocab: int, num_rows: int = 70) -> Tensor:
 
 
 @pytest.mark.parametrize("vocab", [997, 1024, 32_003])
-def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab: int) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab):
     logits, token_ids = logits_of(vocab), torch.arange(70) * 7 % vocab
     batch = packed_logprobs(logits, token_ids, NUM_TOP)
     for threads, offset in ((1, 0), (3, 1)):
@@ -30,7 +30,7 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(vocab: int) -> None:
         assert torch.equal(packed_prompt(lambda x: x, logits, token_ids, NUM_TOP), batch)
 
 
-def test_the_values_ranks_and_likeliest_are_those_of_the_softmax() -> None:
+def test_the_values_ranks_and_likeliest_are_those_of_the_softmax():
     logits, token_ids = logits_of(997), torch.arange(70) * 7
     expected = logits.double().log_softmax(-1)
     rows = packed_logprobs(logits, token_ids, NUM_TOP).tolist()

@@ -51,9 +51,7 @@ def expected(folder: Path) -> torch.Tensor:
 
 @pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("up_proj",), ("down_proj",)])
 @pytest.mark.parametrize("use_rslora", [False, True])
-def test_an_adapter_computes_what_its_merged_weights_compute(
-    targets: tuple[str, ...], use_rslora: bool
-) -> None:
+def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora):
     model = model_folder(MODEL, num_layers=2)
     adapter = write_adapter(model, targets, rank=9, use_rslora=use_rslora)
     theirs = expected(merged(model, adapter, 16 / (3 if use_rslora else 9)))
@@ -74,7 +72,7 @@ def test_an_adapter_computes_what_its_merged_weights_compute(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype: str) -> None:
+def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
     model = model_folder(MODEL, num_layers=2)
     one = write_adapter(model, rank=4)
     two = write_adapter(model, ("q_proj", "down_proj"), rank=16, seed=1)
@@ -104,7 +102,7 @@ def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype: str) -> N
         assert greedy(runner, texts[0], 4) != greedy(runner, texts[1], 4)
 
 
-def test_nodes_with_other_adapters_have_another_fingerprint() -> None:
+def test_nodes_with_other_adapters_have_another_fingerprint():
     model = model_folder(MODEL, num_layers=2)
     config = read_decoder_config(model)
     one, two = write_adapter(model), write_adapter(model, seed=1)
@@ -129,11 +127,9 @@ def test_nodes_with_other_adapters_have_another_fingerprint() -> None:
         ({"target_modules": ["q_proj", "lm_head"]}, "target_modules names lm_head"),
     ],
 )
-def test_a_configuration_that_means_something_else_is_refused(
-    fields: dict[str, object], reason: str
-) -> None:
+def test_a_configuration_that_means_something_else_is_refused(fields, reason):
     model = model_folder(MODEL, num_layers=2)
-    adapter = write_adapter(model, **fields)  # type: ignore[arg-type]
+    adapter = write_adapter(model, **fields)
     with pytest.raises(ConfigError, match=reason):
         plan_rank(compute_config(model, lora_modules=(f"mine={adapter}",)), 1)
 
@@ -165,8 +161,8 @@ def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
         (lambda: Path("/nowhere"), "adapter_config.json cannot be read: No such file"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(adapter: object, reason: str) -> None:
-    folder = adapter()  # type: ignore[operator]
+def test_tensors_that_do_not_fit_are_refused(adapter, reason):
+    folder = adapter()
     config = read_decoder_config(model_folder(MODEL, num_layers=2))
     with pytest.raises(ConfigError, match=r"transformers' code computes this model, without any"):
         read_adapters((f"mine={folder}",), None)
@@ -176,14 +172,12 @@ def test_tensors_that_do_not_fit_are_refused(adapter: object, reason: str) -> No
 
 
 @pytest.mark.parametrize("modules", [("mine",), ("=x",), ("a=x", "a=y"), ("two words=x",)])
-def test_a_setting_that_is_no_list_of_names_and_folders_is_refused(
-    modules: tuple[str, ...],
-) -> None:
+def test_a_setting_that_is_no_list_of_names_and_folders_is_refused(modules):
     with pytest.raises(ConfigError, match=r"model\.lora_modules: "):
         read_adapters(modules, read_decoder_config(model_folder(MODEL, num_layers=2)))
 
 
-def test_a_pattern_of_targets_takes_what_the_file_has() -> None:
+def test_a_pattern_of_targets_takes_what_the_file_has():
     model = model_folder(MODEL, num_layers=2)
     adapter = write_adapter(model, ("q_proj",), target_modules=".*q_proj")
     assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
@@ -191,7 +185,7 @@ def test_a_pattern_of_targets_takes_what_the_file_has() -> None:
     assert len(found.layers) == 2
 
 
-def test_the_form_for_gpus_computes_the_same() -> None:
+def test_the_form_for_gpus_computes_the_same():
     """There, one kernel takes the stacked matrices; this is its twin in plain torch."""
     model = model_folder(MODEL, num_layers=2)
     folders = write_adapter(model, rank=4), write_adapter(model, rank=8, seed=1)

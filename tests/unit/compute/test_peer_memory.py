@@ -63,22 +63,20 @@ def driver(monkeypatch: pytest.MonkeyPatch, library: Library) -> CudaDriver:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> None:
+def events(monkeypatch):
     event = SimpleNamespace(record=lambda _: None, query=lambda: True)
     monkeypatch.setattr(torch.cuda, "Event", lambda: event)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
 
 
 @pytest.mark.usefixtures("events")
-def test_over_pcie_the_copy_engine_moves_neighbours_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_over_pcie_the_copy_engine_moves_neighbours_at_once(monkeypatch):
     library = Library()
     theirs = torch.randint(-9, 9, (6, 16), dtype=torch.int32)
     ours = torch.zeros(9, 16, dtype=torch.int32)
     stream = SimpleNamespace(cuda_stream=77)
     memory = SimpleNamespace(blocks=ours, stream=stream, driver=driver(monkeypatch, library))
-    pool = OpenedPool(memory, theirs, 0, has_engine=True)  # type: ignore[arg-type]
+    pool = OpenedPool(memory, theirs, 0, has_engine=True)
     remote, local = np.array([4, 5, 6, 1, 9]), np.array([7, 8, 9, 10, 3])  # halves of blocks
     assert pool.copy(remote, local, SLICE_BYTES)()
     expected = torch.zeros(18, 8, dtype=torch.int32)
@@ -91,9 +89,7 @@ def test_over_pcie_the_copy_engine_moves_neighbours_at_once(
         pool.copy(remote, local, SLICE_BYTES)
 
 
-def test_a_link_with_atomics_is_nvlink_and_a_gpu_reaches_itself(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_link_with_atomics_is_nvlink_and_a_gpu_reaches_itself(monkeypatch):
     library = Library(native_atomics=1)
     assert driver(monkeypatch, library).has_nvlink(1, 0)
     assert library.asked == [(3, 0, 1)]
@@ -110,25 +106,21 @@ def test_a_link_with_atomics_is_nvlink_and_a_gpu_reaches_itself(
         ("CUDA_ERROR_INVALID_VALUE", "cuIpcOpenMemHandle_v2 reported CUDA_ERROR_INVALID_VALUE"),
     ],
 )
-def test_memory_that_cannot_be_mapped_says_what_to_do(
-    error: str, line: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_that_cannot_be_mapped_says_what_to_do(error, line, monkeypatch):
     found = driver(monkeypatch, Library(cuIpcOpenMemHandle_v2=error))
     with pytest.raises(TransferError) as raised:
         found.open(bytes(64))
     assert line in raised.value.message
 
 
-def test_memory_without_a_handle_names_expandable_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_without_a_handle_names_expandable_segments(monkeypatch):
     found = driver(monkeypatch, Library(cuIpcGetMemHandle="CUDA_ERROR_INVALID_VALUE"))
     with pytest.raises(ConfigError, match="remove expandable_segments from PYTORCH_ALLOC_CONF"):
         found.export(1 << 40)
 
 
 @pytest.mark.parametrize("variable", peer_memory.SETTINGS)
-def test_a_pool_is_allocated_outside_expandable_segments(
-    variable: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_pool_is_allocated_outside_expandable_segments(variable, monkeypatch):
     applied: list[str] = []
     monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
     with shareable_memory():

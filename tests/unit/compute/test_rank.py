@@ -29,13 +29,13 @@ from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
 
 
 def config_for(device: str, **model: int) -> ClusterConfig:
-    config = compute_config(model_folder("qwen3", num_layers=1, **model))  # type: ignore[arg-type]
+    config = compute_config(model_folder("qwen3", num_layers=1, **model))
     engine = msgspec.structs.replace(config.engine, device=device)
     return msgspec.structs.replace(config, engine=engine, cache=CacheConfig())
 
 
 @pytest.fixture
-def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def with_gpu(monkeypatch):
     """Make this machine look as if it had one GPU that works."""
     monkeypatch.setattr(rank, "num_gpus", lambda: 1)
     monkeypatch.setattr(rank, "why_no_gpu", lambda: "")
@@ -44,7 +44,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
+def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later():
     plan = plan_rank(config_for("auto"), 1)
     assert plan.device == torch.device("cuda", 0)
     assert (plan.max_num_batched_tokens, plan.max_num_seqs, plan.num_blocks) == (2048, 256, 0)
@@ -61,18 +61,16 @@ def test_a_gpu_takes_longer_steps_and_its_pool_is_sized_later() -> None:
         (1, {"num_heads": 33, "num_kv_heads": 1, "head_dim": 32}, "33 query heads share a KV head"),
     ],
 )
-def test_what_gpus_lack_runs_on_the_cpu_and_says_why(
-    num_ranks: int, model: dict[str, int], reason: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_gpus_lack_runs_on_the_cpu_and_says_why(num_ranks, model, reason, caplog):
     assert plan_rank(config_for("auto", **model), num_ranks).device.type == "cpu"
     (said,) = caplog.records
-    assert re.search(reason, said.fields["reason"])  # type: ignore[attr-defined]
+    assert re.search(reason, said.fields["reason"])
     with pytest.raises(ConfigError, match=rf"engine\.device: .*{reason}"):
         plan_rank(config_for("cuda", **model), num_ranks)
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels() -> None:
+def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels():
     config = compute_config(
         foreign_folder("deepseek_v3", num_attention_heads=36, num_key_value_heads=36)
     )
@@ -88,18 +86,14 @@ def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels() -> None
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_a_gpu_without_bf16_products_is_refused_by_its_capability(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_without_bf16_products_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     with pytest.raises(ConfigError, match=r"capability 7\.5; CUDA kernels need 8\.0"):
         plan_rank(config_for("cuda"), 1)
 
 
 @pytest.mark.usefixtures("with_gpu")
-def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
     monkeypatch.setattr(rank, "gpus_of", gpus_of)
     config = config_for("cuda")
@@ -120,9 +114,8 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees
     ],
 )
 def test_a_host_without_a_gpu_that_works_is_one_line(
-    cuda: str | None, in_dev: int, error: str, line: str, monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:  # fmt: skip
+    cuda, in_dev, error, line, monkeypatch, caplog
+):
     def init() -> None:
         if error:
             raise RuntimeError(f"{error}\nMore")
@@ -140,12 +133,10 @@ def test_a_host_without_a_gpu_that_works_is_one_line(
             plan_rank(config_for("auto"), 1)
         return
     assert plan_rank(config_for("auto"), 1).device.type == "cpu"
-    assert [line in record.fields["reason"] for record in caplog.records] == [True] * in_dev  # type: ignore[attr-defined]
+    assert [line in record.fields["reason"] for record in caplog.records] == [True] * in_dev
 
 
-def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_pool_takes_nine_tenths_of_what_the_largest_steps_leave(monkeypatch):
     """They need their memory twice: captured steps keep some of their own."""
     gib, ran = 1 << 30, []
     for name, answer in {
@@ -207,9 +198,7 @@ MEMORY = GpuMemory(free=1 << 30, total=80 << 30, ours=9 << 30)
         ),
     ],
 )
-def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, error: Exception, line: str
-) -> None:
+def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(monkeypatch, error, line):
     monkeypatch.setattr(cuda_start, "memory_of", lambda _device: MEMORY)
     with (
         pytest.raises(NodeError) as raised,
@@ -220,9 +209,7 @@ def test_what_a_gpu_says_at_the_start_is_one_line_that_says_what_to_do(
     assert "\n" not in raised.value.message
 
 
-def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(monkeypatch, caplog):
     """Two nodes with a GPU each that both compute on the CPU must not take its memory twice."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     caplog.set_level("INFO")
@@ -234,13 +221,13 @@ def test_a_node_whose_gpu_cannot_be_used_shares_the_memory_of_its_host(
         caches.append((cache["shared_by"], cache.get("gpu_shared_by", 1)))
     nodes.stop()
     assert caches == [(3, 2), (3, 1), (3, 2)]
-    said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]  # type: ignore[attr-defined]
+    said = [record.fields for record in caplog.records if "shares its GPU" in record.getMessage()]
     assert said == [{"node": name, "gpu": "4", "nodes": 2} for name in ("prefill-0", "decode-1")]
 
 
 def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_is_of_use(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    monkeypatch,
+):
     def blocks(available: int, shared_by: int = 1) -> int:
         monkeypatch.setattr("baton.engine.compute.kv_cache.available_bytes", lambda: available)
         config = config_for("cpu")
@@ -255,7 +242,7 @@ def test_a_pool_without_a_setting_takes_a_share_of_free_memory_and_no_more_than_
         blocks(2 * block_bytes)
 
 
-def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None:
+def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first():
     total, weights = 80 << 30, 8 << 30
     two, alone = CacheConfig(gpu_shared_by=2), CacheConfig()
     first = cuda_start.left_to_take(total - weights, total, weights, two)
@@ -266,11 +253,11 @@ def test_nodes_that_share_a_gpu_take_equal_parts_whichever_looks_first() -> None
 
 
 @pytest.fixture
-def config() -> ClusterConfig:
+def config():
     return compute_config(model_folder("qwen3", num_layers=2), num_blocks=32)
 
 
-def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
+def test_a_node_says_how_it_computes(config):
     """Equal for equal loads, and another for other products; true only if all parts keep bits."""
     with loaded(config) as one, loaded(config) as again:
         linears_keep = all(linear.is_batch_invariant for linear in one.decoder.linears())
@@ -288,7 +275,7 @@ def test_a_node_says_how_it_computes(config: ClusterConfig) -> None:
         assert compute_path(one) != compute_path(lower)
 
 
-def test_blocks_come_from_memory_when_they_are_not_counted(config: ClusterConfig) -> None:
+def test_blocks_come_from_memory_when_they_are_not_counted(config):
     config = msgspec.structs.replace(config, cache=CacheConfig(memory_mib=1))
     plan = plan_rank(config, 1)
     assert plan.num_blocks == (1 << 20) // plan.layout.block_bytes
@@ -303,8 +290,6 @@ def test_blocks_come_from_memory_when_they_are_not_counted(config: ClusterConfig
         ({"cache": CacheConfig(memory_mib=1, block_size=4096)}, "cache.memory_mib"),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    config: ClusterConfig, settings: dict[str, object], message: str
-) -> None:
+def test_settings_that_cannot_work_are_refused(config, settings, message):
     with pytest.raises(ConfigError, match=message):
         plan_rank(msgspec.structs.replace(config, **settings), 1)

@@ -2,7 +2,6 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -25,7 +24,7 @@ from tests.support.scripted_library import OrderOf, Place, ScriptedLibrary, diff
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
+def one_thread():
     with num_threads(1):
         yield
 
@@ -49,24 +48,24 @@ def tiles(order_of: OrderOf, threads: int = 1) -> tuple[int, ...]:
     [range(1, 16), range(1, 9), range(20, 37), range(2, 37), range(33, 301), range(96, 401), ()],
     ids=str,
 )
-def test_the_set_of_tiles_that_serves_few_and_many_rows_is_preferred(others: range) -> None:
+def test_the_set_of_tiles_that_serves_few_and_many_rows_is_preferred(others):
     assert tiles(differing(others)) == tuple(tile for tile in TILES if tile not in others)
 
 
-def test_a_library_that_never_repeats_itself_has_no_rule() -> None:
+def test_a_library_that_never_repeats_itself_has_no_rule():
     counter = itertools.count()
     assert found(lambda _: next(counter)) is None
 
 
 @pytest.mark.parametrize("odd_place", [0, 1, -1])
-def test_a_tile_with_one_place_that_adds_otherwise_is_left_out(odd_place: int) -> None:
+def test_a_tile_with_one_place_that_adds_otherwise_is_left_out(odd_place):
     def order_of(at: Place) -> int:
         return int(at.num_rows in (4, 32, 128) and at.place == odd_place % at.num_rows)
 
     assert tiles(order_of) == tuple(tile for tile in TILES if tile not in (4, 32, 128))
 
 
-def test_neighbours_that_change_bits_are_noticed() -> None:
+def test_neighbours_that_change_bits_are_noticed():
     library = ScriptedLibrary(differing())
 
     def product(x: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def test_neighbours_that_change_bits_are_noticed() -> None:
     assert rule.tiles == tuple(tile for tile in TILES if tile != 8)
 
 
-def test_large_tiles_prove_nothing_by_themselves() -> None:
+def test_large_tiles_prove_nothing_by_themselves():
     """A product of one row has an order of its own here, and that alone is a rule."""
     library = ScriptedLibrary(lambda at: 0 if at.num_rows > SMALL_TILE else 1 + at.place)
     rule = find_rule(library.product, library.pool, TILES)
@@ -89,7 +88,7 @@ def test_large_tiles_prove_nothing_by_themselves() -> None:
     assert find_rule(library.product, library.pool, TILES[1:]) is None
 
 
-def test_only_tiles_that_repeat_the_bits_of_one_thread_are_kept_with_several() -> None:
+def test_only_tiles_that_repeat_the_bits_of_one_thread_are_kept_with_several():
     def order_of(at: Place) -> int:
         return int(at.threads > 1 and at.num_rows < 16)
 
@@ -102,7 +101,7 @@ def test_only_tiles_that_repeat_the_bits_of_one_thread_are_kept_with_several() -
     assert alone.digest == rule.digest
 
 
-def test_one_thread_computes_where_several_never_repeat_its_bits() -> None:
+def test_one_thread_computes_where_several_never_repeat_its_bits():
     library = ScriptedLibrary(lambda at: at.threads)
     with num_threads(2):
         rule = find_rule(library.product, library.pool, TILES)
@@ -118,7 +117,7 @@ def test_one_thread_computes_where_several_never_repeat_its_bits() -> None:
     "num_rows", [*range(1, 18), 31, 33, 64, 65, 100, 255, 511, 512, 513, 600, 1100]
 )
 @pytest.mark.parametrize("others", [range(1, 16), range(33, 301), range(2, 37)])
-def test_any_number_of_rows_is_computed_to_the_same_bits(num_rows: int, others: range) -> None:
+def test_any_number_of_rows_is_computed_to_the_same_bits(num_rows, others):
     library = ScriptedLibrary(differing(others))
     rule = find_rule(library.product, library.pool, TILES)
     assert rule is not None
@@ -135,7 +134,7 @@ def rule_of(*tiles: int) -> RowRule:
 
 
 @pytest.mark.parametrize("some", [TILES, FEW_TILES, SLOW_TILES, (16,), (1, 512), (24, 96)])
-def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]) -> None:
+def test_pieces_hold_all_rows_and_none_holds_padding_alone(some):
     rule = rule_of(*some)
     for num_rows in range(1, 2 * max(some) + 40):
         pieces = rule.pieces(num_rows)
@@ -145,9 +144,7 @@ def test_pieces_hold_all_rows_and_none_holds_padding_alone(some: tuple[int, ...]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("inputs", [64, 171, 512])
-def test_another_order_of_the_sum_shows_in_nearly_every_output(
-    dtype: torch.dtype, inputs: int
-) -> None:
+def test_another_order_of_the_sum_shows_in_nearly_every_output(dtype, inputs):
     weight, rows = trial_weight(100, inputs, dtype), trial_rows(inputs, dtype)
     exact = rows.double() @ weight.double().T
     largest = rows.double().abs() @ weight.double().abs().T
@@ -162,7 +159,7 @@ def test_another_order_of_the_sum_shows_in_nearly_every_output(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_trial_data_holds_the_same_numbers_on_every_machine(dtype: torch.dtype) -> None:
+def test_trial_data_holds_the_same_numbers_on_every_machine(dtype):
     """Two nodes compare digests of what they compute from it."""
     numbers = torch.cat((trial_weight(70, 33, dtype).flatten(), trial_rows(33, dtype).flatten()))
     digest = hashlib.sha256(numbers.float().numpy().tobytes()).hexdigest()[:16]
@@ -173,9 +170,7 @@ def test_trial_data_holds_the_same_numbers_on_every_machine(dtype: torch.dtype) 
     ("threads", "num_rows", "parts"),
     [(1, 500, 1), (3, 3 * MIN_ROWS - 1, 1), (3, 3 * MIN_ROWS, 3), (3, 1000, 3)],
 )
-def test_rows_are_cut_where_each_thread_gets_enough(
-    threads: int, num_rows: int, parts: int
-) -> None:
+def test_rows_are_cut_where_each_thread_gets_enough(threads, num_rows, parts):
     seen: list[tuple[int, int]] = []
 
     def work(x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:

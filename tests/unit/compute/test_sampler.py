@@ -15,12 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from baton.engine.compute.penalties import CountedTokens, packed, penalize
-from baton.engine.compute.sampler import (
-    Sampler,
-    SampleRow,
-    apply_masks,
-    apply_masks_on_device,
-)
+from baton.engine.compute.sampler import Sampler, SampleRow, apply_masks, apply_masks_on_device
 from baton.engine.compute.sampler import compiled as compiled_kernel
 from baton.kernels.cpu_kernels import CpuSampler
 from baton.kernels.cpu_library import load_library
@@ -35,7 +30,7 @@ def compiled() -> Sampler:
 
 
 @pytest.fixture(params=["torch", "compiled"], scope="module")
-def sampler(request: pytest.FixtureRequest) -> Sampler:
+def sampler(request):
     return compiled() if request.param == "compiled" else Sampler((EOS,))
 
 
@@ -43,7 +38,7 @@ def row(
     position: int = 10, *, choice: int = 0, num_output_tokens: int = 5, **fields: float
 ) -> SampleRow:
     settled: dict[str, object] = {"seed": 7, "max_tokens": 100, **fields}
-    return SampleRow(Sampling(**settled), choice, position, num_output_tokens)  # type: ignore[arg-type]
+    return SampleRow(Sampling(**settled), choice, position, num_output_tokens)
 
 
 def logits_of(num_rows: int, vocab: int, seed: int = 0) -> Tensor:
@@ -66,23 +61,21 @@ def assert_fits(seen: Counter[int], probabilities: Tensor, num: int) -> None:
 
 
 @pytest.mark.parametrize(("temperature", "seed"), [(0.5, 0), (1.0, 1), (1.0, 2**62), (2.0, -5)])
-def test_draws_follow_the_softmax_at_that_temperature(
-    sampler: Sampler, temperature: float, seed: int
-) -> None:
+def test_draws_follow_the_softmax_at_that_temperature(sampler, temperature, seed):
     logits = logits_of(1, 50)
     seen = draws(sampler, logits, 20_000, temperature=temperature, seed=seed)
     assert_fits(seen, torch.softmax(logits[0] / temperature, -1), 20_000)
 
 
 @pytest.mark.parametrize("vary", ["seed", "choice"])
-def test_draws_of_other_seeds_and_choices_are_independent(sampler: Sampler, vary: str) -> None:
+def test_draws_of_other_seeds_and_choices_are_independent(sampler, vary):
     logits, num = logits_of(1, 30, seed=3), 20_000
     rows = [row(4, **{vary: value}) for value in range(num)]
     seen = Counter(sampler.sample_rows(logits.expand(num, -1).clone(), rows))
     assert_fits(seen, torch.softmax(logits[0], -1), num)
 
 
-def test_neighbouring_positions_are_not_correlated(sampler: Sampler) -> None:
+def test_neighbouring_positions_are_not_correlated(sampler):
     num, logits = 20_000, torch.zeros(1, 6)
     rows = [row(position) for position in range(num)]
     tokens = sampler.sample_rows(logits.expand(num, -1).clone(), rows)
@@ -118,9 +111,7 @@ def kept_by_reference(logits: Tensor, sampling: Sampling) -> Tensor:
         {"top_k": 12, "top_p": 0.9, "min_p": 0.03, "temperature": 1.7},
     ],
 )
-def test_filters_leave_what_their_definitions_say(
-    sampler: Sampler, fields: dict[str, float]
-) -> None:
+def test_filters_leave_what_their_definitions_say(sampler, fields):
     logits, num = logits_of(1, 60, seed=5), 20_000
     seen = draws(sampler, logits, num, **fields)
     expected = kept_by_reference(logits[0], row(**fields).sampling)
@@ -130,7 +121,7 @@ def test_filters_leave_what_their_definitions_say(
         assert_fits(seen, expected, num)
 
 
-def test_a_nucleus_larger_than_the_first_look_is_kept_whole(sampler: Sampler) -> None:
+def test_a_nucleus_larger_than_the_first_look_is_kept_whole(sampler):
     vocab = 3000
     logits = torch.linspace(0, 0.1, vocab)[None]
     seen = draws(sampler, logits, 4000, top_p=0.9)
@@ -140,19 +131,19 @@ def test_a_nucleus_larger_than_the_first_look_is_kept_whole(sampler: Sampler) ->
     assert len(seen) > 1500
 
 
-def test_equals_at_the_edge_of_a_filter_stay_together(sampler: Sampler) -> None:
+def test_equals_at_the_edge_of_a_filter_stay_together(sampler):
     logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, -1.0]])
     assert set(draws(sampler, logits, 500, top_k=2)) == {1, 2, 3}
     assert set(draws(sampler, logits, 500, top_p=0.4)) == {1, 2, 3}
 
 
-def test_greedy_takes_the_lowest_id_among_equals(sampler: Sampler) -> None:
+def test_greedy_takes_the_lowest_id_among_equals(sampler):
     logits = torch.tensor([[0.0, 5.0, 5.0, 1.0], [7.0, 7.0, 7.0, 7.0]])
     assert sampler.sample_rows(logits, [row(temperature=0.0)] * 2) == [1, 0]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_end_is_sampled_before_min_tokens(sampler: Sampler, temperature: float) -> None:
+def test_no_end_is_sampled_before_min_tokens(sampler, temperature):
     logits = torch.zeros(1, 8)
     logits[0, EOS], logits[0, 5] = 30.0, 29.0
     early = SampleRow(Sampling(1, 9, 4, temperature, stop_token_ids=(5, 999)), 0, 12, 3)
@@ -162,7 +153,7 @@ def test_no_end_is_sampled_before_min_tokens(sampler: Sampler, temperature: floa
     assert tokens[1] in (EOS, 5)
 
 
-def test_an_empty_batch_gives_nothing(sampler: Sampler) -> None:
+def test_an_empty_batch_gives_nothing(sampler):
     assert sampler.sample_rows(torch.zeros(0, 10), []) == []
 
 
@@ -181,7 +172,7 @@ ROWS = st.builds(
 
 
 @given(st.lists(ROWS, min_size=1, max_size=9), st.randoms(use_true_random=False), st.integers(1, 9))
-def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed) -> None:  # type: ignore[no-untyped-def]
+def test_a_row_draws_the_same_alone_and_in_any_batch(sampler, rows, random, seed):
     logits = logits_of(len(rows), 1237, seed)
     together = sampler.sample_rows(logits.clone(), rows)
     alone = [sampler.sample_rows(logits[i : i + 1].clone(), [rows[i]])[0] for i in range(len(rows))]
@@ -197,9 +188,7 @@ SHAPES = [(7, 1.5), (16, 0.0), (301, 0.1), (1237, 6.0), (1237, 0.5), (50_257, 1.
 
 @pytest.mark.parametrize(("vocab", "spread"), SHAPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_kernel_draws_the_tokens_that_torch_draws(
-    vocab: int, spread: float, dtype: torch.dtype
-) -> None:
+def test_the_kernel_draws_the_tokens_that_torch_draws(vocab, spread, dtype):
     """Every combination of filters; bf16 gives equal logits, and some tokens cannot be drawn."""
     filters = itertools.product([0.0, 0.3, 1.7], [0, 1, 40], [0.0, 0.02, 1.0], [0.05, 0.9, 1.0])
     rows = [
@@ -213,13 +202,11 @@ def test_the_kernel_draws_the_tokens_that_torch_draws(
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_logits_that_say_nothing_still_give_a_token(
-    sampler: Sampler, temperature: float, value: float
-) -> None:
+def test_logits_that_say_nothing_still_give_a_token(sampler, temperature, value):
     assert sampler.sample_rows(torch.full((1, 20), value), [row(temperature=temperature)]) == [0]
 
 
-def test_threads_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_do_not_change_a_token(monkeypatch):
     logits, rows = logits_of(37, 9001), [row(place, top_p=0.9) for place in range(37)]
     sampler = compiled()
     expected = sampler.sample_rows(logits, rows)
@@ -231,13 +218,13 @@ def test_threads_do_not_change_a_token(monkeypatch: pytest.MonkeyPatch) -> None:
 PINNED = [1, 38, 54, 57, 17, 62, 33, 3]
 
 
-def test_draws_are_pinned_across_releases(sampler: Sampler) -> None:
+def test_draws_are_pinned_across_releases(sampler):
     """Nodes of two versions may continue one another's sequences."""
     rows = [row(position, choice=position % 3, seed=position - 4) for position in range(8)]
     assert sampler.sample_rows(torch.zeros(8, 64), rows) == PINNED
 
 
-def test_masks_hide_ids_on_the_host_as_on_a_device() -> None:
+def test_masks_hide_ids_on_the_host_as_on_a_device():
     allowed = np.random.default_rng(1).random((3, 1000)) < 0.3
     packed = np.packbits(np.pad(allowed, ((0, 0), (0, 24))), axis=1, bitorder="little")
     masks, masked = torch.from_numpy(packed.view(np.int32)), torch.tensor([4, 0, 2])
@@ -278,9 +265,7 @@ def changed(
 
 
 @given(st.lists(st.tuples(PENALTIES, TOKENS, TOKENS, st.integers(0, 150)), min_size=1, max_size=3))
-def test_they_are_what_their_formulas_say_however_the_tokens_came(
-    cases: list[tuple[Penalties, list[int], list[int], int]],
-) -> None:
+def test_they_are_what_their_formulas_say_however_the_tokens_came(cases):
     logits = torch.randn(2 * len(cases), VOCAB, generator=torch.Generator().manual_seed(3)) * 9
     expected, by_sample = logits.double(), {}
     for index, (penalties, prompt, output, cut) in enumerate(cases):

@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.compute.tensor_parallel import (
-    SLOT_BYTES,
-    GroupRanks,
-    SharedMemoryRanks,
-    join,
-)
+from baton.engine.compute.tensor_parallel import SLOT_BYTES, GroupRanks, SharedMemoryRanks, join
 from baton.protocol.errors import NodeError
 from tests.support import group_rank
 from tests.support.sources import REPOSITORY
@@ -31,7 +26,7 @@ def parts_of(size: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tens
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_ranks_get_the_sum_in_rank_order(size: int, dtype: torch.dtype) -> None:
+def test_all_ranks_get_the_sum_in_rank_order(size, dtype):
     parts = parts_of(size, 5, 64, dtype=dtype)
     total = torch.zeros(5, 64)
     for part in parts:
@@ -42,7 +37,7 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size: int) -> None:
+def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size):
     parts = parts_of(size, 33, 48)
     with thread_ranks(size) as members:
         batch = on_all(members, lambda member: member.all_reduce(parts[member.rank].clone()))[0]
@@ -53,7 +48,7 @@ def test_a_row_is_summed_to_the_same_bits_alone_and_in_a_batch(size: int) -> Non
             assert torch.equal(alone[0], batch[row])
 
 
-def test_a_tensor_larger_than_a_slot_goes_in_pieces() -> None:
+def test_a_tensor_larger_than_a_slot_goes_in_pieces():
     count = SLOT_BYTES // 4 + 1000
     parts = parts_of(2, count)
     with thread_ranks(2) as members:
@@ -65,7 +60,7 @@ def test_a_tensor_larger_than_a_slot_goes_in_pieces() -> None:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_many_exchanges_in_a_row_never_mix(size: int) -> None:
+def test_many_exchanges_in_a_row_never_mix(size):
     """No barrier follows an exchange: a fast rank may be one ahead."""
 
     def run(member: SharedMemoryRanks) -> Tensor:
@@ -81,14 +76,14 @@ def test_many_exchanges_in_a_row_never_mix(size: int) -> None:
     assert torch.equal(seen, (torch.arange(300) * factor).expand(size, -1))
 
 
-def test_a_rank_that_is_gone_is_a_node_error() -> None:
+def test_a_rank_that_is_gone_is_a_node_error():
     with thread_ranks(2) as members:
         members[1]._peers[0].close()
         with pytest.raises(NodeError, match="another rank"):
             members[0].all_reduce(torch.zeros(3))
 
 
-def test_collectives_of_a_group_stay_on_the_stream_of_the_caller() -> None:
+def test_collectives_of_a_group_stay_on_the_stream_of_the_caller():
     given = []
 
     class Group:
@@ -107,14 +102,14 @@ def test_collectives_of_a_group_stay_on_the_stream_of_the_caller() -> None:
             return self.allreduce([parts], options)
 
     for is_ordered in (False, True):
-        ranks = GroupRanks(Group(), is_ordered=is_ordered)  # type: ignore[arg-type]
+        ranks = GroupRanks(Group(), is_ordered=is_ordered)
         assert ranks.all_reduce(torch.ones(2, 3)).sum() == 6
         assert ranks.all_gather(torch.ones(2, 3)).shape == (2, 3)
     assert given == [False] * 4
 
 
 @pytest.mark.release
-def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_rank() -> None:
+def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_rank():
     memory = os.memfd_create("group")
     try:
         children = [
@@ -145,7 +140,7 @@ def test_a_process_group_sums_alike_and_replays_the_same_collectives_on_every_ra
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_ranks_that_do_not_meet_are_one_line(backend: str) -> None:
+def test_ranks_that_do_not_meet_are_one_line(backend):
     if backend == "nccl" and torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL, which would look for a GPU")
     device = torch.device("cuda" if backend == "nccl" else "cpu")

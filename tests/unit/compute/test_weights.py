@@ -20,7 +20,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.mark.parametrize("shards", [1, 3])
-def test_every_tensor_reads_as_it_was_saved(shards: int) -> None:
+def test_every_tensor_reads_as_it_was_saved(shards):
     checkpoint = Checkpoint(model_folder("qwen2", shards=shards))
     saved = load_file(model_folder("qwen2") / "model.safetensors")
     assert checkpoint.names() == saved.keys()
@@ -29,7 +29,7 @@ def test_every_tensor_reads_as_it_was_saved(shards: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_part_is_the_part_of_the_whole(dtype: str) -> None:
+def test_a_part_is_the_part_of_the_whole(dtype):
     checkpoint = Checkpoint(model_folder("llama", dtype=dtype))
     whole = checkpoint.read(EMBEDDING)
     assert whole.dtype == getattr(torch, dtype)
@@ -41,7 +41,7 @@ def test_a_part_is_the_part_of_the_whole(dtype: str) -> None:
     assert torch.equal(checkpoint.read(norm, rows=columns), checkpoint.read(norm)[columns])
 
 
-def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
+def test_damaged_folders_are_refused_in_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"neither model\.safetensors"):
         Checkpoint(tmp_path)
     single = tmp_path / "model.safetensors"
@@ -69,8 +69,8 @@ def test_damaged_folders_are_refused_in_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_a_header_that_contradicts_itself_is_refused_before_a_tensor_is_read(
-    field: str, value: object, tmp_path: Path
-) -> None:
+    field, value, tmp_path
+):
     file = write_checkpoint(tmp_path / "m", "llama", num_layers=1) / "model.safetensors"
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
@@ -83,7 +83,7 @@ def test_a_header_that_contradicts_itself_is_refused_before_a_tensor_is_read(
     assert "\n" not in raised.value.message
 
 
-def test_a_file_that_lost_its_end_is_a_config_error(tmp_path: Path) -> None:
+def test_a_file_that_lost_its_end_is_a_config_error(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1)
     file = folder / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-5000])
@@ -93,7 +93,7 @@ def test_a_file_that_lost_its_end_is_a_config_error(tmp_path: Path) -> None:
         fingerprint(folder, "float32")
 
 
-def test_equal_models_have_one_fingerprint_however_they_are_stored(tmp_path: Path) -> None:
+def test_equal_models_have_one_fingerprint_however_they_are_stored(tmp_path):
     one = fingerprint(model_folder("qwen3"), "float32")
     assert fingerprint(model_folder("qwen3", shards=3), "float32") == one
     copy = write_checkpoint(tmp_path / "copy", "qwen3")
@@ -103,7 +103,7 @@ def test_equal_models_have_one_fingerprint_however_they_are_stored(tmp_path: Pat
     assert fingerprint(copy, "float32") == one
 
 
-def test_models_of_equal_shape_have_other_fingerprints(tmp_path: Path) -> None:
+def test_models_of_equal_shape_have_other_fingerprints(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "qwen3")
     seen = {fingerprint(folder, "float32"), fingerprint(folder, "bfloat16")}
     seen.add(fingerprint(model_folder("qwen3", seed=1), "float32"))
@@ -131,7 +131,7 @@ def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tie", [True, False])
-def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family: str, tie: bool) -> None:
+def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family, tie):
     has_bias, is_llama = family in ("llama", "qwen3"), family == "llama"
     folder = model_folder(family, num_layers=2, tie=tie, attention_bias=has_bias, mlp_bias=is_llama)
     checked(folder)
@@ -153,9 +153,7 @@ def test_the_tensors_of_a_model_are_those_that_its_decoder_reads(family: str, ti
     ("name", "tie"), [("lm_head", False), ("model.embed_tokens", True), ("model.norm", False)]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_weights_whose_logits_might_not_be_finite_are_refused(
-    number: float, name: str, tie: bool, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_weights_whose_logits_might_not_be_finite_are_refused(number, name, tie, dtype, tmp_path):
     """Steps look at hidden states only."""
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=1, tie=tie)
     tensors = load_file(folder / "model.safetensors")
@@ -190,9 +188,7 @@ ONE, LAYER = torch.ones(1), "model__layers__1__"
         ),
     ],
 )
-def test_files_that_contradict_the_configuration_are_refused(
-    tensors: dict[str, torch.Tensor | None], why: str, tmp_path: Path
-) -> None:
+def test_files_that_contradict_the_configuration_are_refused(tensors, why, tmp_path):
     folder = changed(write_checkpoint(tmp_path / "m", "llama", num_layers=2), **tensors)
     with pytest.raises(ConfigError) as raised:
         checked(folder)
@@ -200,7 +196,7 @@ def test_files_that_contradict_the_configuration_are_refused(
     assert "\n" not in raised.value.message
 
 
-def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path: Path) -> None:
+def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "qwen3", num_layers=2, tie=True)
     embedding = load_file(folder / "model.safetensors")[EMBEDDING]
     changed(folder, lm_head__weight=embedding, **{LAYER + "self_attn__rotary_emb__inv_freq": ONE})
@@ -210,7 +206,7 @@ def test_what_follows_from_the_configuration_may_be_stored_too(tmp_path: Path) -
         checked(folder)
 
 
-def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_path: Path) -> None:
+def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "llama", num_layers=2, shards=3)
     whole = load_file(write_checkpoint(tmp_path / "n", "llama", num_layers=2) / "model.safetensors")
     whole[EMBEDDING] = whole[EMBEDDING] + 1

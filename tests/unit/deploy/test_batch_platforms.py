@@ -32,7 +32,7 @@ def planned(folder: Path, places_of: PlacesOf, **changes: object) -> ClusterPlan
     return plan_of(description, places_of(description))
 
 
-def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> None:
+def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
     plan = planned(tmp_path, slurm.places_of, pools=POOLS)
     slurm.render(plan, tmp_path)
     read = msgspec.json.decode((tmp_path / "plan.json").read_bytes(), type=slurm.SlurmPlan)
@@ -56,9 +56,7 @@ def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path: Path) -> Non
         slurm.placed(spec, tmp_path, "10.0.0.1", {**task, "CUDA_VISIBLE_DEVICES": "0"})
 
 
-def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(monkeypatch, tmp_path):
     now_s = 0.0
     monkeypatch.setattr(slurm, "monotonic", lambda: now_s)
     watch, found = slurm.RoutersWatch(tmp_path, "10.0.0.1"), []
@@ -70,7 +68,7 @@ def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(
     assert found == [False] * 4 + [True, False], "a second look comes later"
 
 
-def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path: Path) -> None:
+def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
     processes = planned(tmp_path, ray.places_of, pools=POOLS).processes
     addresses = [f"10.0.0.{host}" for host in (1, 2, 1, 2, 1, 2, 1)]
     own = ray.at_its_place(processes, "decode-2", addresses, "/private/key")
@@ -88,7 +86,7 @@ def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path: Pa
         ([1, 5], "a process needs 5 GPU, and no host of Ray has that"),
     ],
 )
-def test_what_the_hosts_of_ray_lack_is_said(gpus: list[int], said: str, tmp_path: Path) -> None:
+def test_what_the_hosts_of_ray_lack_is_said(gpus, said, tmp_path):
     pools = {
         f"pool-{i}": {"role": "decode", "gpus": count, "http_port": 9000 + i}
         for i, count in enumerate(gpus)
@@ -106,17 +104,13 @@ def test_what_the_hosts_of_ray_lack_is_said(gpus: list[int], said: str, tmp_path
         (ray.places_of, {"resources": {"nic": "one"}}, "resources.nic: one must be the number"),
     ],
 )
-def test_a_resource_that_a_platform_cannot_grant_is_refused(
-    places_of: PlacesOf, changes: dict[str, object], said: str, tmp_path: Path
-) -> None:
+def test_a_resource_that_a_platform_cannot_grant_is_refused(places_of, changes, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
         planned(tmp_path, places_of, pools={"decode": {"role": "decode", **changes}})
 
 
 @pytest.mark.parametrize("places_of", [slurm.places_of, ray.places_of])
-def test_hosts_are_refused_where_the_platform_chooses_them(
-    places_of: PlacesOf, tmp_path: Path
-) -> None:
+def test_hosts_are_refused_where_the_platform_chooses_them(places_of, tmp_path):
     pools = {"decode": {"role": "decode", "hosts": ["10.0.0.2"]}}
     with pytest.raises(ConfigError, match=r"routers\[0\]\.host: .* chooses the hosts"):
         planned(tmp_path, places_of, routers=[{"host": "10.0.0.1"}], pools=pools)

@@ -46,9 +46,7 @@ def settings_of(process: ProcessSpec) -> ClusterConfig:
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_becomes_processes_that_understand_their_commands(
-    example: Path, tmp_path: Path
-) -> None:
+def test_an_example_becomes_processes_that_understand_their_commands(example, tmp_path):
     write_key(tmp_path / "cluster.key")
     description = read_description(Path(shutil.copy(example, tmp_path)))
     address = "10.9.0.1" if description.key else "127.0.0.1"
@@ -67,7 +65,7 @@ def test_an_example_becomes_processes_that_understand_their_commands(
         assert process.grace_s > config.node.shutdown_timeout_s
 
 
-def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> None:
+def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path):
     hosts = {"a": ["10.0.0.1"], "b": ["10.0.0.1", "10.0.0.2"]}
     path = written(
         tmp_path,
@@ -90,9 +88,7 @@ def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path: Path) -> 
     assert plan.pool("decode")[2].env["CUDA_VISIBLE_DEVICES"] == "3"
 
 
-def test_nodes_get_the_gpus_that_the_command_was_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nodes_get_the_gpus_that_the_command_was_left(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,GPU-a,7")
     monkeypatch.setattr("baton.deploy.cluster.hosts.check_port", lambda *_: None)
     plan = planned(written(tmp_path, pools=pools(gpus=1, replicas=2)))
@@ -146,9 +142,7 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
         ({"key": "nowhere.key"}, "key"),
     ],
 )  # fmt: skip
-def test_a_mistake_is_refused_in_one_line_with_file_and_key(
-    changes: dict[str, object], key: str, tmp_path: Path
-) -> None:
+def test_a_mistake_is_refused_in_one_line_with_file_and_key(changes, key, tmp_path):
     path = written(tmp_path, **changes)
     with pytest.raises(ConfigError) as error:
         read_description(path)
@@ -158,13 +152,13 @@ def test_a_mistake_is_refused_in_one_line_with_file_and_key(
     assert len(said.splitlines()) == 1
 
 
-def test_two_pools_of_one_name_are_refused(tmp_path: Path) -> None:
+def test_two_pools_of_one_name_are_refused(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("name: a\npools:\n  d: {role: decode}\n  d: {role: decode}\n")
     with pytest.raises(ConfigError, match="d is written twice"):
         read_description(path)
 
 
-def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path: Path) -> None:
+def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path):
     with pytest.raises(ConfigError, match="baton keygen"):
         planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))

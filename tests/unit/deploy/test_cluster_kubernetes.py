@@ -77,9 +77,7 @@ def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
-    version: str, tmp_path: Path
-) -> None:
+def test_every_object_is_valid_in_the_oldest_and_the_newest_version(version, tmp_path):
     example = shutil.copy(REPOSITORY / "deploy/examples/tensor-parallel.yaml", tmp_path)
     for files in (rendered(tmp_path), written(tmp_path, Path(example))):
         for (kind, _), one in objects(files).items():
@@ -87,9 +85,7 @@ def test_every_object_is_valid_in_the_oldest_and_the_newest_version(
                 kubernetes_validate.validate(one, version, strict=True)
 
 
-def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(
-    tmp_path: Path,
-) -> None:
+def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other(tmp_path):
     ours, theirs = (objects(rendered(tmp_path, name=name)) for name in ("small", "other"))
     assert ours.keys() & theirs.keys() == {("Kustomization", "")}
     other = theirs["StatefulSet", "other-decode"]["spec"]["template"]["metadata"]["labels"]
@@ -102,7 +98,7 @@ def test_clusters_of_one_namespace_share_no_name_and_select_no_pod_of_each_other
                 assert not wanted.items() <= other.items(), kind
 
 
-def test_pods_begin_anew_when_a_secret_changes(tmp_path: Path) -> None:
+def test_pods_begin_anew_when_a_secret_changes(tmp_path):
     digests = []
     for _ in range(2):
         (tmp_path / "cluster.key").unlink(missing_ok=True)
@@ -112,7 +108,7 @@ def test_pods_begin_anew_when_a_secret_changes(tmp_path: Path) -> None:
     assert digests[0]["baton/secrets"] != digests[1]["baton/secrets"]
 
 
-def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path: Path) -> None:
+def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
     pools = {**CONTENT["pools"], "decode": {**CONTENT["pools"]["decode"], "max_replicas": 9}}
     found = objects(rendered(tmp_path, pools=pools))
     spec = found["ScaledObject", "small-decode"]["spec"]
@@ -141,14 +137,12 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path: Path) -> None:
         ({"kubernetes": {}}, r"kubernetes\.model_claim"),
     ],
 )
-def test_what_kubernetes_cannot_have_is_refused(
-    changes: dict[str, Any], reason: str, tmp_path: Path
-) -> None:
+def test_what_kubernetes_cannot_have_is_refused(changes, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):
         rendered(tmp_path, **changes)
 
 
-def test_a_chart_with_its_own_values_is_what_kustomize_has(tmp_path: Path) -> None:
+def test_a_chart_with_its_own_values_is_what_kustomize_has(tmp_path):
     expected = objects(rendered(tmp_path))
     description = read_description(tmp_path / "cluster.yaml", shares_hosts=False)
     files = helm.render(plan_of(description, places_of(description)), tmp_path / "helm")
@@ -192,7 +186,7 @@ def filled(template: str, values: Object) -> str:
     return text.replace('{{ "{{" }}', "{{")
 
 
-def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path: Path) -> None:
+def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path):
     for settings, scheme in (({}, None), ({"router": {"ssl_certfile": "/tls/pem"}}, "HTTPS")):
         found = objects(rendered(tmp_path, settings=settings))
         (router,) = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]["containers"]

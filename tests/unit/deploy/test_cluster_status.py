@@ -40,7 +40,7 @@ def rows(*documents: RouterDocument) -> dict[str, StatusRow]:
     return {row.name: row for row in rows_of([], replies)}
 
 
-def test_handoffs_of_several_routers_are_added() -> None:
+def test_handoffs_of_several_routers_are_added():
     found = rows(document(10), document(30))
     assert set(found) == {"router-0", "router-1", PREFILL, DECODE}
     assert (found[DECODE].num_handoffs, found["router-0"].num_handoffs) == (40, 10)
@@ -59,13 +59,11 @@ def test_handoffs_of_several_routers_are_added() -> None:
         ),
     ],
 )
-def test_the_worst_state_of_a_node_counts_and_names_its_router(
-    changes: dict[str, object], health: str
-) -> None:
+def test_the_worst_state_of_a_node_counts_and_names_its_router(changes, health):
     assert rows(document(), document(**changes))[DECODE].health == health
 
 
-def test_rows_join_the_deployment_and_the_routers() -> None:
+def test_rows_join_the_deployment_and_the_routers():
     reply = RouterReply("router-0", "http://10.0.0.1", document=document(2))
     statuses = [
         ProcessStatus("router-0", "router", "10.0.0.1", "running", "pid 1"),
@@ -82,7 +80,7 @@ def test_rows_join_the_deployment_and_the_routers() -> None:
     assert lines[1]["handoffs"] == "2"
 
 
-def test_a_router_that_cannot_be_reached_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_router_that_cannot_be_reached_is_one_line(capsys):
     given = arguments_of("status", "", ["--url", "http://127.0.0.1:1/v1"])
     assert show(routers_of(given.url, "")) == 1
     assert capsys.readouterr().out.splitlines()[-1] == (

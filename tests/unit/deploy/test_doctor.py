@@ -5,7 +5,6 @@ import pytest
 
 from baton.deploy.doctor.cluster_check import compared
 from baton.deploy.doctor.machine import (
-    Finding,
     MachineReport,
     cuda_finding,
     gpus_finding,
@@ -64,9 +63,7 @@ SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
         (path_finding("b reads a", SPLIT, RDMA), "fault", "install the extra nixl on both hosts"),
     ],
 )  # fmt: skip
-def test_each_finding_is_one_line_that_says_what_to_do(
-    found: Finding, level: str, text: str
-) -> None:
+def test_each_finding_is_one_line_that_says_what_to_do(found, level, text):
     assert (found.level, text in found.text) == (level, True), found
     assert "\n" not in found.text
 
@@ -82,7 +79,7 @@ WELL = MachineReport("baton 1, protocol 1", "d1", "d2", ())
         ({"model": "d9"}, "models", "copy one model to all hosts"),
     ],
 )
-def test_the_host_that_differs_is_named(changes: dict[str, str], check: str, text: str) -> None:
+def test_the_host_that_differs_is_named(changes, check, text):
     assert {finding.level for finding in compared({"a": WELL, "b": WELL})} == {"ok"}
     odd = msgspec.structs.replace(WELL, **changes)
     found = [one for one in compared({"a": WELL, "b": WELL, "c": odd}) if one.level != "ok"]
@@ -105,7 +102,7 @@ TABLES = """\
 """
 
 
-def test_the_log_of_ucx_is_understood() -> None:
+def test_the_log_of_ucx_is_understood():
     lines = "".join(f"{STAMP}{line}\n" for line in TABLES.splitlines())
     assert lane_in(lines) == "tcp/lo"
     assert lane_in(lines + lines.replace("tcp/lo", "tcp/eth0")) == "tcp/eth0"

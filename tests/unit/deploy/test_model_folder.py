@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 from pathlib import Path
-from typing import Literal
 
 import pytest
 from huggingface_hub import constants
@@ -22,7 +21,7 @@ def model_of(path: str, name: str = "") -> ModelConfig:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     made = tmp_path / "tiny-model"
     write_model(made)
     return made
@@ -34,11 +33,11 @@ def write_model(folder: Path) -> None:
         shutil.copyfile(CHECKPOINT / name, folder / name)
 
 
-def test_a_model_is_called_like_its_folder(folder: Path) -> None:
+def test_a_model_is_called_like_its_folder(folder):
     assert model_of(str(folder)) == ModelConfig(path=str(folder), served_model_name="tiny-model")
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         model_of(str(tmp_path / "gone"))
     with pytest.raises(ConfigError, match=r"no config\.json"):
@@ -50,9 +49,7 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
-def test_float16_weights_are_said_to_be_widened(
-    folder: Path, dtype: Literal["auto", "bfloat16"], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_float16_weights_are_said_to_be_widened(folder, dtype, caplog):
     file = folder / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_bytes()), "dtype": "float16"}))
     found = with_model(ClusterConfig(model=ModelConfig(path=str(folder), dtype=dtype)))
@@ -61,9 +58,7 @@ def test_float16_weights_are_said_to_be_widened(
     assert found.model.dtype == ("float32" if dtype == "auto" else dtype)
 
 
-def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(folder, tmp_path):
     weights = folder / "model.safetensors"
     for file in (folder / "tokenizer.json", weights):
         whole = file.read_bytes() if file.is_file() else b""
@@ -93,9 +88,7 @@ def test_files_that_are_not_there_are_refused_and_a_router_needs_no_weights(
     check_tokenizer(CHECKPOINT)
 
 
-def test_a_model_of_the_hub_is_taken_from_its_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_model_of_the_hub_is_taken_from_its_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match=r"HF_HUB_OFFLINE is set: fetch it with `hf download"):
@@ -109,7 +102,7 @@ def test_a_model_of_the_hub_is_taken_from_its_cache(
 
 
 @pytest.mark.parametrize("wants_key", [False, True])
-def test_the_greeting_survives_a_strange_model_name(wants_key: bool) -> None:
+def test_the_greeting_survives_a_strange_model_name(wants_key):
     text = greeting("http://127.0.0.1:8000", 'it\'s a "model"', wants_key=wants_key)
     lines = text.splitlines()
     (curl,) = [line for line in lines if line.startswith("curl ")]

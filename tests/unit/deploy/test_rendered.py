@@ -58,9 +58,7 @@ ROUTERS = [{}, {"port": 8001, "control_port": 5571}]
 
 
 @pytest.mark.parametrize("platform", OF_PLATFORM)
-def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(
-    platform: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(platform, tmp_path, capsys):
     content = CONTENT | OF_PLATFORM[platform]
     if platform == "kubernetes":
         decode = content["pools"]["decode"] | {"max_replicas": 9, "node_selector": {"gpu": "h100"}}

@@ -6,12 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from baton.engine.scheduling.block_pool import BlockPool
-from baton.protocol.blocks import (
-    BlockHash,
-    block_hashes,
-    blocks_needed,
-    tokens_held,
-)
+from baton.protocol.blocks import BlockHash, block_hashes, blocks_needed, tokens_held
 from baton.protocol.errors import InvariantBroken
 from baton.protocol.sampling import Scope
 
@@ -108,7 +103,7 @@ PoolModel.TestCase.settings = settings(stateful_step_count=40)
 TestPoolModel = PoolModel.TestCase
 
 
-def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
+def test_the_tail_of_a_prefix_is_evicted_before_its_head():
     pool = BlockPool(3, BLOCK_SIZE)
     hashes = block_hashes(list(range(12)), BLOCK_SIZE)
     blocks = pool.allocate(3)
@@ -121,15 +116,15 @@ def test_the_tail_of_a_prefix_is_evicted_before_its_head() -> None:
 
 @given(st.integers(1, 80), st.integers(1, 9), st.integers(1, 99), st.integers(1, 5))
 def test_the_tokens_that_a_pool_holds_fit_it_and_one_more_does_not(
-    num_blocks: int, block_size: int, num_tokens: int, num_choices: int
-) -> None:
+    num_blocks, block_size, num_tokens, num_choices
+):
     held = tokens_held(num_blocks, block_size, num_tokens, num_choices)
     sizes = (block_size, num_tokens)
     assert held == 0 or blocks_needed(*sizes, num_tokens + held, num_choices) <= num_blocks
     assert blocks_needed(*sizes, num_tokens + held + 1, num_choices) > num_blocks
 
 
-def test_chains_of_different_scopes_share_no_block_whatever_the_salt() -> None:
+def test_chains_of_different_scopes_share_no_block_whatever_the_salt():
     scopes = [Scope(), Scope("a"), Scope("", "a"), Scope("a", "a"), Scope("", "\ud800")]
     chains = [block_hashes(list(range(12)), BLOCK_SIZE, root=scope.root) for scope in scopes]
     assert chains[0] == block_hashes(list(range(12)), BLOCK_SIZE)

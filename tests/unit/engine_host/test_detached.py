@@ -82,7 +82,7 @@ def tokens_after(drive: Drive, choice: int) -> tuple[int, list[int]]:
     return entries[0].position, [token for entry in entries for token in entry.token_ids]
 
 
-def test_what_waited_in_a_router_that_ended_is_kept_for_its_client() -> None:
+def test_what_waited_in_a_router_that_ended_is_kept_for_its_client():
     drive = decode_drive(limits=LIMITS)
     held = HeldChoice(Key(RequestId("r"), 0, 2), [7, 8])
     sampling = Sampling(seed=0, max_tokens=9)
@@ -94,7 +94,7 @@ def test_what_waited_in_a_router_that_ended_is_kept_for_its_client() -> None:
 
 
 @pytest.mark.parametrize("num_choices", [1, 3])
-def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices: int) -> None:
+def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices):
     drive = detached(3, stream(local("r", PROMPT, 20, num_choices), num_choices))
     num_said = len(drive.said)
     drive.run(4)
@@ -110,7 +110,7 @@ def test_a_stream_runs_on_and_goes_to_the_router_that_attaches(num_choices: int)
     assert drive.pool.num_free == 64
 
 
-def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches() -> None:
+def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches():
     """Its client may have the first tokens, of which this node does not know yet."""
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20, 2), 2))
@@ -134,7 +134,7 @@ def test_a_prompt_whose_blocks_are_on_their_way_goes_to_the_router_that_attaches
     assert (position, rest[0]) == (len(PROMPT), firsts[0])
 
 
-def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:
+def test_what_ends_while_detached_is_kept_without_its_blocks():
     drive = detached(3, stream(local("r", PROMPT, 20)))
     drive.run()
     assert drive.pool.num_free == 64
@@ -146,13 +146,13 @@ def test_what_ends_while_detached_is_kept_without_its_blocks() -> None:
     assert attach(drive) == [NotAttached(RequestId("r"))]
 
 
-def test_only_its_owner_gets_a_stream() -> None:
+def test_only_its_owner_gets_a_stream():
     drive = detached(3, stream(local("r", PROMPT, 200)))
     assert attach(drive, OTHER) == [NotAttached(RequestId("r"))]
     assert choices_of(attach(drive))[0].is_running
 
 
-def test_the_owner_takes_a_stream_from_a_router_that_still_has_it() -> None:
+def test_the_owner_takes_a_stream_from_a_router_that_still_has_it():
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
     drive.run(3)
@@ -165,7 +165,7 @@ def test_the_owner_takes_a_stream_from_a_router_that_still_has_it() -> None:
     assert drive.scheduler.load().num_running == 1, "it is no longer the old router's"
 
 
-def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:
+def test_what_a_cancel_ends_can_be_continued_from_its_tokens():
     """The client may have lost its connection and not its interest."""
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(local("r", PROMPT, 200)))
@@ -178,7 +178,7 @@ def test_what_a_cancel_ends_can_be_continued_from_its_tokens() -> None:
     assert drive.pool.num_free == 64
 
 
-def test_a_router_that_was_away_ends_what_landed_meanwhile() -> None:
+def test_a_router_that_was_away_ends_what_landed_meanwhile():
     """It moved the request on, and its cancel comes when it meets the node again."""
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 200)))
@@ -195,14 +195,14 @@ def test_a_router_that_was_away_ends_what_landed_meanwhile() -> None:
     assert drive.pool.num_free == 64
 
 
-def test_a_prompt_that_a_cancel_ends_can_be_begun_again() -> None:
+def test_a_prompt_that_a_cancel_ends_can_be_begun_again():
     drive = decode_drive(limits=LIMITS)
     drive.scheduler.add(0.0, OLD, stream(handed("r", PROMPT, 20)))
     drive.scheduler.cancel(OLD, (key("r"),))
     assert choices_of(attach(drive)[1:])[0] == HeldChoice(key("r"), [])
 
 
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded(monkeypatch):
     monkeypatch.setattr(keeping, "MAX_ENDED", 3)
     drive = decode_drive(limits=LIMITS)
     for number in range(5):

@@ -137,7 +137,7 @@ class Bench:
         return [token for entry in entries for token in entry.token_ids]
 
 
-def test_the_next_step_is_planned_while_one_runs() -> None:
+def test_the_next_step_is_planned_while_one_runs():
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))
     assert len(bench.executor.submitted) == 1  # nothing to plan behind a prompt's last chunk
@@ -152,9 +152,7 @@ def test_the_next_step_is_planned_while_one_runs() -> None:
 @pytest.mark.parametrize(
     "event", [RouterLost(0), FromRouter(0, Refused(Failure("no", "wrong model")))]
 )
-def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
-    event: LinkEvent,
-) -> None:
+def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(event):
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
     bench.hear(event)
@@ -163,14 +161,14 @@ def test_a_router_that_is_lost_or_refuses_the_node_takes_its_requests_with_it(
     assert len(bench.tokens()) < 10
 
 
-def test_messages_of_a_dead_session_are_not_sent_into_the_next_one() -> None:
+def test_messages_of_a_dead_session_are_not_sent_into_the_next_one():
     bench = Bench()
     bench.loop.drain()
     bench.hear(FromRouter(0, local("r", PROMPT)), FromRouter(1, local("s", PROMPT)), RouterLost(0))
     assert bench.wire.origins == [1]
 
 
-def test_a_loop_that_drains_finishes_what_it_has_and_takes_nothing_new() -> None:
+def test_a_loop_that_drains_finishes_what_it_has_and_takes_nothing_new():
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=6)))
     bench.loop.drain()
@@ -182,7 +180,7 @@ def test_a_loop_that_drains_finishes_what_it_has_and_takes_nothing_new() -> None
     assert bench.loop.is_idle
 
 
-def test_a_node_that_drains_keeps_the_end_of_a_stream_that_no_router_has_heard_of() -> None:
+def test_a_node_that_drains_keeps_the_end_of_a_stream_that_no_router_has_heard_of():
     bench = Bench()
     kept = ResumeState(b"form", b"owner", 1)
     message = msgspec.structs.replace(local("r", PROMPT, max_tokens=6), kept=kept)
@@ -196,7 +194,7 @@ def test_a_node_that_drains_keeps_the_end_of_a_stream_that_no_router_has_heard_o
     assert bench.loop.is_idle
 
 
-def test_routers_hear_what_is_in_progress_here_and_not_what_waits_for_another_node() -> None:
+def test_routers_hear_what_is_in_progress_here_and_not_what_waits_for_another_node():
     bench = Bench()
     for request in (local("r", PROMPT), handed("other", PROMPT)):
         bench.hear(FromRouter(1, request))
@@ -205,7 +203,7 @@ def test_routers_hear_what_is_in_progress_here_and_not_what_waits_for_another_no
     assert bench.wire.said[-1] == InProgress((key("r"),))
 
 
-def test_what_lands_at_once_takes_the_next_step_without_waiting() -> None:
+def test_what_lands_at_once_takes_the_next_step_without_waiting():
     """Nothing is missing here and everything was announced: no event will come to wake the loop."""
     bench, prompt = Bench(), [5, 6, 7, 8]
     bench.hear(FromRouter(0, local("warm", prompt, max_tokens=2)))
@@ -235,7 +233,7 @@ def step(num_tokens: int, took_s: float) -> tuple[StepPlan, StepResult]:
     return StepPlan(1, slices), StepResult(1, ((),), 100.0, 100.0 + took_s)
 
 
-def test_a_forecast_follows_what_steps_of_that_size_take() -> None:
+def test_a_forecast_follows_what_steps_of_that_size_take():
     forecast = StepForecast()
     for _ in range(3):
         forecast.learn(*step(1, 0.05))
@@ -250,9 +248,7 @@ def test_a_forecast_follows_what_steps_of_that_size_take() -> None:
     assert forecast.predict(step(1, 0)[0]) == pytest.approx(0.05)
 
 
-def test_a_rank_that_was_killed_from_outside_is_no_fault_of_its_step(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rank_that_was_killed_from_outside_is_no_fault_of_its_step(monkeypatch):
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT, max_tokens=50)))
 
@@ -265,7 +261,7 @@ def test_a_rank_that_was_killed_from_outside_is_no_fault_of_its_step(
     assert bench.loop.crashed_in is None
 
 
-def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
+def test_a_pool_with_many_quarantined_blocks_ends_the_process():
     bench = Bench()
     bench.hear(FromRouter(0, local("r", PROMPT)))
     bench.pool.quarantine(bench.pool.allocate(3))
@@ -274,7 +270,7 @@ def test_a_pool_with_many_quarantined_blocks_ends_the_process() -> None:
     assert bench.loop.crashed_in is None, "no request is to blame"
 
 
-def test_a_handoff_that_fails_is_logged_with_its_request(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
     lost = TransferError("the channel to node p0 broke", code="node_lost").to_failure()
     observer.reported(ReceiveEnded(key("gone"), Cancelled("by its client").to_failure()))

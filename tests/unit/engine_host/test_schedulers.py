@@ -59,7 +59,7 @@ def hand(drive: Drive, name: str, length: int, num_choices: int = 1) -> None:
     drive.scheduler.on_report(drive.now_s, offered(name, length, num_blocks))
 
 
-def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
+def test_nobody_gets_a_first_token_while_the_steps_have_no_place():
     drive = decode_drive(limits=LIMITS)
     for name in "abc":
         drive.scheduler.add(0.0, 0, local(name, [1, 2, 3], max_tokens=10))
@@ -72,7 +72,7 @@ def test_nobody_gets_a_first_token_while_the_steps_have_no_place() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: int) -> None:
+def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth):
     drive = decode_drive(limits=msgspec.structs.replace(LIMITS, max_num_seqs=3))
     prompt = [1, 2, 3]
     drive.scheduler.add(0.0, 0, local("long", prompt, max_tokens=40))
@@ -99,9 +99,7 @@ def test_many_choices_take_the_places_that_are_left_and_keep_nobody_out(depth: i
 
 @pytest.mark.parametrize("is_running", [False, True])
 @pytest.mark.parametrize("origin", [0, 1])
-def test_a_later_attempt_ends_the_one_before_and_tells_another_router(
-    origin: int, is_running: bool
-) -> None:
+def test_a_later_attempt_ends_the_one_before_and_tells_another_router(origin, is_running):
     drive = decode_drive()
     drive.scheduler.add(0.0, 0, local("a", [1, 2, 3], max_tokens=40))
     if is_running:
@@ -119,7 +117,7 @@ def test_a_later_attempt_ends_the_one_before_and_tells_another_router(
     assert drive.pool.num_owned == 0
 
 
-def test_a_head_that_waited_long_is_passed_no_more() -> None:
+def test_a_head_that_waited_long_is_passed_no_more():
     drive = decode_drive(num_blocks=8, limits=LIMITS)
     hand(drive, "a", 20)  # 5 blocks
     drive.launch()
@@ -138,7 +136,7 @@ def test_a_head_that_waited_long_is_passed_no_more() -> None:
 
 
 @pytest.mark.parametrize("is_early", [True, False])
-def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool) -> None:
+def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early):
     """It would wait for ever, and everyone behind it."""
     drive = decode_drive(num_blocks=8, limits=LIMITS)
     big = handed("big", [1] * 29, max_tokens=3)
@@ -160,7 +158,7 @@ def test_what_quarantined_blocks_leave_no_room_for_goes_elsewhere(is_early: bool
 
 
 @pytest.mark.parametrize("length", [3, 4])
-def test_a_block_whose_last_token_nobody_knows_is_not_kept(length: int) -> None:
+def test_a_block_whose_last_token_nobody_knows_is_not_kept(length):
     """Two steps run when the sequence is cancelled: what the first one drew is thrown away."""
     drive = decode_drive(limits=LIMITS)
     prompt = list(range(length))
@@ -178,9 +176,7 @@ def test_a_block_whose_last_token_nobody_knows_is_not_kept(length: int) -> None:
 
 
 @pytest.mark.parametrize(("bound", "num_cached"), [(1, None), (2, 8), (10, 8)])
-def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(
-    bound: int, num_cached: int | None
-) -> None:
+def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(bound, num_cached):
     drive, prompt = decode_drive(), list(range(10))
     drive.scheduler.add(0.0, 0, local("warm", prompt, max_tokens=2))
     drive.run()
@@ -198,7 +194,7 @@ def test_a_local_prompt_that_is_not_cached_enough_is_refused_before_any_token(
     assert drive.pool.num_free == 64
 
 
-def test_when_no_block_is_left_the_youngest_goes_back_to_its_router() -> None:
+def test_when_no_block_is_left_the_youngest_goes_back_to_its_router():
     drive = decode_drive(num_blocks=8)
     drive.scheduler.add(0.0, 0, local("old", [1, 2, 3], max_tokens=21))
     drive.scheduler.add(0.0, 0, local("young", [4, 5, 6], max_tokens=21))
@@ -212,7 +208,7 @@ def test_when_no_block_is_left_the_youngest_goes_back_to_its_router() -> None:
     assert drive.pool.num_free == 8
 
 
-def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled() -> None:
+def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled():
     """Prefill passes the reason on, perhaps to a router that only this node has lost."""
     drive = decode_drive()
     drive.scheduler.add(0.0, 7, handed("a", [1, 2, 3]))
@@ -223,7 +219,7 @@ def test_a_landing_whose_router_is_gone_is_given_up_as_lost_and_not_as_cancelled
     assert (abandon.failure.code, abandon.failure.retryable) == ("node_lost", True)
 
 
-def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+def test_a_fully_cached_prompt_still_computes_its_last_token():
     drive, prompt = prefill_drive(), list(range(16))
     for name in "ab":
         drive.scheduler.add(0.0, 0, prefill(name, prompt))
@@ -236,7 +232,7 @@ def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
     assert firsts[0].tokens == firsts[1].tokens
 
 
-def test_decode_repeats_what_prefill_had_cached() -> None:
+def test_decode_repeats_what_prefill_had_cached():
     """All tokens of a short answer may reach its router before prefill's message does."""
     drive = decode_drive()
     drive.scheduler.add(0.0, 0, handed("a", SHORT, max_tokens=1))
@@ -251,7 +247,7 @@ def test_decode_repeats_what_prefill_had_cached() -> None:
     assert metrics.num_cached_tokens == 4
 
 
-def test_a_prompt_that_is_computed_outlives_its_router() -> None:
+def test_a_prompt_that_is_computed_outlives_its_router():
     """The client may have its first token, so decode must get the blocks."""
     drive = prefill_drive()
     drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
@@ -264,7 +260,7 @@ def test_a_prompt_that_is_computed_outlives_its_router() -> None:
     assert not drive.pool.num_owned
 
 
-def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelled() -> None:
+def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelled():
     """Decode passes the reason on, perhaps to a router that only this node has lost."""
     drive = prefill_drive()
     drive.scheduler.add(0.0, 7, prefill("a", list(range(60))))
@@ -275,7 +271,7 @@ def test_a_handoff_whose_router_is_gone_is_withdrawn_as_lost_and_not_as_cancelle
     assert (withdrawn.failure.code, withdrawn.failure.retryable) == ("node_lost", True)
 
 
-def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_released() -> None:
+def test_a_handoff_that_breaks_is_reported_at_once_and_its_blocks_stay_until_released():
     drive = prefill_drive()
     drive.scheduler.add(0.0, 7, prefill("a", list(range(10))))
     drive.run()
@@ -323,9 +319,7 @@ WRONG: dict[str, dict[str, object]] = {
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("changes", WRONG.values(), ids=WRONG.keys())
-def test_a_wrong_request_is_refused_and_the_next_one_served(
-    role: str, changes: dict[str, object]
-) -> None:
+def test_a_wrong_request_is_refused_and_the_next_one_served(role, changes):
     drive = make(role)
     wrong = request(role, **changes)
     drive.scheduler.add(0.0, 0, wrong)
@@ -345,7 +339,7 @@ def test_a_wrong_request_is_refused_and_the_next_one_served(
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_a_key_that_is_in_use_is_refused_and_its_owner_goes_on(role: str, steps: int) -> None:
+def test_a_key_that_is_in_use_is_refused_and_its_owner_goes_on(role, steps):
     """The same key twice, or a key of one of its choices; at every stage."""
     drive = make(role)
     drive.scheduler.add(0.0, 0, request(role, num_choices=2))
@@ -368,7 +362,7 @@ def test_a_key_that_is_in_use_is_refused_and_its_owner_goes_on(role: str, steps:
     [(FirstToken(5),), (FirstToken(5),) * 3, (FirstToken(5), FirstToken(1000))],
     ids=["too few", "too many", "not a token"],
 )
-def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, ...]) -> None:
+def test_first_tokens_that_do_not_fit_end_the_request(tokens):
     drive = make("decode")
     drive.scheduler.add(0.0, 0, handed("a", SHORT, num_choices=2))
     drive.scheduler.on_report(0.0, offered("a", 5, 2))
@@ -380,7 +374,7 @@ def test_first_tokens_that_do_not_fit_end_the_request(tokens: tuple[FirstToken, 
     assert drive.pool.num_free == NUM_BLOCKS
 
 
-def test_prompts_of_many_choices_take_several_steps() -> None:
+def test_prompts_of_many_choices_take_several_steps():
     """A step has a row of logits for each token that it samples."""
     limits = NodeLimits(max_num_batched_tokens=64, max_num_seqs=8, max_model_len=64)
     for drive, ask in (

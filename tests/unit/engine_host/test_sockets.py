@@ -1,7 +1,7 @@
 """The sockets of two nodes that face each other: who is who, and what a wrong peer cannot do."""
 
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,7 +45,7 @@ Make = Callable[[str, Role], EngineSockets]
 
 
 @pytest.fixture
-def make() -> Iterator[Make]:
+def make():
     """Nodes without a router; closed in the end."""
     made: list[EngineSockets] = []
 
@@ -127,7 +127,7 @@ class RouterEnd:
 
 
 @pytest.fixture
-def router(tmp_path: Path) -> Iterator[RouterEnd]:
+def router(tmp_path):
     end = RouterEnd(tmp_path)
     yield end
     end.close()
@@ -137,9 +137,7 @@ INTRODUCTION = Hello(PROTOCOL_VERSION, NodeId("d0"), "decode", Epoch("d0-1"))
 REFUSED = Refused(Failure("model_mismatch", "it serves another model"))
 
 
-def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in(
-    router: RouterEnd, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in(router, caplog):
     caplog.set_level("INFO")
     sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
@@ -163,7 +161,7 @@ def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in
         sockets.close()
 
 
-def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -> None:
+def test_a_node_that_is_refused_while_it_loads_ends_at_once(router):
     """The second process under an id loaded its whole model before it heard of the first."""
     sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels())
     try:
@@ -175,15 +173,13 @@ def test_a_node_that_is_refused_while_it_loads_ends_at_once(router: RouterEnd) -
         sockets.close()
 
 
-def test_before_it_introduces_itself_a_peer_is_nobody(make: Make, tmp_path: Path) -> None:
+def test_before_it_introduces_itself_a_peer_is_nobody(make, tmp_path):
     decode, info = listening(make, tmp_path)
     tell(dialled(make, "p0", info), OFFERED, hello("p0"), OFFERED)
     assert hear(decode, 2) == [from_peer("p0", hello("p0")), from_peer("p0", OFFERED)]
 
 
-def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(
-    make: Make, tmp_path: Path
-) -> None:
+def test_a_peer_that_was_dropped_but_never_left_is_known_when_it_speaks(make, tmp_path):
     """A router forgot it for a while; the peer itself has not noticed anything."""
     decode, info = listening(make, tmp_path)
     prefill = dialled(make, "p0", info)
@@ -209,9 +205,7 @@ class Link:
     is_resolved: bool = True
 
 
-def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_router_that_does_not_answer_is_told_of_after_5_s_and_then_ever_more_rarely(caplog):
     caplog.set_level("INFO")
     clock, watch, link = VirtualClock(), RouterWatch(), Link("tcp://front:5570")
 

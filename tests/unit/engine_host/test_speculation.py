@@ -28,7 +28,7 @@ def drive(num_guesses: int, *, num_blocks: int = 64) -> Drive:
 
 
 @given(st.lists(st.integers(0, 3) | st.integers(0, 1 << 31), min_size=1, max_size=40))
-def test_a_guess_is_what_followed_the_longest_run_where_it_stood_last(text: list[int]) -> None:
+def test_a_guess_is_what_followed_the_longest_run_where_it_stood_last(text):
     expected: tuple[int, ...] = ()
     for size in (4, 3, 2):
         starts = [i for i in range(len(text) - size) if text[i : i + size] == text[-size:]]
@@ -44,7 +44,7 @@ def test_a_guess_is_what_followed_the_longest_run_where_it_stood_last(text: list
     assert found == expected
 
 
-def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them() -> None:
+def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them():
     lookup, text, pauses = PromptLookup(GUESSING), [1, 2, 3] * 4, []
     assert lookup.guesses(text) == (1, 2, 3)
     for _ in range(8):
@@ -64,7 +64,7 @@ def test_wrong_guesses_make_pauses_that_grow_and_a_right_one_ends_them() -> None
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_blocks", [100, 30])
-def test_guesses_save_steps_and_leave_the_tokens_as_they_are(depth: int, num_blocks: int) -> None:
+def test_guesses_save_steps_and_leave_the_tokens_as_they_are(depth, num_blocks):
     """With few blocks, sequences are preempted, and what they said is a beginning."""
     prompts = {f"r{i}": [9, 8, 7, *range(i)] for i in range(3)}
     num_steps = []

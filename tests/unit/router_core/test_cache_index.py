@@ -171,7 +171,7 @@ Announcements.TestCase.settings = settings(max_examples=30, stateful_step_count=
 TestAnnouncements = Announcements.TestCase
 
 
-def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound() -> None:
+def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound():
     cache, index = PrefixCache(), CacheIndex(max_blocks_per_node=MAX_KEYS + 10)
     hashes = block_hashes(list(range(MAX_KEYS + 100)), 1)
     for block, block_hash in enumerate(hashes):
@@ -189,7 +189,7 @@ def test_a_large_cache_is_told_in_parts_and_known_up_to_a_bound() -> None:
     assert index.num_blocks(NODES[0]) == MAX_KEYS + 9
 
 
-def test_a_router_hears_at_intervals_and_not_of_what_came_and_went() -> None:
+def test_a_router_hears_at_intervals_and_not_of_what_came_and_went():
     cache = PrefixCache()
     cache.watch(ROUTER)
     assert [one.number for _, one in cache.journal.take(0.0)] == [0]

@@ -92,7 +92,7 @@ def of_type(commands: list[RequestCommand], kind: type[C]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
 
 
-def test_a_request_goes_from_one_place_to_closed() -> None:
+def test_a_request_goes_from_one_place_to_closed():
     drive = Driver()
     sent = of_type(drive.place(), Send)
     assert [send.node for send in sent] == [D, P]
@@ -114,7 +114,7 @@ def test_a_request_goes_from_one_place_to_closed() -> None:
     assert drive.says(D, TokenEntry(KEY, 6, [7])) == []
 
 
-def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_tell_it() -> None:
+def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_tell_it():
     drive = Driver()
     drive.place()
     commands = drive.says(P, FirstTokens(KEY, 3, (FirstToken(9, "stop"),), TIMES))
@@ -124,11 +124,11 @@ def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_te
     assert drive.says(D, CancelDone((KEY,))) == [Release(D, KEY), Closed()]
 
 
-def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed() -> None:
+def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed():
     drive = Driver(max_attempts=1)
     (place,) = of_type(drive.step(Begun()), Place)
     sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS, 64)), Send)
-    assert [send.message.max_uncached_tokens for send in sent] == [64]  # type: ignore[union-attr]
+    assert [send.message.max_uncached_tokens for send in sent] == [64]
     refusal = Failure(NOT_CACHED, "no", retryable=True, http_status=503)
     (again,) = of_type(drive.says(D, Failed(KEY, refusal)), Place)
     assert (again.is_remote_only, again.avoid) == (True, frozenset())
@@ -137,7 +137,7 @@ def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed() -> N
     assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [Outcome(refusal)]
 
 
-def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received() -> None:
+def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received():
     drive = Driver()
     drive.place()
     drive.says(D, TokenEntry(KEY, 3, [9]))
@@ -149,7 +149,7 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
     assert Send(D, Cancel((KEY,))) in commands, "the node does not know of the gap"
 
 
-def test_only_losses_without_progress_use_up_attempts() -> None:
+def test_only_losses_without_progress_use_up_attempts():
     drive = Driver(max_tokens=50, max_attempts=2)
     drive.place()
     key, position = KEY, 3
@@ -164,13 +164,13 @@ def test_only_losses_without_progress_use_up_attempts() -> None:
     assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
 
 
-def test_a_node_that_may_only_have_paused_is_told_to_give_up_what_it_had() -> None:
+def test_a_node_that_may_only_have_paused_is_told_to_give_up_what_it_had():
     drive = Driver()
     drive.place()
     assert Send(D, Cancel((KEY,), "node lost")) in drive.step(NodeLost(D, LOST))
 
 
-def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -> None:
+def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made():
     drive = Driver(max_tokens=50, max_attempts=9)
     drive.place()
     drive.says(D, TokenEntry(KEY, 3, [9, 9]))
@@ -187,7 +187,7 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made() -
     assert of_type(drive.step(NodeLost(D, LOST)), Place) == []
 
 
-def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost() -> None:
+def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost():
     drive = Driver(max_attempts=1)
     drive.place()
     draining = Failure(DRAINING, "it is to end", retryable=True, http_status=503)
@@ -196,7 +196,7 @@ def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost() -> None:
 
 
 @pytest.mark.parametrize("node", [P, D])
-def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node: NodeId) -> None:
+def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node):
     """A node that lost its channel to this router first gives up what it was asked for."""
     drive = Driver()
     drive.place()
@@ -207,7 +207,7 @@ def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node: NodeId) -> None:
     assert place.avoid == {(node, EPOCHS[node])}
 
 
-def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_while() -> None:
+def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_while():
     drive = Driver()
     drive.place()
     commands = drive.says(D, Failed(KEY, REFUSED))
@@ -223,7 +223,7 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
 
 
 @pytest.mark.parametrize("is_accepted", [False, True])
-def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted: bool) -> None:
+def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted):
     drive = Driver()
     drive.place()
     drive.says(P, FirstTokens(KEY, 3, (FirstToken(9),), TIMES))
@@ -236,7 +236,7 @@ def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted: 
     assert (place.num_tokens, {node for node, _ in place.avoid}) == (3 + is_accepted, {P, D})
 
 
-def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes() -> None:
+def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes():
     """Its handoff was lost between the nodes, of which each waits for the other."""
     drive = Driver()
     drive.place()
@@ -256,7 +256,7 @@ def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes(
     assert place.is_resume
 
 
-def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
+def test_a_stream_that_its_node_ended_unasked_moves_on():
     """For example by a cancel of a session that is gone."""
     drive = Driver(num_choices=2)
     drive.place()
@@ -270,7 +270,7 @@ def test_a_stream_that_its_node_ended_unasked_moves_on() -> None:
 
 
 @pytest.mark.parametrize("num_received", [2, 0])
-def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_received: int) -> None:
+def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_received):
     driver = Driver(max_tokens=9)
     choice = AdoptedChoice(KEY, [7, 8], num_received, process=(D, EPOCHS[D]))
     commands = driver.step(Adopted((choice,), ATTEMPTS_PER_ROUTER))
@@ -282,7 +282,7 @@ def test_what_was_taken_over_goes_on_with_attempts_of_this_routers_own(num_recei
     assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
 
 
-def test_a_first_token_that_only_the_client_has_is_computed_again() -> None:
+def test_a_first_token_that_only_the_client_has_is_computed_again():
     """The stream compares it with the client's (`test_stream.py`)."""
     driver = Driver()
     choice = AdoptedChoice(KEY, [], 1, process=(D, EPOCHS[D]))
@@ -290,7 +290,7 @@ def test_a_first_token_that_only_the_client_has_is_computed_again() -> None:
     assert driver.place_again(driver.says(D, Failed(KEY, LOST))) == Key(R, 0, ATTEMPTS_PER_ROUTER)
 
 
-def test_a_stream_that_another_router_has_taken_over_is_left_to_it() -> None:
+def test_a_stream_that_another_router_has_taken_over_is_left_to_it():
     driver = Driver()
     driver.place()
     driver.says(D, TokenEntry(KEY, 3, [7]))
@@ -307,7 +307,7 @@ def delivered(commands: list[RequestCommand]) -> list[RequestCommand]:
     return [one for one in commands if isinstance(one, Deliver | DeliverPrompt)]
 
 
-def test_the_prompts_log_probabilities_come_once_and_before_any_token() -> None:
+def test_the_prompts_log_probabilities_come_once_and_before_any_token():
     drive = Driver(prompt_logprobs=0)
     drive.place()
     drive.says(P, PromptLogprobs(KEY, ROWS[:8]))
@@ -323,12 +323,12 @@ def test_the_prompts_log_probabilities_come_once_and_before_any_token() -> None:
     # A resume asks for no more of them.
     (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
     sent = of_type(drive.step(Placed(place.key, P, D, EPOCHS)), Send)
-    assert [send.message.sampling.prompt_logprobs for send in sent] == [None, None]  # type: ignore[union-attr]
+    assert [send.message.sampling.prompt_logprobs for send in sent] == [None, None]
     out = drive.says(D, TokenEntry(place.key, 6, [6]))
     assert delivered(out) == [Deliver(0, [6])]
 
 
-def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent() -> None:
+def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent():
     drive = Driver(prompt_logprobs=0)
     drive.place()
     drive.says(P, PromptLogprobs(KEY, ROWS[:8]))
@@ -338,7 +338,7 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
     assert Send(D, Cancel((KEY,))) in out
     (place,) = of_type(out, Place)
     sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS)), Send)
-    assert [send.message.sampling.prompt_logprobs for send in sent] == [0]  # type: ignore[union-attr]
+    assert [send.message.sampling.prompt_logprobs for send in sent] == [0]
     drive.says(D, PromptLogprobs(place.key, ROWS))
     assert delivered(drive.says(D, TokenEntry(place.key, 3, [5]))) == [
         DeliverPrompt(ROWS), Deliver(0, [5])
@@ -346,7 +346,7 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
 
 
 @pytest.mark.parametrize("node", [P, D])
-def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node: NodeId) -> None:
+def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node):
     drive = Driver(prompt_logprobs=0)
     drive.place(P if node == P else None)
     drive.says(node, PromptLogprobs(KEY, ROWS[:8]))

@@ -28,7 +28,7 @@ def process(name: str, epoch: str = "e0") -> NodeProcess:
     return NodeId(name), Epoch(epoch)
 
 
-def test_the_least_loaded_pair_is_taken_and_ties_go_by_name() -> None:
+def test_the_least_loaded_pair_is_taken_and_ties_go_by_name():
     registry = cluster(*PAIRS)
     assert choose(registry, place("a", 60)) == ("p0", "d0")
     assert choose(registry, place("b", 40)) == ("p1", "d1")
@@ -37,7 +37,7 @@ def test_the_least_loaded_pair_is_taken_and_ties_go_by_name() -> None:
     assert choose(registry, place("d", 40)) == ("p0", "d0")
 
 
-def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
+def test_a_node_that_failed_the_request_is_the_last_resort():
     registry = cluster(*PAIRS)
     failed = frozenset(process(name) for name in ("p0", "d0", "d1"))
     assert choose(registry, place("a", avoid=failed)) == ("p1", "d0")
@@ -46,7 +46,7 @@ def test_a_node_that_failed_the_request_is_the_last_resort() -> None:
     assert choose(cluster(*PAIRS), place("b", avoid=restarted)) == ("p0", "d0")
 
 
-def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at_a_time() -> None:
+def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at_a_time():
     """A prefill node whose blocks cannot be read has no load, but must not get every request."""
     registry = cluster(*PAIRS)
     for name in ("d0", "d1"):
@@ -71,7 +71,7 @@ def test_a_pair_whose_handoff_failed_is_avoided_and_then_tried_by_one_attempt_at
     assert not any(one.reason for one in registry.pairs.transfers(later_s))
 
 
-def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another() -> None:
+def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another():
     registry = cluster(*PAIRS)
     suspect = msgspec.structs.replace(place("a", 33), is_suspect=True)
     assert choose(registry, suspect) == ("p0", "d0")
@@ -81,7 +81,7 @@ def test_nobody_shares_a_node_with_a_suspect_as_long_as_there_is_another() -> No
     assert choose(registry, place("d")) == ("p0", "d0")
 
 
-def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown() -> None:
+def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown():
     infos = [
         msgspec.structs.replace(info, reaches=(reach,))
         for info, reach in zip(PAIRS, ("shm@a", "shm@b", "shm@b", "shm@b"), strict=True)
@@ -97,7 +97,7 @@ def test_pairs_that_can_never_exchange_blocks_are_never_tried_and_shown() -> Non
     assert choose(registry, place("d"), "never") is None
 
 
-def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
+def test_short_prompts_stay_local_unless_the_setting_forbids():
     registry = cluster(*PAIRS)
     assert choose(registry, place("a", 32)) == (None, "d0")
     assert choose(registry, place("b", 33)) == ("p0", "d1")
@@ -105,7 +105,7 @@ def test_short_prompts_stay_local_unless_the_setting_forbids() -> None:
     assert choose(registry, place("d", 90), "always") == (None, "d1")
 
 
-def test_nodes_whose_pool_is_too_small_are_passed_over() -> None:
+def test_nodes_whose_pool_is_too_small_are_passed_over():
     small = [node_info("p0", "prefill", num_blocks=9), node_info("d0", "decode", num_blocks=12)]
     large = [node_info("p1", "prefill"), node_info("d1", "decode")]
     assert choose(cluster(*small, *large), place(num_tokens=40)) == ("p1", "d1")
@@ -113,7 +113,7 @@ def test_nodes_whose_pool_is_too_small_are_passed_over() -> None:
     assert choose(cluster(*small), place(num_tokens=40), "never") is None
 
 
-def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take() -> None:
+def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take():
     nodes = [node_info("d1", "decode", num_blocks=8), node_info("d0", "decode")]
     assert limits_of(cluster(nodes[0]), "auto").max_model_len == 32
     nodes.append(node_info("p0", "prefill", num_blocks=20))
@@ -130,14 +130,12 @@ def test_the_longest_sequence_is_what_the_model_and_the_largest_pools_can_take()
         (SamplingParams(max_tokens=None, n=2), 40, (20, None)),
     ],
 )
-def test_output_is_cut_to_the_room_there_is(
-    params: SamplingParams, num_prompt: int, expected: tuple[int, int | None]
-) -> None:
+def test_output_is_cut_to_the_room_there_is(params, num_prompt, expected):
     limits = Limits(80, 50, 4, prefill_blocks=20, decode_blocks=20)
     assert fit(num_prompt, params, limits) == expected
 
 
-def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can() -> None:
+def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can():
     with pytest.raises(RequestError, match=r"at most 40 tokens .* at most 80") as error:
         fit(40, SamplingParams(max_tokens=41), LIMITS)
     assert error.value.param == "max_tokens"
@@ -149,7 +147,7 @@ def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can() -> None:
 
 
 @pytest.mark.parametrize("token_ids", [[], [50], [-1], [1] * 100, [1] * 80])
-def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int]) -> None:
+def test_prompts_that_no_node_could_compute_are_refused(token_ids):
     with pytest.raises(RequestError) as error:
         check_prompt(token_ids, LIMITS)
     is_long = len(token_ids) > 1
@@ -158,7 +156,7 @@ def test_prompts_that_no_node_could_compute_are_refused(token_ids: list[int]) ->
 
 
 def queue(**fields: float) -> Admission:
-    config = RouterConfig(**fields)  # type: ignore[arg-type]
+    config = RouterConfig(**fields)
     return Admission(config, cluster(*PAIRS), CheapestPair("never", 0))
 
 
@@ -171,7 +169,7 @@ def taken(admission: Admission) -> list[str]:
     return names
 
 
-def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room() -> None:
+def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room():
     admission = queue(max_inflight=2)
     for name in "abc":
         admission.wait(0.0, place(name))
@@ -183,7 +181,7 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     assert taken(admission) == ["c"]
 
 
-def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again() -> None:
+def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     admission = queue(max_queued=2)
     admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any may wait
     long = Place(Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10)
@@ -200,7 +198,7 @@ def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again() -
     assert error.value.retry_after_s == 24.0
 
 
-def test_each_attempt_waits_so_long_and_a_stream_that_began_longer() -> None:
+def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():
     admission = queue(max_queued_s=30, max_inflight=1)
     admission.placed(Key(RequestId("s")))
     resume = Place(Key(RequestId("s"), 0, 1), 4000, 1, True, 5000, is_resume=True)
@@ -232,7 +230,7 @@ def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 
     return set(decision.full)
 
 
-def test_a_node_without_room_is_waited_for() -> None:
+def test_a_node_without_room_is_waited_for():
     """Prefill takes two steps of work at once, decode the requests of its slots and some."""
     registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
     assert [full(registry, policy, name) for name in "abc"] == [set(), set(), {"p0"}]
@@ -253,7 +251,7 @@ def test_a_node_without_room_is_waited_for() -> None:
     assert full(registry, policy, "g", 1) == set()
 
 
-def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had() -> None:
+def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
     registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
     attempt = Place(Key(RequestId("a")), 40, 1, True, 200)
     before = policy.choose(0.0, registry, attempt)
@@ -265,7 +263,7 @@ def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had() -> Non
     assert [decision.loads[1][1].num_blocks for decision in (before, after)] == [32, 13]
 
 
-def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another() -> None:
+def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another():
     """After a second, no request passes it on its own node either, however small."""
     registry = small_cluster("d0", "d1")
     waiting = Admission(RouterConfig(), registry, CheapestPair("always", 0))
@@ -295,9 +293,7 @@ def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another(
     ("held", "num_tokens", "busy"),
     [("p0", 64, {"p0": 1.0, "d0": 0.0}), ("d0", 1, {"p0": 0.0, "d0": 1.0})],
 )
-def test_the_queue_counts_for_the_role_that_has_no_room(
-    held: str, num_tokens: int, busy: dict[str, float]
-) -> None:
+def test_the_queue_counts_for_the_role_that_has_no_room(held, num_tokens, busy):
     """Those behind the attempts that were looked at count, too."""
     registry = small_cluster("p0", "d0")
     config = RouterConfig(local_prefill="never")
@@ -324,7 +320,7 @@ def holding(registry: Registry, **num_tokens: int) -> Registry:
     return registry
 
 
-def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -> None:
+def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
     decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
     assert (decision.placed.prefill_node, decision.placed.decode_node) == ("p1", "d1")
@@ -338,7 +334,7 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more() -
     assert choose(registry, place("d"), "never") == ("p0", "d1"), "its successor has nothing cached"
 
 
-def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
+def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     registry = holding(cluster(*PAIRS), d1=60)
     decision = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
     assert decision.path == "local_prefill"
@@ -360,9 +356,7 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there() -> None:
     cached=st.lists(st.integers(0, 40).map(BLOCK_SIZE.__mul__), min_size=3, max_size=3),
     num_attempts=st.integers(1, 30),
 )
-def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(
-    queued: list[int], cached: list[int], num_attempts: int
-) -> None:
+def test_a_hot_prefix_unbalances_prefill_by_no_more_than_it_saves(queued, cached, num_attempts):
     names = [f"p{number}" for number in range(3)]
     registry = cluster(*(node_info(name, "prefill") for name in names), node_info("d0", "decode"))
     holding(registry, **dict(zip(names, cached, strict=True)))
@@ -382,9 +376,7 @@ def on_host(name: str, host: str) -> NodeInfo:
 
 @given(st.lists(st.tuples(st.sampled_from("pd"), st.sampled_from("abc"), st.integers(0, 3)),
                 min_size=2, max_size=12))  # fmt: skip
-def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(
-    nodes: list[tuple[str, str, int]],
-) -> None:
+def test_no_pair_of_any_two_hosts_is_cheaper_than_the_chosen_one(nodes):
     names = [f"{role}{number:02}" for number, (role, _, _) in enumerate(nodes)]
     hosts = {name: host for name, (_, host, _) in zip(names, nodes, strict=True)}
     registry = cluster(*(on_host(name, host) for name, host in hosts.items()))

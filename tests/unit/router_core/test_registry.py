@@ -49,7 +49,7 @@ def heartbeat(info: NodeInfo) -> Heartbeat:
     return Heartbeat(info.node_id, info.epoch, BUSY)
 
 
-def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
+def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
     registry, info = Registry(), node_info("d0", "decode")
     peer = info.node_id
     assert registry.hello(0, peer, hello_of(info)) == []
@@ -68,7 +68,7 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel() -> None:
     assert registry.model == info
 
 
-def test_three_missed_heartbeats_and_no_less_put_a_node_out() -> None:
+def test_three_missed_heartbeats_and_no_less_put_a_node_out():
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
     assert registry.tick(SILENCE_S) == []
@@ -90,8 +90,8 @@ def test_three_missed_heartbeats_and_no_less_put_a_node_out() -> None:
     ],
 )
 def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(
-    step_age_s: float, loop_age_s: float, load: Load, predicted_s: float, is_stuck: bool
-) -> None:
+    step_age_s, loop_age_s, load, predicted_s, is_stuck
+):
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
     message = Heartbeat(
@@ -101,7 +101,7 @@ def test_stuck_is_an_old_step_with_work_or_a_loop_that_hangs(
     assert (nodes_health(1.0, registry)[0].state == "stuck") == is_stuck
 
 
-def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has() -> None:
+def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has():
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
     registry.drains(info.node_id)
@@ -112,7 +112,7 @@ def test_a_node_that_drains_gets_nothing_new_and_keeps_what_it_has() -> None:
     assert [type(change) for change in registry.tick(99.0)] == [Left]
 
 
-def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_not() -> None:
+def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_not():
     registry, (lost, planned) = Registry(), (node_info("d0", "decode"), node_info("d1", "decode"))
     for info in (lost, planned):
         join(registry, info)
@@ -131,7 +131,7 @@ def test_a_node_that_is_lost_is_remembered_for_an_hour_and_one_that_drained_is_n
     assert registry.lost_nodes(1.0) == ()
 
 
-def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() -> None:
+def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old():
     registry, old = Registry(), node_info("d0", "decode", "e0")
     join(registry, old)
     key = Key(RequestId("r"))
@@ -143,7 +143,7 @@ def test_a_new_process_of_the_same_name_starts_without_the_charges_of_the_old() 
     assert nodes_health(1.0, registry)[0].num_tokens == 0
 
 
-def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model() -> None:
+def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_model():
     registry = Registry()
     join(registry, node_info("d0", "decode"))
     join(registry, node_info("p0", "prefill"))
@@ -156,7 +156,7 @@ def test_a_whole_cluster_may_come_back_with_other_blocks_but_not_with_another_mo
     assert registry.model.layout.fingerprint == "another"
 
 
-def test_the_first_node_decides_which_model_is_served() -> None:
+def test_the_first_node_decides_which_model_is_served():
     registry, stray = Registry(), node_info("stray", "decode", model="another")
     join(registry, stray)
     for is_new in (True, False):  # a node asks again, and is told the same
@@ -175,7 +175,7 @@ def test_the_first_node_decides_which_model_is_served() -> None:
         ({"num_blocks": 0}, "impossible_node"),
     ],
 )
-def test_a_node_that_does_not_fit_is_refused(changes: dict[str, object], code: str) -> None:
+def test_a_node_that_does_not_fit_is_refused(changes, code):
     registry = Registry()
     join(registry, node_info("d0", "decode"))
     other = msgspec.structs.replace(node_info("d1", "decode"), **changes)
@@ -185,7 +185,7 @@ def test_a_node_that_does_not_fit_is_refused(changes: dict[str, object], code: s
     assert change.failure.code == code
 
 
-def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
+def test_a_node_that_computes_other_bits_serves_and_is_named_once():
     registry = Registry()
     join(registry, computing(node_info("d0", "decode"), "a-1"))
     join(registry, computing(node_info("p0", "prefill"), "a-1"))
@@ -201,7 +201,7 @@ def test_a_node_that_computes_other_bits_serves_and_is_named_once() -> None:
     assert (told[NodeId("d1")].batch_invariant, told[NodeId("d1")].compute) == (False, "")
 
 
-def test_a_node_whose_layers_store_something_else_is_refused_in_one_line() -> None:
+def test_a_node_whose_layers_store_something_else_is_refused_in_one_line():
     """As of one folder that baton's own decoder and transformers' code compute."""
     registry = Registry()
     kinds = LayerGroup("latent", 3, 1, 1, 40), LayerGroup("full", 3, 4, 2, 24)
@@ -219,7 +219,7 @@ def test_a_node_whose_layers_store_something_else_is_refused_in_one_line() -> No
     assert "3 full layers of 24, not 3 latent layers of 40" in change.failure.message
 
 
-def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line() -> None:
+def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line():
     registry = Registry()
     layout = KVLayout(16, 1024, "layout", kv_heads=6)
 
@@ -239,7 +239,7 @@ def test_nodes_whose_degrees_do_not_fit_are_never_paired_and_named_in_one_line()
     assert "prefill with 3 ranks cannot feed decode with 2" in unpaired.reason
 
 
-def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_can() -> None:
+def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_can():
     registry = Registry()
     infos = node_info("p0", "prefill"), node_info("d0", "decode")
     for info in infos:
@@ -256,9 +256,7 @@ def test_a_pair_whose_prefill_node_cannot_reach_the_other_is_not_used_until_it_c
 
 
 @pytest.mark.parametrize(("code", "is_over"), [("node_lost", True), ("stale_block", False)])
-def test_a_channel_that_is_open_again_ends_only_the_trouble_of_a_channel(
-    code: str, is_over: bool
-) -> None:
+def test_a_channel_that_is_open_again_ends_only_the_trouble_of_a_channel(code, is_over):
     registry = Registry()
     infos = node_info("p0", "prefill"), node_info("d0", "decode")
     for info in infos:

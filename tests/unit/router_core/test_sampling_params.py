@@ -46,26 +46,24 @@ REFUSED: list[tuple[str, object, str]] = [
 
 
 @pytest.mark.parametrize("given", NOTHING_ASKED, ids=str)
-def test_a_value_that_asks_for_nothing_is_taken(given: dict[str, object]) -> None:
-    assert sampling_of(SamplingParams(**given), 1, 16) == Sampling(1, 16)  # type: ignore[arg-type]
+def test_a_value_that_asks_for_nothing_is_taken(given):
+    assert sampling_of(SamplingParams(**given), 1, 16) == Sampling(1, 16)
 
 
 @pytest.mark.parametrize(("name", "value", "text"), REFUSED)
-def test_a_value_that_cannot_be_served_is_refused_by_name(
-    name: str, value: object, text: str
-) -> None:
+def test_a_value_that_cannot_be_served_is_refused_by_name(name, value, text):
     with pytest.raises(RequestError, match=f"{name}.*{text}") as error:
-        SamplingParams(**{name: value})  # type: ignore[arg-type]
+        SamplingParams(**{name: value})
     assert error.value.param == name
     assert (error.value.code == "unsupported") == (text == "not supported")
 
 
-def test_an_unknown_name_is_refused() -> None:
+def test_an_unknown_name_is_refused():
     with pytest.raises(TypeError, match="max_token"):
-        SamplingParams(max_token=5)  # type: ignore[call-arg]
+        SamplingParams(max_token=5)
 
 
-def test_positional_arguments_stand_in_vllm_s_order() -> None:
+def test_positional_arguments_stand_in_vllm_s_order():
     params = SamplingParams(2, 0.0, 0.0, 1.0, 0.7, 0.9, 40, 0.05, 7, "x", [3], True, 20, 5)
     assert params == SamplingParams(
         n=2, temperature=0.7, top_p=0.9, top_k=40, min_p=0.05, seed=7, stop="x",
@@ -73,14 +71,14 @@ def test_positional_arguments_stand_in_vllm_s_order() -> None:
     )  # fmt: skip
 
 
-def test_numbers_of_numpy_become_plain_ones_that_can_travel() -> None:
+def test_numbers_of_numpy_become_plain_ones_that_can_travel():
     params = SamplingParams(
-        n=np.int64(2),  # type: ignore[arg-type]
-        temperature=np.float32(0.5),  # type: ignore[arg-type]
-        seed=np.uint8(3),  # type: ignore[arg-type]
-        max_tokens=np.int32(9),  # type: ignore[arg-type]
-        stop=("a", "b"),  # type: ignore[arg-type]
-        stop_token_ids=(np.int64(4), 5),  # type: ignore[arg-type]
+        n=np.int64(2),
+        temperature=np.float32(0.5),
+        seed=np.uint8(3),
+        max_tokens=np.int32(9),
+        stop=("a", "b"),
+        stop_token_ids=(np.int64(4), 5),
     )
     plain = SamplingParams(
         n=2, temperature=0.5, seed=3, max_tokens=9, stop=["a", "b"], stop_token_ids=[4, 5]
@@ -90,7 +88,7 @@ def test_numbers_of_numpy_become_plain_ones_that_can_travel() -> None:
     assert encode(sampling_of(params, 3, 9)) == encode(sampling_of(plain, 3, 9))
 
 
-def test_a_clone_is_equal_and_takes_changes_that_are_checked() -> None:
+def test_a_clone_is_equal_and_takes_changes_that_are_checked():
     params = SamplingParams(n=2, stop=["a"], temperature=0.5)
     assert params.clone() == params == copy.deepcopy(params)
     changed = params.clone(temperature=0, max_tokens=5)
@@ -99,4 +97,4 @@ def test_a_clone_is_equal_and_takes_changes_that_are_checked() -> None:
     with pytest.raises(RequestError, match="max_tokens"):
         params.clone(max_tokens="5")
     with pytest.raises(AttributeError):
-        params.n = 3  # type: ignore[misc]
+        params.n = 3

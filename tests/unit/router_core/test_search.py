@@ -50,7 +50,7 @@ def code(verdict: object) -> str:
     return verdict.code
 
 
-def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
+def test_a_stream_that_runs_is_found_when_all_have_answered():
     """A node that is silent may have a later attempt."""
     one = search(part(3))
     assert one.verdict(0.0) is None
@@ -62,7 +62,7 @@ def test_a_stream_that_runs_is_found_when_all_have_answered() -> None:
     assert one.running_keys == {B: [Key(ID)]}
 
 
-def test_old_answers_are_asked_for_again_before_a_stream_counts_as_gone() -> None:
+def test_old_answers_are_asked_for_again_before_a_stream_counts_as_gone():
     """Another router may have gone on with it at one of these nodes."""
     one = search(part(3))
     one.heard(A, NOTHING)
@@ -77,7 +77,7 @@ def test_old_answers_are_asked_for_again_before_a_stream_counts_as_gone() -> Non
     assert one.asks_again(9.0) == []
 
 
-def test_a_router_that_just_started_waits_for_its_nodes() -> None:
+def test_a_router_that_just_started_waits_for_its_nodes():
     one = search(is_old=False, nodes=(A,))
     one.heard(A, NOTHING)
     assert one.verdict(REJOIN_S - 0.1) is None
@@ -87,7 +87,7 @@ def test_a_router_that_just_started_waits_for_its_nodes() -> None:
     assert isinstance(one.verdict(REJOIN_S - 0.1), FoundRequest)
 
 
-def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
+def test_a_node_that_never_answers_is_not_waited_for_for_ever():
     one = search()
     one.heard(A, NOTHING)
     assert one.verdict(ANSWER_S - 0.1) is None
@@ -95,7 +95,7 @@ def test_a_node_that_never_answers_is_not_waited_for_for_ever() -> None:
 
 
 @pytest.mark.parametrize("attempt", [0, 2])
-def test_an_attempt_with_other_tokens_is_never_adopted(attempt: int) -> None:
+def test_an_attempt_with_other_tokens_is_never_adopted(attempt):
     """Another router may have made it, so that its number says nothing."""
     one = search(part(3), is_old=False)
     one.heard(A, attached(held(num_tokens=9, attempt=attempt, is_running=True, start=1)))
@@ -108,7 +108,7 @@ def test_an_attempt_with_other_tokens_is_never_adopted(attempt: int) -> None:
     assert one.running_keys == {A: [Key(ID, 0, attempt)], B: [Key(ID, 0, 1)]}, "A ends its own"
 
 
-def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
+def test_the_highest_attempt_counts_and_what_stopped_is_not_final():
     one = search(part(5))
     one.heard(A, attached(held(num_tokens=5)))
     assert one.verdict(0.0) is None, "another node may have gone on with it"
@@ -117,7 +117,7 @@ def test_the_highest_attempt_counts_and_what_stopped_is_not_final() -> None:
     assert (verdict.choices[0].node, verdict.choices[0].held.key.attempt) == (B, 1)
 
 
-def test_an_attempt_whose_first_token_is_unknown_gives_way_to_one_that_has_the_clients() -> None:
+def test_an_attempt_whose_first_token_is_unknown_gives_way_to_one_that_has_the_clients():
     one = search(part(3))
     landing = attached(held(num_tokens=2, attempt=1, is_running=True))
     one.heard(A, msgspec.structs.replace(landing, landing=(0,)))
@@ -129,7 +129,7 @@ def test_an_attempt_whose_first_token_is_unknown_gives_way_to_one_that_has_the_c
     assert verdict.choices[0].node == B
 
 
-def test_a_node_that_answers_twice_gives_one_sequence() -> None:
+def test_a_node_that_answers_twice_gives_one_sequence():
     """It was asked again when its channel came back, before its first answer was read."""
     one = search()
     for num_tokens in (3, 5):
@@ -140,7 +140,7 @@ def test_a_node_that_answers_twice_gives_one_sequence() -> None:
     assert one.running_keys == {A: [Key(ID)]}
 
 
-def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them() -> None:
+def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them():
     received = (part(2), part(4, has_ended=True), ReceivedPart())
     one = search(*received)
     one.heard(A, attached(held(0, is_running=True), num_choices=3))
@@ -150,7 +150,7 @@ def test_choices_may_lie_on_several_nodes_and_be_missing_if_the_client_has_them(
     assert sorted(verdict.choices) == [0, 2]
 
 
-def test_a_node_that_knows_less_than_the_client_does_not_help() -> None:
+def test_a_node_that_knows_less_than_the_client_does_not_help():
     one = search(part(9), nodes=(A,))
     one.heard(A, attached(held(num_tokens=5, is_running=True)))
     assert code(one.verdict(0.0)) == "stream_gone"
@@ -161,7 +161,7 @@ def entry(position: int, *token_ids: int, end: FinishReason | None = None) -> To
 
 
 @pytest.mark.parametrize("token", [5, 6])
-def test_an_attempt_that_catches_up_counts_if_it_has_the_clients_tokens(token: int) -> None:
+def test_an_attempt_that_catches_up_counts_if_it_has_the_clients_tokens(token):
     one = search(part(6))
     one.heard(A, attached(held(num_tokens=5, is_running=True)))
     one.goes_on(A, entry(5, token))
@@ -169,7 +169,7 @@ def test_an_attempt_that_catches_up_counts_if_it_has_the_clients_tokens(token: i
     assert isinstance(one.verdict(0.0), FoundRequest if token == 5 else Failure)
 
 
-def test_a_router_without_a_decode_node_does_not_know_that_a_stream_is_gone() -> None:
+def test_a_router_without_a_decode_node_does_not_know_that_a_stream_is_gone():
     one = search(part(3), nodes=())
     assert code(one.verdict(0.0)) == "stream_unknown"
     assert one.asks(A)
@@ -177,7 +177,7 @@ def test_a_router_without_a_decode_node_does_not_know_that_a_stream_is_gone() ->
     assert code(one.verdict(0.0)) == "stream_gone"
 
 
-def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream() -> None:
+def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream():
     one = Search(ID, None, 0.0, REJOIN_S, (), unmet_s=30.0)
     assert one.asks(A)
     one.heard(A, NOTHING)
@@ -187,9 +187,7 @@ def test_a_node_that_a_new_router_has_never_met_may_hold_the_stream() -> None:
 
 
 @pytest.mark.parametrize("is_lost_before", [True, False])
-def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
-    is_lost_before: bool,
-) -> None:
+def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(is_lost_before):
     missing = (B,) if is_lost_before else ()
     one = Search(ID, None, 0.0, 0.0, missing)
     assert one.asks(A)
@@ -206,7 +204,7 @@ def test_as_long_as_a_node_may_come_back_with_a_stream_it_is_not_called_gone(
     assert isinstance(one.verdict(ANSWER_S), FoundRequest)
 
 
-def test_a_stream_that_was_found_may_be_elsewhere_until_all_nodes_have_answered() -> None:
+def test_a_stream_that_was_found_may_be_elsewhere_until_all_nodes_have_answered():
     one = Search(ID, None, 0.0, 0.0, (B,))
     assert one.asks(A)
     one.heard(A, attached(held(is_running=True)))

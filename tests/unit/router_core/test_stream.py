@@ -26,7 +26,7 @@ def tokens(text: str) -> list[int]:
 
 
 @on_a_loop
-async def test_an_error_follows_what_came_before_it() -> None:
+async def test_an_error_follows_what_came_before_it():
     stream = stream_of(SamplingParams())
     stream.push(0, tokens(" the"), None)
     stream.finish(NodeError("gone"))
@@ -39,7 +39,7 @@ async def test_an_error_follows_what_came_before_it() -> None:
 
 
 @on_a_loop
-async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it() -> None:
+async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it():
     stream = stream_of(SamplingParams(stop=" world"))
     assert stream.push(0, tokens("hello world the"), None)
     # What the engine sent before it heard of the end must not replace how the choice ended.
@@ -55,7 +55,7 @@ async def test_a_stop_string_is_told_to_the_router_once_and_nothing_follows_it()
 
 
 @on_a_loop
-async def test_a_sink_gets_what_was_there_and_what_comes() -> None:
+async def test_a_sink_gets_what_was_there_and_what_comes():
     stream = stream_of(SamplingParams())
     got: list[CompletionOutput] = []
     stream.push(0, tokens(" the"), None)
@@ -68,7 +68,7 @@ async def test_a_sink_gets_what_was_there_and_what_comes() -> None:
     assert "".join(delta.text for delta in got) == " the"
 
 
-def test_snapshots_do_not_change_afterwards() -> None:
+def test_snapshots_do_not_change_afterwards():
     whole = Merged(2)
     whole.add(CompletionOutput(1, "a", [1]))
     before = whole.outputs()
@@ -127,7 +127,7 @@ TOO_LONG = AttemptRecord(
     ],
     ids=["pair", "resumed", "swapped", "never placed", "clocks"],
 )
-def test_the_stages_add_up(attempts: list[AttemptRecord], expected: str) -> None:
+def test_the_stages_add_up(attempts, expected):
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=attempts))
     words = expected.split()
     wanted = [(n, float(s)) for n, s in zip(words[::2], words[1::2], strict=True) if float(s)]
@@ -137,7 +137,7 @@ def test_the_stages_add_up(attempts: list[AttemptRecord], expected: str) -> None
     assert [one.start_s for one in stages] == [0.0, *ends[:-1]]
 
 
-def test_a_stage_names_its_node_and_a_lost_attempt_its_failure() -> None:
+def test_a_stage_names_its_node_and_a_lost_attempt_its_failure():
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=[LOST, OTHER, RESUMED]))
     assert [one.node for one in stages if one.stage == "prefill"] == ["p0", "d1"]
     assert [one.failure for one in stages if one.stage == "lost"] == ["node_lost"]

@@ -3,7 +3,7 @@
 import json
 
 from baton.router.text import ChatTemplate
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, hello, served
+from tests.support.http_bench import TEXT, HttpBench, hello, served
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}
 
@@ -21,7 +21,7 @@ async def plain_stream(bench: HttpBench, body: dict[str, object]) -> list[dict[s
 
 
 @served(script=hello)
-async def test_a_reader_that_takes_each_line_for_data_gets_no_ids(bench: HttpBench) -> None:
+async def test_a_reader_that_takes_each_line_for_data_gets_no_ids(bench):
     chunks = await plain_stream(bench, {"prompt": [5], "stream": True})
     assert chunks
     assert all(chunk["choices"] for chunk in chunks)
@@ -29,9 +29,7 @@ async def test_a_reader_that_takes_each_line_for_data_gets_no_ids(bench: HttpBen
 
 
 @served(silence_s=0.05)
-async def test_a_comment_stands_apart_where_events_have_no_ids(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_comment_stands_apart_where_events_have_no_ids(bench, engine):
     engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)  # it has nodes
     body, accept = {"prompt": [5], "stream": True}, {"Accept": "*/*"}
     async with bench.session.post("/v1/completions", json=body, headers=accept) as reply:
@@ -40,7 +38,7 @@ async def test_a_comment_stands_apart_where_events_have_no_ids(
 
 
 @served(script=hello)
-async def test_every_chunk_has_the_usage_so_far(bench: HttpBench) -> None:
+async def test_every_chunk_has_the_usage_so_far(bench):
     body = {"prompt": [5, 6], "stream": True, "stream_options": USAGE}
     *chunks, last = await plain_stream(bench, body)
     assert [chunk["usage"] for chunk in chunks] == [
@@ -50,7 +48,7 @@ async def test_every_chunk_has_the_usage_so_far(bench: HttpBench) -> None:
 
 
 @served(script=hello, chat_template=ChatTemplate("{{ messages[0].content }}", {}))
-async def test_harmless_fields_of_newer_clients_change_nothing(bench: HttpBench) -> None:
+async def test_harmless_fields_of_newer_clients_change_nothing(bench):
     parts = [{"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
     turn = {"role": "user", "content": parts, "id": "1", "cache_control": {"type": "ephemeral"}}
     fields = {
@@ -67,7 +65,7 @@ async def test_harmless_fields_of_newer_clients_change_nothing(bench: HttpBench)
 
 
 @served(chat_template=ChatTemplate("{{ messages[0].content }}", {}))
-async def test_the_tokenizer_answers_in_vllms_form(bench: HttpBench) -> None:
+async def test_the_tokenizer_answers_in_vllms_form(bench):
     ids = TEXT.encode_now("hello the end")
     whole = await bench.post({"prompt": "hello the end", "return_token_strs": True}, "/tokenize")
     assert (whole.json["tokens"], whole.json["count"]) == (ids, len(ids))
@@ -84,6 +82,6 @@ async def test_the_tokenizer_answers_in_vllms_form(bench: HttpBench) -> None:
 
 
 @served()
-async def test_probes_of_other_servers_are_answered(bench: HttpBench) -> None:
+async def test_probes_of_other_servers_are_answered(bench):
     assert (await bench.get("/ping")).status == 200
     assert (await bench.get("/load")).json == {"server_load": 0}

@@ -18,8 +18,8 @@ import pytest
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.router.http.connections import Connection
 from baton.runtime.clock import monotonic
-from tests.support.http_bench import HttpBench, ScriptedEngine, posted, served, well
-from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
+from tests.support.http_bench import posted, served, well
+from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
 
 HALF = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n"
@@ -40,9 +40,7 @@ def is_live(url: str) -> bool:
         return bool(reply.status == 200)
 
 
-def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(config, start):
     router = start(config, files=(64, 128))
     url = router.wait_for_url()
     limits = Path(f"/proc/{router.process.pid}/limits").read_text()
@@ -64,9 +62,7 @@ def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(
     assert len(router.lines) < 10, router.lines
 
 
-def test_running_out_of_descriptors_is_one_line_and_not_the_end(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_running_out_of_descriptors_is_one_line_and_not_the_end(config, start):
     router = start(config)
     url = router.wait_for_url()
     pid = router.process.pid
@@ -82,9 +78,7 @@ def test_running_out_of_descriptors_is_one_line_and_not_the_end(
 
 
 @served(config=ClusterConfig(router=RouterConfig(idle_s=0.2)))
-async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(bench, engine):
     reader, writer = await bench.dial()
     writer.write(posted({"prompt": [5], "stream": True}))
     stream = await engine.stream()
@@ -100,9 +94,7 @@ async def test_idle_and_half_sent_connections_end_but_not_those_with_a_request(
     writer.close()
 
 
-def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(config, start):
     """The others get whole answers from the same nodes as long as it is there."""
     limited = msgspec.structs.replace(config.router, unread_s=2.0)
     router = start(msgspec.structs.replace(config, router=limited))
@@ -144,8 +136,8 @@ def test_a_reader_of_a_byte_per_second_costs_the_others_nothing_and_is_cut_off(
 
 @served()
 async def test_a_client_that_leaves_when_its_answer_begins_is_no_fault_of_ours(
-    bench: HttpBench, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+    bench, engine, caplog
+):
     _, writer = await bench.dial()
     writer.write(posted({"prompt": [5], "stream": True}))
     stream = await engine.stream()
@@ -166,9 +158,7 @@ IS_LIVE = b'{"status":"live"}'
 
 @pytest.mark.parametrize("is_early", [True, False])
 @served()
-async def test_requests_behind_a_stream_are_answered_after_it_in_order(
-    is_early: bool, bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_requests_behind_a_stream_are_answered_after_it_in_order(is_early, bench, engine):
     reader, writer = await bench.dial()
     behind = LIVE + LIVE.replace(b"/live", b"/none") + LIVE[:9]
     writer.write(posted({"prompt": [5], "stream": True}) + behind * is_early)
@@ -187,9 +177,7 @@ async def test_requests_behind_a_stream_are_answered_after_it_in_order(
 
 
 @served(script=well)
-async def test_a_body_behind_the_head_of_a_resumed_stream_is_never_a_request(
-    bench: HttpBench,
-) -> None:
+async def test_a_body_behind_the_head_of_a_resumed_stream_is_never_a_request(bench):
     """Nor if it comes late, or if it looks like a request."""
     first = await bench.post({"prompt": [5], "stream": True})
     name = json.loads(first.events[0][1])["id"]
@@ -206,7 +194,7 @@ async def test_a_body_behind_the_head_of_a_resumed_stream_is_never_a_request(
 
 
 @served(config=few(2))
-async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench: HttpBench) -> None:
+async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench):
     (first, to_first), (second, to_second) = await bench.dial(), await bench.dial()
     to_second.write(HALF)
     assert (await bench.get("/live")).status == 200
@@ -218,9 +206,7 @@ async def test_the_longest_idle_connection_makes_room_for_a_new_one(bench: HttpB
 
 
 @served(config=few(2))
-async def test_connections_above_the_limit_get_probes_only(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_connections_above_the_limit_get_probes_only(bench, engine):
     busy = [await bench.dial() for _ in range(2)]
     for number, (_, writer) in enumerate(busy):
         writer.write(posted({"prompt": [5], "stream": True}))
@@ -245,9 +231,7 @@ async def test_connections_above_the_limit_get_probes_only(
 
 @pytest.mark.parametrize("reads", [False, True])
 @served(config=ClusterConfig(router=RouterConfig(unread_s=0.4)))
-async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(
-    reads: bool, bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(reads, bench, engine):
     host, port = bench.url.removeprefix("http://").split(":")
     with socket.socket() as client:
         with_small_windows(client)

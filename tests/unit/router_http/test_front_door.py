@@ -16,16 +16,7 @@ from baton.protocol.errors import ConfigError, Overloaded, RequestError
 from baton.router.http import connections
 from baton.router.http.auth import Access, add_key, digest_of, read_keys
 from baton.router.stream import RequestStream
-from tests.support.http_bench import (
-    JSON,
-    TEXT,
-    HttpBench,
-    Reply,
-    ScriptedEngine,
-    events_of,
-    hello,
-    served,
-)
+from tests.support.http_bench import JSON, TEXT, HttpBench, Reply, events_of, hello, served
 
 TYPE = "Content-Type: application/json\r\n"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("first", "sécond")))
@@ -40,9 +31,7 @@ async def ask(bench: HttpBench, path: str = "/v1/completions", **headers: str) -
 
 
 @served(script=hello, config=LOCKED)
-async def test_only_a_valid_key_opens_more_than_the_probes(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_only_a_valid_key_opens_more_than_the_probes(bench, engine):
     for wrong in ("", "first", "Basic first", "Bearer", "Bearer firs", "Bearer first second"):
         refused = await ask(bench, Authorization=wrong)
         assert (refused.status, refused.error["code"]) == (401, "invalid_api_key")
@@ -58,7 +47,7 @@ async def test_only_a_valid_key_opens_more_than_the_probes(
 
 
 @served(script=hello, config=NAMED)
-async def test_other_hosts_are_refused_if_hosts_are_named(bench: HttpBench) -> None:
+async def test_other_hosts_are_refused_if_hosts_are_named(bench):
     for host in ("evil.example", "llm.example.evil.example:80", "llm.example:x"):
         refused = await ask(bench, Host=host)
         assert (refused.status, refused.error["code"]) == (421, "wrong_host")
@@ -77,9 +66,7 @@ async def test_other_hosts_are_refused_if_hosts_are_named(bench: HttpBench) -> N
     ],
     ids=["loopback", "open", "all hosts", "with a key"],
 )
-def test_a_page_that_rebinds_its_name_to_this_host_is_refused(
-    router: RouterConfig, is_refused: bool, tmp_path: Path
-) -> None:
+def test_a_page_that_rebinds_its_name_to_this_host_is_refused(router, is_refused, tmp_path):
     @served(script=hello, config=ClusterConfig(router=router))
     async def check(bench: HttpBench) -> None:
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example"):
@@ -114,7 +101,7 @@ async def seen_by_page(bench: HttpBench, method: str, origin: str) -> tuple[int,
 
 
 @served(script=hello)
-async def test_no_page_of_another_origin_may_call_by_default(bench: HttpBench) -> None:
+async def test_no_page_of_another_origin_may_call_by_default(bench):
     assert await seen_by_page(bench, "OPTIONS", PAGE) == (405, None)
     assert await seen_by_page(bench, "POST", PAGE) == (200, None)
 
@@ -122,8 +109,8 @@ async def test_no_page_of_another_origin_may_call_by_default(bench: HttpBench) -
 @pytest.mark.parametrize(("allowed", "stranger"), [(PAGE, None), ("*", STRANGER)])
 @pytest.mark.parametrize("keys", [(), ("secret",)])
 def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
-    allowed: str, stranger: str | None, keys: tuple[str, ...], tmp_path: Path
-) -> None:
+    allowed, stranger, keys, tmp_path
+):
     router = RouterConfig(allowed_origins=(allowed,), api_keys=keys)
 
     @served(script=hello, config=ClusterConfig(router=router))
@@ -142,7 +129,7 @@ def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", ""])
 @served()
-async def test_a_body_that_does_not_say_it_is_json_is_415(bench: HttpBench, kind: str) -> None:
+async def test_a_body_that_does_not_say_it_is_json_is_415(bench, kind):
     async with bench.session.post(
         "/v1/completions",
         data=b'{"prompt":[5]}',
@@ -156,13 +143,13 @@ async def test_a_body_that_does_not_say_it_is_json_is_415(bench: HttpBench, kind
 
 
 @served(script=hello)
-async def test_the_kind_of_json_may_have_parameters(bench: HttpBench) -> None:
+async def test_the_kind_of_json_may_have_parameters(bench):
     for kind in ("application/json; charset=utf-8", "application/vnd.api+json"):
         assert (await ask(bench, **{"Content-Type": kind})).status == 200
 
 
 @served(script=hello)
-async def test_every_answer_has_a_request_id_errors_too(bench: HttpBench) -> None:
+async def test_every_answer_has_a_request_id_errors_too(bench):
     for path, status in (("/nothing", 404), ("/v1/completions", 405), ("/live", 200)):
         async with bench.session.get(path, headers={"X-Request-Id": "mine-7"}) as reply:
             assert (reply.status, reply.headers["X-Request-Id"]) == (status, "mine-7")
@@ -181,9 +168,7 @@ def full_later(stream: RequestStream) -> None:
 
 
 @served()
-async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(bench, engine):
     engine.refusal = Overloaded("full", code="queue_full", http_status=429)
     assert "Retry-After" in (await bench.post({"prompt": [5]})).headers
     engine.refusal, engine.script = None, full
@@ -199,13 +184,13 @@ async def test_every_answer_that_asks_to_come_again_is_counted_and_says_when(
 
 
 @served()
-async def test_an_echo_of_no_tokens_is_the_prompt(bench: HttpBench, engine: ScriptedEngine) -> None:
+async def test_an_echo_of_no_tokens_is_the_prompt(bench, engine):
     body = {"prompt": ["the end", "hello"], "max_tokens": 0, "echo": True, "n": 2}
     whole = (await bench.post({**body})).json
-    texts = [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]]  # type: ignore[attr-defined]
+    texts = [(choice["text"], choice["finish_reason"]) for choice in whole["choices"]]
     assert texts == [("the end", "length")] * 2 + [("hello", "length")] * 2
     num_prompt = sum(len(TEXT.encode_now(text)) for text in ("the end", "hello"))
-    assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt  # type: ignore[index]
+    assert whole["usage"]["prompt_tokens"] == whole["usage"]["total_tokens"] == num_prompt
     streamed = await bench.post({**body, "prompt": [5, 6], "n": 1, "stream": True})
     chunk, end, done = events_of(streamed.text)
     assert json.loads(chunk[1])["choices"][0]["text"] == TEXT.decode([5, 6])
@@ -218,8 +203,8 @@ async def test_an_echo_of_no_tokens_is_the_prompt(bench: HttpBench, engine: Scri
 
 @pytest.mark.parametrize(("max_body_mib", "limit"), [(64, 4), (1, 1)])
 def test_a_body_larger_than_the_models_longest_prompt_or_the_setting_is_413(
-    max_body_mib: int, limit: int, tmp_path: Path
-) -> None:
+    max_body_mib, limit, tmp_path
+):
     """The model takes 256 tokens, so 4 MiB are plenty."""
 
     @served(config=ClusterConfig(router=RouterConfig(max_body_mib=max_body_mib)))
@@ -232,7 +217,7 @@ def test_a_body_larger_than_the_models_longest_prompt_or_the_setting_is_413(
 
 
 @served(script=hello, config=ClusterConfig(router=RouterConfig(max_body_mib=1)))
-async def test_bodies_that_stall_lose_their_memory(bench: HttpBench) -> None:
+async def test_bodies_that_stall_lose_their_memory(bench):
     """Sixteen bodies of the largest size may be in memory at once."""
     with mock.patch.object(connections, "STALLED_S", 2.0):
         await let_bodies_stall(bench)
@@ -264,30 +249,28 @@ async def let_bodies_stall(bench: HttpBench) -> None:
 
 
 @served()
-async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_bodies(
-    bench: HttpBench,
-) -> None:
+async def test_the_description_of_the_api_has_every_path_and_the_fields_of_its_bodies(bench):
     described = (await bench.get("/openapi.json")).json
     served = {
         (route.resource.canonical, route.method.lower())
         for route in bench.app.application.router.routes()
         if route.resource is not None and route.method != "HEAD"
     }
-    paths: dict[str, dict[str, object]] = described["paths"]  # type: ignore[assignment]
+    paths: dict[str, dict[str, object]] = described["paths"]
     told = {(path, method) for path, methods in paths.items() for method in methods}
     of_pages = {("/", "get"), ("/status.json", "get"), ("/openapi.json", "get")}
     assert told == served - of_pages - {("/ping", "post")}
-    schemas = described["components"]["schemas"]  # type: ignore[index]
+    schemas = described["components"]["schemas"]
     assert {"tools", "logit_bias"} <= schemas["ChatBody"]["properties"].keys()
     assert not schemas["CompletionBody"]["additionalProperties"]
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path):
     return tmp_path / "keys"
 
 
-def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path: Path) -> None:
+def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path):
     first = add_key(path, "alice")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(path.read_text().rstrip() + "\n\n# of the batch job")  # edited by hand
@@ -302,7 +285,7 @@ def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path: 
 
 
 @pytest.mark.parametrize("damage", ["sha256:12", "secret", "\ud800"])
-def test_a_damaged_or_missing_file_stops_a_start(damage: str, path: Path) -> None:
+def test_a_damaged_or_missing_file_stops_a_start(damage, path):
     path.write_bytes(b"\n" + damage.encode(errors="surrogatepass"))
     with pytest.raises(ConfigError, match=r"line 2|not text"):
         read_keys(path)
@@ -311,7 +294,7 @@ def test_a_damaged_or_missing_file_stops_a_start(damage: str, path: Path) -> Non
         read_keys(path)
 
 
-def test_a_name_of_two_lines_is_refused(path: Path) -> None:
+def test_a_name_of_two_lines_is_refused(path):
     with pytest.raises(ConfigError, match="one line"):
         add_key(path, "alice\nsha256:0")
     assert not path.exists()
@@ -319,7 +302,7 @@ def test_a_name_of_two_lines_is_refused(path: Path) -> None:
         add_key(Path(os.devnull) / "keys", "alice")
 
 
-def test_keys_of_the_file_and_of_the_settings_are_both_taken(path: Path) -> None:
+def test_keys_of_the_file_and_of_the_settings_are_both_taken(path):
     key = add_key(path, "alice")
     access = Access(RouterConfig(api_keys=("plain",), api_key_file=str(path)))
     only_file = Access(RouterConfig(api_key_file=str(path)))

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import json
-from collections.abc import Callable
 
 import pytest
 
@@ -30,7 +29,7 @@ def hello(stream: RequestStream) -> None:
     """ " hello" and " world", in every choice."""
     for choice in range(stream.params.n):
         for text, end in ((" hello", None), (" world", "length")):
-            stream.push(choice, TEXT.encode_now(text), end)  # type: ignore[arg-type]
+            stream.push(choice, TEXT.encode_now(text), end)
     stream.finish()
 
 
@@ -39,9 +38,7 @@ def chunks(text: str) -> list[dict[str, object]]:
 
 
 @served(script=hello)
-async def test_a_whole_answer_has_text_usage_and_a_request_id(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_whole_answer_has_text_usage_and_a_request_id(bench, engine):
     reply = await bench.post({"model": "tiny", "prompt": "the end"})
     assert reply.status == 200
     answer = reply.json
@@ -68,9 +65,7 @@ async def test_a_whole_answer_has_text_usage_and_a_request_id(
 
 
 @served(script=hello)
-async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id(
-    bench: HttpBench,
-) -> None:
+async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_id(bench):
     body = {"prompt": "the end", "stream": True, "stream_options": {"include_usage": True}}
     reply = await bench.post({**body})
     assert reply.headers["Content-Type"].startswith("text/event-stream")
@@ -85,16 +80,14 @@ async def test_a_stream_says_the_same_as_a_whole_answer_and_every_event_has_an_i
     assert first["choices"] == [
         {"index": 0, "text": " hello", "logprobs": None, "finish_reason": None}
     ]
-    assert second["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+    assert second["choices"][0]["finish_reason"] == "length"
     assert first["usage"] is None
     assert closing["choices"] == []
-    assert closing["usage"]["completion_tokens"] == 2  # type: ignore[index]
+    assert closing["usage"]["completion_tokens"] == 2
 
 
 @served()
-async def test_a_client_that_has_all_but_the_end_of_a_stream_gets_the_end(
-    bench: HttpBench,
-) -> None:
+async def test_a_client_that_has_all_but_the_end_of_a_stream_gets_the_end(bench):
     """No node holds the stream any more."""
     name = f"cmpl-{'0' * 24}"
     for place, status in (("1e@00000001.0e", 200), ("1e@00000001.", 404), ("1e@00000001.0", 404)):
@@ -104,18 +97,16 @@ async def test_a_client_that_has_all_but_the_end_of_a_stream_gets_the_end(
 
 
 @served(script=hello)
-async def test_prompts_and_choices_are_numbered_in_order(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_prompts_and_choices_are_numbered_in_order(bench, engine):
     for prompt in (["the", "end"], [[1, 2], [3]]):
         whole = await bench.post({"prompt": prompt, "n": 2, "echo": True})
         choices = whole.json["choices"]
-        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]  # type: ignore[attr-defined]
-        texts = [choice["text"] for choice in choices]  # type: ignore[attr-defined]
+        assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+        texts = [choice["text"] for choice in choices]
         streamed = await bench.post({"prompt": prompt, "n": 2, "echo": True, "stream": True})
         joined = ["", "", "", ""]
         for chunk in chunks(streamed.text):
-            for choice in chunk["choices"]:  # type: ignore[attr-defined]
+            for choice in chunk["choices"]:
                 joined[choice["index"]] += choice["text"]
         assert joined == texts
         assert texts[2] == texts[3]
@@ -124,13 +115,13 @@ async def test_prompts_and_choices_are_numbered_in_order(
 
 
 @served(script=hello)
-async def test_token_ids_come_on_request(bench: HttpBench) -> None:
+async def test_token_ids_come_on_request(bench):
     body = {"prompt": [5], "return_token_ids": True}
     expected = [TEXT.encode_now(" hello")[0], TEXT.encode_now(" world")[0]]
     whole = await bench.post({**body})
-    assert whole.json["choices"][0]["token_ids"] == expected  # type: ignore[index]
+    assert whole.json["choices"][0]["token_ids"] == expected
     streamed = chunks((await bench.post({**body, "stream": True})).text)
-    ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]  # type: ignore[attr-defined]
+    ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]
     assert ids == expected
 
 
@@ -140,16 +131,14 @@ def hello_cut(stream: RequestStream) -> None:
 
 
 @served(script=hello_cut)
-async def test_a_limit_that_was_cut_is_said_in_usage_and_header(bench: HttpBench) -> None:
+async def test_a_limit_that_was_cut_is_said_in_usage_and_header(bench):
     reply = await bench.post({"prompt": [5], "max_tokens": 99})
     assert reply.headers["Baton-Max-Tokens"] == "7"
-    assert reply.json["usage"]["max_tokens_clamped"] == 7  # type: ignore[index]
+    assert reply.json["usage"]["max_tokens_clamped"] == 7
 
 
 @served(script=hello)
-async def test_sampling_fields_reach_the_engine_and_null_is_the_default(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, engine):
     given = {
         "temperature": 0.5, "top_p": 0.9, "top_k": 7, "min_p": 0.1, "seed": -3, "n": 2,
         "max_tokens": 9, "min_tokens": 2, "stop": ["x"], "stop_token_ids": [4],
@@ -170,9 +159,7 @@ def refuse(stream: RequestStream) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @served(script=refuse)
-async def test_an_error_before_the_first_token_is_a_status_also_in_streams(
-    bench: HttpBench, stream: bool
-) -> None:
+async def test_an_error_before_the_first_token_is_a_status_also_in_streams(bench, stream):
     reply = await bench.post({"prompt": [5], "stream": stream})
     assert reply.status == 429
     assert (reply.error["code"], reply.error["type"]) == ("queue_full", "rate_limit_error")
@@ -181,12 +168,12 @@ async def test_an_error_before_the_first_token_is_a_status_also_in_streams(
 
 
 @served(script=lost)
-async def test_an_error_after_the_first_token_is_an_event_and_the_end(bench: HttpBench) -> None:
+async def test_an_error_after_the_first_token_is_an_event_and_the_end(bench):
     reply = await bench.post({"prompt": [5], "stream": True})
     assert reply.status == 200
     first, last = chunks(reply.text)
-    assert first["choices"][0]["text"] == " hello"  # type: ignore[index]
-    assert last["error"]["code"] == "node_lost"  # type: ignore[index]
+    assert first["choices"][0]["text"] == " hello"
+    assert last["error"]["code"] == "node_lost"
     assert "[DONE]" not in reply.text
     # The connection can be used again.
     assert (await bench.get("/live")).status == 200
@@ -195,20 +182,18 @@ async def test_an_error_after_the_first_token_is_an_event_and_the_end(bench: Htt
 
 
 @served()
-async def test_a_bug_while_streaming_ends_that_answer_alone(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_bug_while_streaming_ends_that_answer_alone(bench, engine):
     bad = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
     broken = await engine.stream()
     good = asyncio.create_task(bench.post({"prompt": [6], "stream": True}))
     other = await engine.stream(1)
     engine.say(other, " hello")
     broken.push(0, TEXT.encode_now(" hello"), None)
-    broken.finish(RuntimeError("a bug"))  # type: ignore[arg-type]
+    broken.finish(RuntimeError("a bug"))
     engine.say(other, " world", "stop")
     other.finish()
     last = chunks((await bad).text)[-1]
-    assert last["error"]["code"] == "internal_error"  # type: ignore[index]
+    assert last["error"]["code"] == "internal_error"
     assert "a bug" not in str(last)
     assert (await good).text.endswith("data: [DONE]\n\n")
 
@@ -216,9 +201,7 @@ async def test_a_bug_while_streaming_ends_that_answer_alone(
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("has_begun", [False, True])
 @served()
-async def test_a_client_that_leaves_cancels_its_request(
-    bench: HttpBench, engine: ScriptedEngine, streamed: bool, has_begun: bool
-) -> None:
+async def test_a_client_that_leaves_cancels_its_request(bench, engine, streamed, has_begun):
     reader, writer = await bench.dial()
     writer.write(posted({"prompt": [[5], [6]], "stream": streamed}))
     await engine.stream(1)
@@ -234,9 +217,7 @@ async def test_a_client_that_leaves_cancels_its_request(
 
 
 @served(silence_s=0.05)
-async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(bench, engine):
     async def turn_away() -> None:
         stream = await engine.stream()
         await asyncio.sleep(0.3)  # longer than a stream may be silent
@@ -252,9 +233,7 @@ async def test_a_stream_that_only_waited_for_a_node_gets_503_and_no_event(
 
 
 @served(silence_s=0.05)
-async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_silence_is_broken_by_comments_before_and_after_the_first_token(bench, engine):
     engine.script = lambda stream: setattr(stream.metrics, "num_attempts", 1)  # it has nodes
     async with bench.session.post("/v1/completions", json={"prompt": [5], "stream": True}) as reply:
         for _ in range(2):
@@ -268,9 +247,7 @@ async def test_silence_is_broken_by_comments_before_and_after_the_first_token(
 
 
 @served()
-async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_lost(bench, engine):
     num_tokens = 30_000
     token_id = TEXT.encode_now(" hello")[0]
     reader, writer = await bench.dial(limit=1024)
@@ -285,14 +262,14 @@ async def test_a_client_that_does_not_read_gets_merged_events_and_nothing_is_los
     received = (await reader.read(-1)).decode()
     writer.close()
     await writer.wait_closed()
-    parts = [chunk["choices"][0]["text"] for chunk in chunks(received)]  # type: ignore[index]
+    parts = [chunk["choices"][0]["text"] for chunk in chunks(received)]
     assert "".join(parts) == " hello" * (num_tokens + 1)
     assert len(parts) < num_tokens
     assert received.endswith("data: [DONE]\n\n")
 
 
 @served(script=hello)
-async def test_an_adapter_is_chosen_as_the_model(bench: HttpBench, engine: ScriptedEngine) -> None:
+async def test_an_adapter_is_chosen_as_the_model(bench, engine):
     for model, lora in (("sql", "sql"), ("tiny", "")):
         reply = await bench.post({"model": model, "prompt": [5], "cache_salt": "mine"})
         assert reply.json["model"] == model
@@ -306,9 +283,7 @@ async def test_an_adapter_is_chosen_as_the_model(bench: HttpBench, engine: Scrip
 
 
 @served()
-async def test_unknown_paths_methods_and_models_are_json_errors(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_unknown_paths_methods_and_models_are_json_errors(bench, engine):
     missing = await bench.get("/v1/nothing")
     assert (missing.status, missing.error["code"]) == (404, "unknown_url")
     wrong = await bench.get("/v1/completions")
@@ -322,11 +297,9 @@ async def test_unknown_paths_methods_and_models_are_json_errors(
 
 
 @served()
-async def test_models_health_and_live_tell_readiness_apart(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_models_health_and_live_tell_readiness_apart(bench, engine):
     models = (await bench.get("/v1/models")).json
-    assert models["data"][0]["id"] == "tiny"  # type: ignore[index]
+    assert models["data"][0]["id"] == "tiny"
     assert (await bench.get("/v1/models/tiny")).json["max_model_len"] == 256
     assert (await bench.get("/v1/models/other/one")).status == 404
     assert (await bench.get("/version")).json == {"version": __version__}
@@ -343,9 +316,7 @@ async def test_models_health_and_live_tell_readiness_apart(
 
 
 @served()
-async def test_draining_finishes_what_is_under_way_and_takes_nothing_new(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_draining_finishes_what_is_under_way_and_takes_nothing_new(bench, engine):
     under_way = asyncio.create_task(bench.post({"prompt": [5], "stream": True}))
     stream = await engine.stream()
     draining = asyncio.create_task(bench.server.drain(20.0))
@@ -362,7 +333,7 @@ async def test_draining_finishes_what_is_under_way_and_takes_nothing_new(
 
 
 @served(script=hello)
-async def test_metrics_count_answers_requests_and_tokens(bench: HttpBench) -> None:
+async def test_metrics_count_answers_requests_and_tokens(bench):
     await bench.post({"prompt": [5, 6, 7]})
     await bench.post({"prompt": [5], "stream": True})
     await bench.post({"prompt": ""})
@@ -376,9 +347,7 @@ async def test_metrics_count_answers_requests_and_tokens(bench: HttpBench) -> No
 
 
 @served()
-async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(bench, engine):
     def refuse(_: RequestStream) -> None:
         engine.refusal = RequestError("the prompt is too long", param="prompt")
 
@@ -389,9 +358,7 @@ async def test_a_refusal_of_one_prompt_ends_the_others_of_its_request(
 
 
 @served()
-async def test_broken_http_is_400_and_no_traceback(
-    bench: HttpBench, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_broken_http_is_400_and_no_traceback(bench, caplog):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" + TYPE.encode()
     broken = [
         head + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
@@ -415,9 +382,7 @@ def count(kind: type) -> int:
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("script", [well, lost, None])
-def test_an_answer_is_gone_without_the_collector(
-    script: Callable[[RequestStream], None] | None, is_streamed: bool
-) -> None:
+def test_an_answer_is_gone_without_the_collector(script, is_streamed):
     async def ask() -> int:
         engine = ScriptedEngine(script)
         engine.refusal = None if script is not None else Overloaded("full", code="queue_full")

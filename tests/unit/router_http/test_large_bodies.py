@@ -17,7 +17,7 @@ from baton.router.http import large_bodies
 from baton.router.text import ChatTemplate
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
-from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
+from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
 from tests.support.small_tokenizers import write_tokenizer
 
@@ -88,7 +88,7 @@ BODIES: list[dict[str, object]] = [
 
 
 @on_a_loop
-async def test_a_large_body_gets_the_answer_of_a_small_one(tmp_path: Path) -> None:
+async def test_a_large_body_gets_the_answer_of_a_small_one(tmp_path):
     paths = {"messages": "/v1/chat/completions", "input": "/v1/responses"}
     async with Bench(tmp_path) as bench:
         for body in BODIES:
@@ -104,7 +104,7 @@ async def test_a_large_body_gets_the_answer_of_a_small_one(tmp_path: Path) -> No
 
 
 @on_a_loop
-async def test_what_the_model_cannot_take_is_refused_there(tmp_path: Path) -> None:
+async def test_what_the_model_cannot_take_is_refused_there(tmp_path):
     async with Bench(tmp_path) as bench:
         for prompt in ([5] * 300, "the end " * 300, "x" * 500_000, [5, 400]):
             refused = await bench.large({"prompt": prompt})
@@ -114,7 +114,7 @@ async def test_what_the_model_cannot_take_is_refused_there(tmp_path: Path) -> No
 
 
 @on_a_loop
-async def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> None:
+async def test_others_are_served_while_a_large_body_is_read(tmp_path):
     async with Bench(tmp_path) as bench:
         assert (await bench.large({"prompt": [5]})).status == 200
         (process,) = body_processes(os.getpid())
@@ -130,9 +130,7 @@ async def test_others_are_served_while_a_large_body_is_read(tmp_path: Path) -> N
 
 
 @on_a_loop
-async def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(tmp_path, monkeypatch):
     async with Bench(tmp_path) as bench:
         assert (await bench.large({"prompt": [5]})).status == 200
         (process,) = body_processes(os.getpid())
@@ -148,14 +146,14 @@ async def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(
 
 
 @on_a_loop
-async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path: Path) -> None:
+async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path):
     async with Bench(tmp_path) as bench:
         (tmp_path / "tiny" / "chat_template.jinja").write_text("{% foo %}")
         assert (await bench.large({"prompt": [5]})).status == 200
 
 
 @on_a_loop
-async def test_the_loss_of_the_process_is_one_refusal(tmp_path: Path) -> None:
+async def test_the_loss_of_the_process_is_one_refusal(tmp_path):
     async with Bench(tmp_path) as bench:
         assert (await bench.large({"prompt": [5]})).status == 200
         (process,) = body_processes(os.getpid())
@@ -172,9 +170,7 @@ async def test_the_loss_of_the_process_is_one_refusal(tmp_path: Path) -> None:
         assert (await bench.large({"prompt": [5]})).status == 200
 
 
-def test_hostile_bodies_leave_a_router_small_and_serving(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_hostile_bodies_leave_a_router_small_and_serving(config, start):
     router = start(config)
     url = router.wait_for_url()
     mib = 2**20

@@ -6,20 +6,17 @@ import signal
 import socket
 import urllib.request
 from pathlib import Path
-from typing import Literal
 
 import msgspec
 import pytest
 
-from baton.protocol.config import ClusterConfig, LogConfig
+from baton.protocol.config import LogConfig
 from tests.support.completions import post
-from tests.support.router_process import WAIT_S, StartRouter, ask, wait_until_ready, with_toy_nodes
+from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes
 from tests.support.scripted_nodes import toy_answer
 
 
-def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(config, start):
     router = start(config)
     url = router.wait_for_url()
     prompt = [5, 6, 7]
@@ -32,7 +29,7 @@ def test_it_serves_logs_stats_but_no_prompt_and_ends_on_sigterm(
     assert "5, 6, 7" not in "".join(router.lines)
 
 
-def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: StartRouter) -> None:
+def test_prompts_are_logged_on_request_and_cut(config, start):
     logging = msgspec.structs.replace(config, log=LogConfig(prompts=True))
     router = start(logging)
     url = router.wait_for_url()
@@ -43,9 +40,7 @@ def test_prompts_are_logged_on_request_and_cut(config: ClusterConfig, start: Sta
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
-    number: signal.Signals, config: ClusterConfig, start: StartRouter
-) -> None:
+def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(number, config, start):
     """SIGTERM waits for `shutdown_timeout_s`, longer than this test waits if SIGINT took it."""
     shutdown_timeout_s = 2.0 if number == signal.SIGTERM else 10 * WAIT_S
     limited = msgspec.structs.replace(config.router, shutdown_timeout_s=shutdown_timeout_s)
@@ -78,8 +73,8 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(
     ],
 )
 def test_what_a_router_cannot_start_with_is_one_clear_line(
-    section: str, field: str, said: str, tmp_path: Path, config: ClusterConfig, start: StartRouter
-) -> None:
+    section, field, said, tmp_path, config, start
+):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         wrong = {"port": port, "path": str(tmp_path), "chat_template": "/nowhere.jinja"}[field]
@@ -92,9 +87,7 @@ def test_what_a_router_cannot_start_with_is_one_clear_line(
 
 
 @pytest.mark.parametrize(("source", "total"), [("auto", 4), ("none", 200)])
-def test_a_chat_takes_the_sampling_defaults_of_the_model(
-    source: Literal["auto", "none"], total: int, config: ClusterConfig, start: StartRouter
-) -> None:
+def test_a_chat_takes_the_sampling_defaults_of_the_model(source, total, config, start):
     folder = Path(config.model.path)
     (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -113,9 +106,7 @@ def test_a_chat_takes_the_sampling_defaults_of_the_model(
     assert (usage["prompt_tokens"], usage["total_tokens"]) == (1, total)
 
 
-def test_an_open_address_without_keys_is_warned_of(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_an_open_address_without_keys_is_warned_of(config, start):
     opened = msgspec.structs.replace(config.router, host="0.0.0.0")
     router = start(msgspec.structs.replace(config, router=opened))
     assert "--api-key" in router.wait_for("anyone who can reach")

@@ -33,7 +33,7 @@ async def events_of(bench: HttpBench, body: dict[str, object]) -> list[dict[str,
 
 
 @served(script=saying(SAID), chat_template=QWEN)
-async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench: HttpBench) -> None:
+async def test_blocks_have_the_order_of_the_text_whole_and_streamed(bench):
     whole: Any = (await bench.post(BODY, PATH)).json
     thinking, text, call = whole["content"]
     assert thinking == {"type": "thinking", "thinking": "hello", "signature": ""}
@@ -74,7 +74,7 @@ def inside_call(stream: RequestStream) -> None:
 
 
 @served(script=inside_call, chat_template=QWEN)
-async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
+async def test_a_call_that_is_cut_is_no_call(bench):
     for choice in ("auto", "any"):
         whole: Any = (await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)).json
         assert [block["type"] for block in whole["content"]] == ["text"]
@@ -82,7 +82,7 @@ async def test_a_call_that_is_cut_is_no_call(bench: HttpBench) -> None:
 
 
 @served(script=saying(SAID), chat_template=QWEN)
-async def test_thinking_is_shown_only_if_it_is_asked_for(bench: HttpBench) -> None:
+async def test_thinking_is_shown_only_if_it_is_asked_for(bench):
     for thinking in (None, {"type": "disabled"}):
         body = {**BODY, "thinking": thinking}
         (chat,) = parse_message(json.dumps(body).encode(), {}).prompts
@@ -98,7 +98,7 @@ def cut(stream: RequestStream) -> None:
 
 
 @served(script=cut, chat_template=QWEN)
-async def test_a_message_says_why_it_ended(bench: HttpBench) -> None:
+async def test_a_message_says_why_it_ended(bench):
     plain = {"model": "tiny", "messages": SAYS}
     for more, reason, sequence in (
         ({"max_tokens": 1}, "max_tokens", None),
@@ -112,7 +112,7 @@ async def test_a_message_says_why_it_ended(bench: HttpBench) -> None:
 
 
 @served(script=lost, chat_template=QWEN)
-async def test_errors_have_anthropics_form(bench: HttpBench) -> None:
+async def test_errors_have_anthropics_form(bench):
     *_, last = await events_of(bench, BODY)
     assert (last["type"], last["error"]["type"]) == ("error", "api_error")
     for body, path, status, kind in (
@@ -130,13 +130,13 @@ async def test_errors_have_anthropics_form(bench: HttpBench) -> None:
     script=hello,
     chat_template=QWEN,
 )
-async def test_a_key_may_come_in_the_header_of_anthropics_clients(bench: HttpBench) -> None:
+async def test_a_key_may_come_in_the_header_of_anthropics_clients(bench):
     for headers, status in (({"x-api-key": "secret"}, 200), ({"x-api-key": "other"}, 401)):
         async with bench.session.post(PATH, json=BODY, headers=headers) as reply:
             assert reply.status == status
 
 
-def test_turns_become_those_of_a_chat() -> None:
+def test_turns_become_those_of_a_chat():
     blocks = [
         {"type": "thinking", "thinking": "hm", "signature": "x"},
         {"type": "redacted_thinking", "data": "x"},
@@ -181,7 +181,7 @@ def test_turns_become_those_of_a_chat() -> None:
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),
     ],
 )  # fmt: skip
-def test_what_is_not_there_is_refused_by_name(change: dict[str, object], param: str) -> None:
+def test_what_is_not_there_is_refused_by_name(change, param):
     with pytest.raises(RequestError) as caught:
         parse_message(json.dumps(BODY | change).encode(), {})
     assert caught.value.param == param

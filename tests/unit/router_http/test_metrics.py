@@ -32,7 +32,7 @@ def value(metrics: HttpMetrics, health: Health, name: str, **labels: str) -> flo
     return samples(metrics.render(health, MODEL))[name, wanted]
 
 
-def test_retries_resumes_and_transfers_are_counted_once() -> None:
+def test_retries_resumes_and_transfers_are_counted_once():
     metrics = HttpMetrics("tiny")
     failure = NodeError("gone").to_failure()
     for _ in range(2):
@@ -50,7 +50,7 @@ def test_retries_resumes_and_transfers_are_counted_once() -> None:
         assert of_pair == expected
 
 
-def test_an_idle_router_has_no_line_of_stats() -> None:
+def test_an_idle_router_has_no_line_of_stats():
     metrics = HttpMetrics("tiny")
     line, idle = StatsLine(metrics), Health("ready", (), 0, 0)
     assert line.take(10.0, idle) is None
@@ -61,7 +61,7 @@ def test_an_idle_router_has_no_line_of_stats() -> None:
     assert line.take(10.0, Health("ready", (), 1, 0)) is not None
 
 
-def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:
+def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero():
     metrics = HttpMetrics("tiny", "1.2")
     waits, busy = {"prefill": 0, "decode": 7}, {NodeId("d0"): 1.2}
     health = Health(
@@ -94,7 +94,7 @@ def test_nodes_show_their_load_and_a_lost_one_stays_visible_as_zero() -> None:
     )
 
 
-def test_a_request_is_seen_in_every_family_of_times_and_lengths() -> None:
+def test_a_request_is_seen_in_every_family_of_times_and_lengths():
     metrics = HttpMetrics("tiny")
     request = RequestMetrics(
         router_queue_s=0.25, queue_s=0.25, prefill_s=0.5, time_to_first_token_s=1.0, e2e_s=3.0,
@@ -122,7 +122,7 @@ def test_a_request_is_seen_in_every_family_of_times_and_lengths() -> None:
     assert value(metrics, health, "baton_request_success_total", finished_reason="stop") == 1
 
 
-def test_tokens_of_another_router_count_neither_as_ours_nor_in_our_pace() -> None:
+def test_tokens_of_another_router_count_neither_as_ours_nor_in_our_pace():
     metrics = HttpMetrics("tiny")
     request = RequestMetrics(time_to_first_token_s=1.0, e2e_s=3.0, num_output_tokens=11)
     request.received(990)
@@ -136,7 +136,7 @@ def test_tokens_of_another_router_count_neither_as_ours_nor_in_our_pace() -> Non
     assert request.num_output_tokens == 1001, "usage counts the whole answer"
 
 
-def test_codes_that_others_invent_do_not_add_up() -> None:
+def test_codes_that_others_invent_do_not_add_up():
     metrics = HttpMetrics("tiny")
     for number in range(2 * MAX_CODES):
         metrics.ended(RequestMetrics(), f"code-{number}", 1)
@@ -147,7 +147,7 @@ def test_codes_that_others_invent_do_not_add_up() -> None:
     assert value(metrics, health, "baton_requests_total", **others) == MAX_CODES
 
 
-def test_the_page_has_the_families_of_the_tables_those_of_the_process_and_no_others() -> None:
+def test_the_page_has_the_families_of_the_tables_those_of_the_process_and_no_others():
     page = HttpMetrics("tiny").render(Health("ready", (D0,), 0, 0)).decode()
     found = [line.split()[2] for line in page.splitlines() if line.startswith("# TYPE ")]
     ours = [name for name in found if not name.startswith("process_")]

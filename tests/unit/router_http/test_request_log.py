@@ -75,9 +75,7 @@ def told(
     return lines
 
 
-def test_a_request_that_failed_has_one_line_with_its_id_nodes_and_stages(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_request_that_failed_has_one_line_with_its_id_nodes_and_stages(caplog):
     ((text, fields),) = told(caplog, lost)
     assert text == "request failed"
     assert fields.items() >= {
@@ -86,17 +84,13 @@ def test_a_request_that_failed_has_one_line_with_its_id_nodes_and_stages(
     }.items()  # fmt: skip
 
 
-def test_a_request_that_was_resumed_has_one_line_that_says_why(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_request_that_was_resumed_has_one_line_that_says_why(caplog):
     ((text, fields),) = told(caplog, resumed)
     assert text == "request resumed after a loss"
     assert (fields["resumes"], fields["lost_by"]) == (1, "node_lost:1")
 
 
-def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(caplog):
     assert told(caplog, well) == []
     ((text, fields),) = told(caplog, well, access=True)
     assert text == "access"
@@ -107,7 +101,7 @@ def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
-def test_probes_do_not_flood_the_access_log(level: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_probes_do_not_flood_the_access_log(level, caplog):
     caplog.set_level(level)
     requests = RequestLog(LogConfig(access=True))
     for path in ("/health", "/v1/models", "/status.json"):
@@ -119,8 +113,8 @@ def test_probes_do_not_flood_the_access_log(level: str, caplog: pytest.LogCaptur
 
 @served(script=begun, config=ClusterConfig(log=LogConfig(access=True)))
 async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
-    bench: HttpBench, engine: ScriptedEngine, caplog: pytest.LogCaptureFixture
-) -> None:
+    bench, engine, caplog
+):
     """Its client leaves each time, and has a name for the request."""
     caplog.set_level("INFO")
     body, headers = {"prompt": [5], "stream": True}, {"X-Request-Id": "mine"}
@@ -137,7 +131,7 @@ async def test_a_stream_of_another_router_is_logged_and_timed_like_one_of_ours(
     assert [(one["request"], one["status"]) for one in lines[:2]] == [("mine", 499)] * 2
 
 
-def test_refusals_do_not_flood_the_log(caplog: pytest.LogCaptureFixture) -> None:
+def test_refusals_do_not_flood_the_log(caplog):
     caplog.set_level("INFO")
     clock = VirtualClock(100.0)
     requests = RequestLog(LogConfig(), clock)
@@ -193,7 +187,7 @@ def parent_of(span: ReadableSpan) -> int:
     return int(span.parent.span_id)
 
 
-def test_a_trace_continues_the_client_s_and_holds_the_stages() -> None:
+def test_a_trace_continues_the_client_s_and_holds_the_stages():
     spans = traced(timed, {"traceparent": f"00-{TRACE}-{PARENT}-01", "tracestate": "a=b"})
     assert list(spans) == ["prepare", "prefill", "decode", "llm_request", "POST /v1/completions"]
     root, request = spans["POST /v1/completions"], spans["llm_request"]
@@ -210,9 +204,7 @@ def test_a_trace_continues_the_client_s_and_holds_the_stages() -> None:
     )
 
 
-def test_a_trace_names_its_service_as_the_environment_says(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_trace_names_its_service_as_the_environment_says(monkeypatch):
     def named() -> tuple[object, object]:
         about = traced(timed)["llm_request"].resource.attributes
         return about["service.name"], about.get("deployment.environment")
@@ -223,7 +215,7 @@ def test_a_trace_names_its_service_as_the_environment_says(
     assert named() == ("mine", "test")
 
 
-def test_an_error_marks_its_trace() -> None:
+def test_an_error_marks_its_trace():
     root = traced(lost)["POST /v1/completions"]
     assert root.parent is None
     assert root.status.status_code is StatusCode.ERROR
@@ -231,10 +223,10 @@ def test_an_error_marks_its_trace() -> None:
     assert root.attributes["http.response.status_code"] == 502
 
 
-def test_a_trace_that_the_client_does_not_sample_is_not_sent() -> None:
+def test_a_trace_that_the_client_does_not_sample_is_not_sent():
     assert traced(timed, {"traceparent": f"00-{TRACE}-{PARENT}-00"}) == {}
 
 
-def test_a_router_without_traces_never_imports_opentelemetry() -> None:
+def test_a_router_without_traces_never_imports_opentelemetry():
     script = "import sys, baton.router.main; assert 'opentelemetry' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)

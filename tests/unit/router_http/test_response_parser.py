@@ -50,7 +50,7 @@ def parsed(
          [ToolCall("weather", "{}"), ToolCall("weather", '{"a": 1}', 1)]),
     ],
 )  # fmt: skip
-def test_calls_of_every_format_are_found(tools: ToolFormat, text: str, parts: list[Part]) -> None:
+def test_calls_of_every_format_are_found(tools, text, parts):
     assert parsed([text], tools) == parts
     assert parsed(list(text), tools) == parts
 
@@ -74,12 +74,12 @@ def test_calls_of_every_format_are_found(tools: ToolFormat, text: str, parts: li
         (None, f"<tool_call>{WEATHER}</tool_call>"),
     ],
 )  # fmt: skip
-def test_text_that_only_looks_like_a_call_is_unchanged(tools: ToolFormat, text: str) -> None:
+def test_text_that_only_looks_like_a_call_is_unchanged(tools, text):
     assert parsed([text], tools) == [text]
     assert len(text) > 1000 or parsed(list(text), tools) == [text]
 
 
-def test_reasoning_is_apart_from_content() -> None:
+def test_reasoning_is_apart_from_content():
     text = f"\n<think>\nHm <b>, </thin\n</think>\n\n<tool_call>{WEATHER}</tool_call>"
     parts = [Reasoning("\nHm <b>, </thin\n"), CALL]
     for deltas in ([text], list(text)):
@@ -105,9 +105,7 @@ TEXTS = st.lists(
     st.booleans(),
     st.booleans(),
 )
-def test_parts_do_not_depend_on_the_cuts(
-    text: str, cuts: list[int], tools: ToolFormat | None, reasoning: bool, opened: bool
-) -> None:
+def test_parts_do_not_depend_on_the_cuts(text, cuts, tools, reasoning, opened):
     edges = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     deltas = [text[start:end] for start, end in itertools.pairwise(edges)]
     whole = parsed([text], tools, reasoning=reasoning, opened=opened)

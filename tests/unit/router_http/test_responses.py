@@ -12,16 +12,7 @@ from baton.protocol.messages import TokenLogprobs
 from baton.router.http.response_body import parse_response
 from baton.router.http.schema import ParsedRequest
 from baton.router.stream import RequestStream
-from tests.support.http_bench import (
-    QWEN,
-    TEXT,
-    HttpBench,
-    ScriptedEngine,
-    hello,
-    lost,
-    saying,
-    served,
-)
+from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying, served
 
 PATH = "/v1/responses"
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -61,7 +52,7 @@ def shown(output: list[dict[str, Any]]) -> list[tuple[str, str, str]]:
 
 
 @served(script=saying(SAID), chat_template=QWEN)
-async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBench) -> None:
+async def test_items_have_the_order_of_the_text_whole_and_streamed(bench):
     reply = await bench.post(BODY, PATH)
     Response.model_validate_json(reply.text, strict=True)
     whole: Any = reply.json
@@ -97,7 +88,7 @@ async def test_items_have_the_order_of_the_text_whole_and_streamed(bench: HttpBe
 
 
 @served(script=scored, chat_template=QWEN)
-async def test_log_probabilities_are_those_of_the_message(bench: HttpBench) -> None:
+async def test_log_probabilities_are_those_of_the_message(bench):
     whole: Any = (await bench.post({"input": "hello", **LOGPROBS}, PATH)).json
     part = whole["output"][1]["content"][0]
     tokens = [str(token_id) for token_id in TEXT.encode_now(" the end.")]
@@ -109,7 +100,7 @@ async def test_log_probabilities_are_those_of_the_message(bench: HttpBench) -> N
 
 
 @served(script=hello, chat_template=QWEN)
-async def test_a_response_that_is_cut_is_incomplete(bench: HttpBench) -> None:
+async def test_a_response_that_is_cut_is_incomplete(bench):
     (*_, last) = await events_of(bench, {"input": "hello", "max_output_tokens": 1})
     assert last["type"] == "response.incomplete"
     whole: Any = (await bench.post({"input": "hello", "max_output_tokens": 1}, PATH)).json
@@ -119,15 +110,13 @@ async def test_a_response_that_is_cut_is_incomplete(bench: HttpBench) -> None:
 
 
 @served(script=saying(""), chat_template=QWEN)
-async def test_a_response_without_text_is_an_empty_message(bench: HttpBench) -> None:
+async def test_a_response_without_text_is_an_empty_message(bench):
     whole: Any = (await bench.post({"input": "hello"}, PATH)).json
     assert shown(whole["output"]) == [("message", "completed", "")]
 
 
 @served(script=lost, chat_template=QWEN)
-async def test_a_stream_that_breaks_ends_with_its_error(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_stream_that_breaks_ends_with_its_error(bench, engine):
     (*_, last) = await events_of(bench, {"input": "hello"})
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
     assert last["response"]["error"]["message"] == "d0 is lost (node_lost)"
@@ -159,7 +148,7 @@ ITEMS: list[dict[str, object]] = [
 ]  # fmt: skip
 
 
-def test_items_become_turns_in_their_order() -> None:
+def test_items_become_turns_in_their_order():
     ask = parsed(input=ITEMS, instructions="You add.", tools=[TOOL], parallel_tool_calls=False)
     (chat,) = ask.prompts
 
@@ -185,7 +174,7 @@ def test_items_become_turns_in_their_order() -> None:
     assert not ask.tools.parallel_tool_calls
 
 
-def test_settings_are_those_of_a_chat() -> None:
+def test_settings_are_those_of_a_chat():
     ask = parsed(
         max_output_tokens=7, temperature=0.5, top_k=3, stop=["x"], repetition_penalty=1.1,
         text={"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}}},
@@ -239,7 +228,7 @@ def test_settings_are_those_of_a_chat() -> None:
         ),
     ],
 )
-def test_what_cannot_be_honoured_is_named(fields: dict[str, object], param: str) -> None:
+def test_what_cannot_be_honoured_is_named(fields, param):
     with pytest.raises(RequestError) as caught:
         parsed(**fields)
     assert (caught.value.param, caught.value.http_status) == (param, 400)

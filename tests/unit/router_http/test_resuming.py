@@ -18,13 +18,13 @@ from baton.router.http.sse import (
 from baton.router.reattach import ReceivedPart
 from baton.router.response_parser import Parsing
 from baton.router.stream import digest_of
-from tests.support.http_bench import HttpBench, served
+from tests.support.http_bench import served
 
 NAME = "chatcmpl-" + "0a" * 12
 NOTHING = ReceivedPart()
 
 
-def test_an_id_tells_what_its_events_brought() -> None:
+def test_an_id_tells_what_its_events_brought():
     ids = EventIds(NAME, [NOTHING] * 3)
     ids.begin(1)
     ids.advance(2, [7], has_ended=False)
@@ -59,19 +59,19 @@ def test_an_id_tells_what_its_events_brought() -> None:
         f"cmpl-{'g' * 24}:1",
     ],
 )
-def test_what_is_no_id_is_refused(event_id: str) -> None:
+def test_what_is_no_id_is_refused(event_id):
     with pytest.raises(RequestError) as error:
         place_of(event_id)
     assert error.value.param == "Last-Event-ID"
 
 
-def test_a_name_alone_is_the_start_and_must_be_one_of_ours() -> None:
+def test_a_name_alone_is_the_start_and_must_be_one_of_ours():
     assert start_of(NAME) == ReaderPlace(NAME, None)
     with pytest.raises(RequestError):
         start_of("cmpl-1")
 
 
-def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None:
+def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone():
     writer = ResponseWriter(NAME, "tiny", 7, True, True, False, False)
     form = Form(writer, {"stop": ["a", "é"], "n": 2, "max_tokens": 5}, "request", Parsing("hermes"))
     kept = kept_of(form, b"owner", 2)
@@ -86,7 +86,7 @@ def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone() -> None
     assert kept_of(huge, b"", 1) is None
 
 
-def test_an_owner_is_known_by_its_key_alone() -> None:
+def test_an_owner_is_known_by_its_key_alone():
     one, other = (owner_of(f"Bearer {key}", wants_key=True) for key in ("one", "two"))
     assert one != other
     assert owner_of("bearer  one", wants_key=True) == one
@@ -94,7 +94,7 @@ def test_an_owner_is_known_by_its_key_alone() -> None:
 
 
 @served()
-async def test_a_client_that_has_all_is_told_to_stop_asking(bench: HttpBench) -> None:
+async def test_a_client_that_has_all_is_told_to_stop_asking(bench):
     async def get(path: str, event_id: str) -> int:
         async with bench.session.get(path, headers={"Last-Event-ID": event_id}) as reply:
             return reply.status

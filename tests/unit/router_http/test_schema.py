@@ -42,7 +42,7 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
         (body_of(cache_salt=""), "cache_salt"),
     ],
 )
-def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None:
+def test_a_wrong_field_of_a_completion_is_named(data, param):
     with pytest.raises(RequestError) as caught:
         parse_completion(data)
     assert caught.value.param == param
@@ -50,7 +50,7 @@ def test_a_wrong_field_of_a_completion_is_named(data: bytes, param: str) -> None
     assert param.rsplit(".", maxsplit=1)[-1] in caught.value.message
 
 
-def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
+def test_a_misspelt_field_is_answered_with_the_nearest():
     with pytest.raises(RequestError, match=r"max_tokns; did you mean max_tokens\?$"):
         parse_completion(body_of(max_tokns=3))
 
@@ -67,19 +67,19 @@ def test_a_misspelt_field_is_answered_with_the_nearest() -> None:
         ),
     ],
 )
-def test_a_wrong_field_of_a_chat_is_named(data: bytes, param: str) -> None:
+def test_a_wrong_field_of_a_chat_is_named(data, param):
     with pytest.raises(RequestError) as caught:
         parse_chat(data)
     assert caught.value.param == param
 
 
-def test_deep_nesting_where_it_would_be_skipped_is_refused() -> None:
+def test_deep_nesting_where_it_would_be_skipped_is_refused():
     deep = turn(content=[{"type": "text", "text": "x", "more": "@"}])
     with pytest.raises(RequestError, match="nested"):
         parse_chat(deep.replace(b'"@"', b"[" * 200_000 + b"]" * 200_000))
 
 
-def test_fields_that_ask_for_nothing_are_accepted() -> None:
+def test_fields_that_ask_for_nothing_are_accepted():
     ask = parse_completion(
         body_of(
             best_of=2, n=2, suffix="", logprobs=None, use_beam_search=False, user="me",
@@ -90,7 +90,7 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     assert ask.params.n == 2
 
 
-def test_an_answer_can_be_sent_back_as_it_came() -> None:
+def test_an_answer_can_be_sent_back_as_it_came():
     answer = {
         "role": "assistant", "content": "yes", "refusal": None, "annotations": [],
         "audio": None, "function_call": None, "tool_calls": None, "reasoning": "hm",
@@ -112,7 +112,7 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
 
 
 @pytest.mark.parametrize("data", [body_of(max_tokens=0, echo=True), body_of(max_tokens=0)])
-def test_no_tokens_can_be_asked_for_only_with_an_echo(data: bytes) -> None:
+def test_no_tokens_can_be_asked_for_only_with_an_echo(data):
     if b"echo" in data:
         assert not parse_completion(data).generates
     else:
@@ -137,7 +137,7 @@ LONG = "k" * 100_000
         turn(role=3, name=LONG),
     ],
 )
-def test_an_error_repeats_little_of_what_a_client_sent(data: bytes) -> None:
+def test_an_error_repeats_little_of_what_a_client_sent(data):
     parse = parse_chat if b"messages" in data else parse_completion
     with pytest.raises(RequestError) as caught:
         parse(data)
@@ -145,7 +145,7 @@ def test_an_error_repeats_little_of_what_a_client_sent(data: bytes) -> None:
     assert len(caught.value.param or "") < 300
 
 
-def test_prompts_come_in_four_forms() -> None:
+def test_prompts_come_in_four_forms():
     forms: list[tuple[object, list[str | list[int]]]] = [
         ("ab", ["ab"]),
         ([1, 2], [[1, 2]]),
@@ -156,7 +156,7 @@ def test_prompts_come_in_four_forms() -> None:
         assert parse_completion(body_of(prompt=given)).prompts == expected
 
 
-def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits() -> None:
+def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits():
     assert parse_completion(body_of()).params.max_tokens == 16
     assert parse_completion(body_of(min_tokens=20)).params.max_tokens == 20
     assert parse_chat(turn()).params.max_tokens is None
@@ -164,7 +164,7 @@ def test_a_completion_has_sixteen_tokens_by_default_and_a_chat_what_fits() -> No
     assert parse_chat(both).params.max_tokens == 5
 
 
-def test_what_a_body_leaves_out_comes_from_the_model_s_defaults() -> None:
+def test_what_a_body_leaves_out_comes_from_the_model_s_defaults():
     defaults = {"temperature": 0.6, "top_k": 20, "max_tokens": 3}
     params = parse_chat(turn(), defaults).params
     assert (params.temperature, params.top_k, params.max_tokens) == (0.6, 20, 3)
@@ -174,13 +174,13 @@ def test_what_a_body_leaves_out_comes_from_the_model_s_defaults() -> None:
     assert parse_completion(body_of(), defaults).params.max_tokens == 16
 
 
-def test_text_parts_are_joined_and_other_keys_of_a_turn_stay() -> None:
+def test_text_parts_are_joined_and_other_keys_of_a_turn_stay():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (chat,) = parse_chat(turn(content=parts, name="me")).prompts
     assert chat.messages == [{"role": "user", "content": "a\nb", "name": "me"}]
 
 
-def test_tools_and_their_turns_reach_the_template_as_objects() -> None:
+def test_tools_and_their_turns_reach_the_template_as_objects():
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
     body = {
         "messages": [

@@ -160,7 +160,7 @@ async def two_servers() -> AsyncIterator[list[NewConnection]]:
         engine.close()
 
 
-def test_any_bytes_in_any_pieces_are_paired_as_by_plain_aiohttp() -> None:
+def test_any_bytes_in_any_pieces_are_paired_as_by_plain_aiohttp():
     with asyncio.Runner() as runner:
         context = two_servers()
         servers = runner.run(context.__aenter__())

@@ -13,14 +13,8 @@ from baton.protocol.ids import Key, RequestId
 from baton.router.http.status import MAX_REQUESTS, PAGE, StatusDocument
 from baton.router.stream import RequestStream
 from tests.support.completions import ask
-from tests.support.http_bench import TEXT, HttpBench, ScriptedEngine, lost, placed, served, well
-from tests.support.router_process import (
-    NUM_BLOCKS,
-    WAIT_S,
-    StartRouter,
-    wait_until_ready,
-    with_toy_nodes,
-)
+from tests.support.http_bench import TEXT, HttpBench, lost, placed, served, well
+from tests.support.router_process import NUM_BLOCKS, WAIT_S, wait_until_ready, with_toy_nodes
 
 HOSTILE = "<img src=x onerror=document.title='broken'>"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("secret",)))
@@ -48,9 +42,7 @@ def ask_as(url: str, request_id: str) -> None:
     ask(url, {"prompt": [5, 6, 7], "max_tokens": 4}, **{"X-Request-Id": request_id}).read()
 
 
-def test_the_document_tells_of_nodes_pairs_and_requests(
-    config: ClusterConfig, start: StartRouter
-) -> None:
+def test_the_document_tells_of_nodes_pairs_and_requests(config, start):
     url = start(config).wait_for_url()
 
     def use() -> bytes:
@@ -81,7 +73,7 @@ def test_the_document_tells_of_nodes_pairs_and_requests(
 
 
 @served(script=well)
-async def test_only_the_last_requests_are_kept(bench: HttpBench) -> None:
+async def test_only_the_last_requests_are_kept(bench):
     for number in range(MAX_REQUESTS + 2):
         headers = {"X-Request-Id": f"r{number}"}
         body = {"prompt": [5]}
@@ -93,9 +85,7 @@ async def test_only_the_last_requests_are_kept(bench: HttpBench) -> None:
 
 
 @served()
-async def test_faults_name_what_was_lost_and_refusals_do_not_flood_them(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_faults_name_what_was_lost_and_refusals_do_not_flood_them(bench, engine):
     engine.script = lost
     assert (await bench.post({"prompt": [5]})).status == 502
     engine.script = moved
@@ -113,7 +103,7 @@ async def test_faults_name_what_was_lost_and_refusals_do_not_flood_them(
 
 
 @served(config=LOCKED)
-async def test_the_page_is_open_and_its_data_needs_the_key(bench: HttpBench) -> None:
+async def test_the_page_is_open_and_its_data_needs_the_key(bench):
     page = await bench.get("/")
     assert page.status == 200
     assert page.headers["Content-Type"] == "text/html; charset=utf-8"
@@ -127,13 +117,13 @@ async def test_the_page_is_open_and_its_data_needs_the_key(bench: HttpBench) -> 
 
 
 @served(config=OFF)
-async def test_without_the_page_there_is_neither_page_nor_data(bench: HttpBench) -> None:
+async def test_without_the_page_there_is_neither_page_nor_data(bench):
     for path in ("/", "/status.json"):
         reply = await bench.get(path)
         assert (reply.status, reply.error["code"]) == (404, "unknown_url")
 
 
-def test_the_page_sets_text_only_and_loads_nothing_else() -> None:
+def test_the_page_sets_text_only_and_loads_nothing_else():
     page = PAGE.read_text()
     for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert way not in page

@@ -28,9 +28,7 @@ def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
     include=st.booleans(),
 )
-def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(
-    pieces: list[str], stops: list[str], include: bool
-) -> None:
+def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(pieces, stops, include):
     scan = StopStrings(stops)
     text, shown = "".join(pieces), ""
     for piece in pieces:
@@ -47,7 +45,7 @@ def test_text_is_cut_at_the_first_completed_stop_however_it_was_grouped(
             assert shown == text[: end if include else start]
 
 
-def test_a_match_that_completed_before_min_tokens_stays_ignored_in_the_held_text() -> None:
+def test_a_match_that_completed_before_min_tokens_stays_ignored_in_the_held_text():
     scan = StopStrings(["ab", "xabc"])
     assert scan.push("xab", may_match=False, include_match=False) == ""
     assert scan.push("c", may_match=True, include_match=False) == ""
@@ -58,7 +56,7 @@ def test_a_match_that_completed_before_min_tokens_stays_ignored_in_the_held_text
     text=st.text(LETTERS, max_size=20),
     stops=st.lists(st.text(LETTERS, min_size=1, max_size=5), min_size=1, max_size=4),
 )
-def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: list[str]) -> None:
+def test_only_what_could_become_a_stop_string_is_held_back(text, stops):
     scan = StopStrings(stops)
     shown = scan.push(text, may_match=False, include_match=False)
     held = text[len(shown) :]
@@ -69,7 +67,7 @@ def test_only_what_could_become_a_stop_string_is_held_back(text: str, stops: lis
     assert scan.flush() == held
 
 
-def test_a_stop_string_across_token_borders_never_shows_its_beginning() -> None:
+def test_a_stop_string_across_token_borders_never_shows_its_beginning():
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop="stop the"))
     pushes = [detokenizer.push([i]) for i in TEXT.encode_now("hello stop world stop the end")]
     assert pushes[-1] is None
@@ -78,7 +76,7 @@ def test_a_stop_string_across_token_borders_never_shows_its_beginning() -> None:
     assert [delta.stop_reason for delta in deltas if delta.finish_reason] == ["stop the"]
 
 
-def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not() -> None:
+def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not():
     token_ids = TEXT.encode_now("hello stop world")
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop=["stop"]))
     delta = detokenizer.push(token_ids)
@@ -86,7 +84,7 @@ def test_the_tokens_of_a_stop_are_reported_and_those_after_it_are_not() -> None:
     assert (delta.text, delta.stop_reason) == ("hello ", "stop")
 
 
-def test_a_stop_string_can_be_kept_in_the_output() -> None:
+def test_a_stop_string_can_be_kept_in_the_output():
     params = SamplingParams(stop=["stop"], include_stop_str_in_output=True)
     assert TEXT.detokenizer([1], params).push(TEXT.encode_now("a stop b")).text == "a stop"
 
@@ -95,21 +93,19 @@ def test_a_stop_string_can_be_kept_in_the_output() -> None:
     ("min_tokens", "shown", "reason"),
     [(1, "", "stop"), (2, "stop ", "stop"), (3, "stop stop", None)],
 )
-def test_stop_strings_do_not_end_a_sequence_before_min_tokens(
-    min_tokens: int, shown: str, reason: str | None
-) -> None:
+def test_stop_strings_do_not_end_a_sequence_before_min_tokens(min_tokens, shown, reason):
     params = SamplingParams(stop="stop", min_tokens=min_tokens, max_tokens=None)
     delta = TEXT.detokenizer([1], params).push(TEXT.encode_now("stop stop"), "length")
     assert (delta.text, delta.stop_reason) == (shown, reason)
 
 
-def test_held_text_is_shown_when_the_sequence_ends_without_a_stop() -> None:
+def test_held_text_is_shown_when_the_sequence_ends_without_a_stop():
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop="the end of it"))
     assert detokenizer.push(TEXT.encode_now("hello the end")).text == "hello "
     assert detokenizer.push([], "length").text == "the end"
 
 
-def test_a_stop_string_before_the_models_end_wins() -> None:
+def test_a_stop_string_before_the_models_end_wins():
     (end,) = TEXT.encode_now(END)
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop="hello"))
     delta = detokenizer.push([*TEXT.encode_now("hello"), end], "stop")

@@ -13,7 +13,6 @@ from baton.router.text import Text
 from tests.support.small_tokenizers import (
     END,
     FAMILIES,
-    Family,
     small_text,
     small_tokenizer,
     write_tokenizer,
@@ -49,9 +48,7 @@ def joined(text: Text, prompt: list[int], pushes: list[list[int]], params: Sampl
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(
-    family: Family, data: st.DataObject
-) -> None:
+def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(family, data):
     text = ALL[family]
     token_ids = text.encode_now(data.draw(TEXTS))
     pushes = cuts(data.draw, token_ids)
@@ -60,14 +57,14 @@ def test_deltas_join_to_the_decoded_text_however_tokens_are_grouped(
 
 
 @pytest.mark.parametrize("prompt", [" ", "  ", "   b", " a"])
-def test_leading_spaces_without_text_of_their_own_are_kept(prompt: str) -> None:
+def test_leading_spaces_without_text_of_their_own_are_kept(prompt):
     text = ALL["metaspace"]
     token_ids = text.encode_now(prompt)
     assert text.decode(token_ids) == small_tokenizer("metaspace").decode(token_ids) == prompt
 
 
 @given(data=st.data())
-def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject) -> None:
+def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data):
     """Random ids are mostly broken UTF-8: what is shown for it must agree as well."""
     tokenizer, text = small_tokenizer("byte_level"), ALL["byte_level"]
     ids = st.lists(st.integers(0, tokenizer.get_vocab_size() + 3), max_size=20)
@@ -81,7 +78,7 @@ def test_any_byte_level_tokens_decode_as_the_tokenizer_does(data: st.DataObject)
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(data=st.data())
-def test_output_continues_the_text_of_the_prompt(family: Family, data: st.DataObject) -> None:
+def test_output_continues_the_text_of_the_prompt(family, data):
     """What is pushed is what the whole decodes to beyond the prompt, leading space included."""
     text = ALL[family]
     token_ids = text.encode_now("hello " + data.draw(TEXTS) + " world")
@@ -94,7 +91,7 @@ def test_output_continues_the_text_of_the_prompt(family: Family, data: st.DataOb
     assert prompt + output == whole
 
 
-def test_a_character_begun_in_the_prompt_is_shown_once_completed() -> None:
+def test_a_character_begun_in_the_prompt_is_shown_once_completed():
     text = ALL["byte_level"]
     token_ids = text.encode_now("😀!")
     detokenizer = text.detokenizer(token_ids[:2], PARAMS)
@@ -103,7 +100,7 @@ def test_a_character_begun_in_the_prompt_is_shown_once_completed() -> None:
     assert broken.push(text.encode_now("hello")).text == "hello"
 
 
-def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
+def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for():
     text = ALL["byte_level"]
     hello, world = text.encode_now("hello")[0], text.encode_now(" world")[0]
     params = SamplingParams(stop_token_ids=[world])
@@ -114,7 +111,7 @@ def test_the_token_that_ends_a_sequence_has_no_text_unless_asked_for() -> None:
     assert text.detokenizer([1], included).push([hello, world], "stop").text == "hello world"
 
 
-def test_known_decoders_need_no_tokenizer_per_token() -> None:
+def test_known_decoders_need_no_tokenizer_per_token():
     tokenizers = {family: small_tokenizer(family) for family in FAMILIES}
     table = {
         family
@@ -126,9 +123,7 @@ def test_known_decoders_need_no_tokenizer_per_token() -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("part", ["hello world, the end.", " ", "x", "你好😀", END])
-def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(
-    family: Family, part: str
-) -> None:
+def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(family, part):
     text = ALL[family]
     prompt = (part + "stop ") * (200_000 // len(part + "stop "))
     token_ids = text.encode_now(prompt)
@@ -139,13 +134,13 @@ def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(
     assert caught.value.code == "context_length_exceeded"
 
 
-def test_a_lone_surrogate_is_refused_by_name() -> None:
+def test_a_lone_surrogate_is_refused_by_name():
     with pytest.raises(RequestError, match="not Unicode") as caught:
         ALL["byte_level"].encode_now("a\ud800b")
     assert caught.value.param == "prompt"
 
 
-def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path: Path) -> None:
+def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path):
     tokenizer = small_tokenizer("byte_level")
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=8)
@@ -156,7 +151,7 @@ def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path: Path)
     text.close()
 
 
-def test_missing_and_broken_folders_are_one_clear_line(tmp_path: Path) -> None:
+def test_missing_and_broken_folders_are_one_clear_line(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*tokenizer\.json: No such file") as caught:
         Text.load(str(tmp_path))
     assert "\n" not in caught.value.message

@@ -4,8 +4,6 @@ import http.client
 import shutil
 import ssl
 import subprocess
-from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -14,11 +12,11 @@ from baton.__main__ import main
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.runtime.tls import server_context
 from tests.support.certificates import Certificate, make_certificate
-from tests.support.router_process import WAIT_S, StartRouter
+from tests.support.router_process import WAIT_S
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Certificate:
+def made(tmp_path):
     return make_certificate(tmp_path)
 
 
@@ -29,9 +27,7 @@ def with_tls(config: ClusterConfig, made: Certificate) -> ClusterConfig:
     return msgspec.structs.replace(config, router=router)
 
 
-def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(
-    config: ClusterConfig, start: StartRouter, made: Certificate
-) -> None:
+def test_tls_is_at_least_1_2_and_plain_http_gets_no_answer(config, start, made):
     changed = with_tls(config, made)
     context = server_context(changed.router)
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
@@ -82,13 +78,7 @@ def encrypted(made: Certificate) -> None:
         (encrypted, "without a password"),
     ],
 )
-def test_a_file_that_cannot_be_used_is_one_line(
-    damage: Callable[[Certificate], None],
-    hint: str,
-    command: str,
-    made: Certificate,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_file_that_cannot_be_used_is_one_line(damage, hint, command, made, capsys):
     damage(made)
     flags = ["--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key)]
     assert main([command, *flags]) == 2
@@ -97,9 +87,7 @@ def test_a_file_that_cannot_be_used_is_one_line(
     assert str(made.key.parent) in line
 
 
-def test_a_key_may_be_in_the_file_of_its_certificate_but_not_alone(
-    made: Certificate, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_key_may_be_in_the_file_of_its_certificate_but_not_alone(made, capsys):
     both = made.cert.with_suffix(".pem")
     both.write_bytes(made.cert.read_bytes() + made.key.read_bytes())
     assert server_context(RouterConfig(ssl_certfile=str(both))) is not None

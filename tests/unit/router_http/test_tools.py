@@ -15,7 +15,7 @@ from baton.router.outputs import CompletionOutput, ToolCall
 from baton.router.response_parser import Parsing, ResponseParser, ToolFormat
 from baton.router.stream import RequestStream
 from baton.router.text import ChatTemplate
-from tests.support.http_bench import QWEN, TEXT, HttpBench, ScriptedEngine, served
+from tests.support.http_bench import QWEN, TEXT, served
 
 PATH = "/v1/chat/completions"
 THOUGHT = "<think>hello</think>"
@@ -49,7 +49,7 @@ def joined(events: list[tuple[str, str]]) -> dict[str, Any]:
 
 
 @served(script=token_by_token, chat_template=QWEN)
-async def test_calls_and_reasoning_are_apart_from_the_content(bench: HttpBench) -> None:
+async def test_calls_and_reasoning_are_apart_from_the_content(bench):
     whole: Any = (await bench.post(BODY, PATH)).json
     (choice,) = whole["choices"]
     message = choice["message"]
@@ -70,7 +70,7 @@ async def test_calls_and_reasoning_are_apart_from_the_content(bench: HttpBench) 
 
 
 @served(script=token_by_token, chat_template=QWEN)
-async def test_a_stream_has_the_parts_of_the_whole(bench: HttpBench) -> None:
+async def test_a_stream_has_the_parts_of_the_whole(bench):
     whole = joined((await bench.post({**BODY, "stream": True}, PATH)).events)
     assert (whole["content"], whole["reasoning"]) == ("the", "hello")
     assert whole["finish"] == "tool_calls"
@@ -78,7 +78,7 @@ async def test_a_stream_has_the_parts_of_the_whole(bench: HttpBench) -> None:
     assert (call["index"], call["function"]["name"]) == (0, "add")
 
 
-def test_a_resumed_stream_goes_on_with_the_same_parts() -> None:
+def test_a_resumed_stream_goes_on_with_the_same_parts():
     def stream() -> tuple[RequestStream, list[CompletionOutput]]:
         params, parsing = SamplingParams(), Parsing("hermes", reasoning=True)
         made = RequestStream("r", None, [1], params, [TEXT.detokenizer([1], params, 0, parsing)])
@@ -99,9 +99,7 @@ def test_a_resumed_stream_goes_on_with_the_same_parts() -> None:
 
 
 @served(chat_template=ChatTemplate("{{ messages[0].content }}", {}))
-async def test_tools_that_the_model_cannot_call_are_refused(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_tools_that_the_model_cannot_call_are_refused(bench, engine):
     reply = await bench.post(BODY, PATH)
     assert (reply.status, reply.error["param"]) == (400, "tools")
     assert not engine.streams
@@ -117,9 +115,7 @@ async def test_tools_that_the_model_cannot_call_are_refused(
         ("<tool_call>", None, False),
     ],
 )
-def test_the_format_is_the_one_that_the_template_shows(
-    source: str, tools: ToolFormat | None, reasoning: bool
-) -> None:
+def test_the_format_is_the_one_that_the_template_shows(source, tools, reasoning):
     template = ChatTemplate("{% raw %}" + source + "{% endraw %}", {})
     assert ModelFormat.of(RouterConfig(), template) == ModelFormat(tools, reasoning)
     named = RouterConfig(tool_call_parser="mistral", reasoning_parser="none")
@@ -143,8 +139,8 @@ SCHEMA: dict[str, object] = {
     ("before", "is_open"), [("", None), ("Hm</think>\n\n", True), ("<think>Hm</think>\n", False)]
 )
 def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
-    written: ToolFormat, is_required: bool, before: str, is_open: bool | None
-) -> None:
+    written, is_required, before, is_open
+):
     functions = (Function("add", parameters=SCHEMA, strict=True), Function("other"))
     grammar = checked_grammar(form_of_calls(ToolUse(functions, is_required, True), written))
     if is_open is not None:
@@ -172,9 +168,7 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
 
 
 @served(chat_template=QWEN)
-async def test_a_demand_that_cannot_be_kept_is_refused_by_name(
-    bench: HttpBench, engine: ScriptedEngine
-) -> None:
+async def test_a_demand_that_cannot_be_kept_is_refused_by_name(bench, engine):
     required = {**BODY, "tool_choice": "required"}
     for more, param in (
         ({"min_tokens": 2, "max_tokens": 9}, "min_tokens"),

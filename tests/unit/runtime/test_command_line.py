@@ -4,7 +4,6 @@ import shutil
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -44,18 +43,14 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["completion", "cmd"], "bash, zsh"),
     ],
 )
-def test_a_mistake_is_one_line(
-    words: list[str], hint: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_mistake_is_one_line(words, hint, capsys):
     assert main(words) == 2
     (line,) = said(capsys)
     assert hint in line
 
 
 @pytest.mark.parametrize("words", [["decode", "--model", "/gone"], ["status", "/gone"]])
-def test_a_misspelt_variable_is_one_line_before_anything_else(
-    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_misspelt_variable_is_one_line_before_anything_else(words, capsys, monkeypatch):
     monkeypatch.setenv("BATON_ENGINE_THREAD", "2")
     assert main(words) == 2
     warning, _ = said(capsys)
@@ -64,15 +59,13 @@ def test_a_misspelt_variable_is_one_line_before_anything_else(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_model_that_is_none_is_one_line(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_is_none_is_one_line(command, tmp_path, capsys):
     assert main([command, "--model", str(tmp_path)]) == 2
     (line,) = said(capsys)
     assert "has no config.json" in line
 
 
-def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_that_is_taken_is_named(capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         assert main(["serve", "--port", port]) == 2
@@ -80,7 +73,7 @@ def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> No
     assert f"port {port} is in use: choose another with --port" in line
 
 
-def test_ctrl_c_is_one_line_also_while_modules_are_loaded() -> None:
+def test_ctrl_c_is_one_line_also_while_modules_are_loaded():
     done = subprocess.run(
         [sys.executable, "-c", CTRL_C_ON_IMPORT, "baton.bench.cli"],
         capture_output=True, text=True, check=False,
@@ -89,7 +82,7 @@ def test_ctrl_c_is_one_line_also_while_modules_are_loaded() -> None:
     assert done.returncode == 130
 
 
-def test_tab_completes_commands_flags_choices_and_paths(tmp_path: Path) -> None:
+def test_tab_completes_commands_flags_choices_and_paths(tmp_path):
     if shutil.which("bash") is None:
         pytest.skip("needs bash")
     (tmp_path / "cluster.key").touch()
@@ -115,9 +108,7 @@ def test_tab_completes_commands_flags_choices_and_paths(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_each_script_has_the_commands_of_the_help(
-    shell: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_script_has_the_commands_of_the_help(shell, capsys):
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     assert not [name for name in parsers() if name.split()[-1] not in printed]
@@ -126,9 +117,7 @@ def test_each_script_has_the_commands_of_the_help(
 @pytest.mark.parametrize(("role", "chosen", "found"), [
     ("prefill", "all", "prompts"), ("prefill", "none", "none"), ("decode", "all", "all"),
 ])  # fmt: skip
-def test_a_prefill_node_captures_prompts_alone(
-    role: str, chosen: str, found: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_prefill_node_captures_prompts_alone(role, chosen, found, monkeypatch):
     graphs: list[str] = []
 
     class Node:

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -16,9 +15,7 @@ from baton.runtime.clock import Standstill
 from baton.runtime.host import devices_for, gpus_of, nodes_on_gpu, threads_per_rank
 
 
-def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(monkeypatch, tmp_path):
     # A process may be kept to CPUs of any numbers.
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3, 19)))
     monkeypatch.setattr(host, "CGROUP", tmp_path)
@@ -34,7 +31,7 @@ def test_ranks_share_the_cpus_of_a_process_and_the_quota_of_its_container(
         assert threads_per_rank(engine, nodes) == expected
 
 
-def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path: Path) -> None:
+def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path):
     path = tmp_path / "cpus"
     one, two = SharedCpus(path, 2, 8), SharedCpus(path, 3, 8)
     assert one.take() == 8
@@ -48,7 +45,7 @@ def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path: Path) ->
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(tmp_path: Path) -> None:
+def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(tmp_path):
     path = tmp_path / "cpus"
     script = (
         "from pathlib import Path; from baton.engine.compute.step_threads import SharedCpus\n"
@@ -65,7 +62,7 @@ def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(tmp_path: Pa
         SharedCpus(path, 1, 4)
 
 
-def test_nodes_take_the_gpus_in_turn_and_see_the_others_too(tmp_path: Path) -> None:
+def test_nodes_take_the_gpus_in_turn_and_see_the_others_too(tmp_path):
     assert gpus_of(0, tmp_path, {}) == ()
     for name in ("nvidiactl", "nvidia-uvm", "nvidia0", "nvidia1", "nvidia2"):
         (tmp_path / name).touch()
@@ -79,7 +76,7 @@ def test_nodes_take_the_gpus_in_turn_and_see_the_others_too(tmp_path: Path) -> N
 
 
 @pytest.fixture
-def rdma(tmp_path: Path) -> Path:
+def rdma(tmp_path):
     for name, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
@@ -88,13 +85,13 @@ def rdma(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("bind", ["tcp://127.0.0.1", "tcp://0.0.0.0"])
-def test_a_cluster_on_one_host_opens_nothing(bind: str, rdma: Path) -> None:
+def test_a_cluster_on_one_host_opens_nothing(bind, rdma):
     assert devices_for(NodeConfig(routers=("tcp://localhost:5570",), bind=bind), rdma) == ""
 
 
 def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_are_up(
-    rdma: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    rdma, monkeypatch
+):
     # Loopback is the one interface that every machine has; here it plays one that others reach.
     monkeypatch.setattr(host.Endpoint, "is_loopback", False)
     node = NodeConfig(routers=("ipc:///tmp/control", "tcp://127.0.0.1:5570"))
@@ -115,7 +112,7 @@ def test_an_address_of_this_host_brings_its_interface_and_the_rdma_ports_that_ar
         ("ipc:///tmp/socket", Endpoint(path="/tmp/socket"), True),
     ],
 )
-def test_an_address_is_read(text: str, endpoint: Endpoint, is_loopback: bool) -> None:
+def test_an_address_is_read(text, endpoint, is_loopback):
     assert parse_endpoint(text) == endpoint
     assert endpoint.is_loopback == is_loopback
 
@@ -123,18 +120,18 @@ def test_an_address_is_read(text: str, endpoint: Endpoint, is_loopback: bool) ->
 @pytest.mark.parametrize(
     "text", ["", "tcp://:80", "tcp://a:b", "tcp://a:70000", "ipc://", "http://a:1", "a:1"]
 )
-def test_what_is_no_address_is_refused(text: str) -> None:
+def test_what_is_no_address_is_refused(text):
     with pytest.raises(ConfigError, match="write tcp://host:port or ipc:///path"):
         parse_endpoint(text)
 
 
 @pytest.mark.parametrize("text", ["tcp://10.0.0.1", "tcp://*:80"])
-def test_nobody_dials_what_is_no_single_place(text: str) -> None:
+def test_nobody_dials_what_is_no_single_place(text):
     with pytest.raises(ConfigError, match="cannot dial"):
         _ = parse_endpoint(text).dial_endpoint
 
 
-def test_a_standstill_begins_anew_with_each_change() -> None:
+def test_a_standstill_begins_anew_with_each_change():
     now_s = 0.0
     standstill = Standstill(5.0, lambda: now_s)
     found = []

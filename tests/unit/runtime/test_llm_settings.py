@@ -1,7 +1,6 @@
 """The constructor of `LLM` as users of vLLM call it: what it takes, and what it refuses and how."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -36,7 +35,7 @@ def made(model: Model = "", **settings: object) -> ClusterConfig:
     return config_of(model, settings, None)
 
 
-def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> None:
+def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path):
     write_demo_model(tmp_path)
     forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
     forms.append(ModelConfig(path=str(tmp_path)))
@@ -48,15 +47,13 @@ def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("name", "value", "wanted"), MAPPED)
-def test_a_keyword_of_vllm_sets_what_means_the_same(
-    name: str, value: object, wanted: object
-) -> None:
+def test_a_keyword_of_vllm_sets_what_means_the_same(name, value, wanted):
     section, _, key = SHORT_FLAGS[name.replace("_", "-")].partition(".")
     assert getattr(getattr(made(**{name: value}), section), key) == wanted
     assert made(**{name: None}) == made()
 
 
-def test_a_keyword_joins_the_settings_of_its_section() -> None:
+def test_a_keyword_joins_the_settings_of_its_section():
     sections: list[Mapping[str, object] | msgspec.Struct]
     sections = [{"num_blocks": 50}, CacheConfig(num_blocks=50)]
     for section in sections:
@@ -65,7 +62,7 @@ def test_a_keyword_joins_the_settings_of_its_section() -> None:
         assert config.engine == EngineConfig(max_num_seqs=4)
 
 
-def test_what_changes_nothing_here_is_ignored() -> None:
+def test_what_changes_nothing_here_is_ignored():
     assert made(**dict.fromkeys(IGNORED, True)) == made()
     for name, neutral in NEUTRAL.items():
         assert made(**{name: neutral}) == made(**{name: None}) == made()
@@ -74,13 +71,13 @@ def test_what_changes_nothing_here_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(("settings", "text"), WRONG, ids=str)
-def test_what_is_wrong_is_named(settings: dict[str, object], text: str) -> None:
+def test_what_is_wrong_is_named(settings, text):
     with pytest.raises(ConfigError) as error:
         made(**settings)
     assert text in error.value.message
 
 
-def test_a_config_stands_alone_and_an_empty_model_is_the_demo() -> None:
+def test_a_config_stands_alone_and_an_empty_model_is_the_demo():
     config = ClusterConfig(decode=2)
     assert config_of("", {}, config) == msgspec.structs.replace(config, model=DEMO)
     assert (made().model, made().log.level) == (DEMO, "warning")

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 from datetime import datetime
-from pathlib import Path
 
 import pytest
 
@@ -21,7 +20,7 @@ from baton.protocol.sampling import Sampling
 from baton.runtime.log import logger, setup
 
 
-def test_a_line_names_its_process_and_its_fields() -> None:
+def test_a_line_names_its_process_and_its_fields():
     stream = io.StringIO()
     setup(LogConfig(), "twice", stream)
     setup(LogConfig(), "decode-0", stream)
@@ -32,7 +31,7 @@ def test_a_line_names_its_process_and_its_fields() -> None:
     assert line == 'INFO    decode-0: ready blocks=7 why="two words" share=0.5\n'
 
 
-def test_a_field_cannot_forge_a_line() -> None:
+def test_a_field_cannot_forge_a_line():
     stream = io.StringIO()
     setup(LogConfig(), "router", stream)
     logger("node").warning("odd\nmessage", client="x\n12:00:00.000 ERROR router: forged")
@@ -56,7 +55,7 @@ raise ValueError("the end")
 """
 
 
-def test_with_json_every_line_of_a_process_is_json() -> None:
+def test_with_json_every_line_of_a_process_is_json():
     """Those of libraries, of Python's warnings, of children and of uncaught errors too."""
     command = [sys.executable, "-W", "default", "-c", OWNED]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -73,7 +72,7 @@ def test_with_json_every_line_of_a_process_is_json() -> None:
     assert done.returncode == 1
 
 
-def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
+def test_a_ring_keeps_the_latest_events(tmp_path):
     ring = EventRing(capacity=2)
     for number in range(4):
         ring.begin_turn()
@@ -89,7 +88,7 @@ def test_a_ring_keeps_the_latest_events(tmp_path: Path) -> None:
     assert lines[0]["type"] == "Load"
 
 
-def test_a_dump_is_a_new_file_that_only_its_owner_can_read(tmp_path: Path) -> None:
+def test_a_dump_is_a_new_file_that_only_its_owner_can_read(tmp_path):
     ring = EventRing()
     ring.record(0.0, Load(1))
     folder = folder_for_dumps("")
@@ -109,7 +108,7 @@ KEEP = Keep(ResumeState(b"form", b"owner", 1), [5] * 400, Sampling(seed=0, max_t
 
 
 @pytest.mark.parametrize("message", [PREFILL, KEEP])
-def test_a_ring_holds_a_bounded_number_of_tokens(message: Prefill | Keep) -> None:
+def test_a_ring_holds_a_bounded_number_of_tokens(message):
     ring = EventRing(capacity=100, max_tokens=1_000)
     for _ in range(10):
         ring.record(0.0, FromRouter(0, message))
@@ -117,7 +116,7 @@ def test_a_ring_holds_a_bounded_number_of_tokens(message: Prefill | Keep) -> Non
     assert len(ring) == 5  # two prompts and what came around them
 
 
-def test_a_ring_keeps_no_log_probabilities(tmp_path: Path) -> None:
+def test_a_ring_keeps_no_log_probabilities(tmp_path):
     """2,000 steps of 256 sequences with 20 likeliest tokens each would take a gigabyte."""
     ring, scores = EventRing(), ((0, (TokenLogprobs(-0.5, 1, ((7, -0.5),) * 20),)),)
     ring.record(0.0, StepResult(1, ((7,),), 0.0, 1.0, (), scores, ((0, b"12345678"),)))

@@ -20,7 +20,7 @@ def write(folder: Path, text: str) -> str:
     return str(path)
 
 
-def test_later_sources_win(tmp_path: Path) -> None:
+def test_later_sources_win(tmp_path):
     file = write(tmp_path, "router: {port: 1, host: a, max_queued: 5}\n")
     variables = {"BATON_ROUTER_PORT": "2", "BATON_ROUTER_HOST": "b", "BATON_DECODE": "4"}
     config = load(SERVE, ["--config", file, "--port", "9", "--set", "router.port=3"], variables)
@@ -38,7 +38,7 @@ def test_later_sources_win(tmp_path: Path) -> None:
         ("BATON_XYZ", "docs/config.md lists them"),
     ],
 )
-def test_a_variable_that_is_none_of_ours_is_warned_of(name: str, hint: str) -> None:
+def test_a_variable_that_is_none_of_ours_is_warned_of(name, hint):
     ours = {"BATON_ROUTER_PORT": "1", "BATON_BENCH_API_KEY": "x", "HOME": "/"}
     (warning,) = ignored_variables({name: "secret", **ours})
     assert name in warning
@@ -46,7 +46,7 @@ def test_a_variable_that_is_none_of_ours_is_warned_of(name: str, hint: str) -> N
     assert "secret" not in warning
 
 
-def test_the_sample_of_settings_can_be_loaded() -> None:
+def test_the_sample_of_settings_can_be_loaded():
     config = load(SERVE, ["--config", str(REPOSITORY / "docs/sample-settings.yaml")])
     assert config == msgspec.structs.replace(
         ClusterConfig(),
@@ -68,7 +68,7 @@ def test_the_sample_of_settings_can_be_loaded() -> None:
         (["--enable-prefix-caching"], "cache", "enable_prefix_caching", True),
     ],
 )  # fmt: skip
-def test_words_become_values(words: list[str], section: str, field: str, value: object) -> None:
+def test_words_become_values(words, section, field, value):
     assert getattr(getattr(load(SERVE, words), section), field) == value
 
 
@@ -85,7 +85,7 @@ def test_words_become_values(words: list[str], section: str, field: str, value: 
         (["--set", "node.routers="], "name the router's control endpoint"),
     ],
 )
-def test_a_mistake_is_named(words: list[str], said: str) -> None:
+def test_a_mistake_is_named(words, said):
     with pytest.raises(ConfigError) as raised:
         load(SERVE, words)
     assert said in raised.value.message
@@ -105,13 +105,13 @@ def test_a_mistake_is_named(words: list[str], said: str) -> None:
         ("node: {routers: tcp://a:1}", "node.routers"),
     ],
 )
-def test_a_mistake_in_a_file_is_named(text: str, said: str, tmp_path: Path) -> None:
+def test_a_mistake_in_a_file_is_named(text, said, tmp_path):
     with pytest.raises(ConfigError) as raised:
         load(SERVE, ["--config", write(tmp_path, text)])
     assert said in raised.value.message
 
 
-def test_settings_survive_a_file(tmp_path: Path) -> None:
+def test_settings_survive_a_file(tmp_path):
     node = NodeConfig(routers=("ipc:///a b", "tcp://c:1"), id="yes")
     config = ClusterConfig(prefill=3, node=node, cache=CacheConfig(gpu_memory_utilization=0.5))
     assert load(SERVE, ["--config", write(tmp_path, to_yaml(config))]) == config

@@ -3,10 +3,8 @@
 import dataclasses
 import random
 import re
-from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from baton.deploy.model_folder import CHECKPOINT, DEMO_FILES, write_demo_model
@@ -23,13 +21,11 @@ KINDS = ("recall", "echo", "exercise")
 
 
 @pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
+def tokenizer():
     return folder.train_tokenizer(0)
 
 
-def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(
-    tokenizer: Tokenizer,
-) -> None:
+def test_training_never_shows_a_name_a_number_or_a_sum_that_is_held_out(tokenizer):
     lessons = LessonMaker(tokenizer, random.Random(1))
     seen = " ".join(
         tokenizer.decode(lessons.draw(1024, {kind: 1.0})[0], skip_special_tokens=False)
@@ -49,13 +45,13 @@ LESSONS = Stage(64, 8, 24, {"recall": 0.5, "echo": 0.25, "exercise": 0.25}, shor
 
 
 @pytest.fixture(autouse=True)
-def _note_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _note_often(monkeypatch):
     monkeypatch.setattr(train, "REPORT_STEPS", 4)
     monkeypatch.setattr(train, "WARM_UP_STEPS", 4)
 
 
 @pytest.mark.release
-def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None:
+def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path):
     trainer = Trainer(0, [LESSONS])
     losses = []
     for _ in range(4):
@@ -68,7 +64,7 @@ def test_a_few_steps_lower_the_loss_and_the_folder_loads(tmp_path: Path) -> None
     assert len(Examiner(tmp_path).answers([Question("What is 1 + 1?", " 2.")])) == 1
 
 
-def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
+def test_its_chat_template_and_ids_are_what_everybody_reads():
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     turns = [{"role": "user", "content": "Hi"}]
     rendered = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=False)
@@ -82,7 +78,7 @@ def test_its_chat_template_and_ids_are_what_everybody_reads() -> None:
     assert read_decoder_config(CHECKPOINT).eos_token_ids == tuple(ends)
 
 
-def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path: Path) -> None:
+def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path):
     write_demo_model(tmp_path / "demo")
     assert {path.name for path in (tmp_path / "demo").iterdir()} == set(DEMO_FILES)
     for name in DEMO_FILES:
@@ -92,7 +88,7 @@ def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path: Path) -> Non
     assert (tmp_path / "demo" / "model.safetensors").stat() == before
 
 
-def test_a_folder_with_other_things_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_folder_with_other_things_is_refused_and_nothing_is_left(tmp_path):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     with pytest.raises(ConfigError, match="cannot write the demo model"):

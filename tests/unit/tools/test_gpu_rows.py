@@ -1,6 +1,5 @@
 """The GPU benchmark's arithmetic: floors, rates, and what there is no time for."""
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,7 +30,7 @@ from tools.gpu.timing import Stopwatch
 H200 = Floors(copy_tb_per_s=4.3, gemm_tflop_per_s=790)
 
 
-def test_a_rate_counts_work_over_the_median() -> None:
+def test_a_rate_counts_work_over_the_median():
     timing = Timing(2e-3, 1e-3, 4e-3, 9, 30e-6)
     work = Work(num_bytes=4e9, num_flops=causal_flops(4096, 32 * 128))
     row = row_of(Measured("p", "TFLOP/s", work, timing), H200)
@@ -60,9 +59,7 @@ NOTHING_WRONG: tuple[Event, ...] = (
         (Unreached("h"), "cut short", "no time for 1 of its cases: h"),
     ],
 )
-def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
-    event: Event, state: str, reason: str
-) -> None:
+def test_a_report_passes_when_everything_was_reached_and_nothing_failed(event, state, reason):
     report = GpuReport(collect(["gpu"]))
     section = Section("kernels", "Kernel speed", 10.0, 5.0, "complete")
     report.sections = [section]
@@ -71,7 +68,7 @@ def test_a_report_passes_when_everything_was_reached_and_nothing_failed(
     assert report.has_passed == (state == "complete")
 
 
-def test_sections_share_what_is_left_of_the_time() -> None:
+def test_sections_share_what_is_left_of_the_time():
     shares = [share for _, _, share in gpu.SECTIONS]
     assert sum(shares) <= gpu.TOTAL_S < 10 * 60
     assert gpu.allotted(570.0, shares) > 80.0, "the first starts on a cold machine"
@@ -82,7 +79,7 @@ def test_sections_share_what_is_left_of_the_time() -> None:
     assert gpu.allotted(20.0, shares[-1:]) == 20.0
 
 
-def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path: Path) -> None:
+def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path):
     events: list[Event] = [
         H200,
         Measured("prefill attention 4k", "TFLOP/s", Work(0, 1e12), Timing(2e-3, 1e-3, 3e-3, 5)),
@@ -101,7 +98,7 @@ def test_events_make_the_section_and_a_cut_line_is_left_out(tmp_path: Path) -> N
     assert section.notes == ["warm"]
 
 
-def test_what_there_is_no_time_for_is_not_begun_and_said() -> None:
+def test_what_there_is_no_time_for_is_not_begun_and_said():
     events: list[Event] = []
     desk = Desk(Stopwatch(torch.device("cpu")), events.append, lambda: 0.0, 4.9)
 
@@ -115,7 +112,7 @@ def test_what_there_is_no_time_for_is_not_begun_and_said() -> None:
     assert events == [Unreached(key) for key in keys]
 
 
-def test_last_lines_say_pass_fail_or_values() -> None:
+def test_last_lines_say_pass_fail_or_values():
     report = GpuReport(collect(["gpu"]))
     section = Section("engine", "Steps", 10.0, 5.0, "complete")
     report.sections = [section]

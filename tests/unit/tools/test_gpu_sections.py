@@ -40,7 +40,7 @@ class Run(msgspec.Struct):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def ran(tmp_path_factory):
     folder = tmp_path_factory.mktemp("gpu")
     env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -56,7 +56,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return Run(done.stdout.splitlines(), report)
 
 
-def test_every_section_ran_and_every_case_could_be_called(ran: Run) -> None:
+def test_every_section_ran_and_every_case_could_be_called(ran):
     assert [section.name for section in ran.report.sections] == [
         name for name, _, _ in gpu.SECTIONS
     ]
@@ -65,13 +65,13 @@ def test_every_section_ran_and_every_case_could_be_called(ran: Run) -> None:
     assert len(ran.rows()) > 25
 
 
-def test_every_kernel_agrees_with_its_twin(ran: Run) -> None:
+def test_every_kernel_agrees_with_its_twin(ran):
     failed = {check.key: check.detail for check in ran.checks() if check.has_failed}
     assert failed == {}
     assert len(ran.checks()) > 20
 
 
-def test_the_last_lines_say_something_of_every_claim(ran: Run) -> None:
+def test_the_last_lines_say_something_of_every_claim(ran):
     last = dict(line.split(": ", 1) for line in ran.lines[-len(CLAIMS) :])
     assert list(last) == [claim.title for claim in CLAIMS]
     # Interpreted kernels have no registers.
@@ -96,7 +96,7 @@ def events_of(plan: SplitPlan, folder: Path, left_s: float = 90.0) -> list[Event
     return events
 
 
-def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
+def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path):
     """A pool for which there is no room."""
     plan = SplitPlan(
         shape=SMALL.shape, device="cpu", prompts=(40,), memory_mib=1 << 24, warm_ups=0, rounds=1
@@ -108,9 +108,7 @@ def test_an_arm_that_is_not_served_is_a_failed_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="sections would run, for minutes")
-def test_a_section_that_fails_is_reported_and_the_next_one_runs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_section_that_fails_is_reported_and_the_next_one_runs(tmp_path, capsys):
     sections = gpu.chosen(["engine"])
     report = gpu.run(gpu.Options(tmp_path, 100.0, sections), ["--only", "engine"])
     assert [section.name for section in report.sections] == ["environment", "engine"]

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
 
 
-def test_the_folder_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
+def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
     folder = tmp_path / "model"
     random_model.write_model(folder, TINY, CPU)
     config = read_decoder_config(folder)
@@ -39,7 +39,7 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path: Path) -> None:
     assert decoder.head.weight.numel() == TINY.head_values
 
 
-def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path: Path) -> None:
+def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path):
     folder, found = tmp_path / "model", []
     random_model.write_model(folder, Shape("", 128, 128, 1, 4, 2, 32, 300, is_tied=True), CPU)
     for change in (lambda _: None, random_model.in_four_bits):
@@ -50,7 +50,7 @@ def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path: Path) -
     assert 0 < (found[0] - found[1]).abs().max() < found[0].abs().max() / 14
 
 
-def test_every_case_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_case_gets_a_line(capsys):
     folder = model_folder("qwen3", num_layers=2)
     words = ["--prompts", "40", "--batches", "2", "--contexts", "20"]
     assert floor.main([str(folder), *words, "--rounds", "1"]) == 0
@@ -61,7 +61,7 @@ def test_every_case_gets_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(float(value) > 0 for row in cells[2:] for value in row[1:7])
 
 
-def test_an_arm_is_a_make_and_options() -> None:
+def test_an_arm_is_a_make_and_options():
     assert parse_arm("baton-split") == Arm("baton-split")
     assert parse_arm("vllm+compiled+chunk=256") == Arm("vllm", True, 256)
     assert parse_arm("vllm+compiled+chunk=256").name == "vllm-compiled-chunk256"
@@ -70,14 +70,14 @@ def test_an_arm_is_a_make_and_options() -> None:
 @pytest.mark.parametrize(
     "text", ["tgi", "vllm+fast", "vllm+chunk=", "vllm+chunk=0", "baton+compiled", ""]
 )
-def test_an_unknown_arm_is_refused_in_one_line(text: str) -> None:
+def test_an_unknown_arm_is_refused_in_one_line(text):
     with pytest.raises(ConfigError) as refused:
         parse_arm(text)
     assert "\n" not in refused.value.message
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_last_process_of_an_arm_answers_at_its_url(kind: str) -> None:
+def test_the_last_process_of_an_arm_answers_at_its_url(kind):
     listed = commands(Arm(kind), PLACE)
     assert listed[-1].ready_url == "http://127.0.0.1:9000/health"
     assert "9000" in listed[-1].argv

@@ -124,7 +124,7 @@ def ended(events: list[AgentEvent]) -> ReadEnded:
     return event
 
 
-def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight() -> None:
+def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight():
     driven = Driven(A)
     driven.turns.handle(read(7, 10))
     assert driven.settle() == []
@@ -138,7 +138,7 @@ def test_a_read_is_cut_into_chunks_of_which_two_are_in_flight() -> None:
     assert driven.end(1, 3) == [ReadEnded(7, 100.0, 102.0, 1000)]
 
 
-def test_peers_are_served_in_turn() -> None:
+def test_peers_are_served_in_turn():
     driven = Driven(A, B)
     driven.turns.handle(read(1, 12, A))
     driven.turns.handle(read(2, 12, B))
@@ -146,7 +146,7 @@ def test_peers_are_served_in_turn() -> None:
     assert [peer for peer, _, _ in driven.transport.posted] == [A, B, A, B]
 
 
-def test_a_read_waits_for_its_peer_to_connect() -> None:
+def test_a_read_waits_for_its_peer_to_connect():
     driven = Driven()
     driven.transport.up = set()
     driven.turns.handle(add(A))
@@ -158,7 +158,7 @@ def test_a_read_waits_for_its_peer_to_connect() -> None:
     assert [type(event) for event in driven.settle()] == [PeerUp, ReadEnded]
 
 
-def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed() -> None:
+def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed():
     driven = Driven(A)
     driven.turns.handle(read(1, 100))
     driven.settle()
@@ -174,9 +174,7 @@ def test_a_cancelled_read_posts_no_further_chunk_and_says_what_landed() -> None:
 
 
 @pytest.mark.parametrize("cancels", [True, False])
-def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancelled(
-    cancels: bool,
-) -> None:
+def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancelled(cancels):
     driven = Driven(A)
     driven.transport.cancels = cancels
     driven.turns.handle(read(1, 4))
@@ -195,7 +193,7 @@ def test_a_read_that_stays_in_flight_fails_and_is_quiesced_only_if_it_was_cancel
     assert driven.turns.wake_at_s(1.0) is None
 
 
-def test_a_failed_chunk_fails_the_read_and_cancels_the_other() -> None:
+def test_a_failed_chunk_fails_the_read_and_cancels_the_other():
     driven = Driven(A)
     driven.turns.handle(read(1, 100))
     driven.settle()
@@ -205,7 +203,7 @@ def test_a_failed_chunk_fails_the_read_and_cancels_the_other() -> None:
     assert len(driven.transport.posted) == 2
 
 
-def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:
+def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail():
     driven = Driven(A)
     driven.turns.handle(read(1, 4))
     driven.settle()
@@ -217,7 +215,7 @@ def test_a_peer_that_is_gone_is_told_once_and_its_reads_fail() -> None:
     assert ended(driven.settle()).failure is not None
 
 
-def test_a_peer_that_does_not_connect_in_time_is_down() -> None:
+def test_a_peer_that_does_not_connect_in_time_is_down():
     driven = Driven()
     driven.transport.up = set()
     driven.turns.handle(add(A))
@@ -229,7 +227,7 @@ def test_a_peer_that_does_not_connect_in_time_is_down() -> None:
     assert driven.transport.removed == [A]
 
 
-def test_a_removed_peer_is_forgotten_after_its_reads_and_may_be_added_again() -> None:
+def test_a_removed_peer_is_forgotten_after_its_reads_and_may_be_added_again():
     driven = Driven(A)
     driven.transport.cancels = False
     driven.turns.handle(read(1, 4))
@@ -246,7 +244,7 @@ def test_a_removed_peer_is_forgotten_after_its_reads_and_may_be_added_again() ->
     assert (driven.transport.removed, driven.transport.added) == ([A], [A, A])
 
 
-def test_only_what_has_no_descriptor_is_polled() -> None:
+def test_only_what_has_no_descriptor_is_polled():
     driven = Driven(A)
     assert driven.turns.wake_at_s(0.001) is None
     driven.transport.progress_s = 0.002  # it has no thread of its own
@@ -256,7 +254,7 @@ def test_only_what_has_no_descriptor_is_polled() -> None:
     assert driven.turns.wake_at_s(0.001) == 100.001
 
 
-def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread() -> None:
+def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread():
     with closing(HostPool(4, 4096)) as memory, closing(device_pool(memory, num_spare=1)) as pool:
         memory.buffer[:] = bytes(range(256)) * 64
         memory.buffer[9000] = 77
@@ -270,7 +268,7 @@ def test_the_agent_of_a_gpu_sums_slices_of_its_pool_on_its_own_thread() -> None:
         agent.close()
 
 
-def test_the_thread_enters_the_gpu_before_it_calls_a_transport() -> None:
+def test_the_thread_enters_the_gpu_before_it_calls_a_transport():
     transport, order = ScriptedTransport(), []
     agent = TransferAgent(
         [transport], LIMITS, enter=lambda: order.append(threading.current_thread().name)

@@ -1,6 +1,5 @@
 """How one rank reads another, and what of it a process can have."""
 
-from collections.abc import Collection
 from contextlib import closing
 
 import msgspec
@@ -17,7 +16,7 @@ from baton.kv_transfer.transports.addresses import (
     reaches_of,
     this_place,
 )
-from baton.protocol.config import TransferConfig, TransportChoice
+from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
@@ -46,13 +45,7 @@ def both(host: str) -> RankAddress:
         (both("a"), SHM, "nixl", (), "is nixl, but prefill offers"),
     ],
 )
-def test_two_ranks_take_the_first_transport_that_both_have(
-    prefill: RankAddress,
-    decode: RankAddress,
-    setting: TransportChoice,
-    failed: Collection[str],
-    found: str,
-) -> None:
+def test_two_ranks_take_the_first_transport_that_both_have(prefill, decode, setting, failed, found):
     if found in ("shm", "nixl"):
         assert choose_transport(prefill, decode, setting, failed) == found
     else:
@@ -60,7 +53,7 @@ def test_two_ranks_take_the_first_transport_that_both_have(
             choose_transport(prefill, decode, setting, failed)
 
 
-def test_one_kernel_with_two_network_namespaces_is_two_hosts() -> None:
+def test_one_kernel_with_two_network_namespaces_is_two_hosts():
     there = ShmAddress("a", "socket", b"n" * 16, Epoch("e"), network="4026532000")
     elsewhere = msgspec.structs.replace(there, network="4026532999")
     ends = [RankAddress({"shm": one.encode(), "nixl": b"agent"}) for one in (there, elsewhere)]
@@ -69,7 +62,7 @@ def test_one_kernel_with_two_network_namespaces_is_two_hosts() -> None:
     assert choose_transport(ends[0], both("a"), "auto") == "shm"  # an older node does not say
 
 
-def test_a_node_publishes_how_its_pool_can_be_reached() -> None:
+def test_a_node_publishes_how_its_pool_can_be_reached():
     place = "/".join(this_place())
     near = reaches_of((both("a"), both("a")), TransferConfig())
     far = reaches_of((both("a"),), TransferConfig(device="mlx5_0:1"))
@@ -87,14 +80,12 @@ def test_a_node_publishes_how_its_pool_can_be_reached() -> None:
         (("nixl@a", "shm@a"), ("nixl", "shm@b"), "different hosts need NIXL"),
     ],
 )
-def test_two_nodes_know_beforehand_whether_blocks_can_travel(
-    prefill: tuple[str, ...], decode: tuple[str, ...], problem: str | None
-) -> None:
+def test_two_nodes_know_beforehand_whether_blocks_can_travel(prefill, decode, problem):
     found = pair_problem(node("p", "prefill", reaches=prefill), node("d", "decode", reaches=decode))
     assert (found is None) if problem is None else (found is not None and problem in found)
 
 
-def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_wheel_is_an_error_that_names_the_extra(monkeypatch):
     monkeypatch.setattr(nixl_binding, "WHEELS", ("no_such_wheel_of_nixl",))
     with closing(HostPool(1, 4096)) as pool:
         with pytest.raises(ConfigError, match=r"pip install -e .\.\[nixl\]"):
@@ -128,7 +119,7 @@ def gpu(
         (both("a"), "nixl"),  # a CPU
     ],
 )
-def test_gpus_of_one_host_that_see_each_other_share_memory(reader: RankAddress, found: str) -> None:
+def test_gpus_of_one_host_that_see_each_other_share_memory(reader, found):
     assert choose_transport(gpu(0), reader, "auto") == found
     if found == "cuda_ipc":
         assert choose_transport(gpu(0), reader, "auto", {"cuda_ipc"}) == "nixl"
@@ -138,7 +129,7 @@ def test_gpus_of_one_host_that_see_each_other_share_memory(reader: RankAddress, 
             choose_transport(gpu(0), reader, "cuda_ipc")
 
 
-def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened() -> None:
+def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened():
     with closing(HostPool(3, 4096)) as memory, closing(device_pool(memory)) as pool:
         (only,) = make_transports(pool, EPOCH, TransferConfig(transport="cuda_ipc"))
         where = CudaIpcAddress.decode(only.address())
@@ -149,9 +140,7 @@ def test_a_gpu_lends_its_memory_and_publishes_where_that_can_be_opened() -> None
         only.close()
 
 
-def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(monkeypatch, caplog):
     monkeypatch.setattr(transports, "is_installed", lambda: False)
     with (
         closing(HostPool(3, 4096)) as memory,
@@ -172,8 +161,8 @@ def test_a_gpu_whose_memory_cannot_be_shared_says_so_in_one_line(
     ],
 )
 def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
-    num_gpus: int, device: str, found: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    num_gpus, device, found, monkeypatch
+):
     started = []
 
     class Nixl:
@@ -196,9 +185,7 @@ def test_nixl_starts_beside_cuda_ipc_only_where_a_peer_may_need_it(
 
 
 @pytest.mark.skipif(not nixl_binding.is_installed(), reason="the NIXL wheel is not installed")
-def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_nixl_that_cannot_use_the_gpu_says_what_to_do_and_leaves_the_other_transport(monkeypatch):
     """UCX finds the memory of a GPU to be the host's, as it does when it is built without CUDA."""
     for name, value in (("UCX_NET_DEVICES", "lo"), ("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")):
         monkeypatch.setenv(name, value)  # the binding sets them for the whole process

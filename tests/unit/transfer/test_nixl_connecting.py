@@ -88,7 +88,7 @@ class ScriptedNixl:
 
 
 @pytest.fixture
-def agent(monkeypatch: pytest.MonkeyPatch) -> ScriptedNixl:
+def agent(monkeypatch):
     agent, errors = (
         ScriptedNixl(),
         SimpleNamespace(all=(OSError, ValueError), at_start=(), disconnected=OSError),
@@ -97,9 +97,7 @@ def agent(monkeypatch: pytest.MonkeyPatch) -> ScriptedNixl:
     return agent
 
 
-def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
-    agent: ScriptedNixl,
-) -> None:
+def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(agent):
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
     for _ in range(3):
         transport.add_peer(ADD)
@@ -114,7 +112,7 @@ def test_a_pair_that_was_given_up_goes_on_connecting_for_the_next_attempt(
     transport.close()
 
 
-def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: ScriptedNixl) -> None:
+def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent):
     block_bytes, num_blocks = 1 << 20, 100
     memory = PoolMemory(1 << 30, num_blocks, block_bytes, "cuda:0", num_spare=1)
     transport = NixlTransport(memory, READER)
@@ -132,9 +130,7 @@ def test_gpus_warm_up_in_a_spare_block_and_without_a_thread_of_nixl(agent: Scrip
     transport.close()
 
 
-def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(
-    agent: ScriptedNixl,
-) -> None:
+def test_only_a_broken_connection_proves_that_a_failed_read_writes_no_more(agent):
     transport = NixlTransport(PoolMemory(4096, NUM_BLOCKS, BLOCK_BYTES), READER)
     agent.state = "DONE"
     transport.add_peer(ADD)

@@ -78,7 +78,7 @@ def codes(step: Effects) -> list[str | None]:
     return [failure and failure.code for failure in found]
 
 
-def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
+def test_another_model_or_layout_or_degree_is_refused_before_dialling():
     for other in (
         node("d", "decode", model="other"),
         node("d", "decode", layout=KVLayout(4, 64, "other")),
@@ -103,8 +103,8 @@ def test_another_model_or_layout_or_degree_is_refused_before_dialling() -> None:
     ],
 )
 def test_degrees_fit_if_one_divides_the_other_and_else_the_reason_says_what_to_set(
-    num_prefill: int, num_decode: int, decode: dict[str, int], problem: str | None
-) -> None:
+    num_prefill, num_decode, decode, problem
+):
     nodes = [
         node("p", "prefill", num_ranks=num_prefill, kv_heads=4),
         node("d", "decode", num_ranks=num_decode, kv_heads=4),
@@ -119,9 +119,7 @@ def test_degrees_fit_if_one_divides_the_other_and_else_the_reason_says_what_to_s
 @pytest.mark.parametrize(
     "degrees", [(1, 2), (2, 1), (2, 4), (4, 2), (1, 4), (4, 1), (8, 2), (4, 8)]
 )
-def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(
-    kv_heads: int, degrees: tuple[int, int]
-) -> None:
+def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(kv_heads, degrees):
     num_prefill, num_decode = degrees
     prefill = node("p", "prefill", num_ranks=num_prefill, kv_heads=kv_heads)
     decode = node("d", "decode", num_ranks=num_decode, kv_heads=kv_heads)
@@ -136,14 +134,14 @@ def test_every_head_of_every_rank_is_read_once_from_a_rank_that_holds_it(
     assert read == {rank: heads_of(kv_heads, num_decode, rank) for rank in range(num_decode)}
 
 
-def test_ranks_that_hold_the_same_head_share_its_readers() -> None:
+def test_ranks_that_hold_the_same_head_share_its_readers():
     prefill = node("p", "prefill", num_ranks=4, kv_heads=2)
     for num_decode, sources in ((2, [0, 2]), (8, [0, 0, 1, 1, 2, 2, 3, 3])):
         decode = node("d", "decode", num_ranks=num_decode, kv_heads=2)
         assert [edge.source for edge in edges_between(prefill, decode)] == sources
 
 
-def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
+def test_decode_greets_a_stranger_back_and_declines_what_it_offers():
     connector = decode(Expect(key(), P))
     step = connector.step(0.0, [*heard(PREFILL, hello(PREFILL, model="other"))])
     assert told(PREFILL, hello(DECODE)) in step.commands
@@ -154,7 +152,7 @@ def test_decode_greets_a_stranger_back_and_declines_what_it_offers() -> None:
     assert declined.failure.code == "peer_mismatch"
 
 
-def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one() -> None:
+def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_one():
     connector = prefill()
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE)), BLOCK_RANGE])
     (broken,) = connector.step(1.0, [PeerLost(D, DECODE.epoch)]).reports
@@ -169,7 +167,7 @@ def test_announced_blocks_outlive_a_lost_channel_until_decode_answers_on_a_new_o
     assert step.reports == [Released(key(), withdrawn.failure)]
 
 
-def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
+def test_decode_learns_of_an_offer_that_was_lost_with_its_channel():
     """Once, `Offered` died with a channel that was being dialled, and decode waited for 600 s."""
     connector = prefill()
     connector.step(0.0, [offer()])
@@ -189,7 +187,7 @@ def test_decode_learns_of_an_offer_that_was_lost_with_its_channel() -> None:
     assert connector.step(18.0, []).wake_at_s is None
 
 
-def test_a_channel_that_breaks_without_a_handoff_is_opened_again() -> None:
+def test_a_channel_that_breaks_without_a_handoff_is_opened_again():
     connector = prefill()
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
     step = connector.step(1.0, [PeerLost(D, DECODE.epoch)])
@@ -202,7 +200,7 @@ def test_a_channel_that_breaks_without_a_handoff_is_opened_again() -> None:
     assert connector.unreachable == ()
 
 
-def test_a_node_that_is_not_listed_any_more_is_not_dialled_again() -> None:
+def test_a_node_that_is_not_listed_any_more_is_not_dialled_again():
     connector = prefill()
     connector.step(0.0, [offer(), *heard(DECODE, hello(DECODE), Declined(key(), FAILURE))])
     connector.step(1.0, [PeerLost(D, DECODE.epoch), PeersChanged(())])
@@ -210,14 +208,14 @@ def test_a_node_that_is_not_listed_any_more_is_not_dialled_again() -> None:
     assert connector.step(10.0, []).wake_at_s is None
 
 
-def test_only_prefill_dials_what_broke() -> None:
+def test_only_prefill_dials_what_broke():
     connector = decode(Expect(key(), P))
     connector.step(0.0, heard(PREFILL, hello(PREFILL)))
     connector.step(1.0, [PeerLost(P, PREFILL.epoch)])
     assert connector.unreachable == ()
 
 
-def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is() -> None:
+def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is():
     connector = NodeConnector(DECODE, TransferConfig())
     step = connector.step(0.0, [Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered())])
     assert step.reports == [offered()]
@@ -225,7 +223,7 @@ def test_a_prefill_node_that_offers_before_it_is_listed_is_connected_when_it_is(
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
 
-def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive() -> None:
+def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive():
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [FromRank(0, PeerUp(POOL, "shm")), BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
@@ -235,7 +233,7 @@ def test_a_rank_that_goes_down_is_connected_again_for_the_next_receive() -> None
     assert [type(c.command) for c in step.commands if isinstance(c, ToRank)] == [AddPeer]
 
 
-def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on() -> None:
+def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on():
     """Both say that they are on one host, but the memory of one cannot be mapped by the other."""
     far = RankAddress({**PREFILL.ranks[0].metadata, "nixl": b"agent"})
     source, target = node("p", "prefill", ranks=(far,)), node("d", "decode", ranks=(far,))
@@ -256,7 +254,7 @@ def test_a_rank_that_shm_does_not_reach_is_read_by_nixl_and_the_receive_goes_on(
     assert ToRank(0, AddPeer(POOL, "nixl", far, 64, 64, WHOLE)) in step.commands
 
 
-def test_a_rank_that_no_transport_reaches_ends_its_receives_and_is_tried_afresh() -> None:
+def test_a_rank_that_no_transport_reaches_ends_its_receives_and_is_tried_afresh():
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     connector.step(0.0, [BeginReceive(key(), 0, (20, 21))])
     step = connector.step(1.0, [FromRank(0, PeerDown(POOL, FAILURE))])
@@ -265,22 +263,22 @@ def test_a_rank_that_no_transport_reaches_ends_its_receives_and_is_tried_afresh(
     assert ToRank(0, AddPeer(POOL, "shm", PREFILL.ranks[0], 64, 64, WHOLE)) in step.commands
 
 
-def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it() -> None:
+def test_a_peer_that_is_not_listed_any_more_is_unmapped_when_nothing_uses_it():
     connector = decode(Expect(key(), P), *heard(PREFILL, hello(PREFILL), offered()))
     assert not connector.step(1.0, [PeersChanged(())]).commands
     step = connector.step(2.0, [*heard(PREFILL, Withdrawn(key(), FAILURE))])
     assert step.commands[-2:] == [DropPeer(P, PREFILL.epoch), ToRank(0, RemovePeer(POOL))]
 
 
-def test_no_transport_in_common_ends_the_receive_with_both_sides_named() -> None:
+def test_no_transport_in_common_ends_the_receive_with_both_sides_named():
     strange = node("p", "prefill", ranks=(msgspec.structs.replace(PREFILL.ranks[0], metadata={}),))
     connector = decode(prefill=strange)
     step = connector.step(0.0, [Expect(key(), P)])
     assert codes(step) == ["no_transport"]
 
 
-def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank() -> None:
-    info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))  # type: ignore[arg-type]
+def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank():
+    info, peer = (node(n, r, num_ranks=2) for n, r in (("d", "decode"), ("p", "prefill")))
     connector = NodeConnector(info, TransferConfig())
     connector.step(0.0, [PeersChanged((peer,)), Expect(key(), P), *heard(PREFILL, hello(peer))])
     connector.step(0.0, [up(rank, rank) for rank in (0, 1)])
@@ -295,7 +293,7 @@ def test_quarantined_blocks_come_back_when_nothing_can_land_in_them_on_any_rank(
     assert connector.step(4.0, [FromRank(1, ReadDrained(2))]).reports == []
 
 
-def test_block_ranges_wait_for_their_checksums_and_keep_their_order() -> None:
+def test_block_ranges_wait_for_their_checksums_and_keep_their_order():
     peer = node("p", "prefill", num_ranks=2, kv_heads=4)
     info = node("d", "decode", num_ranks=2, kv_heads=4)
     source = NodeConnector(peer, TransferConfig(verify_kv=True))
@@ -320,11 +318,8 @@ def test_block_ranges_wait_for_their_checksums_and_keep_their_order() -> None:
     ],
 )
 def test_checksums_are_of_the_slices_that_the_ranks_of_decode_read(
-    num_prefill: int,
-    num_decode: int,
-    asked: tuple[int, int],
-    rows: dict[int, tuple[tuple[int], ...]],
-) -> None:
+    num_prefill, num_decode, asked, rows
+):
     peer = node("p", "prefill", num_ranks=num_prefill, kv_heads=4)
     info = node("d", "decode", num_ranks=num_decode, kv_heads=4)
     source = NodeConnector(peer, TransferConfig(verify_kv=True))

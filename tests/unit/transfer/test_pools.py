@@ -5,7 +5,6 @@ import mmap
 import os
 import random
 from contextlib import ExitStack, closing
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -54,7 +53,7 @@ def check(remote: list[int], local: list[int], part: BlockSlice = WHOLE) -> None
 
 @settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
+def test_any_read_copies_exactly_its_blocks(data):
     ids = st.permutations(range(NUM_BLOCKS))
     count = data.draw(st.integers(0, NUM_BLOCKS))
     runs = st.lists(st.integers(0, NUM_BLOCKS - 1), min_size=count, max_size=count)
@@ -66,9 +65,7 @@ def test_any_read_copies_exactly_its_blocks(data: st.DataObject) -> None:
     )
 
 
-def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(monkeypatch):
     with ExitStack() as stack:
         source, target = (
             stack.enter_context(closing(HostPool(NUM_BLOCKS, BLOCK_BYTES))) for _ in range(2)
@@ -93,7 +90,7 @@ def test_a_block_that_changes_hands_while_it_is_copied_is_a_failed_read(
         assert failed.value.code == "stale_block"
 
 
-def test_blocks_generations_and_nonce_share_one_file_without_overlap() -> None:
+def test_blocks_generations_and_nonce_share_one_file_without_overlap():
     pool = HostPool(num_blocks=3, block_bytes=5000)
     pool.buffer[:] = b"\xff" * 15000
     pool.generations[:] = 7
@@ -106,7 +103,7 @@ def test_blocks_generations_and_nonce_share_one_file_without_overlap() -> None:
     assert shape.generations_offset % mmap.PAGESIZE == 0
 
 
-def test_nobody_else_can_map_the_pool_for_writing_or_shrink_it() -> None:
+def test_nobody_else_can_map_the_pool_for_writing_or_shrink_it():
     pool = HostPool(1, 4096)
     with pytest.raises(PermissionError):
         mmap.mmap(pool.fileno(), 4096)
@@ -114,12 +111,12 @@ def test_nobody_else_can_map_the_pool_for_writing_or_shrink_it() -> None:
         os.ftruncate(pool.fileno(), 0)
 
 
-def test_a_pool_larger_than_memory_is_refused_with_what_to_change() -> None:
+def test_a_pool_larger_than_memory_is_refused_with_what_to_change():
     with pytest.raises(ConfigError, match="memory_mib"):
         HostPool(num_blocks=1 << 22, block_bytes=1 << 20)
 
 
-def test_the_limits_of_all_cgroups_around_a_process_count(tmp_path: Path) -> None:
+def test_the_limits_of_all_cgroups_around_a_process_count(tmp_path):
     for folder, limit in (("", "max"), ("job", "1000"), ("job/step", "5000")):
         (tmp_path / folder).mkdir(exist_ok=True)
         (tmp_path / folder / "memory.max").write_text(f"{limit}\n")
@@ -133,9 +130,7 @@ def test_the_limits_of_all_cgroups_around_a_process_count(tmp_path: Path) -> Non
     assert list(left_by_cgroups(tmp_path / "none", tmp_path / "none")) == []
 
 
-def test_a_machine_that_reorders_loads_gets_a_fence_or_no_shm(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_machine_that_reorders_loads_gets_a_fence_or_no_shm(monkeypatch):
     with contextlib.suppress(ConfigError):  # this kernel does not allow membarrier
         membarrier_fence()()
     monkeypatch.setattr("platform.machine", lambda: "alpha")
