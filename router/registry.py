@@ -457,7 +457,11 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
             )
             for i in (info, model)
         ]
-        what = "block_size or dtype" if stored[0] == stored[1] else "{}, not {}".format(*stored)
+        what = (
+            "block_size, dtype or model_impl"
+            if stored[0] == stored[1]
+            else "{}, not {}".format(*stored)
+        )
         found["layout_mismatch"] = f"its KV blocks have another layout ({what})"
     limits = [
         f"its {name} is {getattr(info, name)}, theirs {getattr(model, name)}"

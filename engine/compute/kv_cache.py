@@ -82,8 +82,11 @@ def kv_layout(
     order = (
         "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
     )
+    # Where a part of a head is rotated, the own decoder stores keys in an order of its own.
+    rotated = config.rope.rotated(group.width) if isinstance(config, DecoderConfig) else group.width
     shared = (
-        order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size
+        order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
+        *([rotated] if rotated < group.width else []),
     )  # fmt: skip
     return KVLayout(
         block_size=cache.block_size,

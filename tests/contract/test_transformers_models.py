@@ -11,6 +11,7 @@ from baton.deploy.model_folder import with_model
 from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_rank
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.fields import with_values
 from tests.support.compute import Text, compute_config, greedy, loaded, logits, needs_rules
 from tests.support.foreign_checkpoints import changed, foreign_folder, small_folder
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
@@ -121,11 +122,22 @@ def test_longrope_is_exact_up_to_its_original_length_only(tmp_path):
         "long_factor": [2.0] * 8, "original_max_position_embeddings": 256,
     }  # fmt: skip
     folder = changed(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=256)
-    config = compute_config(folder)
+    config = with_values(compute_config(folder), {"model.model_impl": "transformers"})
     with pytest.raises(ConfigError, match=r"set model\.max_model_len to at most 256"):
         plan_rank(config, 1)
-    shorter = msgspec.structs.replace(config.model, max_model_len=256)
-    assert plan_rank(msgspec.structs.replace(config, model=shorter), 1).max_model_len == 256
+    plans = [
+        plan_rank(with_values(compute_config(folder), {"model.max_model_len": 256, **impl}), 1)
+        for impl in ({}, {"model.model_impl": "transformers"})
+    ]
+    assert plans[0].layout == plans[1].layout
+
+
+def test_nodes_that_store_the_numbers_of_keys_in_different_orders_never_pair():
+    own, other = (
+        plan_rank(settings("glm4_moe", model_impl=impl), 1) for impl in ("auto", "transformers")
+    )
+    assert own.layout.groups == other.layout.groups
+    assert own.layout.fingerprint != other.layout.fingerprint
 
 
 @pytest.mark.parametrize("what", ["missing", "unexpected", "mismatched"])
