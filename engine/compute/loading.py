@@ -6,6 +6,7 @@ Only the part of each tensor that the rank keeps is read.
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import NamedTuple, Protocol
 
 import torch
@@ -253,6 +254,9 @@ class _Loader:
             (name + "k_proj", self.kv_heads),
             (name + "v_proj", self.kv_heads),
         ]
+        if config.is_fused:
+            sizes = (n * config.head_dim for n in (config.num_heads, *(config.num_kv_heads,) * 2))
+            qkv = self._fused(name + "qkv_proj", qkv, sizes)
         return self._columns(qkv, has_bias=config.qkv_bias, order=self._qkv_order()), None
 
     def _qkv_order(self) -> Tensor | None:
@@ -265,9 +269,23 @@ class _Loader:
         rotated, values = heads[: num_heads + num_kv_heads], heads[num_heads + num_kv_heads :]
         return torch.cat((rotated[:, self.head_order].flatten(), values.flatten()))
 
+    def _fused(
+        self, name: str, parts: list[tuple[str, slice]], sizes: Iterable[int]
+    ) -> list[tuple[str, slice]]:
+        """Return this rank's rows of a tensor that has `parts` of `sizes`, one under the other."""
+        if self.ranks.size == 1:
+            return [(name, slice(0, sum(sizes)))]
+        starts = accumulate(sizes, initial=0)
+        return [
+            (name, slice(start + own.start, start + own.stop))
+            for start, (_, own) in zip(starts, parts, strict=False)
+        ]
+
     def _mlp(self, name: str, features: slice) -> GatedMlp:
         has_bias = self.config.mlp_bias
         parts = [(name + "gate_proj", features), (name + "up_proj", features)]
+        if self.config.is_fused:
+            parts = self._fused(name + "gate_up_proj", parts, [self.config.intermediate_size] * 2)
         gate_up = self._columns(parts, has_bias=has_bias)
         down = self._rows(name + "down_proj", features, has_bias=has_bias)
         return GatedMlp(gate_up, down, self.config.layers.gate)

@@ -20,7 +20,10 @@ from baton.protocol.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 MAX_RANK = 512
-MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+MODULES = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
+    "down_proj",
+)  # fmt: skip
 _TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
 _NAME = re.compile(r"[^\s=,\0]+")
 # Fields that do not change what the tensors mean, whatever they say.

@@ -33,7 +33,7 @@ from baton.protocol.errors import ConfigError
 ModelFamily = Literal[
     "llama", "mistral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe", "mixtral", "deepseek_v2",
     "deepseek_v3", "glm4_moe_lite", "youtu", "ministral", "gemma2", "gemma3_text",
-    "gpt_oss", "glm4_moe", "minimax_m2",
+    "gpt_oss", "glm4_moe", "minimax_m2", "phi3",
 ]  # fmt: skip
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
@@ -57,6 +57,7 @@ ARCHITECTURES: dict[str, ModelFamily] = {
     "GptOssForCausalLM": "gpt_oss",
     "Glm4MoeForCausalLM": "glm4_moe",
     "MiniMaxM2ForCausalLM": "minimax_m2",
+    "Phi3ForCausalLM": "phi3",
 }
 # Other models of an architecture, whose folders have a model_type of their own.
 ALSO_CALLED: dict[str, ModelFamily] = {"kimi_k2": "deepseek_v3"}
@@ -81,7 +82,7 @@ HEAD_DIM_OF: dict[ModelFamily, int] = {
 }  # fmt: skip
 QWEN_MAX_WINDOW_LAYERS = 28
 SLIDING_WINDOW, SLIDING_WINDOW_OF = 4096, {"gpt_oss": 128}
-WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral")  # transformers reads no layer_types of theirs
+WINDOWS_EVERYWHERE = ("qwen3_moe", "mixtral", "phi3")  # transformers reads no layer_types of theirs
 # Of so many layers, the last one has no window.
 WINDOW_PATTERN: dict[ModelFamily, int] = {"gemma2": 2, "gemma3_text": 6, "gpt_oss": 2}
 LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -95,9 +96,11 @@ QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_con
 RMS_NORM_EPS = 1e-6
 RMS_NORM_EPS_OF: dict[ModelFamily, float] = {
     "mixtral": 1e-5, "glm4_moe_lite": 1e-5, "gpt_oss": 1e-5, "glm4_moe": 1e-5,
+    "phi3": 1e-5,
 }  # fmt: skip
 BIASES = ("llama", "qwen3", "qwen3_moe", "glm4_moe", *LAYER_FAMILIES)  # if attention_bias says so
 BIASED = ("gpt_oss",)  # where attention_bias is absent
+FUSED = ("phi3",)  # queries, keys and values are one tensor, and gates and ups
 QK_NORMED = ("qwen3", "qwen3_moe", "gemma3_text", "minimax_m2")
 GUESSING = ("glm4_moe", *LATENT_FAMILIES)  # whose num_nextn_predict_layers is read
 DTYPE_OF = {"gpt_oss": "bfloat16"}  # whose published folders name none
@@ -144,6 +147,11 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
     layers: LayersConfig = LayersConfig()
     local_rope: Rope | None = None  # of layers with a window, if they have one of their own
+
+    @property
+    def is_fused(self) -> bool:
+        """Return whether the files hold QKV in one tensor, and gates and ups in another."""
+        return self.family in FUSED
 
     @property
     def rotary_dim(self) -> int:
@@ -202,6 +210,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     if family in GROUPED_FAMILIES:
         experts = grouped_experts(file, family, read_json(file, RawGrouped))
     rope, local_rope = ropes_config(file, family, read_json(file, RawRope))
+    _check_rotated(file, rope, head_dim if latent is None else latent.qk_rope_head_dim)
     num_positions = max(raw.max_position_embeddings, rope.num_positions)
     window, full_layers = _sliding_window(file, family, raw, num_positions)
     return DecoderConfig(
@@ -348,6 +357,15 @@ def _check(
             raise ConfigError(f"{file}: {text}")
 
 
+def _check_rotated(file: Path, rope: Rope, head_dim: int) -> None:
+    pairs, odd = divmod(rope.rotated(head_dim), 2)
+    if odd or not pairs:
+        raise ConfigError(f"{file}: partial_rotary_factor must rotate an even part of {head_dim}")
+    for name in ("short_factor", "long_factor") if rope.scaling == "longrope" else ():
+        if (count := len(getattr(rope, name))) != pairs:
+            raise ConfigError(f"{file}: {name} has {count} numbers, but {pairs} pairs are rotated")
+
+
 def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
     given = raw.quantization_config
     if given is None:
@@ -370,7 +388,7 @@ def _sliding_window(
     The window is None if no layer has one that is shorter than the model's length.
     """
     default = SLIDING_WINDOW_OF.get(family, SLIDING_WINDOW)
-    absent = None if family in ("mixtral", *NO_WINDOWS) else default
+    absent = None if family in ("mixtral", "phi3", *NO_WINDOWS) else default
     window = absent if isinstance(raw.sliding_window, UnsetType) else raw.sliding_window
     if family.startswith("qwen") and not raw.use_sliding_window:
         window = None

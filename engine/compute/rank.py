@@ -120,6 +120,13 @@ class LoadedRank:
 def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
     """Load and allocate one rank; sets torch's threads in this process. Raises `ConfigError`."""
     plan = plan_rank(config, ranks.size)
+    rope = plan.decoder.rope if isinstance(plan.decoder, DecoderConfig) else None
+    if rope is not None and rope.is_long(plan.max_model_len):
+        log.warning(
+            "every sequence has the angles of long ones: lower model.max_model_len for the others",
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+            max_model_len=plan.max_model_len,
+        )
     keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
     if plan.device.type == "cuda":

@@ -13,7 +13,7 @@ from msgspec import UNSET, Meta, UnsetType
 from baton.engine.compute.latent_config import LATENT_FAMILIES
 from baton.protocol.errors import ConfigError
 
-RopeScaling = Literal["default", "linear", "llama3", "yarn"]
+RopeScaling = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_THETA = 10000.0
 ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5, "minimax_m2": 5e6}
 # Where config.json says nothing.
@@ -24,7 +24,9 @@ ROPE_OF: dict[str, dict[str, object]] = {
     }
 }  # fmt: skip
 # Families that rotate a part of each head, and which one where config.json says nothing.
-PARTIAL_OF = {"glm4_moe": 0.5, "minimax_m2": 1.0}
+PARTIAL_OF = {"glm4_moe": 0.5, "minimax_m2": 1.0, "phi3": 1.0}
+# The original length where config.json says it beside no scaling, even if it does in one.
+ORIGINAL_OF = {"phi3": 4096}
 # Families in which layers with a window have a rotary embedding of their own.
 LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
@@ -49,10 +51,22 @@ class Rope(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0  # of all cosines and sines
     score_factor: float = 1.0  # of all scores, in latent attention
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first numbers
+    # Of longrope: how much slower each frequency turns, up to the original length and beyond it.
+    short_factor: tuple[float, ...] = ()
+    long_factor: tuple[float, ...] = ()
 
     def rotated(self, head_dim: int) -> int:
         """Return how many numbers of a head are rotated."""
         return int(head_dim * self.partial_rotary_factor)
+
+    def is_long(self, num_positions: int) -> bool:
+        """Return whether a node whose sequences have up to so many tokens takes `long_factor`.
+
+        It does so for all sequences, as vLLM does, because a sequence that grows beyond the
+        original length keeps the keys that it has, which do not fit queries of other angles.
+        """
+        original = self.original_max_position_embeddings
+        return self.scaling == "longrope" and num_positions > original
 
     @property
     def num_positions(self) -> int:
@@ -73,6 +87,7 @@ class RawRope(msgspec.Struct):
     rotary_dim: Annotated[int, Meta(gt=0)] | None = None  # of MiniMax
     head_dim: Annotated[int, Meta(gt=0)] | None = None
     original_max_position_embeddings: int | None = None
+    max_position_embeddings: int = 0
 
 
 class _Given(msgspec.Struct):
@@ -91,6 +106,8 @@ class _Given(msgspec.Struct):
     mscale_all_dim: float | None = None
     attention_factor: Annotated[float, Meta(gt=0)] | None = None
     truncate: bool = True
+    short_factor: tuple[Annotated[float, Meta(gt=0)], ...] = ()
+    long_factor: tuple[Annotated[float, Meta(gt=0)], ...] = ()
 
 
 def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | None]:
@@ -108,7 +125,11 @@ def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | No
     if by_kind:
         raise ConfigError(f"{file}: rope_parameters must be by kind of layer in {family}")
     whole = rope_config(file, family, msgspec.structs.replace(raw, rope_parameters=full))
-    of_windows = RawRope(rope_theta=raw.rope_local_base_freq, rope_parameters=local)
+    of_windows = RawRope(
+        rope_theta=raw.rope_local_base_freq,
+        rope_parameters=local,
+        max_position_embeddings=raw.max_position_embeddings,
+    )
     return whole, rope_config(file, family, of_windows)
 
 
@@ -122,7 +143,7 @@ def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
     if shares or (share != 1.0 and family not in PARTIAL_OF):
         what = "is there twice" if shares else f"other than 1 is not supported in {family}"
         raise ConfigError(f"{file}: {field}.partial_rotary_factor {what}")
-    rope = _scaled(file, family, given, field, raw.original_max_position_embeddings)
+    rope = _scaled(file, family, given, field, raw)
     return msgspec.structs.replace(rope, partial_rotary_factor=share)
 
 
@@ -142,6 +163,8 @@ def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
         **(raw.rope_parameters or raw.rope_scaling or ROPE_OF.get(family, {})),
     }
     values.setdefault("rope_type", values.get("type", "default"))
+    if family == "phi3" and values["rope_type"] in {"su", "yarn"}:  # its first folders' names
+        values["rope_type"] = "longrope"
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")
     try:
@@ -150,14 +173,15 @@ def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
         raise ConfigError(f"{file}: {field}: {error}") from None
 
 
-def _scaled(file: Path, family: str, given: _Given, field: str, original: int | None) -> Rope:
+def _scaled(file: Path, family: str, given: _Given, field: str, raw: RawRope) -> Rope:
     base, factor = given.rope_theta, given.factor
     is_scored = given.rope_type in {"default", "yarn"}
     if family in LATENT_FAMILIES and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
+    original = raw.original_max_position_embeddings or ORIGINAL_OF.get(family)
     original = original or given.original_max_position_embeddings
-    if given.rope_type != "default" and factor is None:
+    if given.rope_type not in {"default", "longrope"} and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
         # Dynamic angles are stretched beyond the model's length alone, which no node allows.
@@ -182,6 +206,13 @@ def _scaled(file: Path, family: str, given: _Given, field: str, original: int | 
             if not original * (factor or 1.0) <= MAX_POSITIONS:
                 raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
             return _yarn(given, factor or 1.0, original)
+        case "longrope":
+            if original is None or original < 2 or not (given.short_factor and given.long_factor):
+                raise ConfigError(
+                    f"{file}: {field} of type longrope needs short_factor, long_factor and "
+                    "original_max_position_embeddings"
+                )
+            return _longrope(given, factor or raw.max_position_embeddings / original, original)
         case other:
             known = ", ".join((*get_args(RopeScaling), "dynamic"))
             raise ConfigError(f"{file}: {field} of type {other!r} is not supported, only {known}")
@@ -206,4 +237,18 @@ def _yarn(given: _Given, factor: float, original: int) -> Rope:
         truncate=given.truncate,
         attention_factor=logarithm(1.0) if attention_factor is None else attention_factor,
         score_factor=logarithm(given.mscale_all_dim) ** 2 if given.mscale_all_dim else 1.0,
+    )
+
+
+def _longrope(given: _Given, factor: float, original: int) -> Rope:
+    attention_factor = given.attention_factor
+    if attention_factor is None:
+        attention_factor = math.sqrt(1 + math.log(max(factor, 1.0)) / math.log(original))
+    return Rope(
+        given.rope_theta,
+        "longrope",
+        original_max_position_embeddings=original,
+        attention_factor=attention_factor,
+        short_factor=given.short_factor,
+        long_factor=given.long_factor,
     )

@@ -11,11 +11,17 @@ from baton.engine.compute.rope_config import Rope
 def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
     """Return the cosines, then sines, of every position: `[num_positions, head_dim]` fp32.
 
-    Where a part of a head is rotated, its numbers are in `head_order`.
+    Where a part of a head is rotated, its numbers are in `head_order`. Where the angles depend on
+    the length of a sequence, `num_positions` is the longest that a node takes.
     """
     rotated, table = rope.rotated(head_dim), unrotated(head_dim, num_positions)
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
-    frequencies = _scaled(rope, 1.0 / (rope.theta**exponents))
+    periods = rope.theta**exponents
+    if rope.scaling == "longrope":
+        periods *= torch.tensor(
+            rope.long_factor if rope.is_long(num_positions) else rope.short_factor
+        )
+    frequencies = _scaled(rope, 1.0 / periods)
     angles = torch.arange(num_positions).float()[:, None] * frequencies
     cos, sin = table.view(num_positions, 2, -1)[..., : rotated // 2].unbind(1)
     cos.copy_(angles.cos() * rope.attention_factor)
@@ -44,7 +50,7 @@ def unrotated(head_dim: int, num_positions: int) -> Tensor:
 
 def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
     match rope.scaling:
-        case "default":
+        case "default" | "longrope":
             return frequencies
         case "linear":
             return frequencies / rope.factor

@@ -141,14 +141,18 @@ def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict
     """
     hidden, width = config.hidden_size, config.intermediate_size
     heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv, gate_up = (
+        [("q", heads), ("k", kv_heads), ("v", kv_heads)],
+        [("gate", width), ("up", width)],
+    )
+    if config.is_fused:
+        qkv, gate_up = [("qkv", heads + 2 * kv_heads)], [("gate_up", 2 * width)]
     attention = (
-        *((f"self_attn.{one}_proj", heads if one == "q" else kv_heads, hidden, config.qkv_bias)
-          for one in "qkv"),
+        *((f"self_attn.{name}_proj", size, hidden, config.qkv_bias) for name, size in qkv),
         ("self_attn.o_proj", hidden, heads, config.output_bias),
     ) if config.latent is None else ()  # fmt: skip
     mlp = (
-        ("mlp.gate_proj", width, hidden, config.mlp_bias),
-        ("mlp.up_proj", width, hidden, config.mlp_bias),
+        *((f"mlp.{name}_proj", size, hidden, config.mlp_bias) for name, size in gate_up),
         ("mlp.down_proj", hidden, width, config.mlp_bias),
     )  # fmt: skip
     shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}

@@ -165,6 +165,7 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
         ("glm4_moe", 1, 2),
         ("minimax_m2", 1, 2),
         pytest.param("minimax_m2", 2, 4, marks=pytest.mark.release),
+        pytest.param("phi3", 2, 4, marks=pytest.mark.release),
         pytest.param("gpt_oss", 2, 4, marks=pytest.mark.release),
         pytest.param("gemma2", 4, 2, marks=pytest.mark.release),
         pytest.param("gemma3_text", 1, 2, marks=pytest.mark.release),

@@ -58,6 +58,12 @@ TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
 MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 LINEAR_4 = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
+FACTORS = {
+    "short_factor": [1.0 + n / 9 for n in range(8)],
+    "long_factor": [2.0 + n for n in range(8)],
+}
+FIRST_1024 = {"original_max_position_embeddings": 1024}
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
@@ -148,6 +154,26 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "minimax-m2": ("minimax_m2", {"rotary_dim": 8}),
     "stacked minimax-m2": ("minimax_m2", {"save_original_format": False}),
+    "phi3": ("phi3", {"sliding_window": 24}),
+    # As Phi-4-mini and as the first folders of Phi-3 have it.
+    "longrope of three quarters": (
+        "phi3",
+        {
+            "rope_parameters": {name: of[:6] for name, of in FACTORS.items()}
+            | {"rope_type": "longrope", "partial_rotary_factor": 0.75},
+            "original_max_position_embeddings": 64,
+        },
+    ),
+    "longrope up to its first length": (
+        "phi3",
+        {
+            "rope_parameters": LONGROPE | {"rope_type": "su", "attention_factor": 1.3} | FIRST_1024,
+            **FIRST_1024,
+        },
+    ),
+    "longrope in llama": (
+        "llama", {"head_dim": 16, "extra": json.dumps({"rope_scaling": LONGROPE})},
+    ),
     "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
     "gemma2": ("gemma2", {}),
@@ -186,20 +212,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def folder_of(kind: str, fields: dict[str, Any]) -> Path:
+def folder_of(variant: str, tmp_path: Path) -> Path:
+    kind, fields = VARIANTS.get(variant, (variant, {}))
     if kind in FAMILIES:
         return model_folder(kind, num_layers=2, **fields)
-    return foreign_folder(kind, **fields)
+    rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
+    folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
+    return changed(tmp_path, folder, **rope) if rope else folder
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
-    kind, fields = VARIANTS[variant]
-    rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
-    folder = folder_of(kind, {k: of for k, of in fields.items() if k not in rope})
-    if rope:
-        folder = changed(tmp_path, folder, **rope)
+    folder = folder_of(variant, tmp_path)
     assert_close(whole(folder), reference(folder))
+
+
+def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_path):
+    """transformers takes those of one sequence, so only they are compared that have its own."""
+    folder, tokens = folder_of("longrope of three quarters", tmp_path), prompt(60)
+    for max_model_len, is_equal in ((64, True), (65, False)):
+        config = with_values(compute_config(folder), {"model.max_model_len": max_model_len})
+        with loaded(config) as runner:
+            ours = logits(runner, Text("a", tokens, range(4)).chunk(0, 60))[0]
+        theirs = reference(folder, tokens)
+        assert ((ours - theirs).abs().max() < 2e-5 * theirs.abs().max()) == is_equal
 
 
 @pytest.mark.parametrize("kind", LATENT + LAYERS)
@@ -212,18 +248,24 @@ def test_plain_torch_computes_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *EXPERTS, *LATENT, *LAYERS])
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind: str) -> None:
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
+    kind: str, tmp_path: Path
+) -> None:
     """Without a router's groups, because their near ties differ in bf16."""
-    folder = folder_of(kind, WITHOUT_EXPERTS if kind in LATENT else {})
+    folder = (
+        foreign_folder(kind, **WITHOUT_EXPERTS) if kind in LATENT else folder_of(kind, tmp_path)
+    )
     exact = reference(folder)
     allowed = 1.5 * (reference(folder, dtype=torch.bfloat16) - exact).abs().mean()
     assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
 
 
-@pytest.mark.parametrize("kind", LATENT + LAYERS)
+@pytest.mark.parametrize("variant", [*LATENT, *LAYERS, "longrope of three quarters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind: str, dtype: str) -> None:
-    with loaded(compute_config(foreign_folder(kind), dtype)) as runner:
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(
+    variant: str, dtype: str, tmp_path: Path
+) -> None:
+    with loaded(compute_config(folder_of(variant, tmp_path), dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
         runner.cache.pool.fill_(float("nan"))
@@ -286,11 +328,12 @@ def test_the_number_of_threads_leaves_no_trace(
         ("qwen3", 2), ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
         *((name, size) for name in ("gemma2", "gemma3", "gpt-oss") for size in (2, 4)),
+        *(("longrope of three quarters", size) for size in (2, 4)),
     ],
 )  # fmt: skip
-def test_ranks_together_compute_what_one_computes(variant: str, size: int) -> None:
-    kind, fields = VARIANTS[variant]
-    config = compute_config(folder_of(kind, fields))
+def test_ranks_together_compute_what_one_computes(variant: str, size: int, tmp_path: Path) -> None:
+    kind, _ = VARIANTS[variant]
+    config = compute_config(folder_of(variant, tmp_path))
     tokens = random_tokens(100, vocab=1023 if kind in FAMILIES else 512)  # of each rank's share
 
     def compute(rank: SharedMemoryRanks | None) -> Tensor:

@@ -29,10 +29,12 @@ from tests.support.compute import (
     needs_rules,
     random_tokens,
 )
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.thread_ranks import on_all, thread_ranks
 
 MODEL = "qwen2"  # has biases in its projections
-TOKENS = random_tokens(60)
+TOKENS = random_tokens(60, vocab=512)
+FUSED = ("qkv_proj", "gate_up_proj")
 
 
 def text_with(lora: str, first_block: int = 0) -> Text:
@@ -49,10 +51,12 @@ def expected(folder: Path) -> torch.Tensor:
         return model(torch.tensor([TOKENS])).logits[0]
 
 
-@pytest.mark.parametrize("targets", [ALL, ("q_proj", "v_proj"), ("up_proj",), ("down_proj",)])
+@pytest.mark.parametrize(
+    "targets", [ALL, ("q_proj", "v_proj"), ("up_proj",), ("down_proj",), FUSED]
+)
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora):
-    model = model_folder(MODEL, num_layers=2)
+    model = foreign_folder("phi3") if targets == FUSED else model_folder(MODEL, num_layers=2)
     adapter = write_adapter(model, targets, rank=9, use_rslora=use_rslora)
     theirs = expected(merged(model, adapter, 16 / (3 if use_rslora else 9)))
     modules = (f"mine={adapter}",)

@@ -24,6 +24,10 @@ LLAMA: dict[str, object] = {
     "torch_dtype": "bfloat16",
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LONGROPE = {
+    "rope_type": "longrope", "original_max_position_embeddings": 64,
+    "short_factor": [1.0] * 64, "long_factor": [2.0] * 64,
+}  # fmt: skip
 LLAMA3_ROPE: dict[str, object] = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -108,6 +112,16 @@ PUBLISHED: dict[str, dict[str, object]] = {
             "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
         },
     },
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"], "hidden_size": 3072, "intermediate_size": 8192,
+        "num_hidden_layers": 32, "num_attention_heads": 24, "num_key_value_heads": 8,
+        "vocab_size": 200064, "max_position_embeddings": 131072, "attention_bias": False,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "rope_theta": 10000.0, "sliding_window": 262144, "embd_pdrop": 0.0,
+        "rope_scaling": {
+            "type": "longrope", "short_factor": [1.0] * 48, "long_factor": [32.0] * 48,
+        },
+    },
 }  # fmt: skip
 
 
@@ -128,6 +142,7 @@ def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
             "gemma2": ([4096, None] * 3, 1 / 16, 256, 1e4, 1e4, False, False, 8192),
             "glm4_moe": ([None] * 6, 128**-0.5, 64, 1e6, 1e6, True, False, 131072),
             "minimax_m2": ([None] * 6, 128**-0.5, 64, 5e6, 5e6, False, False, 196608),
+            "phi3": ([None] * 6, 128**-0.5, 96, 1e4, 1e4, False, False, 131072),
         }[family]
     )
 
@@ -254,7 +269,17 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
         ({"rope_scaling": {**YARN, "factor": 1e9}}, "more than"),
         ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta above 1"),
-        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "'longrope' is not supported"),
+        (
+            {"rope_scaling": {**YARN, "rope_type": "proportional"}},
+            "'proportional' is not supported",
+        ),
+        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "needs short_factor, long_factor"),
+        ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor has 1 numbers, but"),
+        ({"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 63 + [0]}}, "long_factor[63]"),
+        (
+            {"architectures": ["Phi3ForCausalLM"], "partial_rotary_factor": 0.01},
+            "must rotate an even part of 128",
+        ),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         ({"rope_scaling": {**LLAMA3_ROPE, "high_freq_factor": 1.0}}, "high_freq_factor"),
         ({"rope_scaling": {"partial_rotary_factor": 0.5}}, "other than 1 is not supported in"),
