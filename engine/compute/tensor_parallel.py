@@ -185,10 +185,13 @@ def join(
     # NCCL opens ports on which the ranks meet; no other host takes part.
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     rank, size = place
+    # The store opens its path again, the last time as it is destroyed, which an error may put off.
+    # If another file had the number by then, torch would write to it, hang, or abort the process.
+    path = f"/proc/self/fd/{os.dup(memory)}"  # so this one stays open
     try:
         dist.init_process_group(
             backend,
-            store=FileStore(f"/proc/self/fd/{memory}", size),
+            store=FileStore(path, size),
             rank=rank,
             world_size=size,
             timeout=timedelta(seconds=timeout_s),

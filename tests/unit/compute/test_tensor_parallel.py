@@ -1,5 +1,6 @@
 """Ranks that share memory get the same bits, independently of the rest of the tensor."""
 
+import gc
 import json
 import os
 import subprocess
@@ -144,10 +145,16 @@ def test_ranks_that_do_not_meet_are_one_line(backend):
     if backend == "nccl" and torch.distributed.is_nccl_available():
         pytest.skip("this torch has NCCL, which would look for a GPU")
     device = torch.device("cuda" if backend == "nccl" else "cpu")
-    memory = os.memfd_create("group")
+    memory, other = os.memfd_create("group"), os.memfd_create("other")
     try:
         with pytest.raises(NodeError, match=f"rank 0 of 2 could not meet .* over {backend}") as one:
             join(device, (0, 2), memory, 1.0, is_ordered=False)
+        assert "\n" not in one.value.message
+        # The error keeps torch's store alive, which writes again as it ends.
+        os.dup2(other, memory)
+        del one
+        gc.collect()
+        assert os.fstat(other).st_size == 0, "the store wrote to what had the number later"
     finally:
         os.close(memory)
-    assert "\n" not in one.value.message
+        os.close(other)
