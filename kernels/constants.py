@@ -55,6 +55,9 @@ TINY = 2.0**-126  # a smaller weight is never drawn
 
 # A word of `token_counts`: bit 0, the count, and 1 plus the index of a bias.
 MAX_COUNT, BIAS_SHIFT, BIAS_MASK = (1 << 20) - 1, 21, (1 << 11) - 1
+# The exponent of a row in FP8 is less than that of its largest number by `FP8_SPAN`. From the least
+# one on, all codes stand for normal numbers of bf16; above the most, numbers would overflow.
+FP8_SPAN, LEAST_EXPONENT, MOST_EXPONENT = 8, 10, 246
 CHECKSUM_FACTORS = (0x01000193, 0x7FEB352D, 0x846CA68B)  # of a word's place, the word, the mix
 
 

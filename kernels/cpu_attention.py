@@ -22,6 +22,7 @@ from baton.kernels.cpu_vectors import (
     Int32s,
     Int64s,
     Numbers,
+    Pooled,
     every,
     exp2,
     hide,
@@ -58,7 +59,7 @@ def attention(
         scratch: Floats,
         staging: Numbers,  # 16 rows of a head
         q: Numbers,  # [num_tokens, num_heads, head_dim]
-        pool: Numbers,  # the part of one layer
+        pool: Pooled,  # the part of one layer
         tables: Int32s,  # the block tables one after the other
         items: Int64s,  # [num_items, 4]: first row, tokens, first position, start of a block table
         kv_heads: int,
@@ -129,7 +130,7 @@ def address(table: Int32s, key: int, block_size: int, stride_block: int, head_di
 
 
 @kernel
-def _take_queries(
+def take_queries(
     queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
     num_rows: int, group: int, head_dim: int, step: int,
 ) -> None:  # fmt: skip
@@ -192,7 +193,7 @@ def _unpack(
 
 
 @kernel
-def _attend_tile(
+def attend_tile(
     queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
     tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
     scale: float, cap: float,
@@ -285,4 +286,4 @@ def _give_results(
             store_first(out, at + d, value / norm, head_dim - d)
 
 
-attend = attention(_take_queries, _unpack, _attend_tile)
+attend = attention(take_queries, _unpack, attend_tile)

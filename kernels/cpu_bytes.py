@@ -16,6 +16,7 @@ from numba.extending import intrinsic
 from baton.kernels.constants import LARGEST_BYTE, PANEL, ROUNDER, SHEET, TINY, WIDTH
 from baton.kernels.cpu_products import give_results, set_sums
 from baton.kernels.cpu_vectors import (
+    BYTE,
     FLOATS,
     INT32,
     LANES,
@@ -37,7 +38,6 @@ from baton.kernels.cpu_vectors import (
     total,
 )
 
-BYTE = ir.IntType(8)
 BYTES = ir.VectorType(BYTE, WIDTH)
 
 

@@ -14,6 +14,7 @@ from numba import types
 from baton.kernels import (
     cpu_attention,
     cpu_bytes,
+    cpu_fp8_pool,
     cpu_narrow,
     cpu_pair_attention,
     cpu_products,
@@ -22,10 +23,16 @@ from baton.kernels import (
 )
 from baton.kernels.cpu_vectors import FEATURES
 
-# The kernels that depend on `in_pairs`.
+# The kernels that depend on `in_pairs`, and those that depend on `fp8_pool` as well.
 PRODUCTS: dict[bool, tuple[Callable[..., None], ...]] = {
-    False: (cpu_attention.attend,),
-    True: (cpu_pair_attention.attend, cpu_products.multiply, cpu_narrow.multiply_narrow),
+    False: (),
+    True: (cpu_products.multiply, cpu_narrow.multiply_narrow),
+}
+OVER_POOL: dict[tuple[bool, bool], tuple[Callable[..., None], ...]] = {
+    (False, False): (cpu_attention.attend,),
+    (True, False): (cpu_pair_attention.attend,),
+    (False, True): (cpu_fp8_pool.attend, cpu_fp8_pool.store_fp8),
+    (True, True): (cpu_fp8_pool.attend_pairs, cpu_fp8_pool.store_fp8),
 }
 if FEATURES.get("avx512vnni"):
     PRODUCTS[True] += cpu_bytes.round_rows, cpu_bytes.multiply_bytes
@@ -43,7 +50,7 @@ SCALARS = {"int": types.int64, "float": types.float32}
 
 
 def compile_kernels(
-    *, is_bf16: bool, in_pairs: bool, progress: Callable[[int, int], None]
+    *, is_bf16: bool, in_pairs: bool, fp8_pool: bool, progress: Callable[[int, int], None]
 ) -> tuple[dict[str, list[str]], bytes]:
     """Return the arguments of each kernel ("pointer", "int" or "float") and the object code.
 
@@ -57,14 +64,15 @@ def compile_kernels(
     )
     arguments: dict[str, list[str]] = {}
     whole = llvm.parse_assembly("")
-    kernels = (*PRODUCTS[in_pairs], *KERNELS)
+    kernels = (*OVER_POOL[in_pairs, fp8_pool], *PRODUCTS[in_pairs], *KERNELS)
+    pointed = _pointed(is_bf16=is_bf16, fp8_pool=fp8_pool)
     for done, kernel in enumerate(kernels):
         progress(done, len(kernels))
         name = kernel.py_func.__name__
         annotations = dict(kernel.py_func.__annotations__)
         annotations.pop("return")
         arguments[name] = [word if word in SCALARS else "pointer" for word in annotations.values()]
-        whole.link_in(_module(kernel, name, _types(list(annotations.values()), is_bf16=is_bf16)))
+        whole.link_in(_module(kernel, name, _types(list(annotations.values()), pointed)))
     passes = llvm.create_new_module_pass_manager()
     passes.add_global_dead_code_eliminate_pass()
     options = llvm.create_pipeline_tuning_options(speed_level=0)
@@ -74,8 +82,12 @@ def compile_kernels(
     return arguments, code
 
 
-def _types(annotations: list[str], *, is_bf16: bool) -> tuple[types.Type, ...]:
-    pointed = POINTED | {"Numbers": types.uint16 if is_bf16 else types.float32}
+def _pointed(*, is_bf16: bool, fp8_pool: bool) -> dict[str, types.Type]:
+    numbers = types.uint16 if is_bf16 else types.float32
+    return POINTED | {"Numbers": numbers, "Pooled": types.uint8 if fp8_pool else numbers}
+
+
+def _types(annotations: list[str], pointed: dict[str, types.Type]) -> tuple[types.Type, ...]:
     return tuple(
         SCALARS[word] if word in SCALARS else types.CPointer(pointed[word]) for word in annotations
     )

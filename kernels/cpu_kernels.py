@@ -35,6 +35,7 @@ from baton.kernels.constants import (
 )
 from baton.kernels.cpu_library import CpuLibrary, Kernel
 from baton.kernels.cpu_threads import MIN_SHARED_NS, CpuThreads
+from baton.kernels.reference import pool_head_dim
 
 # ruff: noqa: PLR0913, PLR0917  (the signatures follow the references': tensors, not records)
 
@@ -73,10 +74,12 @@ class CpuKernels:
     def __init__(
         self,
         library: CpuLibrary,
-        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]; or FP8
         num_heads: int,
     ) -> None:
-        _, self.kv_heads, _, self.planes, self.block_size, self.head_dim = pool.shape
+        _, self.kv_heads, _, self.planes, self.block_size, _ = pool.shape
+        self.head_dim, self._is_fp8 = pool_head_dim(pool), pool.dtype == torch.uint8
+        assert self._is_fp8 == ("store_fp8" in library.kernels), "kernels for another pool"
         self.num_heads, self.group = num_heads, num_heads // self.kv_heads
         self._library = library  # keeps the code in memory
         self._pool = pool
@@ -147,7 +150,7 @@ class CpuKernels:
             self._scratch = torch.empty(size // 4 * (len(work.cuts) - 1))
         arguments = (
             q.data_ptr(), self._layers[layer], *work.addresses, self.kv_heads, self.group,
-            self.head_dim, self.block_size, (self.planes - 1) * self.block_size * self.head_dim,
+            self.head_dim, self.block_size, (self.planes - 1) * self._pool.stride(3),
             *self._strides, window or NO_WINDOW, *in_powers_of_2(scale, softcap),
             0 if in_base_2 is None else in_base_2.data_ptr(), in_base_2 is not None, out.data_ptr(),
         )  # fmt: skip
@@ -176,14 +179,25 @@ class CpuKernels:
         num_tokens = len(slots)
         head_norms = None if head_norms is None else head_norms.float()
         q = qkv.new_empty(num_tokens, self.num_heads, self.head_dim)
+        target = self._layers[layer], self.block_size, *self._strides
+        if self._is_fp8:  # rows go to a pool of blocks of one token, one for each, and then on
+            rows = qkv.new_empty(num_tokens, self.kv_heads, 2, self.head_dim)
+            target = rows.data_ptr(), 1, rows.stride(0), rows.stride(1)
+            slots, own_slots = torch.arange(num_tokens), slots
         self._run_rows(
             "rope_and_store", num_tokens, qkv.shape[1],
             qkv.data_ptr(), self.num_heads, self.kv_heads, self.planes, self.head_dim,
             self.head_dim - cos_sin.shape[1], positions.data_ptr(), cos_sin.data_ptr(),
             slots.data_ptr(),
             0 if head_norms is None else head_norms.data_ptr(), head_norms is not None, eps,
-            self._layers[layer], self.block_size, *self._strides, q.data_ptr(),
+            *target, q.data_ptr(),
         )  # fmt: skip
+        if self._is_fp8:
+            self._run_rows(
+                "store_fp8", num_tokens, 2 * self.kv_heads * self.head_dim,
+                rows.data_ptr(), self.kv_heads, self.head_dim, own_slots.data_ptr(),
+                self._layers[layer], self.block_size, *self._strides,
+            )  # fmt: skip
         return q
 
     def add_rms_norm(

@@ -24,9 +24,9 @@ from pathlib import Path
 
 LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
 SOURCES = (
-    "cpu_attention.py", "cpu_bytes.py", "cpu_compile.py", "cpu_narrow.py", "cpu_pair_attention.py",
-    "cpu_pairs.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py", "cpu_vectors.py",
-    "constants.py",
+    "cpu_attention.py", "cpu_bytes.py", "cpu_compile.py", "cpu_fp8_pool.py", "cpu_narrow.py",
+    "cpu_pair_attention.py", "cpu_pairs.py", "cpu_products.py", "cpu_rows.py", "cpu_sampling.py",
+    "cpu_vectors.py", "constants.py",
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
@@ -66,7 +66,11 @@ class CpuLibrary:
 
 
 def load_library(
-    *, is_bf16: bool, progress: CompileProgress, in_pairs: bool | None = None
+    *,
+    is_bf16: bool,
+    progress: CompileProgress,
+    in_pairs: bool | None = None,
+    fp8_pool: bool = False,
 ) -> CpuLibrary:
     """Return the kernels from the cache, or compile them and report (done, total) to `progress`.
 
@@ -76,7 +80,7 @@ def load_library(
     if in_pairs is None:
         in_pairs = is_bf16 and has_bf16_products()
     kind = "pairs" if in_pairs else "bf16" if is_bf16 else "fp32"
-    name = f"{kind}-{fingerprint}.kernels"
+    name = f"{kind}{'-fp8' * fp8_pool}-{fingerprint}.kernels"
     if (found := _cached(name, in_pairs=in_pairs)) is not None:
         return found
     progress(0, 1)
@@ -97,7 +101,9 @@ def load_library(
         try:
             from baton.kernels.cpu_compile import compile_kernels
 
-            arguments, code = compile_kernels(is_bf16=is_bf16, in_pairs=in_pairs, progress=report)
+            arguments, code = compile_kernels(
+                is_bf16=is_bf16, in_pairs=in_pairs, fp8_pool=fp8_pool, progress=report
+            )
             library = CpuLibrary(arguments, code, in_pairs=in_pairs)
         # A compiler can raise anything, and torch can take the place of the kernels.
         except Exception as error:

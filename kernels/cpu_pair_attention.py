@@ -39,7 +39,7 @@ LINE = 2 * WIDTH  # bf16 numbers in 64 bytes
 
 
 @kernel
-def _take_queries(
+def take_queries(
     queries: Floats, mixed: Floats, sums: Floats, tops: Floats, q: Numbers,
     num_rows: int, group: int, head_dim: int, step: int,
 ) -> None:  # fmt: skip
@@ -101,7 +101,7 @@ def _unpack(
 
 
 @kernel
-def _attend_tile(
+def attend_tile(
     queries: Floats, mixed: Floats, keys: Floats, values: Floats, scores: Floats, sums: Floats,
     tops: Floats, num_rows: int, group: int, position: int, window: int, head_dim: int,
     scale: float, cap: float,
@@ -171,4 +171,4 @@ def _weigh(
             store(mixed, d, load(mixed, d) * shrink)
 
 
-attend = attention(_take_queries, _unpack, _attend_tile)
+attend = attention(take_queries, _unpack, attend_tile)

@@ -19,21 +19,22 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-# The types of a kernel's pointers: Numbers are in the model's dtype; Factors and Sums are floats or
-# words.
+# The types of a kernel's pointers: Numbers are in the model's dtype, and so are Pooled, unless they
+# are the bytes of an FP8 pool; Factors and Sums are floats or words.
 from numba.types import CPointer as Doubles
 from numba.types import CPointer as Factors
 from numba.types import CPointer as Floats
 from numba.types import CPointer as Int32s
 from numba.types import CPointer as Int64s
 from numba.types import CPointer as Numbers
+from numba.types import CPointer as Pooled
 from numba.types import CPointer as Sums
 
 from baton.kernels.constants import EXP2, ROUNDER, WIDTH
 
-__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers", "Sums"]
+__all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers", "Pooled", "Sums"]
 
-FLOAT, HALF, INT32, INT64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
+FLOAT, BYTE, HALF, INT32, INT64 = ir.FloatType(), *map(ir.IntType, (8, 16, 32, 64))
 FLOATS, HALVES, WORDS = (ir.VectorType(element, WIDTH) for element in (FLOAT, HALF, INT32))
 POINTER = ir.PointerType()
 NOTHING = ir.Constant(POINTER, None)
@@ -186,13 +187,13 @@ def hide(context: object, lanes: types.Type, first: types.Type, end: types.Type)
     """Return the vector with minus infinity in all lanes but `first:end`."""
 
     def emit(builder: ir.IRBuilder, lanes: ir.Value, first: ir.Value, end: ir.Value) -> ir.Value:
-        seen = builder.and_(_below(builder, end), builder.not_(_below(builder, first)))
+        seen = builder.and_(below(builder, end), builder.not_(below(builder, first)))
         return builder.select(seen, lanes, constant(FLOATS, float("-inf")))
 
     return instruction(LANES(LANES, types.int64, types.int64), emit)
 
 
-def _below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
+def below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
     """Return a mask of the lanes below `count`."""
     counts = spread(builder, builder.trunc(count, INT32), WORDS)
     return builder.icmp_signed("<", ir.Constant(WORDS, list(range(WIDTH))), counts)
@@ -203,7 +204,8 @@ def _below(builder: ir.IRBuilder, count: ir.Value) -> ir.Value:
 
 def element_of(pointer: types.Type) -> ir.Type:
     return {
-        types.float32: FLOAT, types.uint16: HALF, types.int32: INT32, types.int64: INT64,
+        types.float32: FLOAT, types.uint8: BYTE, types.uint16: HALF, types.int32: INT32,
+        types.int64: INT64,
     }[pointer.dtype]  # fmt: skip
 
 
@@ -254,7 +256,7 @@ def load_first(
     def emit(
         builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, count: ir.Value
     ) -> ir.Value:
-        at, flags = place(builder, pointer, index, element), _below(builder, count)
+        at, flags = place(builder, pointer, index, element), below(builder, count)
         name, zero = f"llvm.masked.load.{suffix}.p0", ir.Constant(typ, None)
         loaded = call(builder, name, typ, at, INT32(1), flags, zero)
         return loaded if element is FLOAT else widened(builder, loaded)
@@ -288,7 +290,7 @@ def store_first(
         builder: ir.IRBuilder, pointer: ir.Value, index: ir.Value, lanes: ir.Value, count: ir.Value
     ) -> ir.Value:
         value = lanes if element is FLOAT else _rounded(builder, lanes)
-        at, flags = place(builder, pointer, index, element), _below(builder, count)
+        at, flags = place(builder, pointer, index, element), below(builder, count)
         name = f"llvm.masked.store.{suffix}.p0"
         call(builder, name, ir.VoidType(), value, at, INT32(1), flags)
         return NOTHING

@@ -11,7 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from baton.kernels.constants import BIAS_MASK, BIAS_SHIFT, CHECKSUM_FACTORS, MAX_COUNT, SILU, Gate
+from baton.kernels.constants import (
+    BIAS_MASK,
+    BIAS_SHIFT,
+    CHECKSUM_FACTORS,
+    FP8_SPAN,
+    LEAST_EXPONENT,
+    MAX_COUNT,
+    MOST_EXPONENT,
+    SILU,
+    Gate,
+)
 
 
 def paged_decode_attention(
@@ -89,10 +99,14 @@ def rope_and_store(
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
     blocks, offsets = slots // block_size, slots % block_size
-    rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin)
-    pool[blocks, :, layer, 0, offsets] = rotated_k[kept].to(pool.dtype)
-    if v is not None:
-        pool[blocks, :, layer, 1, offsets] = v[kept].to(pool.dtype)
+    rotated_k = _rotate(_head_norm(k, k_norm_weight, eps), positions, cos_sin).to(k.dtype)
+    for plane, rows in enumerate((rotated_k,) if v is None else (rotated_k, v)):
+        if pool.dtype == torch.uint8:
+            codes, exponents = fp8_parts(pool)
+            place = blocks, slice(None), layer, plane, offsets
+            codes[place], exponents[place] = to_fp8(rows[kept])
+        else:
+            pool[blocks, :, layer, plane, offsets] = rows[kept].to(pool.dtype)
     return _rotate(_head_norm(q, q_norm_weight, eps), positions, cos_sin).to(q.dtype)
 
 
@@ -167,6 +181,43 @@ def sum_blocks(pool: Tensor, ids: Tensor) -> Tensor:
     return (mixed ^ mixed >> 13).sum(1).to(torch.int32)
 
 
+def pool_head_dim(pool: Tensor) -> int:
+    """Return the numbers of a row. In a pool of FP8, which is of bytes, a row has one byte more."""
+    return pool.shape[-1] - (pool.dtype == torch.uint8)
+
+
+def fp8_parts(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Return views of the codes, `[..., block_size, head_dim]`, and exponents, `[..., block_size]`.
+
+    In the tile `[block_size, head_dim + 1]` of a block, head, layer and plane, the codes of all
+    rows come first and then a byte for each, so that codes stay aligned.
+    """
+    block_size, head_dim = pool.shape[-2], pool_head_dim(pool)
+    codes, exponents = pool.flatten(-2).split((block_size * head_dim, block_size), dim=-1)
+    return codes.unflatten(-1, (block_size, head_dim)), exponents
+
+
+def to_fp8(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the e4m3 codes of rows, `[..., head_dim]`, and their exponents, `[...]`, as bytes.
+
+    A code stands for `e4m3 * 2**(exponent - 127)`, which bf16 holds exactly. The largest number of
+    a row lies from 224 to 448 in e4m3. A row with NaN, infinity or numbers from 1.75 * 2**127 on
+    has the exponent 255, which makes all of it infinite or NaN.
+    """
+    top = rows.float().abs().amax(dim=-1).view(torch.int32)
+    exponents = (((top >> 20) + 2) >> 3) - FP8_SPAN
+    exponents = exponents.clamp(min=LEAST_EXPONENT).masked_fill(exponents > MOST_EXPONENT, 255)
+    factors = ((254 - exponents).clamp(min=0) << 23).view(torch.float32)
+    codes = (rows.float() * factors[..., None]).to(torch.float8_e4m3fn)
+    return codes.view(torch.uint8), exponents.to(torch.uint8)
+
+
+def from_fp8(codes: Tensor, exponents: Tensor) -> Tensor:
+    """Return the fp32 numbers of codes, `[..., head_dim]`, and exponents, `[...]`."""
+    factors = (exponents.to(torch.int32) << 23).view(torch.float32)
+    return codes.view(torch.float8_e4m3fn).float() * factors[..., None]
+
+
 def _visible_kv(
     pool: Tensor, layer: int, block_table: Tensor, context_len: int
 ) -> tuple[Tensor, Tensor]:
@@ -174,11 +225,13 @@ def _visible_kv(
 
     Slots beyond the context are cut off, not masked, so a NaN in them cannot reach a result.
     """
-    _, kv_heads, _, planes, block_size, head_dim = pool.shape
+    _, kv_heads, _, planes, block_size, _ = pool.shape
+    head_dim = pool_head_dim(pool)
     num_blocks = -(-context_len // block_size)
-    blocks = pool[
-        block_table[:num_blocks].long(), :, layer
-    ]  # [blocks, kv_heads, planes, size, dim]
+    # [blocks, kv_heads, planes, size, dim]
+    blocks = pool[block_table[:num_blocks].long(), :, layer]
+    if pool.dtype == torch.uint8:
+        blocks = from_fp8(*fp8_parts(blocks))
     kv = blocks.permute(2, 1, 0, 3, 4).reshape(planes, kv_heads, num_blocks * block_size, head_dim)
     kv = kv[:, :, :context_len].float()
     return kv[0], kv[-1]

@@ -39,6 +39,7 @@ def about(
 Dtype = Literal["auto", "float32", "bfloat16"]
 ModelImpl = Literal["auto", "transformers"]
 Device = Literal["auto", "cpu", "cuda"]
+KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
@@ -150,6 +151,13 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 0
     kernels: Annotated[
         KernelChoice, about("kernels on CPUs; auto compiles them where that is possible")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        about(
+            "type of the numbers in KV blocks, the same on all nodes; auto takes the model's, and "
+            "fp8 (e4m3, with an exponent for each KV head of a token) halves the blocks of bf16"
+        ),
     ] = "auto"
     deterministic: Annotated[
         bool,

@@ -44,7 +44,9 @@ class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
 class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
     """Layers that store the same of a token: `planes` rows of `width` numbers for each KV head.
 
-    A `full` layer stores keys and values, a `latent` one a row that is both, for all heads.
+    A `full` layer stores keys and values, a `latent` one a row that is both, for all heads. In
+    `full-fp8` layers, numbers are e4m3 bytes, and the rows of a block are followed by a byte each,
+    their exponents.
     """
 
     kind: str

@@ -25,8 +25,8 @@ _OWN_NAMED = (
     "model.lora_modules",
     "cache.memory_mib", "cache.gpu_memory_utilization", "cache.enable_prefix_caching",
     "cache.block_size", "engine.device", "engine.tensor_parallel_size", "engine.threads",
-    "engine.max_num_batched_tokens", "engine.max_num_seqs", "engine.num_speculative_tokens",
-    "node.id", "node.routers", "node.bind", "transfer.transport",
+    "engine.kv_cache_dtype", "engine.max_num_batched_tokens", "engine.max_num_seqs",
+    "engine.num_speculative_tokens", "node.id", "node.routers", "node.bind", "transfer.transport",
 )  # fmt: skip
 # The flags besides `--section-field`. `LLM` takes them as keywords.
 SHORT_FLAGS = {

@@ -148,11 +148,15 @@ class Backend(Protocol):
         ...
 
 
+def pool_suffix(pool: Tensor) -> str:
+    """Return what a backend's name says of the numbers in its pool."""
+    return "-fp8" if pool.dtype == torch.uint8 else ""
+
+
 QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
 
 
 class PlainBackend:
-    name = "torch"
     is_batch_invariant = False
     table_blocks = 0
 
@@ -163,9 +167,10 @@ class PlainBackend:
         cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
         eps: float,
     ) -> None:
+        self.name = "torch" + pool_suffix(pool)
         self.pool = pool
         self.num_heads = num_heads
-        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
+        self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
         self.rotation = 0

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from baton.engine.compute.attention import Batch, Scoring
+from baton.engine.compute.attention import Batch, Scoring, pool_suffix
 from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
@@ -25,7 +25,10 @@ log = logger("attention")
 
 
 def cpu_library(
-    dtype: torch.dtype, wanted: KernelChoice, progress: Callable[[int, int], None]
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    wanted: KernelChoice,
+    progress: Callable[[int, int], None],
 ) -> CpuLibrary | None:
     """Return the compiled kernels, or None where plain torch replaces them.
 
@@ -35,7 +38,8 @@ def cpu_library(
     if wanted == "torch":
         return None
     try:
-        return load_library(is_bf16=dtype == torch.bfloat16, progress=progress)
+        is_bf16, fp8_pool = dtype == torch.bfloat16, pool_dtype == torch.uint8
+        return load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
     except KernelsUnavailable as error:
         if wanted == "compiled":
             raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
@@ -59,8 +63,8 @@ class CpuBackend:
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
         # linear layers, which use the same instruction, tell such CPUs apart.
-        self.name = "compiled-bf16" if library.in_pairs else "compiled"
-        self.block_size, self.head_dim = pool.shape[4], pool.shape[5]
+        self.name = ("compiled-bf16" if library.in_pairs else "compiled") + pool_suffix(pool)
+        self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
         self.library = library

@@ -5,6 +5,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from math import prod
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ HOST_SHARE = 0.25  # the share of the free memory; weights and other programs ne
 
 class KVCache:
     """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
+
+    A pool of FP8 is of bytes, and its rows have one more (`reference.fp8_parts`).
 
     Where one row is the key and the value of all heads, it is `[num_blocks, 1, num_layers, 1, …]`.
 
@@ -66,19 +69,19 @@ def device_cache(
 
 
 def pool_shape(
-    config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    group, kv_heads = _group(config), _num_kv_heads(config, num_ranks)
-    return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, group.width)
+    group, kv_heads = _group(config, dtype), _num_kv_heads(config, num_ranks)
+    width = group.width + (dtype == torch.uint8)
+    return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, width)
 
 
 def kv_layout(
     config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
 ) -> KVLayout:
     """Return the layout of each rank's pool. All ranks share its fingerprint."""
-    group = _group(config)
-    head_bytes = group.num_layers * group.planes * group.width * dtype.itemsize
-    block_bytes = _num_kv_heads(config, num_ranks) * head_bytes * cache.block_size
+    group = _group(config, dtype)
+    block_bytes = prod(pool_shape(config, cache, num_ranks, 1, dtype)) * dtype.itemsize
     order = (
         "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
     )
@@ -97,10 +100,11 @@ def kv_layout(
     )
 
 
-def _group(config: AnyConfig) -> LayerGroup:
+def _group(config: AnyConfig, dtype: torch.dtype) -> LayerGroup:
     """Return the one group of layers that a model of today has."""
     is_latent = isinstance(config, DecoderConfig) and config.latent is not None
-    kind, planes = ("latent", 1) if is_latent else ("full", 2)
+    full = "full-fp8" if dtype == torch.uint8 else "full"
+    kind, planes = ("latent", 1) if is_latent else (full, 2)
     return LayerGroup(kind, config.num_layers, config.num_kv_heads, planes, config.head_dim)
 
 

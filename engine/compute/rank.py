@@ -91,6 +91,7 @@ class RankPlan:
     decoder: AnyConfig
     device: torch.device
     dtype: torch.dtype
+    pool_dtype: torch.dtype  # uint8: FP8
     max_model_len: int
     layout: KVLayout
     num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
@@ -177,7 +178,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         raise ConfigError(f"model.max_model_len: the model has {limit} positions")
     name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
     dtype = torch.float32 if name == "float32" else torch.bfloat16
-    layout = kv_layout(decoder, config.cache, num_ranks, dtype)
+    pool_dtype = _pool_dtype(config, decoder, dtype)
+    layout = kv_layout(decoder, config.cache, num_ranks, pool_dtype)
     device = _device(config, decoder, num_ranks)
     max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
     if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
@@ -187,6 +189,7 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         decoder=decoder,
         device=device,
         dtype=dtype,
+        pool_dtype=pool_dtype,
         max_model_len=config.model.max_model_len or limit,
         layout=layout,
         num_blocks=0,
@@ -199,6 +202,20 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
         return plan
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return what KV blocks hold. Raises `ConfigError` for a model that has no FP8 blocks."""
+    if config.engine.kv_cache_dtype == "auto":
+        return dtype
+    refused = ""
+    if isinstance(decoder, TransformersConfig):
+        refused = "transformers' code computes the model"
+    elif decoder.latent is not None:
+        refused = "the model stores latent rows (MLA), which are small already"
+    if refused:
+        raise ConfigError(f"engine.kv_cache_dtype: fp8 is not supported where {refused}; use auto")
+    return torch.uint8
 
 
 def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
@@ -232,7 +249,9 @@ def load_runner(
     checkpoint = Checkpoint(plan.folder)
     library = None
     if plan.device.type == "cpu":
-        library = cpu_library(plan.dtype, config.engine.kernels, partial(progress, "kernels"))
+        library = cpu_library(
+            plan.dtype, plan.pool_dtype, config.engine.kernels, partial(progress, "kernels")
+        )
     place = Placement(
         plan.dtype,
         plan.device,
@@ -257,9 +276,9 @@ def load_runner(
     progress("kv pool", 0, 1)
     if plan.device.type == "cuda":
         return _on_gpu(plan, config, decoder, progress)
-    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks)
+    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
-    cache = host_cache(pool, shape, plan.dtype)
+    cache = host_cache(pool, shape, plan.pool_dtype)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
     sizes = num_heads, *_rotation(plan)
@@ -323,9 +342,9 @@ def _on_gpu(
     ranks = decoder.ranks
 
     def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
-        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks)
+        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks, plan.pool_dtype)
         with shareable_memory():
-            cache = device_cache(shape, plan.dtype, plan.device, generations)
+            cache = device_cache(shape, plan.pool_dtype, plan.device, generations)
         num_heads, _ = local_heads(plan.decoder, ranks.size)
         backend = CudaBackend(
             cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
@@ -422,10 +441,12 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
+    if config.engine.kv_cache_dtype == "fp8":
+        return "FP8 blocks (engine.kv_cache_dtype) have no CUDA kernel"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.compute.cuda_backend import missing_for
 
-    shape = pool_shape(decoder, config.cache, num_ranks, 1)
+    shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
     rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
     capability = torch.cuda.get_device_capability(0)
     return missing_for(shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability)

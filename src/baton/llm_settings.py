@@ -24,7 +24,7 @@ IGNORED = (
 )  # fmt: skip
 # Others, each with the value that asks for nothing, besides None.
 NEUTRAL: dict[str, object] = {
-    "cpu_offload_gb": 0, "kv_cache_dtype": "auto", "load_format": "auto",
+    "cpu_offload_gb": 0, "load_format": "auto",
     "pipeline_parallel_size": 1, "skip_tokenizer_init": False, "swap_space": 0,
     "tokenizer_mode": "auto",
 }  # fmt: skip

@@ -44,12 +44,15 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def answers(folder: Path, dtype: str, way: dict[str, Any]) -> dict[tuple[str, str], object]:
+def answers(
+    folder: Path, dtype: str, kv: str, way: dict[str, Any]
+) -> dict[tuple[str, str], object]:
     """What every feature says, in each way in which a cluster comes to compute it."""
     model = model_folder("qwen3", eos_token_id=2)
     adapters = [f"{name}={write_adapter(model, rank=r)}" for name, r in (("one", 4), ("two", 8))]
     named = {"path": str(model), "served_model_name": "tiny", "dtype": dtype}
-    sections = way | {"engine": {"max_num_batched_tokens": 64, **way.get("engine", {})}}
+    engine = {"max_num_batched_tokens": 64, "kv_cache_dtype": kv, **way.get("engine", {})}
+    sections = way | {"engine": engine}
     config = tiny_cluster(
         model, model=named | {"lora_modules": adapters}, cache={"num_blocks": 900}, **sections
     )
@@ -82,11 +85,13 @@ def answers(folder: Path, dtype: str, way: dict[str, Any]) -> dict[tuple[str, st
 
 @pytest.mark.release
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_features_have_equal_bits_in_every_way(dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "kv"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
+)
+def test_features_have_equal_bits_in_every_way(dtype, kv, tmp_path):
     expected: dict[str, object] = {}
     for name, way in WAYS.items():
         (tmp_path / name).mkdir()
-        for (feature, how), answer in answers(tmp_path / name, dtype, way).items():
+        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way).items():
             assert answer == expected.setdefault(feature, answer), f"{feature}, {name}, {how}"
     assert len({json.dumps(answer) for answer in expected.values()}) == len(FEATURES)

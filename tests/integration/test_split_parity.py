@@ -19,6 +19,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.adapters import merged, write_adapter
 from tests.support.checkpoints import FAMILIES, model_folder, tiny_cluster
+from tests.support.compute import Text, chunked_logits, compute_config, loaded, logits
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import Expected, Oracle, count_ties, prompt
@@ -66,7 +67,7 @@ async def greedy(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) -> None:
+def test_split_serving_says_what_transformers_says(family, tmp_path):
     lengths = (*LENGTHS, LONG) if family in ("llama", "mistral") else LENGTHS  # one has a window
 
     async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
@@ -95,8 +96,8 @@ def test_split_serving_says_what_transformers_says(family: str, tmp_path: Path) 
     ],
 )
 def test_prefix_hits_on_either_side_change_nothing(
-    family: str, is_split: bool, prefill_hits: bool, decode_hits: bool, tmp_path: Path
-) -> None:
+    family, is_split, prefill_hits, decode_hits, tmp_path
+):
     length = 5 * BLOCK + 3
     config = (never_local if is_split else always_local)(settings(family))
     cluster = NodeThreads(tmp_path, config, prefix={"prefill": prefill_hits, "decode": decode_hits})
@@ -124,8 +125,8 @@ def test_prefix_hits_on_either_side_change_nothing(
     ],
 )
 def test_any_degrees_on_both_sides_say_what_one_rank_says(
-    family: str, prefill: int, decode: int, kv_heads: int, verify: bool, tmp_path: Path
-) -> None:
+    family, prefill, decode, kv_heads, verify, tmp_path
+):
     folder = model_folder(family, num_kv_heads=kv_heads)
     adapter = write_adapter(folder)
     config = settings(folder, verify=verify, enable_prefix_caching=False)
@@ -153,6 +154,45 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
     assert sum(output.metrics.transfer_bytes for output in outputs) == num_bytes
 
 
+def said_with_fp8_blocks(folder: Path, length: int) -> Expected:
+    """What one rank says that computes the prompt itself, and the gaps between its logits."""
+    text = Text("one", prompt(length), range(40))
+    token_ids, gaps = [], []
+    with loaded(compute_config(folder, kv_cache_dtype="fp8")) as runner:
+        row = chunked_logits(runner, text, [CHUNK])[-1]
+        for _ in range(NUM_TOKENS):
+            best = row.topk(2).values
+            token_ids.append(int(row.argmax()))
+            gaps.append(float(best[0] - best[1]))
+            text.tokens.append(token_ids[-1])
+            row = logits(runner, text.chunk(len(text.tokens) - 1, len(text.tokens)))[0][0]
+    return Expected(token_ids, gaps)
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(1, 1), (1, 2), (2, 1)])
+def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, tmp_path):
+    """Each slice of heads brings its exponents. The bytes are those of fp32, and one for a row."""
+    folder = model_folder("llama", num_kv_heads=2, head_dim=32)
+    config = settings(folder, verify=True)
+    engine = msgspec.structs.replace(config.engine, kv_cache_dtype="fp8")
+    config = msgspec.structs.replace(config, engine=engine)
+    ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
+    cluster = NodeThreads(tmp_path, never_local(config), ranks=ranks)
+
+    async def some(llm: AsyncLLM) -> list[RequestOutput]:
+        return await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
+
+    for length, output in zip(LENGTHS, cluster.run(some), strict=True):
+        expected, token_ids = said_with_fp8_blocks(folder, length), output.outputs[0].token_ids
+        if prefill == decode:
+            assert token_ids == expected.token_ids
+        else:  # the sums over ranks have other bits, which may round to other codes
+            count_ties(expected, token_ids)
+    assert cluster.prompt_tokens_computed("decode-0") == 0
+    num_blocks = sum(-(-n // BLOCK) for n in LENGTHS)
+    assert cluster.num_bytes_read("decode-0") == num_blocks * cluster.block_bytes * 33 // 128
+
+
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode"),
     [
@@ -171,9 +211,7 @@ def test_any_degrees_on_both_sides_say_what_one_rank_says(
         pytest.param("gemma3_text", 1, 2, marks=pytest.mark.release),
     ],
 )
-def test_a_crowd_of_sequences_shares_experts_or_transformers_code(
-    kind: str, prefill: int, decode: int, tmp_path: Path
-) -> None:
+def test_a_crowd_of_sequences_shares_experts_or_transformers_code(kind, prefill, decode, tmp_path):
     """The second time with cached prefixes, on ranks that hold a part of each expert."""
     folder = foreign_folder(kind)
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}

@@ -14,7 +14,13 @@ from baton.engine.compute.runner import Runner
 from baton.engine.compute.tensor_parallel import Ranks, SingleRank
 from baton.engine.scheduling.plan import Slice
 from baton.kv_transfer.pools import HostPool
-from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
+from baton.protocol.config import (
+    CacheConfig,
+    ClusterConfig,
+    EngineConfig,
+    KVCacheDtype,
+    ModelConfig,
+)
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 
@@ -27,11 +33,12 @@ def compute_config(
     num_blocks: int = 128,
     block_size: int = 16,
     lora_modules: tuple[str, ...] = (),
+    kv_cache_dtype: KVCacheDtype = "auto",
 ) -> ClusterConfig:
     return ClusterConfig(
         model=ModelConfig(str(folder), dtype=dtype, lora_modules=lora_modules),  # type: ignore[arg-type]
         cache=CacheConfig(num_blocks=num_blocks, block_size=block_size),
-        engine=EngineConfig(device="cpu", threads=1),
+        engine=EngineConfig(device="cpu", threads=1, kv_cache_dtype=kv_cache_dtype),
     )
 
 

@@ -100,6 +100,16 @@ def rotation_table(num_positions: int, head_dim: int, device: torch.device | str
     return torch.cat([angle.cos(), angle.sin()], dim=1).to(device)
 
 
+def in_fp8(pool: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a pool in FP8, and the pool of that type which holds the same numbers."""
+    from baton.kernels import reference
+
+    narrow = pool.new_zeros((*pool.shape[:-1], pool.shape[-1] + 1), dtype=torch.uint8)
+    codes, exponents = reference.fp8_parts(narrow)
+    codes[:], exponents[:] = reference.to_fp8(pool)
+    return narrow, reference.from_fp8(codes, exponents).to(pool.dtype)
+
+
 def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """One new token each; a sequence of length 0 pads a captured graph and gives zeros."""
     from baton.kernels import decode_attention, reference

@@ -37,14 +37,18 @@ LENGTH = 300  # three tiles of keys
 
 @pytest.fixture(
     scope="module",
-    params=[(name, dtype) for name in SHAPES for dtype in ("float32", "bfloat16")],
+    params=[
+        *((name, dtype, "auto") for name in SHAPES for dtype in ("float32", "bfloat16")),
+        *(("mistral", dtype, "fp8") for dtype in ("float32", "bfloat16")),
+    ],
     ids="-".join,
 )
 def runner(request):
-    name, dtype = request.param
+    name, dtype, kv_cache_dtype = request.param
     family, shape = SHAPES[name]
     folder = model_folder(family, num_layers=2, **shape)
-    with loaded(compute_config(folder, dtype=dtype, num_blocks=250)) as loaded_runner:
+    config = compute_config(folder, dtype=dtype, num_blocks=250, kv_cache_dtype=kv_cache_dtype)
+    with loaded(config) as loaded_runner:
         needs_rules(loaded_runner)
         yield loaded_runner
 

@@ -19,6 +19,7 @@ from baton.engine.compute.rank import compute_path, is_batch_invariant, plan_ran
 from baton.engine.compute.worker_executor import environment_of
 from baton.protocol.config import CacheConfig, ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError, NodeError
+from baton.router.registry import differences
 from baton.runtime.fields import with_values
 from baton.runtime.host import gpus_of
 from baton.runtime.local_cluster import LocalCluster
@@ -26,6 +27,7 @@ from tests.support.checkpoints import model_folder
 from tests.support.compute import compute_config, loaded
 from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.graph_stand_in import MAX_LEN, RecordingQueue, stand_in
+from tests.support.scripted_nodes import node_info
 
 
 def config_for(device: str, **model: int) -> ClusterConfig:
@@ -293,3 +295,24 @@ def test_blocks_come_from_memory_when_they_are_not_counted(config):
 def test_settings_that_cannot_work_are_refused(config, settings, message):
     with pytest.raises(ConfigError, match=message):
         plan_rank(msgspec.structs.replace(config, **settings), 1)
+
+
+def test_nodes_with_fp8_blocks_and_without_refuse_each_other(config):
+    engine = msgspec.structs.replace(config.engine, kv_cache_dtype="fp8")
+    narrow = msgspec.structs.replace(config, engine=engine)
+    with loaded(config) as plain, loaded(narrow) as other:
+        assert compute_path(plain) != compute_path(other)
+    layouts = [plan_rank(one, 1).layout for one in (narrow, config)]
+    assert layouts[0].block_bytes * 4 * 32 == layouts[1].block_bytes * 33
+    infos = [msgspec.structs.replace(node_info("p", "prefill"), layout=one) for one in layouts]
+    assert differences(*infos) == {
+        "layout_mismatch": "its KV blocks have another layout "
+        "(2 full-fp8 layers of 32, not 2 full layers of 32)"
+    }
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v2", "olmo2"])
+def test_latent_rows_and_transformers_code_have_no_fp8_blocks(kind):
+    config = compute_config(foreign_folder(kind), kv_cache_dtype="fp8")
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_dtype: fp8 is not supported where"):
+        plan_rank(config, 1)
