@@ -21,7 +21,7 @@ TOLD = "The code of Lima is 4071. The code of Oslo is 2210. What is the code of 
 
 
 def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path):
-    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "*cache*")
+    left_out = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__")
     source = shutil.copytree(REPOSITORY, tmp_path / "source", symlinks=True, ignore=left_out)
     make = (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(tmp_path))
     subprocess.run([*make, str(source)], check=True)
@@ -58,4 +58,5 @@ def test_a_wheel_serves_the_demo_model_without_a_checkout(tmp_path):
                 assert json.load(reply)["choices"][0]["text"] == " 4071."
         finally:
             server.terminate()
-            assert server.wait(60) == 0
+            said += server.communicate(timeout=60)[0]
+        assert server.returncode == 0, said
