@@ -1,4 +1,4 @@
-"""The pages of a node over real HTTP, from its start to a loop that hangs."""
+"""What a node says of itself, from its start to a loop that hangs, in pages and heartbeats."""
 
 import json
 import socket
@@ -9,12 +9,16 @@ from contextlib import suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.engine.process.heartbeat import Vitals
+from baton.engine.process.heartbeat import HeartbeatThread, Vitals
 from baton.engine.process.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
 from baton.engine.process.registration import RouterStanding
 from baton.protocol.errors import ConfigError
-from baton.protocol.messages import Load, Totals
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Heartbeat, Load, Starting, Totals
+from baton.runtime.channels.listener import Received
+from baton.runtime.clock import monotonic
 from baton.runtime.metrics import NODE_FAMILIES
+from tests.support.channel_ends import ends
 from tests.support.scripted_nodes import node_info
 from tests.support.virtual_clock import VirtualClock
 
@@ -124,3 +128,64 @@ def test_an_address_that_cannot_be_served_is_named(address):
     with pytest.raises(ConfigError, match=r"node\.http"):
         http.start(address)
     http.stop()
+
+
+NODE, EPOCH = NodeId("d0"), Epoch("e")
+
+
+def thread(vitals: Vitals, *endpoints: str) -> HeartbeatThread:
+    return HeartbeatThread(vitals, NODE, EPOCH, endpoints, monotonic)
+
+
+def test_a_starting_node_says_how_far_it_is():
+    vitals = Vitals()
+    heartbeats = thread(vitals)
+    assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "starting", 0, 0)
+    vitals.note(phase="weights", done=3, total=8)
+    assert heartbeats.message(0.0) == Starting(NODE, EPOCH, "weights", 3, 8)
+
+
+def test_a_ready_node_says_how_old_its_step_is():
+    clock, vitals = VirtualClock(10.0), Vitals()
+    heartbeats = thread(vitals)
+    vitals.note(is_ready=True)
+    vitals.note(load=Load(1, 2))
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2))
+    vitals.note(step_started_s=clock(), predicted_s=0.5)
+    clock.advance(3.0)
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2), 3.0, 0.5)
+    vitals.note(step_started_s=None, predicted_s=0.0)
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(1, 2))
+
+
+def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
+    clock, vitals = VirtualClock(10.0), Vitals()
+    heartbeats = thread(vitals)
+    vitals.note(is_ready=True)
+    vitals.note(turned_s=clock())
+    clock.advance(12.0)
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(), loop_age_s=12.0)
+    vitals.note(turned_s=clock())
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
+
+
+def test_heartbeats_reach_the_router_without_the_loop(tmp_path):
+    with ends(tmp_path) as pair:
+        vitals = Vitals()
+        heartbeats = thread(vitals, pair.listener.endpoint)
+        heartbeats.start()
+        try:
+            starting, heartbeat = (
+                Starting(NODE, EPOCH, "starting", 0, 0),
+                Heartbeat(NODE, EPOCH, Load()),
+            )
+            assert pair.hear(1) == [Received(b"heartbeats:d0", starting)]
+            vitals.note(is_ready=True)
+            # One that was made before, and any number of those that were made since, may be there.
+            while (heard := pair.hear(1)) != [Received(b"heartbeats:d0", heartbeat)]:
+                assert heard == [Received(b"heartbeats:d0", starting)]
+        finally:
+            heartbeats.stop()
+            heartbeats.stop()
+        while (heard := pair.hear(1)) != [Received(b"heartbeats:d0", None, disconnected=True)]:
+            assert heard == [Received(b"heartbeats:d0", heartbeat)]

@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 from baton.bench.figures.metrics import PRESETS, Bounds, summarise
 from baton.bench.figures.validity import Case, judge
 from baton.bench.plan.plan import Plan
-from baton.bench.records import (
-    Arrival,
-    ClientProcess,
-    LoadResult,
-    Outcome,
-    Planned,
-    Record,
-)
+from baton.bench.records import Arrival, ClientProcess, LoadResult, Outcome, Planned, Record
 from baton.bench.report.document import Report, Run
 from baton.bench.report.provenance import Machine, Provenance
 from baton.bench.settings import LoadSettings, Settings, Workload

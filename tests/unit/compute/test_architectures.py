@@ -1,4 +1,7 @@
-"""Latent attention in the own decoder; `test_families` has what all families share."""
+"""Latent attention, mixtures of experts and kinds of layers in the own decoder.
+
+`test_families` has what all families share.
+"""
 
 import json
 import math
@@ -7,15 +10,28 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from baton.engine.compute.kv_cache import kv_layout
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.rank import plan_rank
-from baton.protocol.config import CacheConfig
+from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.protocol.config import CacheConfig, ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.fields import with_values
-from tests.support.compute import compute_config, loaded
-from tests.support.foreign_checkpoints import DEEPSEEK_YARN, changed, foreign_folder, whole
+from tests.support.compute import Text, compute_config, loaded, logits
+from tests.support.foreign_checkpoints import (
+    DEEPSEEK_YARN,
+    LENGTH,
+    assert_close,
+    changed,
+    foreign_folder,
+    reference,
+    whole,
+)
+from tests.support.oracle import prompt
+from tests.support.thread_ranks import on_all, thread_ranks
 
 
 def test_a_token_stores_one_row_a_layer_and_other_layouts_never_pair():
@@ -138,6 +154,22 @@ def test_layers_that_only_guess_tokens_are_left_out(tmp_path):
             },
             "mscale_all_dim is supported with yarn only",
         ),
+        ("gemma2", {"hidden_activation": "silu"}, "hidden_activation 'silu' is not supported"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": 0}, "attn_logit_softcapping"),
+        ("gemma3_text", {"attn_logit_softcapping": 5}, "attn_logit_softcapping is not supported"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "by kind of layer"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must name"),
+        ("gpt_oss", {"swiglu_limit": 0}, "swiglu_limit"),
+        ("gemma3_text", {"sliding_window": None}, "needs a sliding_window"),
+        ("qwen3_moe", {"num_experts": 9}, "num_experts and num_local_experts differ"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "must be at most the 8 experts, not 9"),
+        ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("qwen3_moe", {"num_local_experts": 9}, r"mlp\.gate\.weight has the shape \[8, 64\]"),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2]}, "has no tensor"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 0}, "must be at least 1"),
+        ("qwen3_moe", {"moe_intermediate_size": 64}, r"implies \[64, 64\]"),
+        ("qwen3_moe", {"mlp_only_layers": [2]}, r"has no tensor model\.layers\.2\.mlp\.gate_proj"),
     ],
 )  # fmt: skip
 def test_a_folder_that_means_something_else_is_refused(kind, fields, reason, tmp_path):
@@ -155,3 +187,72 @@ def test_a_bias_that_is_not_finite_and_adapters_are_refused(tmp_path):
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="e_score_correction_bias is not finite"):
         whole(folder)
+
+
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+OLD_FIELDS = {"rope_theta": 5e4, "rope_local_base_freq": 2e3, "rope_scaling": LINEAR}
+
+
+def first_logits(config: ClusterConfig, rank: SharedMemoryRanks | None = None) -> Tensor:
+    with loaded(config, rank) as runner:
+        return logits(runner, Text("a", prompt(LENGTH), range(10)).chunk(0, 100))[0]
+
+
+def test_a_folder_with_the_old_fields_of_gemma3_is_read(tmp_path):
+    absent = ("rope_parameters", "layer_types")
+    folder = changed(tmp_path, "gemma3_text", absent, sliding_window_pattern=3, **OLD_FIELDS)
+    assert_close(whole(folder), reference(folder))
+
+
+def test_experts_in_mxfp4_have_the_bits_of_their_numbers(tmp_path):
+    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    packed = changed(tmp_path, "gpt_oss", quantization_config=config)
+    plain = changed(tmp_path / "plain", "gpt_oss")
+    tensors = load_file(packed / "model.safetensors")
+    stored, numbers = dict(tensors), dict(tensors)
+    generator = torch.Generator().manual_seed(3)
+    for name in tensors:
+        if name.endswith("_proj"):
+            experts, inputs, outputs = stored.pop(name).shape
+            size = experts, outputs, inputs // 32
+            blocks = torch.randint(256, (*size, 16), generator=generator).byte()
+            scales = torch.randint(122, 126, size, generator=generator).byte()
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            numbers[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            numbers[name] = numbers[name].contiguous()
+    save_file(stored, packed / "model.safetensors")
+    save_file(numbers, plain / "model.safetensors")
+    expected = whole(plain)
+    assert torch.equal(whole(packed), expected)
+    config = compute_config(packed)
+    with thread_ranks(2) as members:
+        for share in on_all(members, lambda rank: first_logits(config, rank)):
+            assert_close(share, expected[:100])
+    name = "model.layers.1.mlp.experts.down_proj_blocks"
+    save_file({**stored, name: stored[name][..., 1:].contiguous()}, packed / "model.safetensors")
+    with pytest.raises(ConfigError, match="_blocks has the shape"), loaded(config):
+        pass
+
+
+def test_fields_that_config_leaves_out_have_transformers_values(tmp_path):
+    absent = (
+        "rms_norm_eps", "rope_parameters", "num_experts_per_tok", "num_local_experts", "head_dim",
+        "sliding_window", "hidden_act",
+    )  # fmt: skip
+    folder = changed(tmp_path, "mixtral", absent)
+    assert_close(whole(folder), reference(folder))
+
+
+def test_ranks_that_cannot_share_an_expert_are_refused():
+    folder = foreign_folder("qwen3_moe", moe_intermediate_size=33)
+    with pytest.raises(ConfigError, match="2 does not divide the width of an expert, 33"):
+        plan_rank(compute_config(folder), 2)
+
+
+@pytest.mark.parametrize("fields", [{}, {"max_window_layers": 1}])
+def test_windows_in_turns_equal_those_of_transformers(fields, tmp_path):
+    folder = changed(
+        tmp_path, "qwen2_moe", ("layer_types",), use_sliding_window=True, sliding_window=24,
+        **fields,
+    )  # fmt: skip
+    assert_close(whole(folder), reference(folder))
