@@ -4,10 +4,8 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,22 +14,26 @@ from baton.engine.compute.attention import Scoring
 from baton.engine.compute.decoder import Decoder, DecoderLayer, JoinedNorms
 from baton.engine.compute.executor import Progress
 from baton.engine.compute.expert_config import ExpertsConfig
-from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.engine.compute.kv_cache import AnyConfig
 from baton.engine.compute.latent_attention import LatentAttention, load_latent
-from baton.engine.compute.linear import Linear, OrderedLinears, Product, share
-from baton.engine.compute.lora import Lora, LoraLoader
+from baton.engine.compute.layer_weights import (
+    NUM_LINEAR_KINDS,
+    AnyWeight,
+    LayerWeights,
+    LinearMaker,
+    Placement,
+    linears_for,
+)
+from baton.engine.compute.linear import Linear, share
+from baton.engine.compute.lora import LoraLoader
 from baton.engine.compute.lora_files import Adapter
 from baton.engine.compute.mlp import (
     ExpertMlp,
     GatedMlp,
-    GroupedLinear,
-    GroupedProduct,
     GroupedRouter,
     Router,
     SharedExpert,
     SoftmaxRouter,
-    StackedExperts,
 )
 from baton.engine.compute.model_config import DecoderConfig
 from baton.engine.compute.rotary import head_order
@@ -45,50 +47,17 @@ from baton.engine.compute.weight_files import (
     STACKED_DOWN,
     STACKED_GATE_UP,
     check_tensors,
-    expected_tensors,
     has_stacked_experts,
     norms_of,
 )
 from baton.engine.compute.weights import (
     Checkpoint,
-    in_order,
-    joined,
-    narrow_fp8,
-    of_mxfp4,
-    part_of,
-    scaled,
-    unpacked,
 )
-from baton.kernels.cpu_kernels import CpuLinears, NarrowWeight
 from baton.protocol.errors import ConfigError
 
-# QKV, attention output, gate and up, down, head.
-NUM_LINEAR_KINDS = 5
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
-
-AnyWeight = Tensor | NarrowWeight
-# Packs a weight on a device and returns the product with it.
-PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, Product]]
-
-
-class Placement(NamedTuple):
-    """A rank's device, dtype and threads. A step on a CPU may use any of `thread_counts`."""
-
-    dtype: torch.dtype
-    device: torch.device
-    thread_counts: tuple[int, ...] = ()
-    ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
-    compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
-    grouped: GroupedProduct | None = None  # for the experts on a GPU
-    narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
-
-
-class LinearMaker(Protocol):
-    def make(
-        self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None, /
-    ) -> Linear: ...
 
 
 def load_decoder(
@@ -107,17 +76,6 @@ def load_decoder(
     linears = linears_for(place, progress, num_kinds)
     loras = LoraLoader(adapters, place.device, place.dtype)
     return _Loader(config, checkpoint, ranks, place, linears, loras).load(progress)
-
-
-def linears_for(
-    place: Placement, progress: Progress, num_kinds: int = NUM_LINEAR_KINDS
-) -> LinearMaker | None:
-    """Return what makes the linear layers of a rank; None where torch's are as good."""
-    if place.device.type == "cpu":
-        return HostLinears(num_kinds, progress, place.thread_counts, place.compiled)
-    if place.ordered is not None:
-        return OrderedLinears(place.ordered, num_kinds, progress)
-    return None
 
 
 def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
@@ -162,21 +120,20 @@ class _Loader:
         loras: LoraLoader,
     ) -> None:
         check_split(config, ranks.size)
-        self.config, self.checkpoint, self.ranks = config, checkpoint, ranks
-        self.dtype, self.device, self.linears = place.dtype, place.device, linears
+        self.config, self.ranks, self.place = config, ranks, place
         rank, size = ranks.rank, ranks.size
         value_dim = config.head_dim if config.latent is None else config.latent.v_head_dim
         self.heads = share(config.num_heads, rank, size, value_dim)
         self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
         self.features = share(config.intermediate_size, rank, size)
-        self.grouped, self.narrow = place.grouped, place.narrow
         self.head_order = (
             head_order(config.rope, config.head_dim) if config.latent is None else None
         )
-        self.loras = loras
-        self.made: list[Lora] = []
+        self.loras, self.folder = loras, checkpoint.folder
         self.has_stacked_experts = has_stacked_experts(checkpoint.names())
-        self.shapes = expected_tensors(config, is_stacked=self.has_stacked_experts)
+        self.weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
+        self.read, self.linear = self.weights.read, self.weights.linear
+        self.grouped = self.weights.grouped
 
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
@@ -185,19 +142,19 @@ class _Loader:
             progress("weights", number, total)
             layers.append(self._layer(number))
         progress("weights", config.num_layers, total)
-        embedding = self._read(EMBEDDING)
+        embedding = self.read(EMBEDDING)
         norm = self._norm("model.norm")
         scale = config.layers.embedding_scale
         if scale is not None:  # rounded, as transformers rounds it
-            scale = float(torch.tensor(scale, dtype=self.dtype))
+            scale = float(torch.tensor(scale, dtype=self.place.dtype))
         head, is_split = self._head(embedding, norm)
         progress("weights", total, total)
-        is_alone_on_cpu = self.device.type == "cpu" and self.ranks.size == 1
+        is_alone_on_cpu = self.place.device.type == "cpu" and self.ranks.size == 1
         return Decoder(
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
             lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
-            of_adapters=tuple(linear for lora in self.made for linear in lora.linears()),
+            of_adapters=tuple(linear for lora in self.weights.made for linear in lora.linears()),
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
         )  # fmt: skip
@@ -214,7 +171,7 @@ class _Loader:
                 self._head_norms(attention) if config.qk_norm and not config.joins_qk_norm else None
             ),
             joined_norms=self._joined_norms(attention) if config.joins_qk_norm else None,
-            output=self._rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
+            output=self.weights.rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
             mlp=(
                 self._mlp(name + "mlp.", self.features)
                 if experts is None
@@ -232,12 +189,12 @@ class _Loader:
         config, sinks = self.config, None
         if config.layers.has_sinks:
             own = share(config.num_heads, self.ranks.rank, self.ranks.size)
-            sinks = self._read(name, rows=own, dtype=torch.float32)
+            sinks = self.read(name, rows=own, dtype=torch.float32)
         cap = config.layers.score_cap
         return Scoring(config.attention_scale, config.window_of(number), cap, sinks)
 
     def _norm(self, name: str) -> Tensor:
-        weight = self._read(name + ".weight", dtype=torch.float32)
+        weight = self.read(name + ".weight", dtype=torch.float32)
         return weight + self.config.layers.norm_offset
 
     def _into_attention(self, name: str) -> tuple[Linear, LatentAttention | None]:
@@ -246,9 +203,9 @@ class _Loader:
             heads = share(config.num_heads, self.ranks.rank, self.ranks.size)
 
             def read(tensor: str, /, *, rows: slice | None = None) -> Tensor:
-                return self._read(name + tensor, rows=rows)
+                return self.read(name + tensor, rows=rows)
 
-            return load_latent(config.latent, heads, read, self._linear, self._grouped)
+            return load_latent(config.latent, heads, read, self.linear, self.weights.grouped)
         qkv = [
             (name + "q_proj", self.heads),
             (name + "k_proj", self.kv_heads),
@@ -257,7 +214,7 @@ class _Loader:
         if config.is_fused:
             sizes = (n * config.head_dim for n in (config.num_heads, *(config.num_kv_heads,) * 2))
             qkv = self._fused(name + "qkv_proj", qkv, sizes)
-        return self._columns(qkv, has_bias=config.qkv_bias, order=self._qkv_order()), None
+        return self.weights.columns(qkv, has_bias=config.qkv_bias, order=self._qkv_order()), None
 
     def _qkv_order(self) -> Tensor | None:
         """Return the outputs of this rank's queries, keys and values as kernels rotate them."""
@@ -286,8 +243,8 @@ class _Loader:
         parts = [(name + "gate_proj", features), (name + "up_proj", features)]
         if self.config.is_fused:
             parts = self._fused(name + "gate_up_proj", parts, [self.config.intermediate_size] * 2)
-        gate_up = self._columns(parts, has_bias=has_bias)
-        down = self._rows(name + "down_proj", features, has_bias=has_bias)
+        gate_up = self.weights.columns(parts, has_bias=has_bias)
+        down = self.weights.rows(name + "down_proj", features, has_bias=has_bias)
         return GatedMlp(gate_up, down, self.config.layers.gate)
 
     def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
@@ -296,19 +253,17 @@ class _Loader:
         numbers, biases, down_biases = range(experts.num_experts), None, None
         if experts.names.are_turned:
             own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
-            biases = in_turns(self._read(f"{block}{STACKED_GATE_UP}_bias"), own)
+            biases = in_turns(self.read(f"{block}{STACKED_GATE_UP}_bias"), own)
             # The ranks' results are summed, so one rank alone adds the other biases.
             if self.ranks.rank == 0:
-                down_biases = self._read(f"{block}{STACKED_DOWN}_bias")
+                down_biases = self.read(f"{block}{STACKED_DOWN}_bias")
         return ExpertMlp(
             router=self._router(block, experts),
-            numbers=torch.arange(experts.num_experts, device=self.device),
-            gate_up=self._grouped(
+            numbers=torch.arange(experts.num_experts, device=self.place.device),
+            gate_up=self.grouped(
                 (self._gate_up_of(block, experts, one) for one in numbers), biases
             ),
-            down=self._grouped(
-                (self._down_of(block, experts, one) for one in numbers), down_biases
-            ),
+            down=self.grouped((self._down_of(block, experts, one) for one in numbers), down_biases),
             shared=self._shared(layer, experts),
             gate=self.config.layers.gate,
         )
@@ -317,15 +272,15 @@ class _Loader:
         how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
         if how is None:
             name, names = block + experts.names.router, experts.names
-            bias = self._read(name + ".bias") if names.are_turned else None
-            return SoftmaxRouter(self._linear(self._read(name + ".weight"), bias), *choice)
-        linear = self._linear(self._read(block + "gate.weight", dtype=torch.float32))
+            bias = self.read(name + ".bias") if names.are_turned else None
+            return SoftmaxRouter(self.linear(self.read(name + ".weight"), bias), *choice)
+        linear = self.linear(self.read(block + "gate.weight", dtype=torch.float32))
         bias = None
         if how.is_sigmoid:
             name = block + experts.names.router_bias
-            bias = self._read(name, dtype=torch.float32)
+            bias = self.read(name, dtype=torch.float32)
             if not bias.isfinite().all():
-                raise ConfigError(f"{self.checkpoint.folder}: {name} is not finite")
+                raise ConfigError(f"{self.folder}: {name} is not finite")
         return GroupedRouter(linear, bias, how, *choice)
 
     def _shared(self, layer: str, experts: ExpertsConfig) -> SharedExpert | None:
@@ -335,38 +290,31 @@ class _Loader:
         names, own = experts.names, share(width, ranks.rank, ranks.size)
         block, gate = f"{layer}{names.block}.", None
         if names.shared_gate:
-            gate = self._linear(self._read(f"{block}{names.shared_gate}.weight"))
+            gate = self.linear(self.read(f"{block}{names.shared_gate}.weight"))
         return SharedExpert(gate, self._mlp(f"{block}{names.shared}.", own))
 
     def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
         width = experts.moe_intermediate_size
         own = share(width, self.ranks.rank, self.ranks.size)
         if experts.names.are_turned:
-            return in_turns(self._read(block + STACKED_GATE_UP, item=number), own).T.contiguous()
+            return in_turns(self.read(block + STACKED_GATE_UP, item=number), own).T.contiguous()
         if self.has_stacked_experts:
             places = own, slice(width + own.start, width + own.stop)
             name = block + STACKED_GATE_UP
-            return torch.cat([self._read(name, rows=rows, item=number) for rows in places])
+            return torch.cat([self.read(name, rows=rows, item=number) for rows in places])
         expert = f"{block}experts.{number}."
         names = expert + experts.names.gate, expert + experts.names.up
-        return self._weight(names, (own, own), None, is_expert=True)
+        return self.weights.weight(names, (own, own), None, is_expert=True)
 
     def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
         own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
         if experts.names.are_turned:
-            return self._read(block + STACKED_DOWN, rows=own, item=number).T.contiguous()
+            return self.read(block + STACKED_DOWN, rows=own, item=number).T.contiguous()
         if self.has_stacked_experts:
-            return self._read(block + STACKED_DOWN, columns=own, item=number)
+            return self.read(block + STACKED_DOWN, columns=own, item=number)
         name = f"{block}experts.{number}.{experts.names.down}"
         every = slice(0, self.config.hidden_size)
-        return self._weight([name], [every], own, is_expert=True)
-
-    def _grouped(self, weights: Iterable[AnyWeight], biases: Tensor | None = None) -> GroupedLinear:
-        if isinstance(self.linears, HostLinears):
-            return self.linears.experts(weights, biases)
-        assert self.grouped is not None, "a rank on a GPU has the experts' kernel"
-        wide = [weight for weight in weights if isinstance(weight, Tensor)]
-        return StackedExperts(torch.stack(wide), self.grouped, biases)
+        return self.weights.weight([name], [every], own, is_expert=True)
 
     def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
@@ -377,9 +325,9 @@ class _Loader:
         is_split = size > 1 and vocab % size == 0
         rows = share(vocab, self.ranks.rank, size) if is_split else slice(None)
         is_tied = self.config.tie_word_embeddings
-        weight = embedding[rows] if is_tied else self._read(HEAD, rows=rows)
+        weight = embedding[rows] if is_tied else self.read(HEAD, rows=rows)
         self._check_logits(weight, norm)
-        return self._linear(weight, is_head=True), is_split
+        return self.linear(weight, is_head=True), is_split
 
     def _check_logits(self, weight: Tensor, norm: Tensor) -> None:
         """Raise `ConfigError` unless a finite hidden state is known to give finite logits.
@@ -389,10 +337,10 @@ class _Loader:
         """
         ends = map(torch.aminmax, (weight, norm))
         largest = math.prod(max(-float(low), float(high)) for low, high in ends)
-        if not largest * self.config.hidden_size**1.5 < torch.finfo(self.dtype).max / 2:
+        if not largest * self.config.hidden_size**1.5 < torch.finfo(self.place.dtype).max / 2:
             name = EMBEDDING if self.config.tie_word_embeddings else HEAD
             raise ConfigError(
-                f"{self.checkpoint.folder}: {name} or model.norm.weight holds NaN, infinity or "
+                f"{self.folder}: {name} or model.norm.weight holds NaN, infinity or "
                 "numbers so large that logits would overflow: fetch the files again"
             )
 
@@ -411,153 +359,3 @@ class _Loader:
             norms = heads
         copies = max(1, ranks.size // config.num_kv_heads)
         return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)
-
-    def _columns(
-        self, parts: list[tuple[str, slice]], *, has_bias: bool, order: Tensor | None = None
-    ) -> Linear:
-        """Return several column-parallel layers as one, whose outputs are in `order`."""
-        bias = None
-        if has_bias:
-            bias = torch.cat([self._read(name + ".bias", rows=rows) for name, rows in parts])
-            bias = in_order(bias, order)
-        names, rows = zip(*parts, strict=True)
-        linear = self._of_bytes(names, rows, None, bias, order) or self._linear(
-            in_order(self._weight(names, rows, None), order), bias
-        )
-        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size), order)
-
-    def _rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
-        # The ranks' results are summed, so one rank alone adds the bias.
-        bias = self._read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
-        rows = [slice(0, self.config.hidden_size)]
-        linear = self._of_bytes([name], rows, columns, bias) or self._linear(
-            self._weight([name], rows, columns), bias
-        )
-        return self._adapted(linear, [name], rows, columns)
-
-    def _of_bytes(
-        self,
-        names: Sequence[str],
-        rows: Sequence[slice],
-        columns: slice | None,
-        bias: Tensor | None,
-        order: Tensor | None = None,
-    ) -> Linear | None:
-        """Return joined layers that a CPU computes in int8; None if it does not."""
-        how, read = self.config.quantization, self.checkpoint.read
-        weights = [name + ".weight" for name in names]
-        if how is None or not how.rounds_inputs or not isinstance(self.linears, HostLinears):
-            return None
-        if any(self.checkpoint.dtype_of(weight) != how.stored for weight in weights):
-            return None
-        numbers, scales = [], []
-        for weight, own in zip(weights, rows, strict=True):
-            numbers.append(read(weight, rows=own, columns=columns))
-            whole = read(how.scale_of(weight)).float().view(-1)
-            scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
-        whole, scale = (in_order(torch.cat(parts), order) for parts in (numbers, scales))
-        return self.linears.of_bytes(whole, scale, bias)
-
-    def _weight(
-        self,
-        names: Sequence[str],
-        rows: Sequence[slice],
-        columns: slice | None,
-        *,
-        is_expert: bool = False,
-    ) -> AnyWeight:
-        """Return the weights of joined layers, narrow where they can be computed so."""
-        if isinstance(self.linears, HostLinears):
-            keeps = self.linears.takes_narrow
-        else:
-            keeps = self.narrow is not None and not is_expert
-        parts = zip(names, rows, strict=True)
-        if keeps and (narrow := joined([self._narrow(*one, columns) for one in parts])) is not None:
-            return narrow
-        wide = [
-            self._read(name + ".weight", rows=own, columns=columns)
-            for name, own in zip(names, rows, strict=True)
-        ]
-        return torch.cat(wide)
-
-    def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
-        how, weight, whole = self.config.quantization, name + ".weight", None
-        if how is None:
-            return None
-        _, inputs = self.shapes[weight]
-        read, packing = self.checkpoint.read, how.packing
-        if packing is not None:
-            if packing.bits == 4 and self.checkpoint.dtype_of(f"{name}.{packing.first}"):
-                part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))
-                whole = part.narrow(packing.group_size or inputs)
-        elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
-            whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
-        return whole and part_of(whole, rows, columns or slice(0, inputs))
-
-    def _adapted(
-        self,
-        linear: Linear,
-        names: Sequence[str],
-        rows: Sequence[slice],
-        columns: slice,
-        order: Tensor | None = None,
-    ) -> Linear:
-        """Return a layer with what the adapters add to it, of the same rows and columns."""
-        if not self.loras.changes(names):
-            return linear
-        inputs = columns.stop - columns.start
-        shrink = self._grouped(self.loras.shrinks(names, columns, inputs))
-        expand = self._grouped(in_order(one, order) for one in self.loras.expands(names, rows))
-        self.made.append(Lora(shrink, expand))
-        return replace(linear, adapt=self.made[-1])
-
-    def _linear(
-        self, weight: AnyWeight, bias: Tensor | None = None, *, is_head: bool = False
-    ) -> Linear:
-        if isinstance(weight, NarrowWeight):
-            if isinstance(self.linears, HostLinears):
-                return self.linears.of_narrow(weight, bias)
-            assert self.narrow is not None
-            packed, product = self.narrow(weight, self.device)
-            return Linear(packed, bias, ordered=product, trial=b"narrow")
-        if self.linears is None:
-            return Linear(weight, bias)
-        max_rows = MAX_HEAD_ROWS if is_head else None
-        return self.linears.make(weight, bias, max_rows)
-
-    def _read(
-        self,
-        name: str,
-        *,
-        rows: slice | None = None,
-        columns: slice | None = None,
-        item: int | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
-        if self.ranks.size == 1 and item is None:
-            rows = columns = None
-        if (whole := self._dequantized(name, item)) is not None:
-            tensor = whole[rows or slice(None), columns or slice(None)]
-        else:
-            tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
-        return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
-
-    def _dequantized(self, name: str, item: int | None) -> Tensor | None:
-        """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""
-        how, read = self.config.quantization, self.checkpoint.read
-        if how is None:
-            return None
-        layer, stored = name.removesuffix("weight"), self.checkpoint.dtype_of(name)
-        if item is not None:  # no other way quantizes experts that are in one tensor
-            is_packed = self.checkpoint.dtype_of(name + "_blocks")
-            parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
-            return of_mxfp4(*parts) if parts else None
-        if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
-            packed = unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
-            return packed.values()
-        return (
-            scaled(read(name), read(how.scale_of(name)), how.block)
-            if stored == how.stored
-            else None
-        )

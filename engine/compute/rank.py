@@ -38,15 +38,9 @@ from baton.engine.compute.kv_cache import (
     num_blocks_for,
     pool_shape,
 )
+from baton.engine.compute.layer_weights import PackNarrow, Placement, linears_for
 from baton.engine.compute.linear import Product
-from baton.engine.compute.loading import (
-    PackNarrow,
-    Placement,
-    check_split,
-    linears_for,
-    load_decoder,
-    local_heads,
-)
+from baton.engine.compute.loading import check_split, load_decoder, local_heads
 from baton.engine.compute.lora_files import Adapter, fingerprint_of, read_adapters
 from baton.engine.compute.mlp import GroupedProduct
 from baton.engine.compute.model_config import DecoderConfig, read_decoder_config

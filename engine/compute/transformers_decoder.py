@@ -23,8 +23,8 @@ from transformers.utils import logging as transformers_log
 
 from baton.engine.compute.attention import Backend, Batch, Chunk, Scoring
 from baton.engine.compute.host_linears import MAX_HEAD_ROWS, HostLinears
+from baton.engine.compute.layer_weights import LinearMaker
 from baton.engine.compute.linear import Linear
-from baton.engine.compute.loading import LinearMaker
 from baton.engine.compute.mlp import sigmoid
 from baton.engine.compute.tensor_parallel import Ranks
 from baton.engine.compute.transformers_config import TransformersConfig, version

@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from baton.engine.compute.loading import Placement, load_decoder
+from baton.engine.compute.layer_weights import Placement
+from baton.engine.compute.loading import load_decoder
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.tensor_parallel import SingleRank
 from baton.engine.compute.weight_files import check_tensors, expected_tensors

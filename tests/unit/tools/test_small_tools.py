@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.compute.loading import Placement, load_decoder
+from baton.engine.compute.layer_weights import Placement
+from baton.engine.compute.loading import load_decoder
 from baton.engine.compute.model_config import read_decoder_config
 from baton.engine.compute.tensor_parallel import SingleRank
 from baton.engine.compute.weights import Checkpoint
