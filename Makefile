@@ -69,9 +69,7 @@ sim: $(TEST_STAMP)
 	$(BIN)/python -m tests.sim 1 $(SEEDS) $(ARGS)
 
 soak: $(TEST_STAMP)
-	@mkdir -p .baton
-	$(BIN)/python -m tools.soak --requests $(REQUESTS) --faults $(FAULTS) \
-	  --json .baton/soak.json $(ARGS)
+	$(BIN)/python -m tools.soak --requests $(REQUESTS) --faults $(FAULTS) $(ARGS)
 
 demo-model: $(TEST_STAMP)
 	$(BIN)/python -m tools.demo_model.train deploy/demo_checkpoint $(ARGS)

@@ -8,8 +8,6 @@ here, in one line, before anything is loaded.
 
 import os
 import re
-import shutil
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -35,13 +33,6 @@ from baton.runtime.log import logger
 
 DEMO_NAME = "demo"
 CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
-DEMO_FILES = (
-    "config.json",
-    "generation_config.json",
-    "model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files of a repository that baton reads, without weights in other formats.
 _HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
@@ -176,25 +167,3 @@ def _check_fetched(file: Path) -> None:
             f"{file} is a Git LFS pointer and not the file itself: run `git lfs pull` in "
             f"{file.parent}"
         )
-
-
-def write_demo_model(folder: Path) -> None:
-    """Write the model to `folder`, all of it or nothing; a demo model already there stays.
-
-    Raises `ConfigError` if `folder` holds something else or cannot be written.
-    """
-    if (folder / "config.json").is_file():
-        return
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        # The draft lies beside the target, so that the rename stays inside one file system.
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as draft:
-            model = Path(draft, "model")
-            model.mkdir()
-            for name in DEMO_FILES:
-                shutil.copyfile(CHECKPOINT / name, model / name)
-            model.rename(folder)
-    except OSError as error:
-        # Two processes may start at once; the one that renames second finds the work done.
-        if not (folder / "config.json").is_file():
-            raise ConfigError(f"cannot write the demo model to {folder}: {error}") from error

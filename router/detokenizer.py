@@ -128,7 +128,7 @@ class StopStrings:
         if may_match and (match := self._first_match(buffer)) is not None:
             start, self.matched = match
             return buffer[: start + len(self.matched) if include_match else start]
-        num_shown = len(buffer) - max(_num_begun(buffer, stop) for stop in self._stops)
+        num_shown = len(buffer) - max(num_begun(buffer, stop) for stop in self._stops)
         self._held = buffer[num_shown:]
         return buffer[:num_shown]
 
@@ -148,7 +148,7 @@ class StopStrings:
         return min(found)[1:] if found else None
 
 
-def _num_begun(text: str, stop: str) -> int:
+def num_begun(text: str, stop: str) -> int:
     """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
     start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
     while start >= 0 and not stop.startswith(text[start:]):

@@ -237,17 +237,17 @@ class Admission:
         self._inflight.discard(request_id)
 
 
-def check_prompt(token_ids: list[int], limits: Limits) -> None:
+def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
     """Raise `RequestError` for a prompt that no node could compute."""
     if not token_ids:
         raise RequestError("the prompt is empty", param="prompt")
-    if min(token_ids) < 0 or max(token_ids) >= limits.vocab_size:
-        text = f"token ids must be at least 0 and below {limits.vocab_size}"
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        text = f"token ids must be at least 0 and below {vocab_size}"
         raise RequestError(text, param="prompt")
-    if len(token_ids) >= limits.max_model_len:
+    if len(token_ids) >= max_model_len:
         raise RequestError(
             f"the prompt has {len(token_ids)} tokens, but prompt and output together may have "
-            f"at most {limits.max_model_len}",
+            f"at most {max_model_len}",
             code="context_length_exceeded",
             param="prompt",
         )

@@ -19,7 +19,7 @@ import msgspec
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import Detokenizer, TextStream
+from baton.router.detokenizer import Detokenizer, TextStream, num_begun
 from baton.router.outputs import CompletionOutput, ToolCall
 
 ToolFormat = Literal["hermes", "llama3_json", "mistral"]
@@ -197,10 +197,8 @@ class ResponseParser:
 
 def _cut_begun(text: str, tag: str) -> tuple[str, str]:
     """Return the text up to where `tag` may begin at its end, and the rest."""
-    start = text.find(tag[0], max(0, len(text) - len(tag) + 1))
-    while start >= 0 and not tag.startswith(text[start:]):
-        start = text.find(tag[0], start + 1)
-    return (text, "") if start < 0 else (text[:start], text[start:])
+    cut = len(text) - num_begun(text, tag)
+    return text[:cut], text[cut:]
 
 
 def _calls_in(text: str) -> list[ToolCall]:

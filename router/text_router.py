@@ -86,14 +86,15 @@ class TextRouter:
         client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
         have apart from their text. Only requests with the same `scope` share cached blocks.
         """
-        max_tokens = self.core.limits().max_model_len - 1
+        limits = self.core.limits()
+        max_tokens = limits.max_model_len - 1
         if isinstance(prompt, str):
             text, token_ids = prompt, await self._text.encode(prompt, max_tokens=max_tokens)
         elif len(prompt) > max_tokens:
             raise too_long(max_tokens)
         else:
             text, token_ids = None, list(prompt)  # the caller may change its own object
-        check_prompt(token_ids, self.core.limits())
+        check_prompt(token_ids, limits.vocab_size, limits.max_model_len)
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
         keys = await self._keys_of(token_ids, scope.root) if is_cached else ()

@@ -26,13 +26,12 @@ from baton.deploy.cluster.processes import (
     ProcessSpec,
     filled,
 )
-from baton.deploy.cluster.state import make_private, write_private
+from baton.deploy.cluster.state import write_private
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.host import VISIBLE_GPUS
 
 SUBMIT, PLAN, KEY = "submit.sh", "plan.json", "key"
-PROCESSES = "processes"  # the subfolder with a folder per process
 ROUTERS_FILE = "routers"  # with the address of the routers
 # Variables of the plan. All routers of a job are on one host.
 FOLDER, OWN_ADDRESS, ROUTERS_ADDRESS = "$(FOLDER)", "$(OWN_ADDRESS)", "$(ROUTERS_ADDRESS)"
@@ -104,7 +103,7 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
 
 def _submission(folder: str, pools: Sequence[str]) -> str:
     """Return the script that submits all jobs and keeps their ids, those of the routers first."""
-    lines = [f"cd {shlex.quote(folder)} || exit 1", f"rm -rf {ROUTERS_FILE} jobs {PROCESSES}"]
+    lines = [f"cd {shlex.quote(folder)} || exit 1", f"rm -rf {ROUTERS_FILE} jobs"]
     for pool in pools:
         lines.append(f"job=$(sbatch --parsable {pool}.sh) || exit 1")
         lines.append(f'echo "${{job%%;*}}" >>jobs; echo "{pool}: job ${{job%%;*}}"')
@@ -209,15 +208,13 @@ def main(folder: Path, pool: str, environment: Mapping[str, str]) -> int:
     if not own:
         return 0
     (spec,) = own
-    state = folder / PROCESSES / spec.name
     try:
-        make_private(state)
         is_moved = True
         while is_moved:
             routers = _routers_of(folder)
             job = supervision.HostJob((placed(spec, folder, routers, environment),), plan.logs)
-            write_private(state / supervision.JOB, msgspec.json.encode(job))
-            is_moved = supervision.supervise(state, RoutersWatch(folder, routers).are_elsewhere)
+            watch = RoutersWatch(folder, routers)
+            is_moved = supervision.supervise(job, is_over=watch.are_elsewhere)
     except BatonError as error:
         print(f"baton: {error.message}", file=sys.stderr)
         return 1

@@ -124,23 +124,27 @@ def _command(spec: ProcessSpec) -> Command:
     return Command(spec.name, spec.argv[1:], env=tuple(env.items()))
 
 
-def supervise(folder: Path, is_over: Callable[[], bool] = lambda: False) -> bool:
-    """Supervise the processes of `folder` until SIGTERM, which lets them drain, or SIGINT.
+def supervise(
+    job: HostJob, statuses: Path | None = None, is_over: Callable[[], bool] = lambda: False
+) -> bool:
+    """Supervise processes until SIGTERM, which lets them drain, or SIGINT.
 
-    A second signal ends everything at once. Return whether the processes were ended because they
-    are over.
+    A second signal ends everything at once. `statuses` is the file for their states. Return whether
+    the processes were ended because they are over.
     """
     die_with_parent()
     setup(LogConfig(), "supervisor")
-    processes = HostProcesses(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob))
+    processes = HostProcesses(job)
     with Interrupts(on_second=processes.kill) as interrupts:
         ended = False
         try:
             processes.start()
-            _write_statuses(folder / STATUS, processes.statuses())
-            while not (ended or interrupts.wait(WATCH_S)):
+            while True:
+                if statuses is not None:
+                    _write_statuses(statuses, processes.statuses())
+                if ended or interrupts.wait(WATCH_S):
+                    break
                 processes.poll()
-                _write_statuses(folder / STATUS, processes.statuses())
                 ended = is_over()
         finally:
             processes.stop(is_hurried=ended or interrupts.is_hurried)
@@ -156,4 +160,5 @@ def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
 
 
 if __name__ == "__main__":
-    supervise(Path(sys.argv[1]))
+    folder = Path(sys.argv[1])
+    supervise(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob), folder / STATUS)

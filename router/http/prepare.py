@@ -21,7 +21,7 @@ from baton.router.http.schema import (
     parse_completion,
 )
 from baton.router.http.turns import Function, ToolUse, blaming
-from baton.router.queue import Limits, check_prompt
+from baton.router.queue import check_prompt
 from baton.router.response_parser import END_THINK, Parsing, ToolFormat
 from baton.router.text import ChatTemplate, Text
 from baton.runtime.log import clip
@@ -88,8 +88,7 @@ def lora_of(name: str | None, model: ServedModel) -> str:
 
 def check_ids(token_ids: list[int], model: ServedModel) -> None:
     """Raise `RequestError` for a prompt that the model cannot take."""
-    limits = Limits(model.max_model_len, model.vocab_size, model.block_size, None, None)
-    check_prompt(token_ids, limits)
+    check_prompt(token_ids, model.vocab_size, model.max_model_len)
 
 
 def rendered(chat: Chat, template: ChatTemplate | None) -> str:

@@ -20,8 +20,6 @@ from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
     CONNECT_TIMEOUT_MS,
-    HEADER,
-    HEADER_BYTES,
     QUEUED_MESSAGES,
     SESSION_BITS,
     ConnectionChange,
@@ -29,7 +27,6 @@ from baton.runtime.channels.wire import (
     Verdict,
     Wire,
     log,
-    log_malformed,
     new_identity,
 )
 from baton.runtime.clock import monotonic
@@ -75,7 +72,6 @@ class Dialer(Generic[Out, In]):
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
         self.refusals = 0
-        self.num_malformed = 0
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._session = Session(secrets.randbits(SESSION_BITS))
         self._lost: str | None = None
@@ -89,6 +85,7 @@ class Dialer(Generic[Out, In]):
             try:
                 self._wire = Wire(context, zmq.DEALER, keys)
                 undo.callback(self._wire.close)
+                self._wire.endpoint = self.endpoint
                 self.socket = self._wire.socket
                 self._connect()
             except (zmq.ZMQError, OSError, NodeError) as error:
@@ -154,18 +151,16 @@ class Dialer(Generic[Out, In]):
         self._wire.close(linger_ms)
 
     def _read(self) -> In | None:
-        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-        if frame.more or len(frame) < HEADER_BYTES:
-            self._wire.skip_rest()
-            self._drop("not a frame of a channel")
+        if (frame := self._wire.read()) is None:
             return None
-        verdict = self._session.accept(*HEADER.unpack_from(frame.buffer))
+        session_id, sequence, payload = frame
+        verdict = self._session.accept(session_id, sequence)
         match verdict:
             case Verdict.NEXT:
                 try:
-                    return self._decode(frame.buffer[HEADER_BYTES:])
+                    return self._decode(payload)
                 except MalformedMessage as error:
-                    self._drop(error.message)
+                    self._wire.drop(error.message)
             case Verdict.GAP:
                 self._lost = "messages were lost"
             case Verdict.RESET:
@@ -175,10 +170,6 @@ class Dialer(Generic[Out, In]):
             case _:
                 assert_never(verdict)
         return None
-
-    def _drop(self, reason: str) -> None:
-        self.num_malformed += 1
-        log_malformed(self.num_malformed, self.endpoint, reason)
 
     def _changed(self, change: ConnectionChange) -> None:
         if change == "up":

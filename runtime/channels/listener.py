@@ -17,12 +17,9 @@ from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
-    HEADER,
-    HEADER_BYTES,
     Session,
     Verdict,
     Wire,
-    log_malformed,
     probe_frame,
     reset_frame,
 )
@@ -77,7 +74,6 @@ class Listener(Generic[Out, In]):
         """
         address = parse_endpoint(endpoint)
         keys.check(address, "listening on")
-        self.num_malformed = 0
         self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
@@ -94,7 +90,7 @@ class Listener(Generic[Out, In]):
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         with contextlib.ExitStack() as undo:
             undo.callback(self._wire.close)
-            self.endpoint = address.bind(self.socket)
+            self.endpoint = self._wire.endpoint = address.bind(self.socket)
             undo.pop_all()
 
     def fileno(self) -> int:
@@ -195,12 +191,9 @@ class Listener(Generic[Out, In]):
 
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)
-        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
-        if frame.more or len(frame) < HEADER_BYTES:
-            self._wire.skip_rest()
-            self._drop("not a frame of a channel")
+        if (frame := self._wire.read()) is None:
             return
-        session_id, sequence = HEADER.unpack_from(frame.buffer)
+        session_id, sequence, payload = frame
         session = self._sessions.get(peer)
         if session is None:
             verdict = Verdict.NEW_SESSION if sequence == 0 else Verdict.STALE
@@ -223,9 +216,9 @@ class Listener(Generic[Out, In]):
             case _:
                 assert_never(verdict)
         try:
-            message = self._decode(frame.buffer[HEADER_BYTES:])
+            message = self._decode(payload)
         except MalformedMessage as error:
-            self._drop(error.message)
+            self._wire.drop(error.message)
         else:
             self._events.append(Received(peer, message))
 
@@ -247,10 +240,6 @@ class Listener(Generic[Out, In]):
             except zmq.ZMQError:
                 pass
             del self._unsent_resets[peer]
-
-    def _drop(self, reason: str) -> None:
-        self.num_malformed += 1
-        log_malformed(self.num_malformed, self.endpoint, reason)
 
 
 class Channels:

@@ -176,6 +176,8 @@ class Wire:
         is_listener = kind is zmq.ROUTER
         self._refusals = _REFUSALS if is_listener else (*_REFUSALS, _CLOSED)
         self._authenticator: Authenticator | None = None
+        self.endpoint = ""  # for the log
+        self.num_malformed = 0
         self._is_awake = False
         self._timer_at_s: float | None = None
         with contextlib.ExitStack() as opened:
@@ -282,10 +284,22 @@ class Wire:
             self._timer.set(None if wake_at_s is None else wake_at_s - now_s)
             self._timer_at_s = wake_at_s
 
-    def skip_rest(self) -> None:
-        """Read and drop the remaining parts of a message."""
-        while self.socket.getsockopt(zmq.RCVMORE):
-            self.socket.recv(zmq.NOBLOCK)
+    def read(self) -> tuple[int, int, memoryview] | None:
+        """Return a frame's session, its sequence number and its payload; None if it is no frame."""
+        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+        if frame.more or len(frame) < HEADER_BYTES:
+            while self.socket.getsockopt(zmq.RCVMORE):
+                self.socket.recv(zmq.NOBLOCK)
+            self.drop("not a frame of a channel")
+            return None
+        return *HEADER.unpack_from(frame.buffer), frame.buffer[HEADER_BYTES:]
+
+    def drop(self, reason: str) -> None:
+        """Log the 1st, 2nd, 4th, 8th … dropped message, because a peer may send many."""
+        self.num_malformed += 1
+        if self.num_malformed.bit_count() == 1:
+            log.warning("dropped a malformed message", endpoint=self.endpoint,
+                        so_far=self.num_malformed, reason=reason)  # fmt: skip
 
     def close(self, linger_ms: int = 0) -> None:
         if not self.socket.closed:
@@ -303,11 +317,3 @@ def _has_input(socket: "zmq.Socket[bytes]") -> bool:
     events = socket.getsockopt(zmq.EVENTS)
     assert isinstance(events, int)
     return bool(events & _INPUT)
-
-
-def log_malformed(num_malformed: int, endpoint: str, reason: str) -> None:
-    """Log the 1st, 2nd, 4th, 8th … dropped message, because a peer may send many."""
-    if num_malformed.bit_count() == 1:
-        log.warning(
-            "dropped a malformed message", endpoint=endpoint, so_far=num_malformed, reason=reason
-        )

@@ -228,15 +228,6 @@ def _api_key(name: str, summary: str, rest: list[str]) -> int:
     return 0
 
 
-def _demo_model(name: str, summary: str, rest: list[str]) -> int:
-    folder = Path(_operands(name, rest)[0]).absolute()
-    from baton.deploy.model_folder import write_demo_model
-
-    write_demo_model(folder)
-    print(folder)
-    return 0
-
-
 def _completion(name: str, summary: str, rest: list[str]) -> int:
     (shell,) = _operands(name, rest)
     import shtab
@@ -296,9 +287,6 @@ OTHERS = {
         "Make a key for clients of the router, and add its hash to a file of keys.",
         _api_key,
         "FILE NAME",
-    ),
-    "demo-model": OtherCommand(
-        "Write the small model that `serve` uses by default into a folder.", _demo_model, "FOLDER"
     ),
     "completion": OtherCommand(
         "Print a script with which bash, zsh, fish or tcsh completes baton's commands and flags.",

@@ -190,7 +190,7 @@ def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path, caplog):
         bare.send_multipart([b"several", b"parts"])
         bare.send(frame(7, 2, encoded(2)))
         assert numbers(pair.hear(1)) == [2]
-        assert pair.listener.num_malformed == 3
+        assert pair.listener._wire.num_malformed == 3
     dropped = [r for r in caplog.records if r.getMessage() == "dropped a malformed message"]
     assert len(dropped) == 2, "the first and the second, and not every one"
 

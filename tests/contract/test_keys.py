@@ -62,7 +62,7 @@ def test_who_has_another_key_or_none_is_kept_out_while_others_talk(tmp_path):
             until_refused(stranger, pair, 2)
         friend.send(note(3))
         assert pair.hear(1) == [Received(b"friend", note(3))]
-        assert pair.listener.num_malformed == 0
+        assert pair.listener._wire.num_malformed == 0
 
 
 def test_who_has_a_key_does_not_talk_to_a_listener_without(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from baton.deploy.model_folder import write_demo_model
+from baton.deploy.model_folder import CHECKPOINT
 from baton.runtime.channels.keys import write_key
 from tests.support.hosts import Hosts, hosts
 from tests.support.waiting import until
@@ -48,7 +49,7 @@ except urllib.error.HTTPError as error:
 
 
 def write_cluster(folder: Path, described: dict[str, object]) -> None:
-    write_demo_model(folder / "demo")
+    shutil.copytree(CHECKPOINT, folder / "demo")
     write_key(folder / "cluster.key")
     (folder / "cluster.yaml").write_text(yaml.safe_dump(described, sort_keys=False))
 

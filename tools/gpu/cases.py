@@ -121,38 +121,16 @@ KERNELS = KernelCases(
 )  # fmt: skip
 
 
-def _decode(shape: Shape, batch: int, context: int) -> StepCase:
-    return StepCase(shape, "decode", batch, context)
-
-
-def _prefill(shape: Shape, context: int) -> StepCase:
-    return StepCase(shape, "prefill", 1, context)
-
-
-def _in_chunks(shape: Shape, context: int, max_num_batched_tokens: int) -> StepCase:
-    """Return the case of a prompt as it is served."""
-    return StepCase(shape, "prefill", 1, context, max_num_batched_tokens)
-
-
 # The cases in the order of measuring: those that cost much memory or time come last.
 STEPS = (
-    _decode(QWEN3_06B, 1, 1024),
-    _decode(QWEN3_06B, 32, 1024),
-    _decode(QWEN3_06B, 128, 1024),
-    _prefill(QWEN3_06B, 2048),
-    _prefill(QWEN3_06B, 8192),
-    _in_chunks(QWEN3_06B, 8192, 512),
-    _decode(QWEN3_8B, 1, 1024),
-    _decode(QWEN3_8B, 32, 1024),
-    _decode(QWEN3_8B, 128, 1024),
-    _prefill(QWEN3_8B, 64),
-    _prefill(QWEN3_8B, 2048),
-    _prefill(QWEN3_8B, 8192),
-    _in_chunks(QWEN3_8B, 8192, 512),
-    _decode(QWEN3_8B, 128, 4096),
-    _decode(LLAMA3_8B, 1, 1024),
-    _decode(LLAMA3_8B, 32, 1024),
-    _decode(LLAMA3_8B, 128, 1024),
+    *(StepCase(QWEN3_06B, "decode", batch, 1024) for batch in (1, 32, 128)),
+    *(StepCase(QWEN3_06B, "prefill", 1, context) for context in (2048, 8192)),
+    StepCase(QWEN3_06B, "prefill", 1, 8192, 512),  # as it is served
+    *(StepCase(QWEN3_8B, "decode", batch, 1024) for batch in (1, 32, 128)),
+    *(StepCase(QWEN3_8B, "prefill", 1, context) for context in (64, 2048, 8192)),
+    StepCase(QWEN3_8B, "prefill", 1, 8192, 512),
+    StepCase(QWEN3_8B, "decode", 128, 4096),
+    *(StepCase(LLAMA3_8B, "decode", batch, 1024) for batch in (1, 32, 128)),
 )
 
 # 9 and 65 MiB: the blocks of 64 and of 464 tokens of an 8B model.

@@ -6,7 +6,6 @@ of their own may run side by side: they share nothing but the machine.
 """
 
 import asyncio
-import os
 import random
 import sys
 import tempfile
@@ -19,7 +18,6 @@ import msgspec
 from msgspec import Meta
 
 from baton.bench.figures.metrics import nearest_rank
-from baton.bench.report.provenance import Provenance, collect, complete
 from baton.deploy.model_folder import CHECKPOINT
 from baton.protocol.config import (
     CacheConfig,
@@ -38,7 +36,6 @@ from tools.soak.cluster import Footprint, SoakCluster, held_in
 from tools.soak.faults import Fault, Faults
 from tools.soak.streams import Record, Streams, draw
 
-SCHEMA = "baton.tools.soak/1"
 NAME = "soaked"
 NUM_ASKS = 24
 ABORT_SHARE = 0.2
@@ -57,7 +54,6 @@ class SoakSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: Annotated[str, Meta(description="folder of the model")] = str(CHECKPOINT)
     vocab_size: Annotated[int, Meta(ge=4, description="prompts hold ids below it")] = 700
     folder: Annotated[str, Meta(description="existing folder for the logs of all processes")] = ""
-    json: Annotated[str, Meta(description="file to write the report to")] = ""
 
 
 class FaultRow(msgspec.Struct, frozen=True):
@@ -76,9 +72,6 @@ class FaultRow(msgspec.Struct, frozen=True):
 
 
 class SoakReport(msgspec.Struct, frozen=True):
-    schema: str
-    settings: SoakSettings
-    provenance: Provenance
     wall_s: float  # under load, from the first stream to the last end
     outcomes: dict[str, int]
     num_resumed: int
@@ -91,7 +84,6 @@ class SoakReport(msgspec.Struct, frozen=True):
 
 async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     """Run the soak in an empty folder. Raises `BatonError` if the cluster cannot serve at all."""
-    provenance = collect(sys.argv)
     env = OVER_LOOPBACK if settings.transport == "nixl" else ()
     async with SoakCluster(folder, _config(settings), env) as cluster:
         faults = Faults(cluster, settings.seed, settings.faults)
@@ -113,7 +105,7 @@ async def soak(settings: SoakSettings, folder: Path) -> SoakReport:
     for record in records:
         outcomes[record.outcome] += 1
     return SoakReport(
-        SCHEMA, settings, complete(provenance), wall_s, outcomes,
+        wall_s, outcomes,
         sum(record.is_resumed for record in records),
         sum(record.num_refusals for record in records),
         _rows(faults.begun, records), problems, before, after,
@@ -242,13 +234,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         given = sys.argv[1:] if arguments is None else arguments
         settings = parse(given)
-        out = Path(settings.json or os.devnull)
-        out.touch()  # it must be writable before hours of work
         with tempfile.TemporaryDirectory(prefix="soak-") as folder:
             print(f"seed {settings.seed}", flush=True)
             report = asyncio.run(soak(settings, Path(settings.folder or folder)))
         print(table(report))
-        out.write_bytes(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     except (BatonError, OSError) as error:
         print(f"baton: {error}", file=sys.stderr)
         return 1

@@ -149,7 +149,7 @@ def test_what_no_pool_can_hold_is_refused_with_the_most_that_it_can():
 @pytest.mark.parametrize("token_ids", [[], [50], [-1], [1] * 100, [1] * 80])
 def test_prompts_that_no_node_could_compute_are_refused(token_ids):
     with pytest.raises(RequestError) as error:
-        check_prompt(token_ids, LIMITS)
+        check_prompt(token_ids, LIMITS.vocab_size, LIMITS.max_model_len)
     is_long = len(token_ids) > 1
     assert error.value.code == ("context_length_exceeded" if is_long else "invalid_request")
     assert error.value.param == "prompt"

@@ -39,7 +39,7 @@ def said(capsys: pytest.CaptureFixture[str]) -> list[str]:
         (["sevre"], "unknown command 'sevre'"),
         (["serve", "--prot", "1"], "did you mean --port?"),
         (["decode", "--set", "engine.thread=2"], "did you mean engine.threads?"),
-        (["demo-model"], "required: FOLDER; see baton demo-model --help"),
+        (["keygen"], "required: FILE; see baton keygen --help"),
         (["completion", "cmd"], "bash, zsh"),
     ],
 )

@@ -1,5 +1,6 @@
 """Settings: where they come from, which source wins, what a mistake says, and those of `LLM`."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from baton.command_line import COMMANDS
-from baton.deploy.model_folder import CHECKPOINT, write_demo_model
+from baton.deploy.model_folder import CHECKPOINT
 from baton.llm_settings import IGNORED, NEUTRAL, Model, config_of
 from baton.protocol.config import (
     CacheConfig,
@@ -152,7 +153,7 @@ def made(model: Model = "", **settings: object) -> ClusterConfig:
 
 
 def test_a_model_may_be_text_a_path_a_section_or_a_struct(tmp_path):
-    write_demo_model(tmp_path)
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
     forms: list[Model] = [str(tmp_path), tmp_path, {"path": str(tmp_path)}]
     forms.append(ModelConfig(path=str(tmp_path)))
     for form in forms:

@@ -7,9 +7,8 @@ import re
 import pytest
 from transformers import AutoTokenizer
 
-from baton.deploy.model_folder import CHECKPOINT, DEMO_FILES, write_demo_model
+from baton.deploy.model_folder import CHECKPOINT
 from baton.engine.compute.model_config import read_decoder_config
-from baton.protocol.errors import ConfigError
 from baton.router.text import Text
 from tools.demo_model import folder, text, train, vocabulary
 from tools.demo_model.evaluate import Examiner
@@ -76,22 +75,3 @@ def test_its_chat_template_and_ids_are_what_everybody_reads():
     assert ids[0] == tokenizer.convert_tokens_to_ids("<|im_start|>")
     ends = tokenizer.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
     assert read_decoder_config(CHECKPOINT).eos_token_ids == tuple(ends)
-
-
-def test_a_copy_is_complete_and_one_that_is_there_is_kept(tmp_path):
-    write_demo_model(tmp_path / "demo")
-    assert {path.name for path in (tmp_path / "demo").iterdir()} == set(DEMO_FILES)
-    for name in DEMO_FILES:
-        assert (tmp_path / "demo" / name).read_bytes() == (CHECKPOINT / name).read_bytes()
-    before = (tmp_path / "demo" / "model.safetensors").stat()
-    write_demo_model(tmp_path / "demo")
-    assert (tmp_path / "demo" / "model.safetensors").stat() == before
-
-
-def test_a_folder_with_other_things_is_refused_and_nothing_is_left(tmp_path):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="cannot write the demo model"):
-        write_demo_model(tmp_path / "full")
-    assert [path.name for path in tmp_path.iterdir()] == ["full"]
-    assert [path.name for path in (tmp_path / "full").iterdir()] == ["notes.txt"]
