@@ -45,13 +45,14 @@ SignalHandler = Callable[[int, FrameType | None], object] | int | None
 
 
 class Command(msgspec.Struct, frozen=True):
-    """`python -m module args...`, with `env` on top of the parent's environment."""
+    """`python -m module args...` or `program args...`, with `env` on top of the parent's."""
 
     name: str
     args: tuple[str, ...]
     module: str = "baton"
     env: tuple[tuple[str, str], ...] = ()
     pass_fds: tuple[int, ...] = ()
+    program: str = ""
 
 
 def die_with_parent() -> None:
@@ -103,7 +104,7 @@ class Child:
                 undo.callback(os.close, self._death_pipe)
                 with contextlib.closing(os.fdopen(read_end)):
                     self._process = subprocess.Popen(
-                        [sys.executable, "-m", command.module, *command.args],
+                        [*_program_of(command), *command.args],
                         env=env | {DEATH_FD_VARIABLE: str(read_end)},
                         stdin=subprocess.DEVNULL,
                         stdout=subprocess.PIPE,
@@ -176,6 +177,10 @@ class Child:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._tail.append(line)
                 relay(self.name, line)
+
+
+def _program_of(command: Command) -> tuple[str, ...]:
+    return (command.program,) if command.program else (sys.executable, "-m", command.module)
 
 
 class Exit(msgspec.Struct, frozen=True):

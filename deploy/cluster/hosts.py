@@ -62,7 +62,7 @@ def check_machine(plan: ClusterPlan, specs: Sequence[ProcessSpec]) -> None:
             _check_model(plan.description, needs_weights=spec.role != "router")
             for port in spec.ports:
                 hint = f"end what uses it, or change the {port.name} port in the description"
-                check_port(_bound(spec, port.name), port.port, hint)
+                check_port(bound_address(spec, port.name), port.port, hint)
         except ConfigError as error:
             raise ConfigError(f"{who}: {error.message}") from error
         num_gpus = len(gpus_of(0))
@@ -132,6 +132,6 @@ def _check_model(description: Description, *, needs_weights: bool) -> None:
     with_model(msgspec.structs.replace(config, model=model), needs_weights=needs_weights)
 
 
-def _bound(spec: ProcessSpec, port: str) -> str:
+def bound_address(spec: ProcessSpec, port: str) -> str:
     """Return the address that a process binds for a port."""
     return spec.env.get("BATON_ROUTER_HOST", spec.host) if port == "http" else spec.host

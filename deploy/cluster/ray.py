@@ -14,7 +14,7 @@ import socket
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -54,6 +54,7 @@ OWN_RESOURCES = {"CPU": "cpus", "GPU": "gpus", "memory": "memory_mib"}
 CAME_BACK = "its actor ended, and Ray started it again"
 # An actor's first report waits until its process has imported baton.
 REPORT_S, CONNECT_S = 5.0, 5.0
+RESERVE_S = 10.0
 WATCH_S, LOOK_S = 0.1, 2.0
 HURRIED_S = 10.0
 # The time that Ray itself takes, beyond that of the processes.
@@ -85,13 +86,6 @@ class RayPlatform:
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         namespace = self._join(plan.description.name)
-        hosts = [one["Resources"] for one in ray.nodes() if one["Alive"]]
-        problem = shortage(plan.processes, hosts)
-        if problem and not self._may_wait:
-            raise ConfigError(
-                f"Ray: {problem}; ask for less, add hosts, or give --timeout to wait for hosts "
-                "that an autoscaler adds"
-            )
         key = Path(plan.description.key).read_text() if plan.description.key else ""
         job = RayJob(secrets.token_hex(8), plan.processes, key, plan.description.logs)
         content = msgspec.json.encode(job)
@@ -101,7 +95,12 @@ class RayPlatform:
                 "it with that one, or give this cluster another name"
             )
         write_private(folder / TOKEN, job.token.encode())
-        _start_actors(namespace, plan.processes)
+        group = _start_actors(namespace, plan.processes)
+        if not (self._may_wait or group.wait(RESERVE_S)):
+            raise ConfigError(
+                "Ray cannot reserve what all processes need (see `ray status`): ask for less, add "
+                "hosts, or give --timeout to wait for hosts that an autoscaler adds"
+            )
 
     def stop(self, folder: Path, *, is_hurried: bool = False) -> None:
         deployment = read_deployment(folder)
@@ -172,25 +171,6 @@ def resources_of(spec: ProcessSpec) -> dict[str, float]:
     if spec.memory_mib:
         resources["memory"] = float(spec.memory_mib << 20)  # in bytes
     return resources | {name: float(amount) for name, amount in spec.resources.items()}
-
-
-def shortage(processes: Sequence[ProcessSpec], hosts: Sequence[Mapping[str, float]]) -> str:
-    """Return what the hosts lack even without other work; empty if they lack nothing.
-
-    `hosts` holds the resources of each host.
-    """
-    bundles = [resources_of(spec) for spec in processes]
-    for name in dict.fromkeys(name for bundle in bundles for name in bundle):
-        needed = [bundle.get(name, 0.0) for bundle in bundles]
-        present = [host.get(name, 0.0) for host in hosts]
-        if sum(present) < sum(needed):
-            return (
-                f"the cluster needs {_text_of(name, sum(needed))}, and all hosts of Ray together "
-                f"have {_text_of(name, sum(present))}"
-            )
-        if max(present) < max(needed):
-            return f"a process needs {_text_of(name, max(needed))}, and no host of Ray has that"
-    return ""
 
 
 def at_its_place(
@@ -288,12 +268,6 @@ def _router_address(index: int) -> str:
     return f"$(ROUTER_{index}_ADDRESS)"
 
 
-def _text_of(resource: str, amount: float) -> str:
-    if resource == "memory":
-        return f"{amount / (1 << 20):.0f} MiB of memory"
-    return f"{amount:g} {resource}"
-
-
 def _connect(address: str, namespace: str) -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     if address != "auto":
@@ -360,7 +334,7 @@ def _addresses() -> list[str]:
     return [hosts.get(node_id, "") for _, node_id in sorted(placed.items())]
 
 
-def _start_actors(namespace: str, processes: Sequence[ProcessSpec]) -> None:
+def _start_actors(namespace: str, processes: Sequence[ProcessSpec]) -> PlacementGroup:
     """Ask for the placement group and its actors, and return at once."""
     group = placement_group(
         [resources_of(spec) for spec in processes],
@@ -384,6 +358,7 @@ def _start_actors(namespace: str, processes: Sequence[ProcessSpec]) -> None:
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
         )
         actor.remote(spec.name)
+    return group
 
 
 def _reports(namespace: str, processes: Sequence[ProcessSpec]) -> list[ProcessStatus]:

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.hosts import is_here, places_by_name
+from baton.deploy.cluster.hosts import bound_address, is_here, places_by_name
 from baton.deploy.cluster.processes import ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import read_deployment, state_folder
@@ -121,9 +121,7 @@ def machine_words(host: RemoteHost, hosts: Sequence[RemoteHost], *, is_up: bool)
         words += [_flag(POOL), str(pool_mib)] if pool_mib else []
         for spec in host.specs:
             for port in spec.ports:
-                bound = spec.host
-                if port.name == "http":
-                    bound = spec.env.get("BATON_ROUTER_HOST", spec.host)
+                bound = bound_address(spec, port.name)
                 words += ["--port", f"{bracketed(bound) or '0.0.0.0'}:{port.port}"]
     for address in _dialled(host, hosts):
         words += ["--reach", address]

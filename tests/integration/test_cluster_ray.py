@@ -119,7 +119,7 @@ def shown_by(process: psutil.Process) -> str:
 def check_refusals(folder: Path, env: dict[str, str]) -> None:
     """A start that cannot work is one line, and touches no other cluster."""
     for name, gpus, said in (
-        ("other", 64, "the cluster needs 64 GPU, and all hosts of Ray together have 0 GPU"),
+        ("other", 64, "Ray cannot reserve what all processes need"),
         ("small", 0, "already, from another state folder"),
     ):
         (folder / name).mkdir()

@@ -1,24 +1,21 @@
-"""Run servers of any kind as child processes: start, await, pin and end them by id, with a log.
-
-Every server leads a process group of its own; ending a server ends the group, and no process is
-ever looked up by name.
-"""
+"""Run servers of any kind as child processes: start, await, pin and end them by id, with a log."""
 
 import contextlib
 import os
-import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from baton.protocol.errors import NodeError
+from baton.runtime.clock import monotonic
+from baton.runtime.process import Child, Command
 
 READY_POLL_S = 0.2
 GRACE_S = 15.0
@@ -37,77 +34,54 @@ class ServerCommand(msgspec.Struct, frozen=True):
     cpus: tuple[int, ...] = ()  # all its threads are bound to these once it is ready
 
 
-class Server:
-    """One server, which starts at once."""
-
-    def __init__(self, command: ServerCommand, logs: Path) -> None:
-        self.command = command
-        self.log = logs / f"{command.name}.log"
-        with self.log.open("wb") as log:
-            try:
-                self._process = subprocess.Popen(
-                    command.argv, env=os.environ | command.env, stdin=subprocess.DEVNULL,
-                    stdout=log, stderr=subprocess.STDOUT, cwd=logs, start_new_session=True,
-                )  # fmt: skip
-            except OSError as error:
-                raise NodeError(f"{command.name} cannot be started: {error}") from error
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
-    def wait_until_ready(self, deadline_s: float) -> None:
-        """Raise `NodeError` with the end of the log if the server dies or the deadline passes."""
-        while self.command.ready_url and not _answers(self.command.ready_url):
-            if self._process.poll() is not None:
-                raise NodeError(f"{self.command.name} ended while starting: {self.last_line()}")
-            if time.monotonic() > deadline_s:
-                raise NodeError(f"{self.command.name} is not ready in time: {self.last_line()}")
-            time.sleep(READY_POLL_S)
-        if self.command.cpus:
-            self.pin()
-
-    def pin(self) -> None:
-        """Bind all threads of the group: a server's own settings bind only some of them."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error, OSError):  # one of them ended meanwhile
-                if os.getpgid(process.pid) == self.pid:
-                    for thread in process.threads():
-                        os.sched_setaffinity(thread.id, self.command.cpus)
-
-    def last_line(self) -> str:
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return f"{lines[-1][:300] if lines else 'it wrote nothing'} (all of it in {self.log})"
-
-    def ask_to_stop(self) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-
-    def stop(self) -> None:
-        """Ask the leader to end, give the group some time, then end the rest of it."""
-        self.ask_to_stop()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE_S)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
-
-
 @contextlib.contextmanager
 def running(commands: Sequence[ServerCommand], logs: Path, timeout_s: float) -> Iterator[None]:
-    """Start all servers, each within `timeout_s` of the one before; end all in any case."""
+    """Start all servers, each within `timeout_s` of the one before; end all in any case.
+
+    Raises `NodeError` with the last line of a server that ends or is late.
+    """
     logs.mkdir(parents=True, exist_ok=True)
-    servers: list[Server] = []
+    children: list[Child] = []
     try:
-        servers += [Server(command, logs) for command in commands]
-        for server in servers:
-            server.wait_until_ready(time.monotonic() + timeout_s)
+        for one in commands:
+            program, *words = one.argv
+            file = logs / f"{one.name}.log"
+            file.write_text("")
+            command = Command(one.name, tuple(words), env=tuple(one.env.items()), program=program)
+            children.append(Child(command, partial(_keep, file)))
+        for child, one in zip(children, commands, strict=True):
+            _wait_until_ready(child, one, monotonic() + timeout_s)
+            if one.cpus:
+                _pin(child, one.cpus)
         yield
     finally:
-        for server in servers:
-            server.ask_to_stop()
-        for server in servers:
-            server.stop()
+        for child in children:
+            child.terminate()
+        for child in children:
+            child.stop(GRACE_S)
+
+
+def _keep(file: Path, _name: str, line: str) -> None:
+    with file.open("a") as log:
+        log.write(line + "\n")
+
+
+def _wait_until_ready(child: Child, command: ServerCommand, deadline_s: float) -> None:
+    while command.ready_url and not _answers(command.ready_url):
+        why = "ended while starting" if child.poll() is not None else "is not ready in time"
+        if child.exit_code is not None or monotonic() > deadline_s:
+            last = child.tail[-1][:300] if child.tail else "it wrote nothing"
+            raise NodeError(f"{command.name} {why}: {last}")
+        time.sleep(READY_POLL_S)
+
+
+def _pin(child: Child, cpus: tuple[int, ...]) -> None:
+    """Bind all threads of the group: a server's own settings bind only some of them."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):  # one of them ended meanwhile
+            if os.getpgid(process.pid) == child.pid:
+                for thread in process.threads():
+                    os.sched_setaffinity(thread.id, cpus)
 
 
 def free_ports(count: int) -> list[int]:

@@ -232,23 +232,6 @@ def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "said"),
-    [
-        ([4, 2], ""),
-        ([2, 5], "the cluster needs 7 GPU, and all hosts of Ray together have 6 GPU"),
-        ([1, 5], "a process needs 5 GPU, and no host of Ray has that"),
-    ],
-)
-def test_what_the_hosts_of_ray_lack_is_said(gpus, said, tmp_path):
-    pools = {
-        f"pool-{i}": {"role": "decode", "gpus": count, "http_port": 9000 + i}
-        for i, count in enumerate(gpus)
-    }
-    hosts = [{"CPU": 8.0, "GPU": 4.0}, {"CPU": 8.0, "GPU": 2.0}]
-    assert ray.shortage(example_on(tmp_path, ray.places_of, pools=pools).processes, hosts) == said
-
-
-@pytest.mark.parametrize(
     ("places_of", "changes", "said"),
     [
         (slurm.places_of, {"node_selector": {"gpu": "h100"}}, "node_selector.gpu: features"),
