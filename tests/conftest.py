@@ -7,10 +7,13 @@ something was not installed or not built. Tests of GPUs and release tests may be
 import faulthandler
 import logging
 import os
+import signal
 import sys
 import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from _pytest.faulthandler import fault_handler_stderr_fd_key
@@ -32,14 +35,45 @@ settings.load_profile("baton")
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Hide GPUs from all tests but those of `tests/gpu`, which are run by themselves.
 
-    Limits of time and of memory in the others are those of CPUs. Workers of xdist inherit this.
+    Limits of time and of memory in the others are those of CPUs. Workers of xdist inherit this, and
+    write the stacks of a crash to a file of theirs.
     """
     paths = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
     if not all(path.is_relative_to(GPU_TESTS) for path in paths):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    if stacks := getattr(config, "workerinput", {}).get("stacks"):
+        with Path(stacks).open("wb") as file:
+            os.dup2(file.fileno(), config.stash[fault_handler_stderr_fd_key])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    folder = TemporaryDirectory(prefix="baton-stacks-")
+    node.config.add_cleanup(folder.cleanup)
+    node.workerinput["stacks"] = str(Path(folder.name, "stacks"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_handlecrashitem(report: Any) -> None:
+    """Say how a worker of xdist ended, beside the test that it ran then."""
+    code = report.node.gateway._io.popen.wait(10)
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    stacks = Path(report.node.workerinput["stacks"]).read_text(errors="replace")
+    kills = out_of_memory_kills() - OUT_OF_MEMORY_KILLS
+    report.longrepr = f"{how}, {kills} kills for lack of memory: {report.longrepr}\n{stacks}"
+
+
+def out_of_memory_kills() -> int:
+    vmstat = Path("/proc/vmstat")
+    lines = vmstat.read_text().splitlines() if vmstat.exists() else []
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
+
+
+OUT_OF_MEMORY_KILLS = out_of_memory_kills()
 
 
 # The time for a test that has reached its timeout to end: `asyncio.run` alone would wait for 300 s
