@@ -12,7 +12,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import DrainNode, DrainState, ToNode, ToRouter
-from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.channels.wire import OPERATOR
@@ -46,7 +46,6 @@ def drain(config: ClusterConfig, node: NodeId) -> int:
 
 def _follow(dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrupts) -> int:
     said = ""
-    is_draining = False
     heard_s = monotonic()
     ask_at_s = 0.0
     while not interrupts.wait(POLL_S):
@@ -55,15 +54,14 @@ def _follow(dialer: Dialer[ToRouter, ToNode], node: NodeId, interrupts: Interrup
             ask_at_s = now_s + ASK_S
             dialer.send(DrainNode(node))
         while (message := dialer.receive()) is not None:
-            if isinstance(message, Disconnected) or not isinstance(message, DrainState):
+            if not isinstance(message, DrainState):
                 continue
             heard_s = now_s
-            if message.problem and (message.is_known or not is_draining):
+            if message.problem and (message.is_known or not said):
                 raise ConfigError(message.problem)
             if not message.is_known:
                 print(f"{node} is gone", flush=True)
                 return 0
-            is_draining = True
             line = f"{node} is draining: {message.num_running} sequences to finish"
             if line != said:
                 print(line, flush=True)

@@ -87,8 +87,7 @@ class LocalServer:
         self._router = Supervisor(tuple(commands))
         first, *others = [one.control for one in self._routers if one.control is not None]
         self._nodes = LocalCluster(config, first, more_endpoints=tuple(others))
-        self._names = frozenset(self._nodes.names)
-        self._lost: set[str] = set()  # nodes that ended before the rest was ready
+        self._awaited = set(self._nodes.names)  # without nodes that ended before all were ready
         self._ready_routers: set[str] = set()
 
     @property
@@ -150,9 +149,9 @@ class LocalServer:
 
     def _go_on_without(self, ended: Exit) -> None:
         """Start without this node, which is tried again, unless no other node has its role."""
-        self._lost.add(ended.name)
+        self._awaited.discard(ended.name)
         role = ended.name.rpartition("-")[0]
-        if not any(name.startswith(f"{role}-") for name in self._names - self._lost):
+        if not any(name.startswith(f"{role}-") for name in self._awaited):
             raise NodeError(f"{ended.name} ended while starting (exit code {ended.code})")
         log_exit(log, ended)
 
@@ -166,7 +165,7 @@ class LocalServer:
     def _ask_health(self) -> dict[str, str]:
         """Return the phase of each node from a router, and note a router that is ready."""
         health = ask_health(self.url) or HealthReply()
-        if health.can_serve and health.ready_ids >= self._names - self._lost:
+        if health.can_serve and health.ready_ids >= self._awaited:
             self._ready_routers.add(health.router)
         return {node.node_id: node.doing for node in health.nodes}
 

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
-from baton.runtime.channels.endpoint import parse_endpoint
+from baton.runtime.channels.endpoint import bracketed, parse_endpoint
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.log import is_json, logger
 from baton.runtime.tls import trusting
@@ -173,8 +173,7 @@ def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
         host = "127.0.0.1"
     elif host == "::":
         host = "::1"
-    scheme = "https" if is_tls else "http"
-    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+    return f"{'https' if is_tls else 'http'}://{bracketed(host)}:{port}"
 
 
 class StartProgress:

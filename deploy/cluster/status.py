@@ -22,8 +22,7 @@ from baton.runtime.tls import client_context
 
 TIMEOUT_S = 2.0
 KEY_VARIABLE, KEYS = "BATON_API_KEY", "BATON_ROUTER_API_KEYS"
-# The states of a node at a router, the worst first; "absent" means that the router does not know
-# it.
+# The states of a node at a router, the worst first; "absent" is one that the router does not know.
 STATES = ("lost", "silent", "stuck", "absent", "starting", "degraded", "draining", "ready")
 HEAD = (
     "process", "role", "host", "state", "running", "waiting", "KV", "handoffs", "", "last end",

@@ -186,10 +186,9 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
     """Measure how a decode host reads a prefill host."""
     check = f"{decode.name} reads {prefill.name}"
     bind = next(spec.env["BATON_NODE_BIND"] for spec in decode.nodes if spec.role == "decode")
-    words = ["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}"]
-    common = ["--json", "--timeout", f"{timeout_s:g}"]
+    timeout = ["--timeout", f"{timeout_s:g}"]
     with subprocess.Popen(
-        decode.command([*words, *common]),
+        decode.command(["--listen", f"tcp://{bracketed(parse_endpoint(bind).host)}", *timeout]),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as listener:  # fmt: skip
         try:
@@ -200,8 +199,7 @@ def _path(prefill: RemoteHost, decode: RemoteHost, timeout_s: float) -> Finding:
                 listener.kill()
                 _, complaint = listener.communicate()
                 return fault(check, f"{decode.name} cannot listen: {_last(complaint)}")
-            address = msgspec.json.decode(line, type=dict[str, str])["address"]
-            command = prefill.command(["--connect", address, *common])
+            command = prefill.command(["--connect", line.split()[-1], "--json", *timeout])
             said, complaint = _run(command, EXTRA_S + 5 * timeout_s)
         finally:
             listener.terminate()

@@ -128,10 +128,7 @@ def _listen(config: ClusterConfig, given: DoctorArguments) -> int:
     reader = PathReader(config, _endpoint(given.listen))
     try:
         address = reader.endpoint.removeprefix("tcp://")
-        if given.json:
-            print(msgspec.json.encode({"address": address}).decode(), flush=True)
-        else:
-            print(f"on the prefill node's host, run: baton doctor --connect {address}", flush=True)
+        print(f"on the prefill node's host, run: baton doctor --connect {address}", flush=True)
         with Interrupts() as interrupts:
             found = reader.read(interrupts, given.timeout)
     finally:

@@ -299,8 +299,7 @@ def _reach(addresses: Sequence[str]) -> Finding | None:
         except ConnectionRefusedError:
             shown.append(f"{address} is reached, nothing listens")
         except OSError as error:
-            is_late = isinstance(error, TimeoutError)
-            silent.append(f"{address} ({'timed out' if is_late else error.strerror or error})")
+            silent.append(f"{address} ({error.strerror or error})")
     if silent:
         return fault(
             "reach",

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from statistics import median
 
 import msgspec
-import psutil
 import zmq
 
 from baton.deploy.doctor.machine import Finding, fault, ok, warning
@@ -63,10 +62,7 @@ class PoolOffered(msgspec.Struct, frozen=True):
     host: str  # the address from which it dials
     epoch: Epoch
     rank: RankAddress
-    num_blocks: int
-    block_bytes: int
     checksums: tuple[int, ...]
-    tcp_ports: tuple[int, ...] = ()  # on which its process listens; UCX picks them
 
 
 class PathMeasured(msgspec.Struct, frozen=True):
@@ -77,7 +73,6 @@ class PathMeasured(msgspec.Struct, frozen=True):
     num_bytes: int = 0
     read_s: float = 0.0  # the median of some reads of the whole pool
     block_s: float = 0.0  # the median of some reads of one block
-    block_bytes: int = 0
     failure: Failure | None = None
 
     def __str__(self) -> str:
@@ -85,7 +80,7 @@ class PathMeasured(msgspec.Struct, frozen=True):
             return self.failure.message
         return (
             f"{self.num_bytes / self.read_s / 1e9:.2f} GB/s, {1e3 * self.block_s:.2f} ms for a "
-            f"block of {self.block_bytes >> 10} KiB, by {self.transport}"
+            f"block of {BLOCK_BYTES >> 10} KiB, by {self.transport}"
             + (f": {self.lane}" if self.lane else "")
         )
 
@@ -100,22 +95,15 @@ class ProbePool:
         self._agent = make_port(self._pool, self.epoch, config)
         self._ticket = 0
 
-    def offer(self, host: str, tcp_ports: tuple[int, ...]) -> PoolOffered:
+    def offer(self, host: str) -> PoolOffered:
         """Fill the pool with unique bytes, and return what its reader needs."""
         self._pool.buffer[:] = os.urandom(self._pool.shape.pool_bytes)
         checksums = self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES)
-        return PoolOffered(
-            host, self.epoch, self._agent.address(), NUM_BLOCKS, BLOCK_BYTES, checksums, tcp_ports
-        )
+        return PoolOffered(host, self.epoch, self._agent.address(), checksums)
 
     def measure(self, offer: PoolOffered, timeout_s: float) -> PathMeasured:
         """Read the offered pool some times. A problem becomes the `failure` of the answer."""
         try:
-            if (offer.num_blocks, offer.block_bytes) != (NUM_BLOCKS, BLOCK_BYTES):
-                raise TransferError(
-                    "the other end measures with blocks of another size: use the same release on "
-                    "both hosts"
-                )
             name = self._connect(offer, monotonic() + timeout_s)
             return self._read(offer, name, timeout_s)
         except TransferError as error:
@@ -132,10 +120,10 @@ class ProbePool:
         failed: dict[str, str] = {}
         while True:
             name = self._choose(offer, failed)
-            owner, size = PeerRank(offer.epoch), offer.block_bytes
-            add = AddPeer(owner, name, offer.rank, offer.num_blocks, size, WHOLE_BLOCK)
+            owner = PeerRank(offer.epoch)
+            add = AddPeer(owner, name, offer.rank, NUM_BLOCKS, BLOCK_BYTES, WHOLE_BLOCK)
             self._agent.send(add)
-            event = self._next(deadline_s, f"{name} at {_where(offer)}")
+            event = self._next(deadline_s, f"{name} at {offer.host}")
             if isinstance(event, PeerUp):
                 return name
             assert isinstance(event, PeerDown)
@@ -160,7 +148,7 @@ class ProbePool:
         if self._pool.checksums(range(NUM_BLOCKS), 0, BLOCK_BYTES) != offer.checksums:
             raise TransferError("the bytes that were read differ from those of the other end")
         size = NUM_BLOCKS * BLOCK_BYTES
-        return PathMeasured(name, "", size, median(wholes), median(singles), BLOCK_BYTES)
+        return PathMeasured(name, "", size, median(wholes), median(singles))
 
     def _timed(self, offer: PoolOffered, blocks: tuple[int, ...], timeout_s: float) -> float:
         """Read some blocks and return how long that took, in seconds."""
@@ -185,11 +173,6 @@ class ProbePool:
             if left_s <= 0:
                 raise TransferError(f"no answer in time from {what}", code="path_timed_out")
             select.select([self._agent.fileno()], [], [], left_s)
-
-
-def _where(offer: PoolOffered) -> str:
-    """Return the host of the other end, and the ports at which its UCX may be listening."""
-    return f"{offer.host}, TCP port {' or '.join(map(str, offer.tcp_ports)) or 'unknown'}"
 
 
 class PathReader:
@@ -264,10 +247,8 @@ def offer_pool(
         codecs = Codec[PoolOffered](PoolOffered), Codec[PathMeasured](PathMeasured)
         dialer = Dialer(endpoint, b"doctor", *codecs, context, keys)
         stack.callback(dialer.close)
-        connections = psutil.Process().net_connections("tcp")
-        ports = {one.laddr.port for one in connections if one.status == psutil.CONN_LISTEN}
         listening = parse_endpoint(endpoint)
-        offer = pool.offer(own_address(listening) or socket.gethostname(), tuple(sorted(ports)))
+        offer = pool.offer(own_address(listening) or socket.gethostname())
         dialer.send(offer)
         with Interrupts() as interrupts:
             # The reader may try several transports, and reads for some time.

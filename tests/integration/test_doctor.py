@@ -29,10 +29,10 @@ def doctor(*words: str) -> "subprocess.CompletedProcess[str]":
 def listening(*words: str) -> Iterator[tuple["subprocess.Popen[str]", str]]:
     """Run the end that listens on this machine; yield it and its address."""
     with subprocess.Popen(
-        [*DOCTOR, "--listen", "127.0.0.1", "--json", *words], stdout=subprocess.PIPE, text=True
+        [*DOCTOR, "--listen", "127.0.0.1", *words], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
-            yield process, json.loads(process.stdout.readline())["address"]
+            yield process, process.stdout.readline().split()[-1]
         finally:
             process.terminate()
 

@@ -24,7 +24,7 @@ NEW = msgspec.structs.replace(TORCH, driver_cuda="12.4", no_gpu="too old")
 APART = msgspec.structs.replace(TORCH, peerless=("0-1",))
 BARE = msgspec.structs.replace(TORCH, no_launcher="install a C compiler")
 RDMA = ["mlx5_0:1"]
-BY_RDMA = PathMeasured("nixl", "rc_mlx5/mlx5_0:1", 1 << 30, 0.1, 1e-4, 1 << 16)
+BY_RDMA = PathMeasured("nixl", "rc_mlx5/mlx5_0:1", 1 << 30, 0.1, 1e-4)
 BY_TCP = msgspec.structs.replace(BY_RDMA, lane="tcp/eth0")
 LATE = PathMeasured(failure=Failure("path_timed_out", "no answer"))
 SPLIT = PathMeasured(failure=Failure("no_transport", "nothing serves both"))
