@@ -29,11 +29,11 @@ from baton.kernels.paged import (
     fold,
     interpreted,
     load_blocks,
+    load_kv,
     load_rows,
     merge,
     num_programs,
     padded,
-    slot_rows,
     tilings_of,
 )
 
@@ -67,7 +67,7 @@ def paged_decode_attention(
     scale_log2, cap_log2 = in_powers_of_2(scale, softcap)
     batch, num_heads, head_dim = q.shape
     kv_heads, block_size = pool.shape[1], pool.shape[4]
-    tiles, split = decode_tiling(q), ORDERED_SPLIT if ordered else SPLIT
+    tiles, split = decode_tiling(q, pool), ORDERED_SPLIT if ordered else SPLIT
     keys = min(block_tables.shape[1] * block_size, window or NO_WINDOW)
     rows = max(16, triton.next_power_of_2(num_heads // kv_heads))
     share = tiles.per_multiprocessor if rows == 16 else tilings_of(q.device).wide_programs
@@ -264,7 +264,6 @@ def _attend(
     UPCAST: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Return maximum, sum and output of some heads over the keys `start:end`."""
-    d = tl.arange(0, DIM)
     m = tl.full((ROWS,), float("-inf"), tl.float32)
     if ORDERED:
         norm = tl.zeros((ROWS, 16), tl.float32)
@@ -273,12 +272,16 @@ def _attend(
     acc = tl.zeros((ROWS, DIM), tl.float32)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
-        rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
-        blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
+        own, blocks = blocks, load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile_start + tl.arange(0, KEYS)
-        kv = kv_ptr + rows[:, None] + d[None, :]
-        k = load_rows(kv, n < end, HEAD_DIM, DIM, True)
-        v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, True)
+        k = load_kv(
+            kv_ptr, own, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
+            KEYS, True,
+        )  # fmt: skip
+        v = load_kv(
+            kv_ptr, own, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
+            KEYS, True,
+        )  # fmt: skip
         visible = ((n >= first_key) & (n < end))[None, :]
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, cap_log2, True, ORDERED, UPCAST

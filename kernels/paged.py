@@ -5,8 +5,8 @@ offset of the layer. The `[2, block_size, head_dim]` tile of one layer and head 
 pool with another order of its first three axes therefore works with the same kernels.
 
 Tilings are the compile-time choices for a number type and head size, as a table. Heads of 80, 96
-and 112 use the row of the next power of two. Every row in bf16 compiles without a spill for the
-GPUs of its table. Nothing is tuned at run time, so warm-up compiles every variant.
+and 112 use the row of the next power of two. Every row in bf16 or FP8 compiles without a spill for
+the GPUs of its table. Nothing is tuned at run time, so warm-up compiles every variant.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels.constants import LOG2_E
+from baton.kernels.reference import pool_head_dim
 
 # ruff: noqa: N803, PLR0913, PLR0917, SIM108
 # Compile-time values are in capitals, as in Triton's own code; their branches are statements.
@@ -36,16 +37,15 @@ MAX_BATCH = 1024
 
 def check_pool(q: Tensor, pool: Tensor, block_tables: Tensor) -> None:
     """Assert the layout that the attention kernels rely on."""
-    _, kv_heads, _, two, block_size, head_dim = pool.shape
+    _, kv_heads, _, two, block_size, width = pool.shape
+    head_dim = pool_head_dim(pool)
     assert two == 2, f"not a pool of keys and values: {tuple(pool.shape)}"
-    assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1), (
-        "a layer of a block is contiguous"
-    )
+    assert pool.stride()[3:] == (block_size * width, width, 1), "a layer of a block is contiguous"
     assert block_size in BLOCK_SIZES, f"block size {block_size}"
     assert head_dim in HEAD_DIMS, f"head size {head_dim}"
     assert q.shape[2] == head_dim, f"queries of {q.shape[2]}, a pool of {head_dim}"
     assert q.stride()[1:] == (head_dim, 1), "the heads of a token are contiguous"
-    assert q.dtype == pool.dtype, f"queries are {q.dtype}, the pool is {pool.dtype}"
+    assert pool.dtype in {q.dtype, torch.uint8}, f"queries are {q.dtype}, the pool is {pool.dtype}"
     assert q.shape[1] % kv_heads == 0, f"{q.shape[1]} heads over {kv_heads} KV heads"
     assert q.shape[1] // kv_heads <= MAX_GROUP, f"{q.shape[1] // kv_heads} heads share a KV head"
     assert len(block_tables) <= MAX_BATCH, f"a batch of {len(block_tables)}"
@@ -120,6 +120,46 @@ def load_rows(
     else:
         values = tl.load(rows, mask=(d < HEAD_DIM)[None, :], other=0.0)
     return values
+
+
+@triton.jit
+def load_kv(
+    kv_ptr: tl.tensor,
+    blocks: tl.tensor,
+    start: tl.tensor,
+    live: tl.tensor,
+    q: tl.tensor,
+    stride_block: tl.tensor,
+    IS_VALUE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    MASKED: tl.constexpr,
+) -> tl.tensor:
+    """Load the keys or values of `start:start + TILE`, as numbers of the type of `q`."""
+    is_fp8: tl.constexpr = kv_ptr.dtype.element_ty == tl.uint8
+    rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, TILE)
+    here = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :]
+    to_values: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 1) if is_fp8 else BLOCK_SIZE * HEAD_DIM
+    if IS_VALUE:
+        here += to_values
+    numbers = load_rows(here, live, HEAD_DIM, DIM, MASKED)
+    if is_fp8:
+        # Exponents are loaded as words, because Triton's pipeliner leaves out single bytes.
+        slot = (start % BLOCK_SIZE + tl.arange(0, TILE)) % BLOCK_SIZE
+        first = blocks.to(tl.int64) * stride_block + BLOCK_SIZE * HEAD_DIM + slot // 4 * 4
+        if IS_VALUE:
+            first += to_values
+        words = (kv_ptr + first).to(tl.pointer_type(tl.int32), bitcast=True)
+        word = tl.load(words, mask=live, other=0) if MASKED else tl.load(words)
+        exponents = word >> slot % 4 * 8 & 0xFF
+        # fp16 has the fields of e4m3 and eight more powers of 2.
+        factors = (tl.minimum(exponents + 8, 255) << 23).to(tl.float32, bitcast=True)
+        codes = numbers.to(tl.uint16)
+        bits = (codes & 0x80) << 8 | (codes & 0x7F) << 7
+        numbers = bits.to(tl.float16, bitcast=True).to(tl.float32) * factors[:, None]
+    return numbers.to(q.dtype)
 
 
 @triton.jit
@@ -247,8 +287,10 @@ class PrefillTiling:
     ahead: bool = False
 
 
-FP32, BF16 = torch.float32, torch.bfloat16
-Row = tuple[torch.dtype, int]  # number type, head size
+FP32, BF16, FP8 = torch.float32, torch.bfloat16, torch.uint8
+Row = tuple[
+    torch.dtype, int
+]  # number type, or FP8 for a pool of FP8 and queries in bf16; head size
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +310,10 @@ DECODE: dict[Row, DecodeTiling] = {
     (BF16, 64): DecodeTiling(128, 4, 3, 3),
     (BF16, 128): DecodeTiling(64, 4, 3, 3, 168),
     (BF16, 256): DecodeTiling(32, 4, 3, 2),
+    (FP8, 32): DecodeTiling(32, 4, 3, 3),
+    (FP8, 64): DecodeTiling(32, 4, 3, 3),
+    (FP8, 128): DecodeTiling(32, 4, 3, 3),
+    (FP8, 256): DecodeTiling(32, 4, 3, 2),
     (FP32, 32): DecodeTiling(32, 4, 2, 4),
     (FP32, 64): DecodeTiling(32, 4, 2, 4),
     (FP32, 128): DecodeTiling(32, 4, 2, 4),
@@ -280,6 +326,10 @@ PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 64): PrefillTiling(128, 64, 8, 3),
     (BF16, 128): PrefillTiling(128, 64, 8, 3, True),
     (BF16, 256): PrefillTiling(128, 32, 8, 3),
+    (FP8, 32): PrefillTiling(128, 64, 8, 3),
+    (FP8, 64): PrefillTiling(128, 64, 8, 3),
+    (FP8, 128): PrefillTiling(128, 64, 8, 3, True),
+    (FP8, 256): PrefillTiling(128, 32, 8, 3),
     (FP32, 32): PrefillTiling(32, 32, 16, 2),
     (FP32, 64): PrefillTiling(32, 32, 16, 2),
     (FP32, 128): PrefillTiling(32, 32, 16, 2),
@@ -293,6 +343,10 @@ ORDERED_PREFILL: dict[Row, PrefillTiling] = {
     (BF16, 64): PrefillTiling(32, 128, 4, 2),
     (BF16, 128): PrefillTiling(32, 64, 4, 2),
     (BF16, 256): PrefillTiling(16, 32, 4, 2),
+    (FP8, 32): PrefillTiling(32, 32, 8, 2),
+    (FP8, 64): PrefillTiling(32, 32, 8, 2),
+    (FP8, 128): PrefillTiling(32, 32, 8, 2),
+    (FP8, 256): PrefillTiling(16, 32, 8, 2),
     (FP32, 32): PrefillTiling(32, 32, 8, 2),
     (FP32, 64): PrefillTiling(32, 32, 8, 2),
     (FP32, 128): PrefillTiling(64, 32, 16, 2),
@@ -310,12 +364,22 @@ WARPS = Tilings(
         (BF16, 64): DecodeTiling(128, 4, 2, 2),
         (BF16, 128): DecodeTiling(64, 4, 2, 2),
         (BF16, 256): DecodeTiling(32, 4, 2, 2),
+        (FP8, 32): DecodeTiling(32, 4, 2, 2),
+        (FP8, 64): DecodeTiling(32, 4, 2, 2),
+        (FP8, 128): DecodeTiling(32, 4, 2, 2),
+        (FP8, 256): DecodeTiling(32, 4, 2, 1),
         (FP32, 32): DecodeTiling(32, 4, 2, 2),
         (FP32, 64): DecodeTiling(16, 4, 2, 4),
         (FP32, 128): DecodeTiling(16, 4, 2, 2),
         (FP32, 256): DecodeTiling(16, 8, 2, 1),
     },
-    PREFILL | {(BF16, 128): PrefillTiling(128, 32, 8, 3), (BF16, 256): PrefillTiling(64, 32, 8, 2)},
+    PREFILL
+    | {
+        (BF16, 128): PrefillTiling(128, 32, 8, 3),
+        (BF16, 256): PrefillTiling(64, 32, 8, 2),
+        (FP8, 128): PrefillTiling(128, 16, 8, 3),
+        (FP8, 256): PrefillTiling(16, 32, 8, 2),
+    },
     ORDERED_PREFILL
     | {
         (FP32, 64): PrefillTiling(16, 16, 8, 2),
@@ -345,11 +409,15 @@ def padded(head_dim: int) -> int:
     return max(32, 1 << (head_dim - 1).bit_length())
 
 
-def decode_tiling(q: Tensor) -> DecodeTiling:
+def decode_tiling(q: Tensor, pool: Tensor) -> DecodeTiling:
     """Return the tiling for queries `[batch, num_heads, head_dim]`."""
-    return tilings_of(q.device).decode[q.dtype, padded(q.shape[2])]
+    return tilings_of(q.device).decode[_row_of(q, pool)]
 
 
-def prefill_tiling(q: Tensor, *, ordered: bool) -> PrefillTiling:
+def prefill_tiling(q: Tensor, pool: Tensor, *, ordered: bool) -> PrefillTiling:
     tilings = tilings_of(q.device)
-    return (tilings.ordered_prefill if ordered else tilings.prefill)[q.dtype, padded(q.shape[2])]
+    return (tilings.ordered_prefill if ordered else tilings.prefill)[_row_of(q, pool)]
+
+
+def _row_of(q: Tensor, pool: Tensor) -> Row:
+    return (pool if q.dtype == BF16 else q).dtype, padded(q.shape[2])

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from baton.kernels import constants
+from baton.kernels.reference import pool_head_dim
 
 # ruff: noqa: N803, PLR0913, PLR0917
 # Compile-time values are in capitals, as in Triton's own code; arguments are pointers and strides.
@@ -34,12 +35,11 @@ def rope_and_store(
     `q`, `k` and `v` may be slices of one packed projection; they are not changed.
     """
     num_tokens, num_heads, head_dim = q.shape
-    _, kv_heads, _, _, block_size, _ = pool.shape
+    _, kv_heads, _, _, block_size, width = pool.shape
     assert k.shape == v.shape == (num_tokens, kv_heads, head_dim), (k.shape, v.shape, pool.shape)
     assert q.stride()[1:] == k.stride()[1:] == v.stride()[1:] == (head_dim, 1), "packed heads"
-    assert pool.stride()[3:] == (block_size * head_dim, head_dim, 1), (
-        "a layer of a block is contiguous"
-    )
+    assert pool_head_dim(pool) == head_dim, (k.shape, pool.shape, pool.dtype)
+    assert pool.stride()[3:] == (block_size * width, width, 1), "a layer of a block is contiguous"
     assert cos_sin.is_contiguous()
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     rows = max(triton.next_power_of_2(num_heads), triton.next_power_of_2(kv_heads))
@@ -90,30 +90,45 @@ def _rope_store_kernel(
     sin = tl.load(angle + half, mask=d < half, other=0.0).to(tl.float32)
     if tl.program_id(1) == 0:
         head = tl.arange(0, Q_ROWS)[:, None]
-        _store_rotated(
-            q_ptr + token * stride_q + head * HEAD_DIM, out_ptr + (token * HEADS + head) * HEAD_DIM,
-            (head < HEADS) & (d < half), q_weight_ptr, eps, cos, sin, HEAD_DIM, HALF,
+        own_q = (head < HEADS) & (d < half)
+        q_low, q_high = _rotated(
+            q_ptr + token * stride_q + head * HEAD_DIM, own_q, q_weight_ptr, eps, cos, sin,
+            HEAD_DIM, HALF,
         )  # fmt: skip
+        out = out_ptr + (token * HEADS + head) * HEAD_DIM + d
+        tl.store(out, q_low, mask=own_q)
+        tl.store(out + half, q_high, mask=own_q)
     else:
         slot = tl.load(slot_ptr + token).to(tl.int64)
         kv_head = tl.arange(0, KV_ROWS)[:, None]
-        live = (kv_head < KV_HEADS) & (d < half) & (slot >= 0)
+        own = (kv_head < KV_HEADS) & (slot >= 0)
+        live = own & (d < half)
         place = slot // BLOCK_SIZE * stride_block + kv_head.to(tl.int64) * stride_head
-        target = pool_ptr + place + layer_offset + slot % BLOCK_SIZE * HEAD_DIM
-        _store_rotated(
-            k_ptr + token * stride_k + kv_head * HEAD_DIM, target, live, k_weight_ptr, eps, cos,
-            sin, HEAD_DIM, HALF,
+        tile = pool_ptr + place + layer_offset
+        low, high = _rotated(
+            k_ptr + token * stride_k + kv_head * HEAD_DIM, live, k_weight_ptr, eps, cos, sin,
+            HEAD_DIM, HALF,
         )  # fmt: skip
         values = v_ptr + token * stride_v + kv_head * HEAD_DIM + d
-        target += BLOCK_SIZE * HEAD_DIM
-        tl.store(target + d, tl.load(values, mask=live), mask=live)
-        tl.store(target + d + half, tl.load(values + half, mask=live), mask=live)
+        v_low = tl.load(values, mask=live, other=0.0)
+        v_high = tl.load(values + half, mask=live, other=0.0)
+        if pool_ptr.dtype.element_ty == tl.uint8:
+            slot %= BLOCK_SIZE
+            _store_fp8(tile, slot, low, high, own, live, HEAD_DIM, BLOCK_SIZE, HALF)
+            tile += BLOCK_SIZE * (HEAD_DIM + 1)
+            _store_fp8(tile, slot, v_low, v_high, own, live, HEAD_DIM, BLOCK_SIZE, HALF)
+        else:
+            target = tile + slot % BLOCK_SIZE * HEAD_DIM + d
+            tl.store(target, low, mask=live)
+            tl.store(target + half, high, mask=live)
+            target += BLOCK_SIZE * HEAD_DIM
+            tl.store(target, v_low, mask=live)
+            tl.store(target + half, v_high, mask=live)
 
 
 @triton.jit
-def _store_rotated(
+def _rotated(
     source: tl.tensor,
-    target: tl.tensor,
     live: tl.tensor,
     weight_ptr: tl.tensor,
     eps: tl.tensor,
@@ -121,13 +136,51 @@ def _store_rotated(
     sin: tl.tensor,
     HEAD_DIM: tl.constexpr,
     HALF: tl.constexpr,
-) -> None:
-    half: tl.constexpr = HEAD_DIM // 2
-    d = tl.arange(0, HALF)[None, :]
+) -> tuple[tl.tensor, tl.tensor]:
     low, high = _normed_halves(source, live, weight_ptr, eps, HEAD_DIM, HALF)
-    element: tl.constexpr = target.dtype.element_ty
-    tl.store(target + d, (low * cos - high * sin).to(element), mask=live)
-    tl.store(target + half + d, (high * cos + low * sin).to(element), mask=live)
+    element: tl.constexpr = source.dtype.element_ty
+    return (low * cos - high * sin).to(element), (high * cos + low * sin).to(element)
+
+
+@triton.jit
+def _store_fp8(
+    tile: tl.tensor,
+    slot: tl.tensor,
+    low: tl.tensor,
+    high: tl.tensor,
+    own: tl.tensor,
+    live: tl.tensor,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    """Store the halves of rows as `reference.to_fp8` says."""
+    low, high = low.to(tl.float32), high.to(tl.float32)
+    low_top, high_top = tl.max(_magnitude(low), 1), tl.max(_magnitude(high), 1)
+    exponent = ((tl.maximum(low_top, high_top) >> 20) + 2 >> 3) - SPAN
+    exponent = tl.where(exponent > MOST, 255, tl.maximum(exponent, LEAST))[:, None]
+    factor = (tl.maximum(254 - exponent, 0) << 23).to(tl.float32, bitcast=True)
+    target = tile + slot * HEAD_DIM + tl.arange(0, HALF)[None, :]
+    tl.store(target, _e4m3(low * factor), mask=live)
+    tl.store(target + HEAD_DIM // 2, _e4m3(high * factor), mask=live)
+    tl.store(tile + BLOCK_SIZE * HEAD_DIM + slot, exponent.to(tl.uint8), mask=own)
+
+
+@triton.jit
+def _magnitude(x: tl.tensor) -> tl.tensor:
+    """Return the bits of the absolute values of floats."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _e4m3(x: tl.tensor) -> tl.tensor:
+    """Return the codes of the nearest e4m3 numbers, ties to even, of floats up to 448."""
+    size = _magnitude(x)
+    normal = (size + 0x7FFFF + (size >> 20 & 1) >> 20) - (120 << 3)
+    # Below 2**-6, steps have one length, 2**-9, which is that of floats from 2**14 on.
+    small = (tl.abs(x) + 16384.0).to(tl.int32, bitcast=True) - (141 << 23)
+    code = tl.where(size < (121 << 23), small, normal)
+    return (code | (x.to(tl.int32, bitcast=True) >> 24 & 0x80)).to(tl.uint8)
 
 
 @triton.jit
@@ -154,6 +207,9 @@ def _normed_halves(
 
 TILE = 4096  # words of 4 bytes: four 16-byte accesses in flight per thread
 COPIERS = 32  # programs of a copy, which leave most multiprocessors to the steps beside it
+SPAN, LEAST, MOST = map(
+    tl.constexpr, (constants.FP8_SPAN, constants.LEAST_EXPONENT, constants.MOST_EXPONENT)
+)
 PLACE_FACTOR, WORD_FACTOR, MIX_FACTOR = map(tl.constexpr, constants.CHECKSUM_FACTORS)
 
 

@@ -28,11 +28,11 @@ from baton.kernels.paged import (
     fold,
     interpreted,
     load_blocks,
+    load_kv,
     load_rows,
     merge,
     padded,
     prefill_tiling,
-    slot_rows,
     weigh,
 )
 
@@ -61,7 +61,7 @@ def paged_prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     batch, kv_heads, block_size = len(block_tables), pool.shape[1], pool.shape[4]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    tiles = prefill_tiling(q, ordered=ordered)
+    tiles = prefill_tiling(q, pool, ordered=ordered)
     # The lengths are on the device, so launch as many programs as could be needed; the rest return.
     grid = (num_heads, num_tokens // tiles.queries + batch)
     _prefill_kernel[grid](
@@ -218,15 +218,18 @@ def _attend(
 
     The place of the boundary between phases can therefore not change a bit.
     """
-    d = tl.arange(0, DIM)
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
-        rows = slot_rows(blocks, tile_start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
-        blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
-        kv = kv_ptr + rows[:, None] + d[None, :]
+        own, blocks = blocks, load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile_start + tl.arange(0, KEYS)
-        k = load_rows(kv, n < end, HEAD_DIM, DIM, MASKED)
-        v = load_rows(kv + BLOCK_SIZE * HEAD_DIM, n < end, HEAD_DIM, DIM, MASKED)
+        k = load_kv(
+            kv_ptr, own, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
+            KEYS, MASKED,
+        )  # fmt: skip
+        v = load_kv(
+            kv_ptr, own, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
+            KEYS, MASKED,
+        )  # fmt: skip
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, cap_log2, MASKED, ORDERED, UPCAST
@@ -297,9 +300,10 @@ def _attend_ahead(
     )  # fmt: skip
     # Only the last tile has dead slots, whose values must not be loaded.
     last = (end - 1) // KEYS * KEYS
-    rows = slot_rows(blocks, last, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
-    values = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :] + BLOCK_SIZE * HEAD_DIM
-    v = load_rows(values, last + tl.arange(0, KEYS) < end, HEAD_DIM, DIM, True)
+    v = load_kv(
+        kv_ptr, blocks, last, last + tl.arange(0, KEYS) < end, q, stride_block, True, HEAD_DIM, DIM,
+        BLOCK_SIZE, KEYS, True,
+    )  # fmt: skip
     acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
     return m, norm, acc
 
@@ -339,11 +343,11 @@ def _phase(
     the tile at `start`, `p` the weights of the tile before it; `blocks` hold the tile before it,
     `after` the next one. All are returned as they are for `stop`.
     """
-    d = tl.arange(0, DIM)
     for tile_start in range(start, stop, KEYS):
-        rows = slot_rows(blocks, tile_start - KEYS, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
-        values = kv_ptr + rows[:, None] + d[None, :] + BLOCK_SIZE * HEAD_DIM
-        v = load_rows(values, tl.arange(0, KEYS) >= 0, HEAD_DIM, DIM, False)
+        v = load_kv(
+            kv_ptr, blocks, tile_start - KEYS, tl.arange(0, KEYS) >= 0, q, stride_block, True,
+            HEAD_DIM, DIM, BLOCK_SIZE, KEYS, False,
+        )  # fmt: skip
         acc = tl.dot(p.to(q.dtype), v.to(q.dtype), acc, input_precision="ieee")
         ahead = _scores(
             q, kv_ptr, after, tile_start + KEYS, stride_block, HEAD_DIM, DIM, BLOCK_SIZE, KEYS,
@@ -376,9 +380,10 @@ def _scores(
 
     The contents of a dead key stay in its own column, which is masked.
     """
-    rows = slot_rows(blocks, start, stride_block, BLOCK_SIZE, HEAD_DIM, KEYS)
-    keys = kv_ptr + rows[:, None] + tl.arange(0, DIM)[None, :]
-    k = load_rows(keys, tl.arange(0, KEYS) >= 0, HEAD_DIM, DIM, False)
+    k = load_kv(
+        kv_ptr, blocks, start, tl.arange(0, KEYS) >= 0, q, stride_block, False, HEAD_DIM, DIM,
+        BLOCK_SIZE, KEYS, False,
+    )  # fmt: skip
     if UPCAST:
         k = k.to(tl.float32)
     return tl.dot(q, tl.trans(k), input_precision="ieee")

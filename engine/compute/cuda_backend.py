@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from baton.engine.compute.attention import Batch, Scoring
+from baton.engine.compute.attention import Batch, Scoring, pool_suffix
 from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.decode_attention import paged_decode_attention
@@ -42,11 +42,12 @@ class CudaBackend:
         is_ordered: bool = False,
     ) -> None:
         """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
-        self.name = "triton-ordered" if is_ordered else "triton"
+        self.name = ("triton-ordered" if is_ordered else "triton") + pool_suffix(pool)
         self.is_batch_invariant = is_ordered
         self.pool = pool  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         self.num_heads = num_heads
-        self.kv_heads, self.block_size, self.head_dim = pool.shape[1], pool.shape[4], pool.shape[5]
+        self.kv_heads, self.block_size = pool.shape[1], pool.shape[4]
+        self.head_dim = reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
         self.table_blocks = -(-cos_sin.shape[-2] // self.block_size)

@@ -435,8 +435,6 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
-    if config.engine.kv_cache_dtype == "fp8":
-        return "FP8 blocks (engine.kv_cache_dtype) have no CUDA kernel"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.engine.compute.cuda_backend import missing_for
 

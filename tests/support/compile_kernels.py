@@ -29,7 +29,7 @@ from baton.kernels import decode_attention, fixed_product, paged
 from baton.kernels.decode_attention import paged_decode_attention
 from baton.kernels.paged import DECODE, PREFILL, Row
 from baton.kernels.prefill_attention import paged_prefill_attention
-from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch, rotation_table
+from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch, in_fp8, rotation_table
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -73,7 +73,7 @@ def main() -> None:
 def cases() -> dict[str, Callable[[], object]]:
     """Every row of the tilings, windows and ordered sums, and what else a model of 8B launches."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    names = {bf16: "bf16", fp32: "fp32"}
+    names = {bf16: "bf16", fp32: "fp32", paged.FP8: "fp8"}
     found: dict[str, Callable[[], object]] = {}
     for name, row in (
         *(("decode", row) for row in DECODE), *(("prefill", row) for row in PREFILL),
@@ -97,6 +97,7 @@ def cases() -> dict[str, Callable[[], object]]:
         "decode bf16 112": launch("decode", (bf16, 112)),
         "rope bf16": partial(_rope, bf16, norm=False),
         "rope bf16 norm": partial(_rope, bf16, norm=True),
+        "rope fp8": partial(_rope, bf16, norm=True, fp8_pool=True),
         "norm bf16": _norm,
         "product bf16": partial(_product, bf16),
         "product fp32": partial(_product, fp32),
@@ -115,7 +116,7 @@ def cases() -> dict[str, Callable[[], object]]:
     }
 
 
-def _rope(dtype: torch.dtype, *, norm: bool) -> object:
+def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
     from baton.kernels.pool_writes import rope_and_store
 
     q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
@@ -123,6 +124,7 @@ def _rope(dtype: torch.dtype, *, norm: bool) -> object:
     positions, slots = torch.arange(9), torch.arange(9)
     table = rotation_table(16, 128)
     pool = torch.empty(2, 8, 2, 2, 16, 128, dtype=dtype)
+    pool = in_fp8(pool)[0] if fp8_pool else pool
     return rope_and_store(q, k, v, positions, table, pool, 1, slots, weight, weight)
 
 
@@ -332,8 +334,12 @@ def launch(
 ) -> Callable[[], object]:
     """Return a call of a kernel on CPU tensors, to be compiled and not made."""
     dtype, head_dim = row
+    is_fp8 = dtype == paged.FP8
+    dtype = paged.BF16 if is_fp8 else dtype
     shape = AttentionShape((1100,), (100,), HEADS, HEADS // group, head_dim, dtype=dtype)
     batch = attention_batch(shape, "cpu")
+    if is_fp8:
+        batch = dataclasses.replace(batch, pool=in_fp8(batch.pool)[0])
     how = (batch.scale, *how)
     if name == "prefill":
         return partial(_prefill, batch, how, ordered=ordered)

@@ -16,6 +16,7 @@ from tools.gpu.kernel_cases import (
     check_decode_alone,
     check_decode_as_prefill,
     check_fixed_product,
+    check_fp8_pool,
     check_gate_mul,
     check_grouped_product,
     check_latent,
@@ -89,6 +90,12 @@ def interpreter_cases() -> dict[str, Callable[[], str]]:
         "tiles for warps": lambda: check_on_warps(
             _with(one, dtype=bf16, head_dim=256, queries=(20,)), "cpu"
         ),
+        "fp8 pool": lambda: check_fp8_pool(_with(cut, block_size=32), "cpu"),
+        "fp8 pool, ahead": lambda: check_fp8_pool(_with(prefill, dtype=bf16, head_dim=112), "cpu"),
+        "fp8 pool, ordered": lambda: check_fp8_pool(
+            _with(one, dtype=bf16, head_dim=80, queries=(9,)), "cpu", ordered=True
+        ),
+        "fp8 pool, caps and sinks": lambda: check_fp8_pool(_with(cut, **caps), "cpu"),
         "latent fp32": lambda: check_latent(latent, "cpu", 8, 9),
         "latent bf16": lambda: check_latent(
             _with(

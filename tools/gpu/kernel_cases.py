@@ -110,6 +110,35 @@ def in_fp8(pool: Tensor) -> tuple[Tensor, Tensor]:
     return narrow, reference.from_fp8(codes, exponents).to(pool.dtype)
 
 
+def check_fp8_pool(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
+    """An FP8 pool gives what a pool with the same numbers gives, in tiles of fp32 the same bits."""
+    from baton.kernels.decode_attention import paged_decode_attention
+    from baton.kernels.prefill_attention import paged_prefill_attention
+
+    case = attention_batch(shape, device)
+    last = case.query_starts[1:].long() - 1
+    found: list[Tensor] = []
+    for pool in in_fp8(case.pool):
+        call = (pool, LAYER, case.block_tables)
+        found += [
+            paged_decode_attention(
+                case.q[last], *call, case.context_lens, case.scale, *case.how, ordered=ordered
+            ),
+            paged_prefill_attention(
+                case.q,
+                *call,
+                case.query_starts,
+                case.context_lens,
+                case.scale,
+                *case.how,
+                ordered=ordered,
+            ),
+        ]
+    check = assert_equal_bits if shape.dtype == torch.float32 else assert_close
+    check(found[0], found[2])
+    return check(found[1], found[3])
+
+
 def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """One new token each; a sequence of length 0 pads a captured graph and gives zeros."""
     from baton.kernels import decode_attention, reference
@@ -306,6 +335,11 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
     assert_close(ours, theirs)
     assert torch.equal(ours.isnan(), theirs.isnan()), "a slot that was not named was written"
     assert_equal_bits(ours[:, :, LAYER, 1], theirs[:, :, LAYER, 1])  # values are copied
+    narrow, _ = in_fp8(torch.zeros_like(pool))
+    assert_equal_bits(pool_writes.rope_and_store(q, k, v, positions, cos_sin, narrow, *tail), got)
+    codes, exponents = reference.to_fp8(ours.nan_to_num(0.0))
+    for part, wanted in zip(reference.fp8_parts(narrow), (codes, exponents), strict=True):
+        assert torch.equal(part, wanted)
     return found
 
 

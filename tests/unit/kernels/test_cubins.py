@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.paged import WARPGROUPS, WARPS, Tilings, padded, tilings_for
+from baton.kernels.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, Tilings, padded, tilings_for
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 
@@ -32,6 +32,7 @@ def compiled(folder: Path, *cases: str) -> Reports:
 def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path: Path) -> None:
     gpus = ("80", "89", "120")
     cases = ("decode bf16 128", "prefill bf16 128", "decode bf16 256 caps", "prefill bf16 64 sinks")
+    cases += ("decode fp8 128", "prefill fp8 128")
     reports = compiled(tmp_path, *gpus, *cases)
     for gpu in gpus:
         check([report for report in reports if report["gpu"] == gpu], gpu)
@@ -58,12 +59,12 @@ def check(reports: Reports, gpu: str) -> None:
     assert [r for r in spilled if "group of 32" not in str(r["case"])] == []
     tilings = tilings_for((int(gpu) // 10, int(gpu) % 10))
     for report in (report for report in reports if report["kernel"] == "_split_kernel"):
-        dtype = torch.bfloat16 if "bf16" in str(report["case"]) else torch.float32
         words = str(report["case"]).removeprefix("ordered ").split()
+        dtype = {"bf16": BF16, "fp32": FP32, "fp8": FP8}[words[1]]
         wanted = tilings.decode[dtype, padded(int(words[2]))].per_multiprocessor
         wanted = tilings.wide_programs if "group of 32" in str(report["case"]) else wanted
         wanted = min(wanted, 2) if "caps" in words else wanted
-        if gpu in {"90", "100"} or dtype == torch.bfloat16:
+        if gpu in {"90", "100"} or dtype != FP32:
             assert int(report["blocks"]) >= wanted, report
 
 
