@@ -37,35 +37,35 @@ MODELS = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_decode_agrees_with_its_reference(model: str) -> None:
+def test_decode_agrees_with_its_reference(model):
     cases.check_decode(_decode(LENGTHS, model), "cuda")
 
 
-def test_a_context_of_more_than_64_splits_agrees_with_its_reference() -> None:
+def test_a_context_of_more_than_64_splits_agrees_with_its_reference():
     cases.check_decode(_decode((40_000, 3), "8B"), "cuda")
 
 
 @pytest.mark.parametrize("model", ["8B", "fp32"])
-def test_a_decode_row_has_the_same_bits_in_any_batch(model: str) -> None:
+def test_a_decode_row_has_the_same_bits_in_any_batch(model):
     cases.check_decode_alone(_decode(LENGTHS, model), "cuda")
 
 
-def test_a_large_decode_batch_agrees_with_its_reference() -> None:
+def test_a_large_decode_batch_agrees_with_its_reference():
     cases.check_decode(_decode(tuple(range(1, 513)), "8B"), "cuda")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_prefill_agrees_with_its_reference(model: str) -> None:
+def test_prefill_agrees_with_its_reference(model):
     cases.check_prefill(MODELS[model], "cuda")
 
 
 @pytest.mark.parametrize("model", ["8B", "fp32"])
-def test_a_prefill_row_has_the_same_bits_in_any_chunking(model: str) -> None:
+def test_a_prefill_row_has_the_same_bits_in_any_chunking(model):
     cases.check_prefill_chunks(MODELS[model], "cuda")
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model: str) -> None:
+def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model):
     cases.check_decode_as_prefill(MODELS[model], "cuda", 37)
     cases.check_prefill_chunks(MODELS[model], "cuda", ordered=True)
     cases.check_prefill(MODELS[model], "cuda", ordered=True)
@@ -75,9 +75,7 @@ def test_ordered_sums_give_decode_the_bits_of_prefill_in_any_chunking(model: str
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("num_tokens", [1, 333])
-def test_rope_and_store_agrees_with_its_reference(
-    dtype: torch.dtype, qk_norm: bool, num_tokens: int
-) -> None:
+def test_rope_and_store_agrees_with_its_reference(dtype, qk_norm, num_tokens):
     shape = replace(PROMPTS, queries=(num_tokens,), dtype=dtype)
     cases.check_rope_store(shape, "cuda", qk_norm=qk_norm)
 
@@ -85,48 +83,38 @@ def test_rope_and_store_agrees_with_its_reference(
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("hidden", [48, 4096, 5120, 8192])
 @pytest.mark.parametrize("residual", [False, True])
-def test_add_rms_norm_agrees_with_its_reference(
-    dtype: torch.dtype, hidden: int, residual: bool
-) -> None:
+def test_add_rms_norm_agrees_with_its_reference(dtype, hidden, residual):
     cases.check_add_rms_norm(hidden, dtype, "cuda", residual=residual)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("features", [96, 2048, 14336])
-def test_gate_mul_agrees_with_its_reference(dtype: torch.dtype, features: int) -> None:
+def test_gate_mul_agrees_with_its_reference(dtype, features):
     cases.check_gate_mul(features, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("rows", [9, 300, 2048])
-def test_fixed_products_agree_with_their_reference_and_keep_their_bits(
-    dtype: torch.dtype, rows: int
-) -> None:
+def test_fixed_products_agree_with_their_reference_and_keep_their_bits(dtype, rows):
     cases.check_fixed_product(rows, 4096, 6144, dtype, "cuda")
 
 
 @pytest.mark.parametrize("is_fp8", [False, True])
 @pytest.mark.parametrize("rows", [9, 300])
-def test_products_with_narrow_weights_agree_with_their_reference_and_keep_their_bits(
-    rows: int, is_fp8: bool
-) -> None:
+def test_products_with_narrow_weights_agree_with_their_reference_and_keep_their_bits(rows, is_fp8):
     cases.check_narrow_product(rows, 4096, 6144, 128, "cuda", is_fp8=is_fp8)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("tokens", [1, 300])
-def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(
-    dtype: torch.dtype, tokens: int
-) -> None:
+def test_products_of_experts_agree_with_their_reference_and_keep_their_bits(dtype, tokens):
     cases.check_grouped_product((tokens, 0, 5, 0, tokens // 2, 64), 2048, 1536, dtype, "cuda")
     cases.check_add_experts(tokens + 1, 8, 2048, dtype, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("heads", [16, 20, 128])
-def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(
-    dtype: torch.dtype, heads: int
-) -> None:
+def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(dtype, heads):
     shape = replace(PROMPTS, num_heads=heads, kv_heads=1, head_dim=576, dtype=dtype, planes=1)
     cases.check_latent(shape, "cuda", 64, 37)
     cases.check_turn_store(replace(shape, queries=(333,)), "cuda", 64)
@@ -134,33 +122,31 @@ def test_latent_attention_agrees_with_its_reference_and_keeps_its_bits(
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("numel", [64, 4100, 1 << 19])
-def test_gathered_and_scattered_blocks_are_bit_equal(dtype: torch.dtype, numel: int) -> None:
+def test_gathered_and_scattered_blocks_are_bit_equal(dtype, numel):
     cases.check_block_copy(numel, dtype, "cuda")
 
 
-def test_sums_of_blocks_are_those_of_the_reference() -> None:
+def test_sums_of_blocks_are_those_of_the_reference():
     cases.check_block_sums(1 << 19, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("spread", [0.3, 3.0, 9.0])
 @pytest.mark.parametrize("vocab", [1, 301, 50_257, 151_936])
-def test_sampling_gives_the_tokens_that_a_cpu_gives(
-    vocab: int, spread: float, dtype: torch.dtype
-) -> None:
+def test_sampling_gives_the_tokens_that_a_cpu_gives(vocab, spread, dtype):
     check_sampling(vocab, spread, dtype, "cuda", 1)
 
 
-def test_a_pool_is_proven_by_its_last_bytes() -> None:
+def test_a_pool_is_proven_by_its_last_bytes():
     cases.check_proof(4096, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_penalties_are_what_torch_computes(dtype: torch.dtype) -> None:
+def test_penalties_are_what_torch_computes(dtype):
     cases.check_penalties(151_936, dtype, "cuda")
 
 
-def test_attention_runs_under_a_captured_graph_for_other_lengths() -> None:
+def test_attention_runs_under_a_captured_graph_for_other_lengths():
     from baton.kernels.decode_attention import paged_decode_attention
 
     case = cases.attention_batch(_decode((300, 2000, 700), "8B"), "cuda")

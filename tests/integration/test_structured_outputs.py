@@ -6,8 +6,6 @@ Calls that a request demands have it, too, through OpenAI's client and a whole c
 import asyncio
 import json
 import re
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,7 +20,6 @@ from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.outputs import CompletionOutput
 from tests.support.checkpoints import model_folder, tiny_cluster
-from tests.support.cluster import Cluster
 from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import prompt
 
@@ -117,9 +114,7 @@ def check_all(outputs: list[list[CompletionOutput]]) -> None:
         assert len(set(choice.token_ids)) == 90
 
 
-def test_every_form_is_kept_and_equal_split_and_aggregated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_form_is_kept_and_equal_split_and_aggregated(tmp_path, monkeypatch):
     monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0.0)  # samples are repeated until it ends
     nodes = NodeThreads(tmp_path, never_local(settings()))
     split = nodes.run(all_forms)
@@ -133,7 +128,7 @@ def test_every_form_is_kept_and_equal_split_and_aggregated(
 
 
 @pytest.mark.release
-def test_ranks_of_a_node_agree_on_every_form(tmp_path: Path) -> None:
+def test_ranks_of_a_node_agree_on_every_form(tmp_path):
     ranks: dict[Role, int] = {"prefill": 1, "decode": 2}
     check_all(NodeThreads(tmp_path, never_local(settings()), ranks=ranks).run(all_forms))
 
@@ -141,9 +136,7 @@ def test_ranks_of_a_node_agree_on_every_form(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "place", [never_local, pytest.param(always_local, marks=pytest.mark.release)]
 )
-def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(
-    place: Callable[[ClusterConfig], ClusterConfig], tmp_path: Path
-) -> None:
+def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(place, tmp_path):
     grammar = StructuredOutputsParams(grammar='start: s{60}\ns: s s | s s s | "a" | "b"')
     tree = SamplingParams(seed=1, max_tokens=400, n=2, structured_outputs=grammar)
     never = SamplingParams(allowed_token_ids=[6], bad_words=["$"], max_tokens=9)
@@ -178,7 +171,7 @@ TOOLS: Any = [
 @pytest.mark.parametrize(
     "choice", ["required", {"type": "function", "function": {"name": "tides"}}]
 )
-def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster: Cluster, choice: Any) -> None:
+def test_demanded_calls_fit_their_schema_whole_and_streamed(cluster, choice):
     asked: Any = {
         "model": "", "messages": [{"role": "user", "content": "the weather?"}], "tools": TOOLS,
         "tool_choice": choice, "parallel_tool_calls": choice != "required", "max_tokens": 150,

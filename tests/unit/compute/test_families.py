@@ -222,7 +222,7 @@ def folder_of(variant: str, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_fp32_logits_equal_those_of_transformers(variant: str, tmp_path: Path) -> None:
+def test_fp32_logits_equal_those_of_transformers(variant, tmp_path):
     folder = folder_of(variant, tmp_path)
     assert_close(whole(folder), reference(folder))
 
@@ -239,7 +239,7 @@ def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_p
 
 
 @pytest.mark.parametrize("kind", LATENT + LAYERS)
-def test_plain_torch_computes_the_same(kind: str) -> None:
+def test_plain_torch_computes_the_same(kind):
     config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
     with loaded(config) as runner:
         assert runner.backend.name == "torch"
@@ -248,9 +248,7 @@ def test_plain_torch_computes_the_same(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [*FAMILIES, *EXPERTS, *LATENT, *LAYERS])
-def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
-    kind: str, tmp_path: Path
-) -> None:
+def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind, tmp_path):
     """Without a router's groups, because their near ties differ in bf16."""
     folder = (
         foreign_folder(kind, **WITHOUT_EXPERTS) if kind in LATENT else folder_of(kind, tmp_path)
@@ -262,9 +260,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(
 
 @pytest.mark.parametrize("variant", [*LATENT, *LAYERS, "longrope of three quarters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(
-    variant: str, dtype: str, tmp_path: Path
-) -> None:
+def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(variant, dtype, tmp_path):
     with loaded(compute_config(folder_of(variant, tmp_path), dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
@@ -285,7 +281,7 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(
 
 @pytest.mark.parametrize("kind", EXPERTS + LATENT)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind: str, dtype: str) -> None:
+def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind, dtype):
     """Vector code treats the last rows of many numbers in its own way."""
     with loaded(compute_config(foreign_folder(kind), dtype)) as runner, torch.inference_mode():
         needs_rules(runner)
@@ -307,9 +303,7 @@ def test_rows_of_any_number_have_the_bits_of_a_row_alone(kind: str, dtype: str) 
     ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_number_of_threads_leaves_no_trace(
-    kind: str, fields: dict[str, int], dtype: str
-) -> None:
+def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
     config = compute_config(foreign_folder(kind, **fields), dtype)
     one = Text("one", prompt(2 * MIN_ROWS + 100), range(30))
     with loaded(config) as runner:
@@ -331,7 +325,7 @@ def test_the_number_of_threads_leaves_no_trace(
         *(("longrope of three quarters", size) for size in (2, 4)),
     ],
 )  # fmt: skip
-def test_ranks_together_compute_what_one_computes(variant: str, size: int, tmp_path: Path) -> None:
+def test_ranks_together_compute_what_one_computes(variant, size, tmp_path):
     kind, _ = VARIANTS[variant]
     config = compute_config(folder_of(variant, tmp_path))
     tokens = random_tokens(100, vocab=1023 if kind in FAMILIES else 512)  # of each rank's share
@@ -350,14 +344,14 @@ def test_ranks_together_compute_what_one_computes(variant: str, size: int, tmp_p
     assert all(torch.equal(share, shares[0]) for share in shares)
 
 
-def test_ranks_that_cannot_share_the_heads_are_refused() -> None:
+def test_ranks_that_cannot_share_the_heads_are_refused():
     with pytest.raises(ConfigError, match="3 does not divide the heads"):
         plan_rank(compute_config(model_folder("llama")), 3)
 
 
 @pytest.mark.release
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_prompts_beyond_the_window_of_qwen_equal_transformers_too(family: str) -> None:
+def test_prompts_beyond_the_window_of_qwen_equal_transformers_too(family):
     """Where config.json says nothing, the window has 4,096 tokens."""
     extra = json.dumps({"max_window_layers": 1})
     folder = model_folder(family, num_layers=2, sliding_window=4096, extra=extra)

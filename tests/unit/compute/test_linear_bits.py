@@ -59,9 +59,7 @@ def sensitive_rows(inputs: int, dtype: torch.dtype) -> Tensor:
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_has_the_same_bits_alone_and_in_any_batch(
-    shape: tuple[int, int], form: Form, has_bias: bool
-) -> None:
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(shape, form, has_bias):
     linear, x = made(shape, form, has_bias=has_bias), sensitive_rows(shape[1], form[0])
     if not linear.is_batch_invariant:
         pytest.skip("no row rule was found on this CPU")
@@ -75,7 +73,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("shape", [(1024, 512), (8192, 512)], ids=str)
-def test_threads_change_no_bits(shape: tuple[int, int], form: Form) -> None:
+def test_threads_change_no_bits(shape, form):
     """Few rows of the larger weight are enough work to be shared."""
     x = sensitive_rows(512, form[0])
     with num_threads(1):
@@ -94,9 +92,7 @@ def test_threads_change_no_bits(shape: tuple[int, int], form: Form) -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("shape", [(1024, 512), (343, 640), (64, 16)], ids=str)
-def test_a_layer_of_bytes_computes_the_integers_it_says(
-    shape: tuple[int, int], threads: int
-) -> None:
+def test_a_layer_of_bytes_computes_the_integers_it_says(shape, threads):
     generator = torch.Generator().manual_seed(0)
     weight = torch.randint(-127, 128, shape, dtype=torch.int8, generator=generator)
     scales, bias = torch.rand(shape[0], generator=generator), torch.randn(shape[0]).bfloat16()
@@ -123,7 +119,7 @@ def test_a_layer_of_bytes_computes_the_integers_it_says(
 @pytest.mark.parametrize(
     ("outputs", "inputs", "group"), [(343, 640, 128), (64, 1000, 8), (100, 520, 520)], ids=str
 )
-def test_a_layer_of_four_bits_computes_its_numbers(outputs: int, inputs: int, group: int) -> None:
+def test_a_layer_of_four_bits_computes_its_numbers(outputs, inputs, group):
     """More exactly than a weight in bf16, and with the same bits in any batch."""
     generator = torch.Generator().manual_seed(0)
     size = outputs, -(-inputs // group)
@@ -162,16 +158,16 @@ def split_for(rows: Tensor, weight: Tensor, count: int) -> Tensor:
     return in_order(rows[:, :half], weight[:, :half]) + in_order(rows[:, half:], weight[:, half:])
 
 
-def test_a_product_with_one_order_keeps_its_bits() -> None:
+def test_a_product_with_one_order_keeps_its_bits():
     assert keeps_bits(in_order, WEIGHT)
 
 
-def test_a_product_that_is_split_for_one_count_of_rows_is_found() -> None:
+def test_a_product_that_is_split_for_one_count_of_rows_is_found():
     for count in (1, 2, 128, 1024, 2048):
         assert not keeps_bits(lambda rows, weight, n=count: split_for(rows, weight, n), WEIGHT)
 
 
-def test_a_layer_takes_the_library_only_where_it_keeps_bits() -> None:
+def test_a_layer_takes_the_library_only_where_it_keeps_bits():
     asked: list[tuple[int, ...]] = []
 
     def library(rows: Tensor, weight: Tensor) -> Tensor:

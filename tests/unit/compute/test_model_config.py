@@ -126,7 +126,7 @@ PUBLISHED: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("family", PUBLISHED)
-def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
+def test_published_folders_are_read(family, tmp_path):
     config = read(tmp_path, model_type=family, **PUBLISHED[family])
     windows = [config.window_of(layer) for layer in range(config.num_layers)]
     found = (
@@ -147,7 +147,7 @@ def test_published_folders_are_read(family: str, tmp_path: Path) -> None:
     )
 
 
-def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path: Path) -> None:
+def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path):
     """As the hub's folder of the 4B has it, which leaves out what transformers has by default."""
     text = {
         "hidden_size": 2560, "intermediate_size": 10240, "model_type": "gemma3_text",
@@ -173,7 +173,7 @@ def test_of_gemma_3_that_sees_images_the_text_is_read(tmp_path: Path) -> None:
         read_decoder_config(tmp_path)
 
 
-def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
+def test_absent_fields_take_what_transformers_takes(tmp_path):
     config = read(tmp_path)
     assert (config.head_dim, config.rms_norm_eps, config.rope) == (128, 1e-6, Rope(10000.0))
     assert not config.tie_word_embeddings
@@ -185,7 +185,7 @@ def test_absent_fields_take_what_transformers_takes(tmp_path: Path) -> None:
     assert qwen3.head_dim == 128
 
 
-def test_biases_go_where_the_family_has_them(tmp_path: Path) -> None:
+def test_biases_go_where_the_family_has_them(tmp_path):
     llama = read(tmp_path, attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
     qwen3 = read(tmp_path, architectures=["Qwen3ForCausalLM"], attention_bias=True, mlp_bias=True)
@@ -196,7 +196,7 @@ def test_biases_go_where_the_family_has_them(tmp_path: Path) -> None:
     assert (mistral.qkv_bias, mistral.output_bias) == (False, False)
 
 
-def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
+def test_rope_is_read_from_old_and_new_fields(tmp_path):
     scaled = Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
     assert read(tmp_path, rope_theta=5e5, rope_scaling=LLAMA3_ROPE).rope == scaled
     longer = read(tmp_path, rope_scaling=YARN, max_position_embeddings=100)
@@ -209,7 +209,7 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path: Path) -> None:
     assert beside.rope.original_max_position_embeddings == 4096
 
 
-def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
+def test_a_window_counts_only_where_layers_use_it(tmp_path):
     mistral, qwen2 = ["MistralForCausalLM"], ["Qwen2ForCausalLM"]
     assert "models of llama" in refusal(tmp_path, sliding_window=100)
     assert read(tmp_path, sliding_window=8192).sliding_window is None
@@ -236,7 +236,7 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path: Path) -> None:
     assert read(tmp_path, **kinds, layer_types=mixed[1::2] * 2).sliding_window == 100
 
 
-def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
+def test_ends_are_those_of_both_files(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
     assert read(tmp_path, eos_token_id=7).eos_token_ids == (4, 7, 9)
     (tmp_path / "generation_config.json").unlink()
@@ -247,7 +247,7 @@ def test_ends_are_those_of_both_files(tmp_path: Path) -> None:
     ("given", "taken"),
     [("bfloat16", "bfloat16"), ("float32", "float32"), ("float16", "float32"), (None, "float32")],
 )
-def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: Path) -> None:
+def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
     assert read(tmp_path, torch_dtype=given).dtype == taken
     assert read(tmp_path, torch_dtype=given).is_widened == (given == "float16")
     assert read(tmp_path, dtype=given, torch_dtype=ABSENT).dtype == taken
@@ -309,18 +309,16 @@ def test_the_dtype_is_the_checkpoints(given: str | None, taken: str, tmp_path: P
         ({"layer_types": ["sliding_attention"] * 32}, "sliding_attention needs a sliding_window"),
     ],
 )
-def test_a_refusal_names_the_file_and_the_field(
-    fields: dict[str, object], named: str, tmp_path: Path
-) -> None:
+def test_a_refusal_names_the_file_and_the_field(fields, named, tmp_path):
     assert named in refusal(tmp_path, **fields)
 
 
-def test_a_file_that_a_quantizer_left_is_refused(tmp_path: Path) -> None:
+def test_a_file_that_a_quantizer_left_is_refused(tmp_path):
     (tmp_path / "hf_quant_config.json").write_text("{}")
     assert "hf_quant_config.json" in refusal(tmp_path)
 
 
-def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         read_decoder_config(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"has no config\.json"):
@@ -335,7 +333,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path) -> None:
         read_decoder_config(tmp_path)
 
 
-def test_reading_a_configuration_does_not_load_torch() -> None:
+def test_reading_a_configuration_does_not_load_torch():
     script = (
         "import sys; from pathlib import Path\n"
         "from baton.engine.compute.model_config import read_decoder_config\n"

@@ -74,7 +74,7 @@ def computed(folder: Path, ranks: SharedMemoryRanks | None = None) -> torch.Tens
 
 
 @pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
-def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
+def test_quantized_weights_have_the_bits_of_their_numbers(name):
     ours, plain = quantized(model(), name)
     check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
     expected = computed(plain)
@@ -91,7 +91,7 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
-def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind: str) -> None:
+def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind):
     folder = model() if kind == "qwen3" else foreign_folder(kind, first_k_dense_replace=3)
     ours, plain = quantized(folder, "int8 by channel")
     change_config(plain, dtype="bfloat16")
@@ -125,7 +125,7 @@ def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind
 @pytest.mark.parametrize(
     "name", ["awq", "awq of qwen3_moe", "awq of glm4_moe", "packed with zeros", "gptq"]
 )
-def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
+def test_four_bits_are_kept_where_the_kernels_read_them(name):
     """Groups that are not neighbours, as of GPTQ with `desc_act`, are widened."""
     name, _, kind = name.partition(" of ")
     folders = quantized(foreign_folder(kind) if kind else model(), name)
@@ -149,9 +149,7 @@ def test_four_bits_are_kept_where_the_kernels_read_them(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "is_moe"), [("awq", False), ("awq", True), ("fp8 by channel", False)]
 )
-def test_a_gpu_gets_narrow_weights_of_dense_layers(
-    name: str, is_moe: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
     asked: list[torch.Size] = []
 
     def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Product]:
@@ -174,13 +172,13 @@ def test_a_gpu_gets_narrow_weights_of_dense_layers(
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "minimax_m2", "phi3"])
-def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind: str) -> None:
+def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
     ours, plain = quantized(foreign_folder(kind), "fp8 by block")
     assert torch.equal(computed(ours), computed(plain))
 
 
 @pytest.mark.parametrize("names", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"])
-def test_scales_of_keys_and_values_are_not_needed(names: str) -> None:
+def test_scales_of_keys_and_values_are_not_needed(names):
     """Blocks keep the type of activations."""
     ours, plain = quantized(model(), "fp8 by tensor")
     scales = {f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5) for n, one in LAYERS_KV}
@@ -193,7 +191,7 @@ def test_scales_of_keys_and_values_are_not_needed(names: str) -> None:
         check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
 
 
-def test_biases_of_zero_beside_packed_weights_add_nothing() -> None:
+def test_biases_of_zero_beside_packed_weights_add_nothing():
     """AutoGPTQ wrote them for layers that have none."""
     ours, plain = quantized(model(), "gptq")
     bias = torch.zeros(128, dtype=torch.float16)
@@ -211,7 +209,7 @@ def test_biases_of_zero_beside_packed_weights_add_nothing() -> None:
 @pytest.mark.parametrize(
     "names", [{"pack_dtype": "int32"}, {"checkpoint_format": None, "format": "gptq"}]
 )
-def test_gptq_names_its_format_in_several_ways(names: dict[str, str | None]) -> None:
+def test_gptq_names_its_format_in_several_ways(names):
     ours, plain = quantized(model(), "gptq")
     config = {name: value for name, value in (GPTQ | names).items() if value is not None}
     change_config(ours, quantization_config=config | {"sym": False})
@@ -219,7 +217,7 @@ def test_gptq_names_its_format_in_several_ways(names: dict[str, str | None]) -> 
 
 
 @pytest.mark.parametrize("layers", [".self_attn.", "_proj."])
-def test_scales_of_inputs_are_not_needed(layers: str) -> None:
+def test_scales_of_inputs_are_not_needed(layers):
     """As in folders of ModelOpt and AutoFP8; activations are not quantized."""
     ours, plain = quantized(model(), "fp8 by tensor")
     tensors = load_file(ours / "model.safetensors")
@@ -236,7 +234,7 @@ def test_scales_of_inputs_are_not_needed(layers: str) -> None:
         assert torch.equal(computed(ours), expected)
 
 
-def test_an_adapter_adds_to_quantized_weights() -> None:
+def test_an_adapter_adds_to_quantized_weights():
     adapter = write_adapter(model())
     found = []
     for folder in quantized(model(), "int8 by channel"):
@@ -276,7 +274,7 @@ def test_an_adapter_adds_to_quantized_weights() -> None:
         (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
     ],
 )
-def test_other_ways_are_refused_by_name(config: dict[str, object], reason: str) -> None:
+def test_other_ways_are_refused_by_name(config, reason):
     folder, _ = quantized(model(), "int8 by channel")
     change_config(folder, quantization_config=config)
     with pytest.raises(ConfigError, match=f"quantization_config: .*{reason}") as error:
@@ -309,9 +307,7 @@ NAN, NONE_CALLS_FOR = torch.full((1,), torch.nan), "nothing in config.json calls
         ("gptq", f"{UP}.weight", torch.ones(1), NONE_CALLS_FOR),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_a_process_starts(
-    kind: str, name: str, tensor: torch.Tensor | float | None, reason: str
-) -> None:
+def test_parts_that_do_not_fit_are_refused_before_a_process_starts(kind, name, tensor, reason):
     folder, _ = quantized(model(), kind)
     tensors = load_file(folder / "model.safetensors")
     if tensor is None:
@@ -326,7 +322,7 @@ def test_parts_that_do_not_fit_are_refused_before_a_process_starts(
     assert "\n" not in str(error.value)
 
 
-def test_a_folder_that_only_says_it_is_quantized_is_refused() -> None:
+def test_a_folder_that_only_says_it_is_quantized_is_refused():
     _, plain = quantized(model(), "int8 by channel")
     change_config(plain, quantization_config=CONFIGS["int8 by channel"])
     decoder = plan_rank(compute_config(plain), 1).decoder
@@ -334,7 +330,7 @@ def test_a_folder_that_only_says_it_is_quantized_is_refused() -> None:
         check_tensors(plain, msgspec.structs.replace(decoder))  # type: ignore[arg-type, type-var]
 
 
-def test_scales_of_all_float_types_are_read() -> None:
+def test_scales_of_all_float_types_are_read():
     folder, plain = quantized(model(), "fp8 by tensor")
     expected = computed(plain)
     tensors = load_file(folder / "model.safetensors")

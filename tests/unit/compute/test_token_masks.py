@@ -2,7 +2,6 @@
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ GRAMMAR = LLMatcher.grammar_from_regex("[a-f]{2,40}-[0-9]{1,4}")
 
 
 @pytest.fixture(scope="module")
-def folder() -> Path:
+def folder():
     return model_folder("llama", eos_token_id=EOS)
 
 
@@ -45,7 +44,7 @@ def first(masks: TokenMasks, sampling: Sampling, past: tuple[int, ...] = ()) -> 
             return mask
 
 
-def test_masks_are_those_of_a_fresh_matcher_at_every_token(folder: Path) -> None:
+def test_masks_are_those_of_a_fresh_matcher_at_every_token(folder):
     rng = np.random.default_rng(5)
     sampling = Sampling(seed=1, max_tokens=99, grammar=GRAMMAR)
     text = (folder / "tokenizer.json").read_text()
@@ -69,7 +68,7 @@ def test_masks_are_those_of_a_fresh_matcher_at_every_token(folder: Path) -> None
             assert ids_of(first(resumed, sampling, tuple(output))) == allowed
 
 
-def test_allowed_ids_and_bad_words_limit_what_may_come(folder: Path) -> None:
+def test_allowed_ids_and_bad_words_limit_what_may_come(folder):
     masks = TokenMasks(folder, VOCAB, (EOS,))
     sampling = Sampling(
         seed=1, max_tokens=9, allowed_token_ids=(3, 31, 32, 700), bad_words=((31,), (3, 32))
@@ -80,7 +79,7 @@ def test_allowed_ids_and_bad_words_limit_what_may_come(folder: Path) -> None:
     assert ids_of(first(masks, everything)) == set(range(1023))
 
 
-def test_what_can_never_go_on_has_a_reason(folder: Path) -> None:
+def test_what_can_never_go_on_has_a_reason(folder):
     masks = TokenMasks(folder, VOCAB, (EOS,))
     wrong = Sampling(seed=1, max_tokens=9, grammar=LLMatcher.grammar_from_regex("(a"))
     mask = first(masks, wrong)
@@ -94,7 +93,7 @@ def test_what_can_never_go_on_has_a_reason(folder: Path) -> None:
     assert "end-of-sequence" in mask.problem
 
 
-def test_a_tokenizer_that_llguidance_cannot_read_ends_the_request_alone(tmp_path: Path) -> None:
+def test_a_tokenizer_that_llguidance_cannot_read_ends_the_request_alone(tmp_path):
     grammar = Sampling(seed=1, max_tokens=9, grammar=GRAMMAR)
     for text in (None, "{}"):
         if text is not None:
@@ -104,7 +103,7 @@ def test_a_tokenizer_that_llguidance_cannot_read_ends_the_request_alone(tmp_path
         assert "tokenizer" in mask.problem
 
 
-def test_a_slow_grammar_stops_no_step(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_grammar_stops_no_step(folder, monkeypatch):
     monkeypatch.setattr(token_masks, "COMPILE_WAIT_S", 0)
     names = {f"name{i}": {"enum": [f"v{i}{j}" for j in range(40)]} for i in range(200)}
     schema = json.dumps({"type": "object", "properties": names, "required": list(names)})

@@ -107,7 +107,7 @@ SIZES: dict[str, tuple[int, ...]] = {
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("size", "value"), [(s, v) for s in SIZES for v in SIZES[s]])
-def test_attention_with_sizes_of_any_kind(kind: Kind, size: str, value: int) -> None:
+def test_attention_with_sizes_of_any_kind(kind, size, value):
     changed = {"dtype": kind.dtype, size: value}
     shape = dataclasses.replace(RAGGED, **changed)  # type: ignore[arg-type]
     batch = attention_batch(shape, "cpu")
@@ -126,9 +126,7 @@ def test_attention_with_sizes_of_any_kind(kind: Kind, size: str, value: int) -> 
 @pytest.mark.parametrize("length", [1, 2, 33, 64, 300, 1100])
 @pytest.mark.parametrize("spread", [0.3, 1.0, 4.0])
 @pytest.mark.parametrize("kind", KINDS[1:])
-def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(
-    kind: Kind, spread: float, length: int
-) -> None:
+def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(kind, spread, length):
     """Against exact results, from flat weights over many keys to one key that has it all."""
     shape = AttentionShape((length,), (length,), head_dim=64, dtype=kind.dtype)
     batch = attention_batch(shape, "cpu")
@@ -150,8 +148,8 @@ def test_errors_in_bf16_are_no_larger_than_those_of_torchs_attention(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("group", "planes"), [(1, 2), (4, 2), (6, 2), (6, 1)])
 def test_chunks_and_single_tokens_get_the_bits_of_the_whole_prompt(
-    kind: Kind, group: int, planes: int, window: int | None, softcap: float | None
-) -> None:
+    kind, group, planes, window, softcap
+):
     shape = AttentionShape(
         (330,), (330,), num_heads=2 * group, head_dim=64, dtype=kind.dtype, planes=planes,
         window=window, softcap=softcap, has_sinks=softcap is not None,
@@ -165,7 +163,7 @@ def test_chunks_and_single_tokens_get_the_bits_of_the_whole_prompt(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_token_gets_the_same_bits_in_every_batch(kind: Kind) -> None:
+def test_a_token_gets_the_same_bits_in_every_batch(kind):
     contexts = tuple(1 + 37 * i % 300 for i in range(64))
     batch = attention_batch(
         AttentionShape(contexts, (1,) * 64, head_dim=64, dtype=kind.dtype), "cpu"
@@ -177,7 +175,7 @@ def test_a_token_gets_the_same_bits_in_every_batch(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_threads_get_the_bits_of_one_thread(kind: Kind) -> None:
+def test_threads_get_the_bits_of_one_thread(kind):
     """Enough of everything that four threads have a slice each."""
     shape = AttentionShape((1500, 700, 4000), (300, 700, 1), 8, 4, 64, dtype=kind.dtype)
     batch = attention_batch(shape, "cpu")
@@ -211,7 +209,7 @@ def test_threads_get_the_bits_of_one_thread(kind: Kind) -> None:
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 96, 256])
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_rotation_and_store(dtype: torch.dtype, head_dim: int, has_norms: bool) -> None:
+def test_rotation_and_store(dtype, head_dim, has_norms):
     """Scattered slots, rows of padding, and slots of others that must stay as they are."""
     generator = torch.Generator().manual_seed(1)
     packed = torch.randn(15, 6 + 2 * 2, head_dim, generator=generator).to(dtype)
@@ -237,9 +235,7 @@ def test_rotation_and_store(dtype: torch.dtype, head_dim: int, has_norms: bool) 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(576, 64), (40, 8), (48, 48)])
-def test_rows_whose_last_numbers_alone_are_rotated(
-    dtype: torch.dtype, head_dim: int, rotary_dim: int
-) -> None:
+def test_rows_whose_last_numbers_alone_are_rotated(dtype, head_dim, rotary_dim):
     """Keys are the values, too, so a token stores one row."""
     generator = torch.Generator().manual_seed(1)
     packed = torch.randn(15, 6 + 1, head_dim, generator=generator).to(dtype)
@@ -262,7 +258,7 @@ def test_rows_whose_last_numbers_alone_are_rotated(
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("hidden", [8, 48, 64, 100, 512, 1000])
 @pytest.mark.parametrize("has_residual", [False, True])
-def test_residual_and_norm(dtype: torch.dtype, hidden: int, has_residual: bool) -> None:
+def test_residual_and_norm(dtype, hidden, has_residual):
     """Rows with a gap between, and the rounded sum as the new residual."""
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 2 * hidden, generator=generator).to(dtype)[:, :hidden]
@@ -279,7 +275,7 @@ def test_residual_and_norm(dtype: torch.dtype, hidden: int, has_residual: bool) 
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("features", [1, 16, 96, 344, 1023])
 @pytest.mark.parametrize("gate", GATES)
-def test_gate(dtype: torch.dtype, features: int, gate: Gate) -> None:
+def test_gate(dtype, features, gate):
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(dtype)
     gate_up[0, :features] = torch.linspace(-300, 300, features)
@@ -287,7 +283,7 @@ def test_gate(dtype: torch.dtype, features: int, gate: Gate) -> None:
     assert_close(ours.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate))
 
 
-def test_caps_of_logits() -> None:
+def test_caps_of_logits():
     logits = 20 * torch.randn(3, 1003, generator=torch.Generator().manual_seed(4))
     logits[1, 5:8] = torch.tensor([torch.inf, -torch.inf, torch.nan])
     ours, expected, alone = logits.clone(), logits.clone(), logits[1:2].clone()
@@ -298,7 +294,7 @@ def test_caps_of_logits() -> None:
     assert_equal_bits(alone, ours[1:2])
 
 
-def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays() -> None:
+def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays():
     """The sum of a residual rounds whatever fp32 can hold, as torch rounds it."""
     bits = torch.randint(-(2**15), 2**15, (64, 2048), dtype=torch.int16)
     bits[0, :4] = torch.tensor([0x7F81, 0x7FFF, -1, 0x7F80], dtype=torch.int16)  # NaN, infinity
@@ -311,7 +307,7 @@ def test_bf16_results_are_rounded_to_the_nearest_even_and_nan_stays() -> None:
 
 
 @pytest.mark.parametrize("failing", [0.0, 1.0, 2.0])
-def test_an_error_is_raised_after_every_slice_has_ended(failing: float) -> None:
+def test_an_error_is_raised_after_every_slice_has_ended(failing):
     threads, ended = CpuThreads(), []
 
     def work(number: float) -> None:

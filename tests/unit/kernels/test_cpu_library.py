@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import llvmlite.binding
 import pytest
@@ -18,13 +17,13 @@ NAMES = {"attend", "rope_and_store", "add_rms_norm", "gate_mul", "soft_cap", "sa
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path / "baton" / "kernels"
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def file(tmp_path, monkeypatch):
     """The only file of a cache, which is whole: a copy of what other tests of this user load."""
     loaded()
     name = f"fp32-{cpu_library._fingerprint()}.kernels"
@@ -45,7 +44,7 @@ def loaded() -> tuple[CpuLibrary, list[tuple[int, int]]]:
 
 
 @pytest.mark.release
-def test_kernels_are_compiled_once_and_said_so(cache: Path) -> None:
+def test_kernels_are_compiled_once_and_said_so(cache):
     _, said = loaded()
     assert said == [(0, 1), *((done, 5) for done in range(6))]
     (file,) = cache.iterdir()
@@ -55,7 +54,7 @@ def test_kernels_are_compiled_once_and_said_so(cache: Path) -> None:
 
 
 @pytest.mark.usefixtures("cache")
-def test_a_refusal_that_progress_brings_is_not_the_compilers() -> None:
+def test_a_refusal_that_progress_brings_is_not_the_compilers():
     def refuse(_done: int, total: int) -> None:
         if total > 1:
             raise PermissionError("the router refused this node")
@@ -64,9 +63,7 @@ def test_a_refusal_that_progress_brings_is_not_the_compilers() -> None:
         load_library(is_bf16=False, progress=refuse)
 
 
-def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(file, monkeypatch):
     """Where no compiler can be had, there are no kernels then."""
     monkeypatch.setitem(sys.modules, "baton.kernels.cpu_compile", None)
     whole = file.read_bytes()
@@ -88,8 +85,8 @@ def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(
 
 @pytest.mark.release
 def test_a_damaged_cache_is_made_anew_and_one_that_cannot_be_written_is_done_without(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    file, monkeypatch
+):
     file.write_bytes(b"")
     assert loaded()[1]
     assert loaded()[1] == []
@@ -98,7 +95,7 @@ def test_a_damaged_cache_is_made_anew_and_one_that_cannot_be_written_is_done_wit
 
 
 @pytest.mark.usefixtures("cache")
-def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_numba_there_are_no_kernels(monkeypatch):
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -107,7 +104,7 @@ def test_without_numba_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> 
         loaded()
 
 
-def test_without_avx2_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_avx2_there_are_no_kernels(monkeypatch):
     monkeypatch.setattr(llvmlite.binding, "get_host_cpu_features", llvmlite.binding.FeatureMap)
     with pytest.raises(KernelsUnavailable, match="no AVX2"):
         loaded()
@@ -159,9 +156,7 @@ def start(**env: str) -> subprocess.Popen[str]:
 
 @pytest.mark.release
 @pytest.mark.timeout(400)
-def test_one_of_several_processes_compiles_and_every_cpu_computes_the_same_bits(
-    cache: Path,
-) -> None:
+def test_one_of_several_processes_compiles_and_every_cpu_computes_the_same_bits(cache):
     children = [start(), start(), start(TEST_CPU="avx2")]
     told = [child.communicate()[0].split() for child in children]
     assert [child.returncode for child in children] == [0, 0, 0]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, Tilings, padded, tilings_for
+from baton.kernels.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, padded, tilings_for
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 
@@ -18,7 +18,7 @@ Reports = list[dict[str, int | str]]
 
 
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
+def reports(tmp_path_factory):
     """One report per kernel that the launchers launch on Hopper, from a process of its own."""
     return compiled(tmp_path_factory.mktemp("cubins"), "90")
 
@@ -29,7 +29,7 @@ def compiled(folder: Path, *cases: str) -> Reports:
     return found
 
 
-def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path: Path) -> None:
+def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path):
     gpus = ("80", "89", "120")
     cases = ("decode bf16 128", "prefill bf16 128", "decode bf16 256 caps", "prefill bf16 64 sinks")
     cases += ("decode fp8 128", "prefill fp8 128")
@@ -40,7 +40,7 @@ def test_attention_of_an_8b_model_fits_every_gpu_and_spills_no_register(tmp_path
 
 @pytest.mark.release
 @pytest.mark.parametrize("gpu", ["80", "89", "90", "100", "120"])
-def test_every_kernel_fits_every_gpu_and_spills_no_register(gpu: str, tmp_path: Path) -> None:
+def test_every_kernel_fits_every_gpu_and_spills_no_register(gpu, tmp_path):
     """fp32 is for parity: it may spill some bytes where no tile of it fits the registers."""
     reports = compiled(tmp_path, gpu)
     assert {report["kernel"] for report in reports} == written_kernels()
@@ -69,13 +69,13 @@ def check(reports: Reports, gpu: str) -> None:
 
 
 @pytest.mark.parametrize("tilings", [WARPGROUPS, WARPS])
-def test_ordered_sums_take_as_many_keys_in_both_attentions(tilings: Tilings) -> None:
+def test_ordered_sums_take_as_many_keys_in_both_attentions(tilings):
     rows = tilings.decode.keys()
     assert rows == tilings.prefill.keys() == tilings.ordered_prefill.keys()
     assert all(tilings.ordered_prefill[row].keys == tilings.decode[row].keys for row in rows)
 
 
-def test_each_gpu_has_the_tables_of_its_tensor_cores() -> None:
+def test_each_gpu_has_the_tables_of_its_tensor_cores():
     found = {capability: tilings_for(capability) for capability in CAPABILITIES}
     assert {capability for capability, is_of in found.items() if is_of is WARPGROUPS} == {
         (9, 0), (10, 0), (10, 3),
@@ -89,13 +89,13 @@ def attention(reports: Reports, kernel: str, start: str) -> Reports:
 
 
 @pytest.mark.release
-def test_prefill_in_bf16_multiplies_on_warpgroups(reports: Reports) -> None:
+def test_prefill_in_bf16_multiplies_on_warpgroups(reports):
     prefill = attention(reports, "_prefill_kernel", "prefill bf16")
     assert all(int(r["wgmma"]) >= 12 and r["mma"] == 0 for r in prefill), prefill
 
 
 @pytest.mark.release
-def test_the_next_scores_are_in_flight_during_the_softmax(reports: Reports) -> None:
+def test_the_next_scores_are_in_flight_during_the_softmax(reports):
     """One wait for products in each turn of both loops; two would leave the tensor cores idle."""
     cases = ("_prefill_kernel", "prefill bf16 128")
     (found,) = (report for report in reports if (report["kernel"], report["case"]) == cases)
@@ -104,7 +104,7 @@ def test_the_next_scores_are_in_flight_during_the_softmax(reports: Reports) -> N
 
 
 @pytest.mark.release
-def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports: Reports) -> None:
+def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports):
     both = attention(reports, "_split_kernel", "ordered decode bf16")
     both += attention(reports, "_prefill_kernel", "ordered prefill bf16")
     both += attention(reports, "_latent_split_kernel", "latent bf16")
@@ -113,14 +113,14 @@ def test_ordered_sums_come_from_the_same_instructions_in_both_attentions(reports
 
 
 @pytest.mark.release
-def test_fp32_attention_never_rounds_to_tf32(reports: Reports) -> None:
+def test_fp32_attention_never_rounds_to_tf32(reports):
     fp32 = [r for r in reports if "fp32" in str(r["case"])]
     assert {r["kernel"] for r in fp32} >= {"_split_kernel", "_prefill_kernel"}
     assert all(r["wgmma"] == r["mma"] == r["tf32"] == 0 for r in fp32), fp32
 
 
 @pytest.mark.release
-def test_every_kernel_moves_memory_sixteen_bytes_at_a_time(reports: Reports) -> None:
+def test_every_kernel_moves_memory_sixteen_bytes_at_a_time(reports):
     """All but the one that reads tokens from everywhere, and what is for parity or for order."""
     narrow = {
         str(r["kernel"])

@@ -20,12 +20,12 @@ QUICK = (
 )  # fmt: skip
 
 
-def test_each_kernel_agrees_with_its_reference() -> None:
+def test_each_kernel_agrees_with_its_reference():
     check(*QUICK)
 
 
 @pytest.mark.release
-def test_every_case_of_a_kernel_agrees_with_its_reference() -> None:
+def test_every_case_of_a_kernel_agrees_with_its_reference():
     check(*interpreter_cases())
 
 
