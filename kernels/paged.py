@@ -288,9 +288,7 @@ class PrefillTiling:
 
 
 FP32, BF16, FP8 = torch.float32, torch.bfloat16, torch.uint8
-Row = tuple[
-    torch.dtype, int
-]  # number type, or FP8 for a pool of FP8 and queries in bf16; head size
+Row = tuple[torch.dtype, int]  # number type (FP8: a pool of FP8, queries in bf16), head size
 
 
 @dataclass(frozen=True, slots=True)

@@ -121,12 +121,15 @@ def test_fp32_attention_never_rounds_to_tf32(reports):
 
 @pytest.mark.release
 def test_every_kernel_moves_memory_sixteen_bytes_at_a_time(reports):
-    """All but the one that reads tokens from everywhere, and what is for parity or for order."""
+    """All but the one that reads tokens from everywhere, and what is for parity or for order.
+
+    Of a tile of FP8 with heads of 32 a thread takes eight bytes.
+    """
     narrow = {
         str(r["kernel"])
         for r in reports
         if r["wide_loads"] == 0
         and "prefill fp32" not in str(r["case"])
-        and not str(r["case"]).startswith("ordered")
+        and not str(r["case"]).startswith(("ordered", "decode fp8 32"))
     }
     assert narrow == {"_choose_kernel"}
