@@ -220,16 +220,16 @@ def _attend(
     """
     blocks = load_blocks(table, start, end, BLOCK_SIZE, KEYS)
     for tile_start in range(start, end, KEYS):
+        own, blocks = blocks, load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         n = tile_start + tl.arange(0, KEYS)
         k = load_kv(
-            kv_ptr, blocks, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
+            kv_ptr, own, tile_start, n < end, q, stride_block, False, HEAD_DIM, DIM, BLOCK_SIZE,
             KEYS, MASKED,
         )  # fmt: skip
         v = load_kv(
-            kv_ptr, blocks, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
+            kv_ptr, own, tile_start, n < end, q, stride_block, True, HEAD_DIM, DIM, BLOCK_SIZE,
             KEYS, MASKED,
         )  # fmt: skip
-        blocks = load_blocks(table, tile_start + KEYS, end, BLOCK_SIZE, KEYS)
         visible = _visible(tile_start, end, first_position, window, QUERIES, KEYS, WINDOWED)
         m, norm, acc = fold(
             m, norm, acc, q, k, v, visible, scale_log2, cap_log2, MASKED, ORDERED, UPCAST
