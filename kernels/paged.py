@@ -331,7 +331,7 @@ PREFILL: dict[Row, PrefillTiling] = {
     (FP32, 32): PrefillTiling(32, 32, 16, 2),
     (FP32, 64): PrefillTiling(32, 32, 16, 2),
     (FP32, 128): PrefillTiling(32, 32, 16, 2),
-    (FP32, 256): PrefillTiling(16, 16, 16, 2),
+    (FP32, 256): PrefillTiling(16, 16, 8, 1),
 }
 
 # For sums in decode's order: as many keys as in decode, and in bf16 fewer than 64 queries, so that
