@@ -79,8 +79,8 @@ class LayerWeights:
         linears: LinearMaker | None,
         loras: LoraLoader,
     ) -> None:
-        is_stacked = has_stacked_experts(checkpoint.names())
-        self.shapes = expected_tensors(config, is_stacked=is_stacked)
+        self.has_stacked_experts = has_stacked_experts(checkpoint.names())
+        self.shapes = expected_tensors(config, is_stacked=self.has_stacked_experts)
         self.config, self.checkpoint = config, checkpoint
         self.ranks, self.linears, self.loras = ranks, linears, loras
         self.dtype, self.device = place.dtype, place.device

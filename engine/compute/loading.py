@@ -20,7 +20,6 @@ from baton.engine.compute.layer_weights import (
     NUM_LINEAR_KINDS,
     AnyWeight,
     LayerWeights,
-    LinearMaker,
     Placement,
     linears_for,
 )
@@ -47,7 +46,6 @@ from baton.engine.compute.weight_files import (
     STACKED_DOWN,
     STACKED_GATE_UP,
     check_tensors,
-    has_stacked_experts,
     norms_of,
 )
 from baton.engine.compute.weights import (
@@ -70,12 +68,14 @@ def load_decoder(
 ) -> Decoder:
     """Raises `ConfigError` if the ranks cannot share the model or a tensor is not as expected."""
     check_tensors(checkpoint.folder, config)
+    check_split(config, ranks.size)
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
     num_kinds += NUM_LATENT_KINDS if config.latent else 0
     num_kinds += NUM_LORA_KINDS if adapters else 0
     linears = linears_for(place, progress, num_kinds)
     loras = LoraLoader(adapters, place.device, place.dtype)
-    return _Loader(config, checkpoint, ranks, place, linears, loras).load(progress)
+    weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
+    return _Loader(weights, place).load(progress)
 
 
 def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
@@ -110,17 +110,13 @@ def in_turns(x: Tensor, own: slice) -> Tensor:
 
 
 class _Loader:
-    def __init__(
-        self,
-        config: DecoderConfig,
-        checkpoint: Checkpoint,
-        ranks: Ranks,
-        place: Placement,
-        linears: LinearMaker | None,
-        loras: LoraLoader,
-    ) -> None:
-        check_split(config, ranks.size)
-        self.config, self.ranks, self.place = config, ranks, place
+    def __init__(self, weights: LayerWeights, place: Placement) -> None:
+        self.weights, self.place = weights, place
+        self.config, self.ranks = config, ranks = weights.config, weights.ranks
+        self.folder = weights.checkpoint.folder
+        self.has_stacked_experts = weights.has_stacked_experts
+        self.read, self.linear = weights.read, weights.linear
+        self.grouped = weights.grouped
         rank, size = ranks.rank, ranks.size
         value_dim = config.head_dim if config.latent is None else config.latent.v_head_dim
         self.heads = share(config.num_heads, rank, size, value_dim)
@@ -129,11 +125,6 @@ class _Loader:
         self.head_order = (
             head_order(config.rope, config.head_dim) if config.latent is None else None
         )
-        self.loras, self.folder = loras, checkpoint.folder
-        self.has_stacked_experts = has_stacked_experts(checkpoint.names())
-        self.weights = LayerWeights(config, checkpoint, ranks, place, linears, loras)
-        self.read, self.linear = self.weights.read, self.weights.linear
-        self.grouped = self.weights.grouped
 
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
@@ -153,7 +144,7 @@ class _Loader:
         return Decoder(
             embedding, tuple(layers), norm, head, is_split, config.rms_norm_eps, self.ranks,
             RowThreads() if is_alone_on_cpu else at_once,
-            lora_modules=tuple(adapter.name for adapter in self.loras.adapters),
+            lora_modules=tuple(adapter.name for adapter in self.weights.loras.adapters),
             of_adapters=tuple(linear for lora in self.weights.made for linear in lora.linears()),
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
@@ -355,7 +346,6 @@ class _Loader:
         config, ranks = self.config, self.ranks
         norms = [self._norm(f"{attention}{one}_norm") for one in "qk"]
         if (order := self.head_order) is not None:
-            heads = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
-            norms = heads
+            norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
         copies = max(1, ranks.size // config.num_kv_heads)
         return JoinedNorms(norms[0], norms[1], copies, config.rms_norm_eps, ranks)
