@@ -74,7 +74,7 @@ class Target(msgspec.Struct, frozen=True):
             raise ConfigError(text) from error
 
 
-class Place(msgspec.Struct, frozen=True):
+class ServerAddress(msgspec.Struct, frozen=True):
     """The parts of a URL to which requests go."""
 
     host: str
@@ -89,7 +89,7 @@ class Place(msgspec.Struct, frozen=True):
         return host if self.port == (443 if self.is_tls else 80) else f"{host}:{self.port}"
 
 
-def place_of(url: str) -> Place:
+def server_address(url: str) -> ServerAddress:
     """Return the place of a URL, whose path may end in /v1 or not. Raises `ConfigError`."""
     shown = repr(url.rpartition("@")[2])  # the text before the @ may be a password
     try:
@@ -108,7 +108,7 @@ def place_of(url: str) -> Place:
         raise ConfigError(f"the path of the server's address {shown} must be plain ASCII")
     is_tls = parts.scheme == "https"
     base_path = path if path.endswith("/v1") else f"{path}/v1"
-    return Place(host, port or (443 if is_tls else 80), is_tls, base_path)
+    return ServerAddress(host, port or (443 if is_tls else 80), is_tls, base_path)
 
 
 class Workload(msgspec.Struct, frozen=True):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from baton.decode_node.stream import Stream
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
-from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Origin, Outputs
-from baton.engine.scheduling.sequence import Sequence
+from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Origin, Outputs
+from baton.node.scheduling.sequence import Sequence
 from baton.protocol.errors import Failure, NodeError, taken_over
 from baton.protocol.ids import ATTEMPTS_PER_ROUTER, Key, RequestId
 from baton.protocol.messages import (

@@ -14,11 +14,6 @@ import msgspec
 from baton.decode_node.detached import Detached
 from baton.decode_node.stream import PromptLookup, Stream, fork_prompt
 from baton.decode_node.waiting_queue import PendingPrompt, WaitingQueue
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
-from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.engine.scheduling.sequence import no_token
 from baton.kv_transfer.interfaces import (
     BlocksDrained,
     ConnectorReport,
@@ -27,6 +22,11 @@ from baton.kv_transfer.interfaces import (
     ReceiveEnded,
     Released,
 )
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
+from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
+from baton.node.scheduling.sequence import no_token
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import Failure, InvariantBroken, TransferError, taken_over
 from baton.protocol.ids import Key

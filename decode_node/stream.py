@@ -7,10 +7,10 @@ last block is copied for each choice but the first, because a shared block is ne
 from array import array
 from dataclasses import dataclass
 
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.requests import NO_ROUTER, Origin
-from baton.engine.scheduling.scheduler import NodeLimits
-from baton.engine.scheduling.sequence import Sequence
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.requests import NO_ROUTER, Origin
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.node.scheduling.sequence import Sequence
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
     FinishReason,

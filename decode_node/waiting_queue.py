@@ -9,11 +9,11 @@ pass the head of the queue while it has no blocks, until it has waited for `MAX_
 from dataclasses import dataclass, field
 from itertools import islice
 
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
-from baton.engine.scheduling.scheduler import NodeLimits
-from baton.engine.scheduling.sequence import Sequence, reserve
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.node.scheduling.sequence import Sequence, reserve
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId

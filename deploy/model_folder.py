@@ -12,13 +12,13 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.compute.lora_files import folders_of, read_adapters
-from baton.engine.compute.model_config import DecoderConfig, read_decoder_config
-from baton.engine.compute.transformers_config import (
+from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
+from baton.model.config.lora_files import folders_of, read_adapters
+from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
 )
-from baton.engine.compute.weight_files import (
+from baton.model.config.weight_files import (
     INDEX,
     SINGLE,
     check_tensors,
@@ -27,7 +27,7 @@ from baton.engine.compute.weight_files import (
 )
 from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError
-from baton.router.special_tokens import check_tokens
+from baton.router.text.special_tokens import check_tokens
 from baton.runtime.fields import with_values
 from baton.runtime.log import logger
 

@@ -8,6 +8,8 @@ plainly as torch allows; the kernels are for speed. Nothing here may import Trit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -298,3 +300,21 @@ def penalize_counted(
     x = torch.where(is_seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x -= torch.where(count > 0, frequency * count + presence, 0.0)
     return x.float()
+
+
+@dataclass(slots=True, frozen=True)
+class NarrowWeight:
+    """A weight of four bits or FP8, whose groups of inputs share a scale and a zero point.
+
+    Output o stands for `(codes[o, i] - zeros[o, i // group]) * scales[o, i // group]`.
+    """
+
+    codes: Tensor  # [outputs, inputs] uint8, or float8_e4m3fn, whose zero points are 0
+    scales: Tensor  # [outputs, groups] fp32
+    zeros: Tensor  # [outputs, groups] int32
+    group: int  # inputs
+
+    @property
+    def is_whole(self) -> bool:
+        """Return whether inputs fill words of eight codes, and groups the tiles of the kernels."""
+        return not self.codes.shape[1] % 8 and (self.scales.shape[1] == 1 or not self.group % 32)

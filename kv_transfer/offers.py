@@ -15,7 +15,7 @@ from typing import assert_never
 
 import msgspec
 
-from baton.kv_transfer.handoff import Tombstones, superseded
+from baton.kv_transfer.bookkeeping import Tombstones, superseded
 from baton.kv_transfer.interfaces import (
     LEASE_EXPIRED,
     BlocksSummed,

@@ -27,7 +27,7 @@ from baton.protocol.config import TransferConfig
 from baton.protocol.errors import Failure, TransferError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, NodeInfo, PeerHello
-from baton.protocol.pairs import tp_size_problem, transport_problem
+from baton.protocol.pairing import tp_size_problem, transport_problem
 
 REDIAL_S = 5.0  # from losing a channel to dialling that peer again, also without a request
 HELLO_S = 4.0  # from dialling to the peer's PeerHello

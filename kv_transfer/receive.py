@@ -12,7 +12,7 @@ from enum import Enum, auto
 from functools import partial
 from typing import assert_never
 
-from baton.kv_transfer.handoff import ReaderLease
+from baton.kv_transfer.bookkeeping import ReaderLease
 from baton.kv_transfer.interfaces import (
     Abandon,
     BeginReceive,

@@ -8,7 +8,7 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from baton.kv_transfer.handoff import PARKED_S, Parking, Tombstones, superseded
+from baton.kv_transfer.bookkeeping import PARKED_S, Parking, Tombstones, superseded
 from baton.kv_transfer.interfaces import (
     Abandon,
     BeginReceive,

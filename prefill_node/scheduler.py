@@ -8,12 +8,12 @@ waiting prompt, no other prompt passes it.
 
 from dataclasses import dataclass
 
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
-from baton.engine.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.engine.scheduling.sequence import Sequence, no_token, reserve
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
+from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
+from baton.node.scheduling.sequence import Sequence, no_token, reserve
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
     Cancelled,

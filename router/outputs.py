@@ -12,7 +12,7 @@ from baton.protocol.messages import FinishReason, StageTimes
 
 # How a request was served: by a pair of nodes, by a decode node alone, which computed the prompt
 # itself, or by a prefill node alone, for a single token.
-Path = Literal["disaggregated", "local_prefill", "prefill_only"]
+ServedBy = Literal["disaggregated", "local_prefill", "prefill_only"]
 StopReason = str | int | None
 # As clients get it; nodes only know `FinishReason`.
 EndReason = FinishReason | Literal["tool_calls"]
@@ -130,7 +130,7 @@ class RequestMetrics:
     num_cached_tokens: int = 0
     # Tokens that the router expected to be cached, at the last attempt.
     num_predicted_tokens: int = 0
-    path: Path | None = None
+    path: ServedBy | None = None
     local_fallback: bool = False  # local prefill only because no prefill node was ready
     num_attempts: int = 0
     num_retries: int = 0  # attempts after a loss before the first token

@@ -16,14 +16,14 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError, RequestError
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
-from baton.router.core import RouterCore
-from baton.router.grammars import after_reasoning, checked_grammar
-from baton.router.health import Health, ServedModel
-from baton.router.queue import OutputRules, check_num_logprobs, check_prompt
-from baton.router.reattach import Claim, FoundRequest
-from baton.router.response_parser import Parsing
-from baton.router.stream import RequestStream
-from baton.router.text import Text, too_long
+from baton.router.core.admission import OutputRules, check_num_logprobs, check_prompt
+from baton.router.core.health import Health, ServedModel
+from baton.router.core.reattach import Claim, FoundRequest
+from baton.router.core.router_core import RouterCore
+from baton.router.core.stream import RequestStream
+from baton.router.text.grammars import after_reasoning, checked_grammar
+from baton.router.text.response_parser import Parsing
+from baton.router.text.tokenizer import Text, too_long
 
 ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.

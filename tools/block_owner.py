@@ -120,7 +120,7 @@ def device_pool(device: str, num_blocks: int, block_bytes: int) -> tuple[DeviceP
     """Return a pool of zeros in a GPU's memory, and its blocks: [num_blocks, words] int32."""
     import torch
 
-    from baton.engine.compute.peer_memory import CudaPeerMemory
+    from baton.model.runner.peer_memory import CudaPeerMemory
 
     words = torch.zeros(num_blocks + 1, block_bytes // 4, dtype=torch.int32, device=device)
     blocks = words[:num_blocks]

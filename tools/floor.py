@@ -17,12 +17,12 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.engine.compute.model_config import DecoderConfig
-from baton.engine.compute.rank import keep_freed_memory, load_runner, plan_rank
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.tensor_parallel import SingleRank
-from baton.engine.scheduling.plan import StepPlan
 from baton.kv_transfer.pools import HostPool
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.runner.rank import keep_freed_memory, load_runner, plan_rank
+from baton.model.runner.runner import Runner
+from baton.model.tensor_parallel import SingleRank
+from baton.node.scheduling.plan import StepPlan
 from baton.protocol.config import CacheConfig, ClusterConfig, EngineConfig, ModelConfig
 from tools.gpu.serving import BLOCK_SIZE, decoding, prompt
 

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from baton.deploy.model_folder import CHECKPOINT
-from baton.engine.compute.rank import load_runner, plan_rank
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.tensor_parallel import SingleRank
-from baton.engine.scheduling.plan import Slice
 from baton.kv_transfer.pools import HostPool
+from baton.model.runner.rank import load_runner, plan_rank
+from baton.model.runner.runner import Runner
+from baton.model.tensor_parallel import SingleRank
+from baton.node.scheduling.plan import Slice
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

@@ -12,12 +12,12 @@ from time import perf_counter
 import torch
 from tokenizers import Tokenizer
 
-from baton.engine.compute.sampler import apply_masks
-from baton.engine.compute.token_masks import NoMask, TokenMasks, Words
-from baton.engine.scheduling.plan import Slice
+from baton.model.sampling.sampler import apply_masks
+from baton.model.sampling.token_masks import NoMask, TokenMasks, Words
+from baton.node.scheduling.plan import Slice
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling, StructuredOutputsParams
-from baton.router.grammars import checked_grammar
+from baton.router.text.grammars import checked_grammar
 
 ITEM: dict[str, object] = {"type": "object", "required": ["name", "price"], "properties": {
     "name": {"type": "string", "maxLength": 40}, "price": {"type": "number"},

@@ -21,7 +21,7 @@ import msgspec
 
 from baton.bench.client.response import Problem, ResponseReader, message_of, one_line
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.settings import API_KEY_VARIABLE, Target, place_of
+from baton.bench.settings import API_KEY_VARIABLE, Target, server_address
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.tls import client_context, trusting
@@ -229,10 +229,10 @@ class Session:
 
     def __init__(self, target: Target) -> None:
         """Open no connection yet. Raises `ConfigError` for an unusable target."""
-        place = place_of(target.url)
-        self.base_path = place.base_path
-        self._place, self._key = place, target.api_key
-        self._tls = tls_of(target) if place.is_tls else None
+        address = server_address(target.url)
+        self.base_path = address.base_path
+        self._place, self._key = address, target.api_key
+        self._tls = tls_of(target) if address.is_tls else None
         self._connections: set[Connection] = set()
         self._idle: list[Connection] = []
 
@@ -288,11 +288,11 @@ class Session:
 
     async def open(self, timeout_s: float) -> Connection | Problem:
         """Return a new connection, for the caller alone, or the reason why there is none."""
-        place, loop = self._place, asyncio.get_running_loop()
+        address, loop = self._place, asyncio.get_running_loop()
         try:
             async with asyncio.timeout(timeout_s):
                 _, connection = await loop.create_connection(
-                    Connection, place.host, place.port, ssl=self._tls
+                    Connection, address.host, address.port, ssl=self._tls
                 )
         except (OSError, UnicodeError) as error:
             if isinstance(error, TimeoutError) and error.errno is None:  # not the system's limit
@@ -330,7 +330,7 @@ def settled(target: Target, requests: Sequence[Planned]) -> Target:
 
 def check(target: Target, requests: Sequence[Planned]) -> None:
     """Raise `ConfigError` if these requests cannot be sent to this target."""
-    place_of(target.url)
+    server_address(target.url)
     if taken := [name for name in OWN_FIELDS if name in target.extra]:
         raise ConfigError(f"the extra body must not set {', '.join(taken)}: the load does")
     if not target.api_key.isprintable() or not target.api_key.isascii():

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.bench.client.http import check, tls_of
 from baton.bench.records import Arrival, ClientProcess, LoadResult, Planned, Record
-from baton.bench.settings import Target, place_of
+from baton.bench.settings import Target, server_address
 from baton.protocol.errors import BatonError, ConfigError
 from baton.runtime.clock import monotonic
 from baton.runtime.process import Child, Command
@@ -107,7 +107,7 @@ def _shares(load: Load) -> list[Load]:
     if not load.requests:
         raise ConfigError("the load has no request")
     check(load.target, load.requests)
-    if place_of(load.target.url).is_tls:
+    if server_address(load.target.url).is_tls:
         tls_of(load.target)
     clients = load.concurrency
     if not clients and any(planned.at_s is None for planned in load.requests):

@@ -11,7 +11,7 @@ import msgspec
 from baton.bench.client.http import Exchange, Session, body_of, check, send
 from baton.bench.client.response import Problem, message_of, one_line
 from baton.bench.records import Outcome, Planned, Record
-from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary, place_of
+from baton.bench.settings import AUTO_VOCABULARY, Target, Vocabulary, server_address
 from baton.protocol.errors import BatonError, ConfigError
 
 TIMEOUT_S = 60.0  # the first response of a server may wait for a compiler
@@ -141,7 +141,7 @@ def _model(target: Target, listed: Exchange) -> str:
     if status == 404 and wanted:
         return wanted  # the server has no list of models; the first request will show a mistake
     if status == 404:
-        path = f"{place_of(url).base_path}/models"
+        path = f"{server_address(url).base_path}/models"
         raise ConfigError(f"{url} has no {path}: correct the path of --url, or name a --model")
     if status != 200:
         why = message_of(bytes(listed.body))
@@ -173,7 +173,7 @@ def _check_streams(target: Target, plain: Exchange) -> None:
     status = "" if plain.status in (None, 200) else f" (status {plain.status})"
     text = f"{target.url} does not stream a response{status}: {problem.detail}"
     if plain.status == 404:
-        path = place_of(target.url).base_path + target.path
+        path = server_address(target.url).base_path + target.path
         text += f"; the request went to {path}: is the path of --url right?"
     is_mendable = problem.outcome in (Outcome.CLIENT_ERROR, Outcome.NOT_STREAMED)
     raise ConfigError(text) if is_mendable else BatonError(text)

@@ -16,9 +16,9 @@ from typing import Annotated
 import msgspec
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.hosts import places_by_name
-from baton.deploy.cluster.local import LocalPlatform
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, plan_of
+from baton.deploy.cluster.hosts import addresses_by_name
+from baton.deploy.cluster.platforms.local import LocalPlatform
+from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, plan_of
 from baton.deploy.cluster.readiness import check_ids, wait_until_ready
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import (
@@ -143,16 +143,16 @@ def main(command: str, summary: str, arguments: Sequence[str]) -> int:
 
 def render(given: ClusterArguments) -> int:
     """Write the files of a platform into a folder and print their names."""
-    from baton.deploy.cluster import helm, kubernetes, slurm, systemd
+    from baton.deploy.cluster.platforms import helm, kubernetes, slurm, systemd
 
-    places, write = {
-        "helm": (kubernetes.places_of, helm.render),
-        "kubernetes": (kubernetes.places_of, kubernetes.render),
-        "slurm": (slurm.places_of, slurm.render),
-        "systemd": (places_by_name, systemd.render),
+    addresses_of, write = {
+        "helm": (kubernetes.addresses_of, helm.render),
+        "kubernetes": (kubernetes.addresses_of, kubernetes.render),
+        "slurm": (slurm.addresses_of, slurm.render),
+        "systemd": (addresses_by_name, systemd.render),
     }[given.on]
     has_addresses = given.on in ("helm", "kubernetes")  # each pod has one
-    plan = _planned(given.path, places, shares_hosts=not has_addresses)
+    plan = _planned(given.path, addresses_of, shares_hosts=not has_addresses)
     folder = Path(given.out or f"{plan.description.name}-{given.on}")
     folder.mkdir(parents=True, exist_ok=True)
     for path in write(plan, folder):
@@ -162,7 +162,7 @@ def render(given: ClusterArguments) -> int:
 
 def up(given: ClusterArguments) -> int:
     """Start a cluster and wait until it serves."""
-    plan = _planned(given.path, _places_on(given.on))
+    plan = _planned(given.path, _addresses_on(given.on))
     deployment = Deployment(
         plan.description.name,
         given.on,
@@ -228,7 +228,7 @@ def status(given: ClusterArguments) -> int:
     urls: tuple[str, ...] = ()
     # If the file was changed or moved, the processes that run are shown without their routers.
     with contextlib.suppress(ConfigError):
-        plan = _planned(deployment.file, _places_on(deployment.platform))
+        plan = _planned(deployment.file, _addresses_on(deployment.platform))
         urls = platform.urls(plan, folder)
     routers = routers_of(given.url, given.api_key, plan, urls)
     statuses = platform.status(folder)
@@ -236,22 +236,22 @@ def status(given: ClusterArguments) -> int:
 
 
 def _planned(
-    file: str, places_of: Callable[[Description], ProcessPlaces], *, shares_hosts: bool = True
+    file: str, addresses_of: Callable[[Description], ClusterAddresses], *, shares_hosts: bool = True
 ) -> ClusterPlan:
     description = read_description(Path(file), shares_hosts=shares_hosts)
     try:
-        return plan_of(description, places_of(description))
+        return plan_of(description, addresses_of(description))
     except ConfigError as error:
         raise ConfigError(f"{file}: {error.message}") from error
 
 
-def _places_on(platform: str) -> Callable[[Description], ProcessPlaces]:
+def _addresses_on(platform: str) -> Callable[[Description], ClusterAddresses]:
     if platform != RAY:
-        return places_by_name
+        return addresses_by_name
     _check_ray()
-    from baton.deploy.cluster.ray import places_of
+    from baton.deploy.cluster.platforms.ray import addresses_of
 
-    return places_of
+    return addresses_of
 
 
 def _platform_of(deployment: Deployment, given: ClusterArguments | None = None) -> Platform:
@@ -259,7 +259,7 @@ def _platform_of(deployment: Deployment, given: ClusterArguments | None = None) 
     if deployment.platform != RAY:
         return LocalPlatform(deployment.hosts, is_tied=given is not None and given.stays)
     _check_ray()
-    from baton.deploy.cluster.ray import RayPlatform
+    from baton.deploy.cluster.platforms.ray import RayPlatform
 
     return RayPlatform(deployment.address, may_wait=given is not None and given.timeout > 0)
 

@@ -35,7 +35,7 @@ Gpus = Annotated[int, Meta(ge=0, le=64)]
 SystemdScope = Literal["system", "user"]
 
 
-class RouterPlace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RouterSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A router. Clients and nodes reach it at `host`; without one the platform places it."""
 
     host: str = ""
@@ -116,7 +116,7 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     key: str = ""  # file of `baton keygen`
     logs: str = ""  # folder for the output of the processes; empty keeps it in the state folder
     gpus_per_host: MachineCount = 0  # with which Slurm packs nodes; 0: a host for each
-    routers: tuple[RouterPlace, ...] = (RouterPlace(),)
+    routers: tuple[RouterSpec, ...] = (RouterSpec(),)
     settings: Settings = {}
     env: dict[str, str] = {}  # of all processes
     secrets: tuple[str, ...] = ()  # variables whose values are secret, with any name

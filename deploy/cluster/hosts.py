@@ -7,7 +7,7 @@ import msgspec
 import psutil
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec
+from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.reading import is_loopback
 from baton.deploy.model_folder import with_model
 from baton.deploy.startup import check_port
@@ -19,10 +19,10 @@ HERE = "127.0.0.1"
 THREADS = "engine.threads"
 
 
-def places_by_name(description: Description) -> ProcessPlaces:
+def addresses_by_name(description: Description) -> ClusterAddresses:
     """Return the places of processes: the hosts in the description, or else this machine."""
     routers = tuple(router.host or HERE for router in description.routers)
-    return ProcessPlaces(routers, HERE, host=HERE)
+    return ClusterAddresses(routers, HERE, host=HERE)
 
 
 def chosen(plan: ClusterPlan, hosts: Sequence[str]) -> tuple[ProcessSpec, ...]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.deploy.cluster.description import Description, Pool, RouterPlace, Settings
+from baton.deploy.cluster.description import Description, Pool, RouterSpec, Settings
 from baton.deploy.cluster.reading import config_of, is_loopback, placed_hosts, tensor_parallel
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
@@ -34,7 +34,7 @@ _LOOKS_SECRET = re.compile(
 )
 
 
-class ProcessPlaces(msgspec.Struct, frozen=True):
+class ClusterAddresses(msgspec.Struct, frozen=True):
     """What a platform knows about the machines, as text that is put into commands unchanged.
 
     An address that is known only where the process runs may be a variable that the platform fills
@@ -94,41 +94,43 @@ class ClusterPlan(msgspec.Struct, frozen=True):
         return max(config_of(self.description, p.settings).node.start_timeout_s for p in pools)
 
 
-def plan_of(description: Description, places: ProcessPlaces) -> ClusterPlan:
+def plan_of(description: Description, addresses: ClusterAddresses) -> ClusterPlan:
     """Return the plan. Raises `ConfigError` if processes would reach other hosts without a key."""
     keys = config_of(description, {}).keys
-    if not (description.key or keys.insecure or all(map(is_loopback, places.routers))):
+    if not (description.key or keys.insecure or all(map(is_loopback, addresses.routers))):
         raise ConfigError(
             "key: processes on several hosts need a key; make one with `baton keygen cluster.key` "
             "and write `key: cluster.key` into the description"
         )
-    return ClusterPlan(description, processes_of(description, places))
+    return ClusterPlan(description, processes_of(description, addresses))
 
 
-def processes_of(description: Description, places: ProcessPlaces) -> tuple[ProcessSpec, ...]:
+def processes_of(description: Description, addresses: ClusterAddresses) -> tuple[ProcessSpec, ...]:
     """Return every process: the routers, then the nodes pool by pool."""
-    assert len(places.routers) == len(description.routers)
+    assert len(addresses.routers) == len(description.routers)
     processes = [
-        _router(description, places, index, router)
+        _router(description, addresses, index, router)
         for index, router in enumerate(description.routers)
     ]
     gpus_taken: Counter[str] = Counter()
     for name, pool in description.pools.items():
         on_host: Counter[str] = Counter()
         for index, named in enumerate(placed_hosts(pool)):
-            host = named or places.host
+            host = named or addresses.host
             nth, first_gpu = on_host[host], gpus_taken[host]
-            processes.append(_node(description, places, name, index, nth=nth, first_gpu=first_gpu))
+            processes.append(
+                _node(description, addresses, name, index, nth=nth, first_gpu=first_gpu)
+            )
             on_host[host] += bool(host)
             gpus_taken[host] += pool.gpus
     return tuple(processes)
 
 
 def _router(
-    description: Description, places: ProcessPlaces, index: int, router: RouterPlace
+    description: Description, addresses: ClusterAddresses, index: int, router: RouterSpec
 ) -> ProcessSpec:
-    settings = {**_common(description, places), **router.settings}
-    listen = places.listen or places.routers[index]
+    settings = {**_common(description, addresses), **router.settings}
+    listen = addresses.listen or addresses.routers[index]
     env = {
         **description.env,
         **router.env,
@@ -150,7 +152,7 @@ def _router(
         argv=_argv("router", settings),
         env=env,
         secret_env=secret_env,
-        host=router.host or places.host,
+        host=router.host or addresses.host,
         ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
         grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
@@ -159,7 +161,7 @@ def _router(
 
 def _node(
     description: Description,
-    places: ProcessPlaces,
+    addresses: ClusterAddresses,
     pool_name: str,
     index: int,
     *,
@@ -169,12 +171,12 @@ def _node(
     """Return node `index` of a pool, the `nth` of the pool on its host."""
     pool = description.pools[pool_name]
     named = placed_hosts(pool)[index]
-    name, host, address = f"{pool_name}-{index}", named or places.host, named or places.node
+    name, host, address = f"{pool_name}-{index}", named or addresses.host, named or addresses.node
     config = config_of(description, pool.settings)
     port = pool.peer_port + nth if pool.peer_port else 0
     routers = [
         f"tcp://{bracketed(address)}:{router.control_port}"
-        for address, router in zip(places.routers, description.routers, strict=True)
+        for address, router in zip(addresses.routers, description.routers, strict=True)
     ]
     env = {
         **description.env,
@@ -183,14 +185,14 @@ def _node(
         "BATON_NODE_ROUTERS": ",".join(routers),
         "BATON_NODE_BIND": f"tcp://{bracketed(address)}" + (f":{port}" if port else ""),
     }
-    http = pool.http_port + nth if pool.http_port else places.http_port
+    http = pool.http_port + nth if pool.http_port else addresses.http_port
     if http:
-        env["BATON_NODE_HTTP"] = f"{bracketed(places.listen or address)}:{http}"
+        env["BATON_NODE_HTTP"] = f"{bracketed(addresses.listen or address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()
     if gpu_ids:
         env[VISIBLE_GPUS] = ",".join(map(str, gpu_ids))
     env, secret_env = _split(description, env)
-    settings = {**_common(description, places), **_computing(description, pool), **pool.settings}
+    settings = {**_common(description, addresses), **_computing(description, pool), **pool.settings}
     return ProcessSpec(
         name=name,
         role=pool.role,
@@ -244,13 +246,13 @@ def _split(description: Description, env: dict[str, str]) -> tuple[dict[str, str
     return {name: text for name, text in env.items() if name not in hidden}, hidden
 
 
-def _common(description: Description, places: ProcessPlaces) -> Settings:
+def _common(description: Description, addresses: ClusterAddresses) -> Settings:
     """Return the settings that all processes share."""
     settings: Settings = {}
     if description.model:
-        settings["model.path"] = places.model or description.model
+        settings["model.path"] = addresses.model or description.model
     if description.key:
-        settings["keys.file"] = places.key or description.key
+        settings["keys.file"] = addresses.key or description.key
     return settings | description.settings
 
 

@@ -16,7 +16,7 @@ import msgspec
 from baton.deploy.cluster.description import Description, Pool, Settings, parse_description
 from baton.protocol.config import ClusterConfig, KeysConfig
 from baton.protocol.errors import ConfigError
-from baton.protocol.pairs import degrees_problem
+from baton.protocol.pairing import degrees_problem
 from baton.runtime.channels.keys import load_keys
 from baton.runtime.fields import with_values
 from baton.runtime.host import VISIBLE_GPUS

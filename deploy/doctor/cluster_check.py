@@ -17,11 +17,11 @@ from pathlib import Path
 import msgspec
 
 from baton.deploy.cluster.description import Description
-from baton.deploy.cluster.hosts import bound_address, is_here, places_by_name
+from baton.deploy.cluster.hosts import addresses_by_name, bound_address, is_here
+from baton.deploy.cluster.platforms.systemd import program_of
 from baton.deploy.cluster.processes import ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import read_deployment, state_folder
-from baton.deploy.cluster.systemd import program_of
 from baton.deploy.doctor.machine import Finding, MachineReport, fault, ok, warning
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bracketed, parse_endpoint
@@ -146,7 +146,7 @@ def _hosts_of(description: Description, via: str) -> list[RemoteHost]:
         raise ConfigError(f"--via {via}: {error}") from error
     if launcher and not any(HOST in word for word in launcher):
         raise ConfigError(f"--via {via}: write {HOST} where the host belongs: 'ssh {HOST}'")
-    plan = plan_of(description, places_by_name(description))
+    plan = plan_of(description, addresses_by_name(description))
     hosts = []
     for name in dict.fromkeys(spec.host for spec in plan.processes):
         specs = tuple(spec for spec in plan.processes if spec.host == name)

@@ -17,9 +17,9 @@ import msgspec
 
 from baton.deploy.model_folder import with_model
 from baton.deploy.startup import check_port
-from baton.engine.compute.compute_facts import ComputeFacts
 from baton.kv_transfer.pools import available_bytes
 from baton.kv_transfer.transports.nixl_binding import is_installed
+from baton.model.runner.compute_facts import ComputeFacts
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -214,7 +214,7 @@ def _major(version: str) -> int:
 
 
 def _compute() -> ComputeFacts:
-    line, complaint = _last_line_of("baton.engine.compute.compute_facts")
+    line, complaint = _last_line_of("baton.model.runner.compute_facts")
     try:
         return msgspec.json.decode(line, type=ComputeFacts)
     except msgspec.MsgspecError:

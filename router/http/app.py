@@ -17,20 +17,20 @@ from aiohttp import web
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
-from baton.router.health import Health, ServedModel
+from baton.router.core.health import Health, ServedModel
+from baton.router.http.api.anthropic import CountBody, MessageBody, message_error
+from baton.router.http.api.responses_body import ResponseBody
+from baton.router.http.api.schema import ChatBody, CompletionBody
+from baton.router.http.api.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Bodies, Connection, connection_of
+from baton.router.http.errors import error_of, retry_headers
 from baton.router.http.handlers import Handlers, request_id_of
-from baton.router.http.messages import CountBody, MessageBody, message_error
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog, Tracer
-from baton.router.http.response_body import ResponseBody
-from baton.router.http.responses import error_of, retry_headers
-from baton.router.http.schema import ChatBody, CompletionBody
-from baton.router.http.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tokens import DetokenizeBody, TokenEndpoints, TokenizeBody
-from baton.router.text import ChatTemplate
+from baton.router.text.tokenizer import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger
 from baton.runtime.metrics import CONTENT_TYPE

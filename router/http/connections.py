@@ -17,7 +17,7 @@ from aiohttp import web
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError
-from baton.router.health import ServedModel
+from baton.router.core.health import ServedModel
 from baton.runtime.clock import monotonic
 from baton.runtime.host import RareWarning
 from baton.runtime.log import clip, logger

@@ -20,12 +20,18 @@ from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
-from baton.router.http.auth import authorization_of
-from baton.router.http.connections import SMALL_BYTES, Bodies
-from baton.router.http.large_bodies import LargeBodies
-from baton.router.http.messages import MessageEvents
-from baton.router.http.metrics import HttpMetrics
-from baton.router.http.prepare import (
+from baton.router.core.admission import check_num_logprobs
+from baton.router.core.reattach import Claim
+from baton.router.core.stream import RequestStream, Sink
+from baton.router.http.api.anthropic import MessageEvents
+from baton.router.http.api.large_bodies import LargeBodies
+from baton.router.http.api.openai_chunks import (
+    ResponseWriter,
+    ShownPrompt,
+    clamped_to,
+    system_fingerprint,
+)
+from baton.router.http.api.prepare import (
     Job,
     ModelFormat,
     Prepared,
@@ -35,32 +41,31 @@ from baton.router.http.prepare import (
     rendered,
     unpacked,
 )
-from baton.router.http.request_log import GONE, RUNNING, Running
-from baton.router.http.response_events import ResponseEvents
-from baton.router.http.responses import ResponseWriter, ShownPrompt, clamped_to, system_fingerprint
-from baton.router.http.schema import Endpoint, ParsedRequest
-from baton.router.http.sse import (
+from baton.router.http.api.responses_events import ResponseEvents
+from baton.router.http.api.schema import Endpoint, ParsedRequest
+from baton.router.http.api.sse import (
     LAST_EVENT_ID,
     SILENCE_S,
     ChunkEvents,
     EventStream,
     Form,
-    ReaderPlace,
+    ResumePosition,
     form_of,
     kept_of,
     last_event,
     owner_of,
-    place_of,
+    resume_position,
     start_of,
     wants_ids,
 )
-from baton.router.http.turns import FORM_PARAM, blaming
+from baton.router.http.auth import authorization_of
+from baton.router.http.connections import SMALL_BYTES, Bodies
+from baton.router.http.errors import FORM_PARAM, blaming
+from baton.router.http.metrics import HttpMetrics
+from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
-from baton.router.queue import check_num_logprobs
-from baton.router.reattach import Claim
-from baton.router.response_parser import Parsing
-from baton.router.stream import RequestStream, Sink
-from baton.router.text import ChatTemplate
+from baton.router.text.response_parser import Parsing
+from baton.router.text.tokenizer import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 
@@ -136,7 +141,7 @@ class Handlers:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
         place = None
         if LAST_EVENT_ID in request.headers and endpoint in _CHUNKED:
-            place = place_of(request.headers[LAST_EVENT_ID])
+            place = resume_position(request.headers[LAST_EVENT_ID])
             # The form of the response is known, so the body is not used.
             with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._bodies.max_body_bytes)
@@ -157,12 +162,12 @@ class Handlers:
         """Answer GET /v1/streams/{id}: resume a broken stream after the event `Last-Event-ID`."""
         place = start_of(request.match_info["id"], request.headers.get(LAST_EVENT_ID))
         if LAST_EVENT_ID in request.headers:
-            place = place_of(request.headers[LAST_EVENT_ID])
+            place = resume_position(request.headers[LAST_EVENT_ID])
         with self._counted_request(request) as running:
             return await self._again(request, running, place)
 
     async def _again(
-        self, request: web.Request, running: Running, place: ReaderPlace
+        self, request: web.Request, running: Running, place: ResumePosition
     ) -> web.StreamResponse:
         """Resume a stream, which another router may have begun."""
         if place.tail == "/d":
@@ -420,7 +425,7 @@ class Handlers:
         if (typed := _typed(work, streams)) is not None:
             return EventStream(typed, 1, self._metrics, self._silence_s)
         metrics, prompts = [one.metrics for one in streams], await self._prompts(work, streams)
-        place = None if work.kept is None else ReaderPlace(work.writer.id, None)
+        place = None if work.kept is None else ResumePosition(work.writer.id, None)
         return self._chunks(request, work.writer, work.params.n, prompts, metrics, place)
 
     def _chunks(
@@ -430,7 +435,7 @@ class Handlers:
         num_choices: int,
         prompts: Sequence[ShownPrompt],
         metrics: Sequence[RequestMetrics],
-        place: ReaderPlace | None = None,
+        place: ResumePosition | None = None,
     ) -> EventStream:
         lengths, has_ids = [one.num_prompt_tokens for one in metrics], wants_ids(request)
         events = ChunkEvents(writer, num_choices, prompts, lengths, place, has_ids=has_ids)

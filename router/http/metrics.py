@@ -8,8 +8,8 @@ place of `vllm:`.
 from collections import Counter
 
 from baton.protocol.errors import BatonError
-from baton.router.health import Health, ServedModel
-from baton.router.http.responses import RETRY_STATUSES
+from baton.router.core.health import Health, ServedModel
+from baton.router.http.errors import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics
 from baton.runtime.metrics import Family, Histogram, Page, add_nodes
 

@@ -17,10 +17,10 @@ from aiohttp import web
 
 from baton.protocol.config import LogConfig
 from baton.protocol.errors import BatonError, ConfigError, Failure
+from baton.router.core.stream import RequestStream
+from baton.router.http.errors import RETRY_STATUSES
 from baton.router.http.metrics import STAGE_NAMES
-from baton.router.http.responses import RETRY_STATUSES
 from baton.router.outputs import RequestMetrics, waterfall
-from baton.router.stream import RequestStream
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import clip, logger
 

@@ -17,12 +17,11 @@ import msgspec
 from aiohttp import web
 
 from baton.protocol.errors import Failure
-from baton.router.health import Health, ServedModel, Status
+from baton.router.core.health import Health, ServedModel, Status
+from baton.router.core.pair_health import PairTransfers
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import Running
-from baton.router.outputs import Path as RequestPath
-from baton.router.outputs import RequestMetrics, StageSpan, waterfall
-from baton.router.pairs import PairTransfers
+from baton.router.outputs import RequestMetrics, ServedBy, StageSpan, waterfall
 from baton.runtime.metrics import LostNode
 
 PAGE = Path(__file__).with_name("status.html")
@@ -51,7 +50,7 @@ class RequestRecord(msgspec.Struct, frozen=True):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_output_tokens: int
-    path: RequestPath | None
+    path: ServedBy | None
     num_attempts: int
     prefill_node: str | None  # of the last attempt
     decode_node: str | None

@@ -9,13 +9,19 @@ from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import RequestError
-from baton.router.health import ServedModel
+from baton.router.core.health import ServedModel
+from baton.router.http.api.anthropic import CountBody, chat_of, count_decoder
+from baton.router.http.api.prepare import check_ids, lora_of, rendered
+from baton.router.http.api.schema import Chat
+from baton.router.http.api.turns import (
+    ToolList,
+    Turn,
+    plain_tools,
+    plain_turn,
+)
 from baton.router.http.connections import MIB, Bodies
-from baton.router.http.messages import CountBody, chat_of, count_decoder
-from baton.router.http.prepare import check_ids, lora_of, rendered
-from baton.router.http.schema import Chat
-from baton.router.http.turns import ToolList, Turn, blaming, decoded, plain_tools, plain_turn
-from baton.router.text import ChatTemplate
+from baton.router.http.errors import blaming, decoded
+from baton.router.text.tokenizer import ChatTemplate
 from baton.router.text_router import TextRouter
 
 # These bodies are parsed on the event loop.

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import msgspec
 
-from baton.engine.compute.lora_files import folders_of
 from baton.llm_settings import Model, config_of
+from baton.model.config.lora_files import folders_of
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SEED_BITS, SamplingParams, Scope
-from baton.router.health import Health, ServedModel
-from baton.router.node_link import ProfileState
+from baton.router.core.health import Health, ServedModel
+from baton.router.core.node_link import ProfileState
+from baton.router.core.stream import RequestStream
 from baton.router.outputs import RequestOutput
-from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter, default_params
 from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder

@@ -143,7 +143,8 @@ def _start(name: str, config: ClusterConfig) -> int:
         return run_router(config)
     check_reach(config, "node.routers", *config.node.routers)
     spin_briefly()
-    from baton.engine.process.node import EngineNode
+    from baton.model.executors import make_executor
+    from baton.node.node import EngineNode
 
     if name == "prefill":
         from baton.prefill_node.scheduler import PrefillScheduler
@@ -151,11 +152,11 @@ def _start(name: str, config: ClusterConfig) -> int:
         if config.engine.graphs == "all":  # it has no decode steps
             engine = msgspec.structs.replace(config.engine, graphs="prompts")
             config = msgspec.structs.replace(config, engine=engine)
-        return EngineNode(config, "prefill", PrefillScheduler).run()
+        return EngineNode(config, "prefill", PrefillScheduler, make_executor).run()
     check_reach(config, "node.bind", config.node.bind)
     from baton.decode_node.scheduler import DecodeScheduler
 
-    return EngineNode(config, "decode", DecodeScheduler).run()
+    return EngineNode(config, "decode", DecodeScheduler, make_executor).run()
 
 
 def _warn_of_variables() -> None:

@@ -19,8 +19,8 @@ from baton.prompts import LoRARequest, Prompt, TokensPrompt, as_list
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.sampling import RequestOutputKind, SamplingParams
-from baton.router.health import ServedModel
-from baton.router.node_link import ProfileState
+from baton.router.core.health import ServedModel
+from baton.router.core.node_link import ProfileState
 from baton.router.outputs import RequestOutput
 from baton.tokenizer import Conversation, ModelTokenizer
 

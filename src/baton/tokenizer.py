@@ -12,8 +12,8 @@ import msgspec
 
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
-from baton.router.http.turns import ToolList, plain_tools
-from baton.router.text import ChatTemplate, Text
+from baton.router.http.api.turns import ToolList, plain_tools
+from baton.router.text.tokenizer import ChatTemplate, Text
 
 # A turn: "role", "content" and other fields that the template reads.
 ChatMessage = Mapping[str, object]

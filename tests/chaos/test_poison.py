@@ -6,9 +6,9 @@ import contextlib
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.compute.local_executor import InProcessExecutor
-from baton.engine.compute.runner import Runner
-from baton.engine.scheduling.plan import StepPlan
+from baton.model.executors.local_executor import InProcessExecutor
+from baton.model.runner.runner import Runner
+from baton.node.scheduling.plan import StepPlan
 from baton.protocol.errors import NodeError, RequestError
 from baton.protocol.sampling import SamplingParams
 from tests.support.checkpoints import tiny_cluster

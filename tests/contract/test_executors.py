@@ -12,13 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.compute import worker_executor
-from baton.engine.compute.executor import RANK_KILLED, Executor, ExecutorInfo
-from baton.engine.compute.local_executor import InProcessExecutor
-from baton.engine.compute.weights import fingerprint
-from baton.engine.compute.worker_executor import WorkerExecutor
-from baton.engine.compute.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import (
     AddPeer,
     AgentEvent,
@@ -29,6 +22,13 @@ from baton.kv_transfer.interfaces import (
     ReadEnded,
     TransferPort,
 )
+from baton.model.executors import worker_executor
+from baton.model.executors.local_executor import InProcessExecutor
+from baton.model.executors.worker_executor import WorkerExecutor
+from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
+from baton.model.loading.weights import fingerprint
+from baton.node.executor import RANK_KILLED, Executor, ExecutorInfo
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch, Key, RequestId

@@ -9,9 +9,9 @@ from contextlib import suppress
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.engine.process.heartbeat import HeartbeatThread, Vitals
-from baton.engine.process.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
-from baton.engine.process.registration import RouterStanding
+from baton.node.heartbeat import HeartbeatThread, Vitals
+from baton.node.node_http import DEAD_S, MAX_CONNECTIONS, NodeHttp
+from baton.node.router_channel import RouterStanding
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, Totals

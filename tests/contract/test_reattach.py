@@ -23,9 +23,9 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import Sampling, SamplingParams
+from baton.router.core.reattach import REJOIN_S, Claim, ReceivedPart
+from baton.router.core.stream import RequestStream, digest_of
 from baton.router.outputs import CompletionOutput
-from baton.router.reattach import REJOIN_S, Claim, ReceivedPart
-from baton.router.stream import RequestStream, digest_of
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, routed
 from tests.support.scripted_nodes import ScriptedNode, node_info, toy_answer
 

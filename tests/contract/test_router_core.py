@@ -21,7 +21,7 @@ from baton.protocol.messages import (
     Tokens,
 )
 from baton.protocol.sampling import SamplingParams
-from baton.router.lifecycle import Lifecycle
+from baton.router.core.lifecycle import Lifecycle
 from baton.router.outputs import CompletionOutput, RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from baton.protocol.errors import ConfigError
-from baton.router.special_tokens import check_tokens
+from baton.router.text.special_tokens import check_tokens
 from tests.support.small_tokenizers import END, write_tokenizer
 
 TEXT = f"hello <|new|> the end{END} <|other|> x"

@@ -147,7 +147,7 @@ def test_penalties_are_what_torch_computes(dtype):
 
 
 def test_attention_runs_under_a_captured_graph_for_other_lengths():
-    from baton.kernels.decode_attention import paged_decode_attention
+    from baton.kernels.cuda.decode_attention import paged_decode_attention
 
     case = cases.attention_batch(_decode((300, 2000, 700), "8B"), "cuda")
     lens = torch.tensor([1, 16, 257], dtype=torch.int32, device="cuda")

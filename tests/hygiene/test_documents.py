@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 from baton.protocol.config import ClusterConfig
+from baton.router.http.api.responses_body import ResponseBody
+from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.app import document
-from baton.router.http.response_body import ResponseBody
-from baton.router.http.schema import ChatBody, CompletionBody
 from baton.router.http.tokens import DetokenizeBody, TokenizeBody
 from baton.runtime.fields import fields_of
 from tests.support.sources import REPOSITORY, name_of, sources, tree

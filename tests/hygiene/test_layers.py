@@ -16,6 +16,7 @@ from tests.support.sources import (
     name_of,
     sources,
 )
+from tools import house
 
 # Room -> rooms that it may import besides itself.
 BELOW = {
@@ -23,13 +24,14 @@ BELOW = {
     "runtime": ("protocol",),
     "kernels": (),
     "kv_transfer": ("protocol", "runtime"),
-    "engine": ("protocol", "runtime", "kernels", "kv_transfer"),
-    "prefill_node": ("protocol", "runtime", "engine", "kv_transfer"),
-    "decode_node": ("protocol", "runtime", "engine", "kv_transfer"),
+    "node": ("protocol", "runtime", "kv_transfer"),
+    "model": ("protocol", "runtime", "kernels", "kv_transfer", "node"),
+    "prefill_node": ("protocol", "runtime", "node", "kv_transfer"),
+    "decode_node": ("protocol", "runtime", "node", "kv_transfer"),
     "router": ("protocol", "runtime"),
     "bench": ("protocol", "runtime"),
     "deploy": (
-        "protocol", "runtime", "kv_transfer", "engine", "prefill_node", "decode_node", "router",
+        "protocol", "runtime", "kv_transfer", "model", "prefill_node", "decode_node", "router",
     ),
 }  # fmt: skip
 PACKAGES = {
@@ -37,7 +39,8 @@ PACKAGES = {
     "runtime": "msgspec prometheus_client psutil yaml zmq",
     "kernels": "torch triton numba llvmlite numpy",
     "kv_transfer": "msgspec numpy",
-    "engine": "aiohttp llguidance msgspec zmq numpy torch safetensors transformers",
+    "node": "aiohttp msgspec zmq",
+    "model": "llguidance msgspec numpy torch safetensors transformers",
     "prefill_node": "msgspec",
     "decode_node": "msgspec",
     "router": "aiohttp jinja2 llguidance msgspec opentelemetry tokenizers zmq",
@@ -45,22 +48,54 @@ PACKAGES = {
     "deploy": "huggingface_hub jinja2 msgspec psutil ray rich yaml zmq",
     FRONT_DOOR: "msgspec rich shtab",
 }
+# Walls within a room: a folder -> what else of its room it may import. Folders that are not here,
+# and files beside the folders of a room, may import all of their room.
+WITHIN = {
+    "node/scheduling": (),
+    "kernels/cpu": ("kernels/constants.py", "kernels/reference.py"),
+    "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
+    "model/config": (),
+    "model/layers": (
+        "model/config", "model/tensor_parallel.py", "model/batch_invariance/row_rule.py",
+    ),
+    "model/batch_invariance": ("model/layers",),
+    "model/loading": (
+        "model/config", "model/layers", "model/batch_invariance", "model/tensor_parallel.py",
+    ),
+    "model/transformers_code": (
+        "model/config", "model/layers", "model/batch_invariance", "model/loading",
+        "model/tensor_parallel.py",
+    ),
+    "model/sampling": (),
+    "model/runner": (
+        "model/config", "model/layers", "model/batch_invariance", "model/loading",
+        "model/transformers_code", "model/sampling", "model/tensor_parallel.py",
+    ),
+    "router/text": ("router/outputs.py",),
+    "router/core": ("router/outputs.py", "router/text/detokenizer.py"),
+    "router/http/api": (
+        "router/outputs.py", "router/text_router.py", "router/text", "router/core",
+        "router/http/errors.py", "router/http/connections.py", "router/http/metrics.py",
+    ),
+}  # fmt: skip
+# Only the process of a router joins its HTTP side to the rest.
+HTTP_USERS = {"router/main.py"}
 # Ways from data to code.
 UNSAFE_MODULES = {"pickle", "dill", "cloudpickle", "shelve", "marshal"}
 # The rooms above see the transfer through its interfaces. These files put the parts together.
 WIRING = {
-    "engine/process/loop.py": {"connector"},
-    "engine/process/node.py": {"connector", "transports.addresses"},
-    "engine/compute/rank.py": {"agent", "pools"},
-    "engine/compute/kv_cache.py": {"pools"},
-    "engine/compute/peer_memory.py": {"pools"},
+    "node/loop.py": {"connector"},
+    "node/node.py": {"connector", "transports.addresses"},
+    "model/runner/rank.py": {"agent", "pools"},
+    "model/runner/kv_cache.py": {"pools"},
+    "model/runner/peer_memory.py": {"pools"},
 }
 NIXL_BINDING = "kv_transfer/transports/nixl_binding.py"
 TRANSFORMERS_BINDING = {
-    "engine/compute/transformers_decoder.py",
-    "engine/compute/transformers_gate.py",
+    "model/transformers_code/transformers_decoder.py",
+    "model/transformers_code/transformers_gate.py",
 }
-RAY_BINDING = "deploy/cluster/ray.py"
+RAY_BINDING = "deploy/cluster/platforms/ray.py"
 
 
 def importers(*rooms: str, of: Callable[[Path, str], bool]) -> dict[str, str]:
@@ -79,6 +114,32 @@ def test_a_room_imports_only_rooms_below_it(room):
     assert not importers(
         room, of=lambda _, name: name.startswith("baton.") and name.split(".")[1] not in allowed
     )
+
+
+@pytest.mark.parametrize("folder", WITHIN)
+def test_a_folder_of_a_room_imports_only_what_its_wall_lets_through(folder):
+    room = folder.partition("/")[0]
+
+    def crosses(_: Path, module: str) -> bool:
+        name = f"{module.removeprefix('baton.').replace('.', '/')}.py"
+        return name.startswith(f"{room}/") and not name.startswith((folder, *WITHIN[folder]))
+
+    assert not importers(folder, of=crosses)
+
+
+def test_nothing_of_a_router_but_its_process_sees_http():
+    users = importers("router", of=lambda _, name: name.startswith("baton.router.http"))
+    assert {name for name in users if not name.startswith("router/http/")} == HTTP_USERS
+
+
+def test_no_source_folder_has_more_than_fifteen_files():
+    assert not house.crowded_folders(REPOSITORY)
+
+
+def test_the_lists_of_the_house_name_what_is_there():
+    assert not [
+        item for count in house.read_counts().values() for item in house.missing_items(count)
+    ]
 
 
 def test_no_files_import_one_another_in_a_circle():
@@ -104,7 +165,7 @@ def test_the_transfer_is_seen_through_its_interfaces():
         inside = module.removeprefix("baton.kv_transfer").removeprefix(".")
         return inside not in {module, "interfaces", *WIRING.get(name_of(path), ())}
 
-    assert not importers("engine", "prefill_node", "decode_node", of=goes_inside)
+    assert not importers("node", "model", "prefill_node", "decode_node", of=goes_inside)
 
 
 def test_no_file_unpickles_what_it_reads():
@@ -124,10 +185,8 @@ def test_the_optional_ray_is_imported_in_one_file():
 def test_transformers_is_imported_only_where_its_models_are_computed():
     users = importers(of=lambda _, name: package(name) == "transformers")
     assert users.keys() == TRANSFORMERS_BINDING
-    users = importers(of=lambda _, name: name.startswith("baton.engine.compute.transformers_"))
-    assert users.keys() - TRANSFORMERS_BINDING == {
-        "engine/compute/kv_cache.py", "engine/compute/rank.py", "deploy/model_folder.py",
-    }  # fmt: skip
+    users = importers(of=lambda _, name: name.startswith("baton.model.transformers_code."))
+    assert users.keys() - TRANSFORMERS_BINDING == {"model/runner/rank.py"}
 
 
 def test_every_room_is_linked_into_the_package():

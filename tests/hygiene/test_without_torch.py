@@ -12,18 +12,16 @@ pytestmark = pytest.mark.timeout(300)  # far more than it takes on a machine tha
 # Tests that put these parts to work; each group runs in a process of its own.
 USES = {
     "schedulers": (
-        "tests/unit/engine_host/test_block_pool.py",
-        "tests/unit/engine_host/test_schedulers.py",
+        "tests/unit/node/test_block_pool.py",
+        "tests/unit/node/test_schedulers.py",
     ),
     "transfer": ("tests/unit/transfer/test_handoff.py", "tests/unit/transfer/test_pools.py"),
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
 }
 HOST_ONLY_ROOMS = (
-    "protocol", "runtime", "kv_transfer", "engine/process", "engine/scheduling", "prefill_node",
-    "decode_node", "router", "deploy",
+    "protocol", "runtime", "kv_transfer", "node", "model/config", "prefill_node", "decode_node",
+    "router", "deploy",
 )  # fmt: skip
-# What starts a rank is not host-only.
-WITH_TORCH = {"engine/process/node.py"}
 
 
 @pytest.mark.parametrize("group", USES)
@@ -34,7 +32,7 @@ def test_a_host_only_part_does_its_work_without_torch(group):
 
 
 def test_every_file_of_a_host_only_room_is_imported_without_torch():
-    files = [name_of(path) for path in sources(*HOST_ONLY_ROOMS) if name_of(path) not in WITH_TORCH]
+    files = [name_of(path) for path in sources(*HOST_ONLY_ROOMS)]
     modules = [file.removesuffix(".py").removesuffix("/__init__") for file in files]
     run_without_torch("\n".join(f"import baton.{module.replace('/', '.')}" for module in modules))
 
@@ -52,10 +50,9 @@ def test_only_computing_files_import_torch():
     rooms = {
         name_of(path).partition("/")[0]
         for path in sources(*ROOMS)
-        if name_of(path) not in WITH_TORCH
-        and {"torch", "triton"} & {module.partition(".")[0] for module in imports(path)}
+        if {"torch", "triton"} & {module.partition(".")[0] for module in imports(path)}
     }
-    assert rooms <= {"engine", "kernels", "bench"}
+    assert rooms <= {"model", "kernels", "bench"}
 
 
 def run_without_torch(code: str) -> None:

@@ -9,9 +9,9 @@ from functools import cache
 
 from baton.async_llm import AsyncLLM
 from baton.deploy.model_folder import CHECKPOINT
-from baton.engine.process.records import ReadRecord, StepRecord
 from baton.kv_transfer.interfaces import BlockSlice, Transport
 from baton.kv_transfer.pools import HostPool
+from baton.node.records import ReadRecord, StepRecord
 from baton.protocol.config import ClusterConfig
 from baton.protocol.messages import Role
 from baton.protocol.sampling import SamplingParams

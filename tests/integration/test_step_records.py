@@ -8,10 +8,10 @@ from threading import Event
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.compute.runner import Runner
-from baton.engine.process.records import ReadRecord, StepRecord
-from baton.engine.scheduling.plan import StepPlan, StepResult
 from baton.kv_transfer.interfaces import Read, Transport
+from baton.model.runner.runner import Runner
+from baton.node.records import ReadRecord, StepRecord
+from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import RequestOutput
 from tests.support.checkpoints import tiny_cluster

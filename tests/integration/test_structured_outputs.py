@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from baton.async_llm import AsyncLLM
-from baton.engine.compute import token_masks
+from baton.model.sampling import token_masks
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError
 from baton.protocol.messages import Role

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
 from baton.kv_transfer.interfaces import TransferPort
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.ids import Key
 from tests.sim.clock import Process
 

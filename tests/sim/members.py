@@ -10,16 +10,16 @@ from tokenizers.decoders import ByteLevel
 from tokenizers.models import WordLevel
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.compute.executor import Executor
-from baton.engine.process.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
-from baton.engine.process.loop import EngineLoop
-from baton.engine.process.records import NodeObserver
-from baton.engine.process.sockets import EngineSockets
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.scheduler import NodeLimits
 from baton.kv_transfer.agent import AgentLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.transports.addresses import ShmAddress
+from baton.node.executor import Executor
+from baton.node.heartbeat import HEARTBEAT_INTERVAL_S, HeartbeatThread, Vitals
+from baton.node.loop import EngineLoop
+from baton.node.records import NodeObserver
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.node.sockets import EngineSockets
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import (
@@ -44,11 +44,11 @@ from baton.protocol.messages import (
     Role,
     StepLimits,
 )
-from baton.router.core import ActiveRequest, RouterCore
-from baton.router.detokenizer import decoding_of
+from baton.router.core.router_core import ActiveRequest, RouterCore
 from baton.router.http.app import App
 from baton.router.http.server import Server
-from baton.router.text import Text
+from baton.router.text.detokenizer import decoding_of
+from baton.router.text.tokenizer import Text
 from baton.router.text_router import TextRouter
 from tests.sim.clock import Process
 from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor

@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
-from baton.engine.process.registration import RouterChannel
-from baton.engine.process.sockets import EngineSockets, PeerName
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.requests import Outputs
-from baton.engine.scheduling.sequence import Sequence
-from baton.kv_transfer.handoff import ReaderLease, Tombstones
+from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
 from baton.kv_transfer.receive import BlockRangeReads, KVReceive
+from baton.node.router_channel import RouterChannel
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.requests import Outputs
+from baton.node.scheduling.sequence import Sequence
+from baton.node.sockets import EngineSockets, PeerName
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import TokenEntry
-from baton.router.node_link import NodeLink
-from baton.router.reattach import FoundChoice, ReceivedPart, Search
-from baton.router.registry import Node, Registry
-from baton.router.stream import RequestStream
+from baton.router.core.node_link import NodeLink
+from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
+from baton.router.core.registry import Node, Registry
+from baton.router.core.stream import RequestStream
 from tests.sim.transports import SimShm
 from tests.sim.world import Fault, Result, simulate
 

@@ -14,12 +14,6 @@ from unittest import mock
 import msgspec
 import pytest
 
-from baton.engine.process import loop
-from baton.engine.process.loop import EngineLoop
-from baton.engine.process.records import Draining, Turned
-from baton.engine.process.sockets import EngineSockets, FromRouter, RouterLost
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import StepResult
 from baton.kv_transfer.interfaces import (
     BlocksSummed,
     FromPeer,
@@ -29,6 +23,12 @@ from baton.kv_transfer.interfaces import (
     ReadDrained,
     ReadEnded,
 )
+from baton.node import loop
+from baton.node.loop import EngineLoop
+from baton.node.records import Draining, Turned
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import StepResult
+from baton.node.sockets import EngineSockets, FromRouter, RouterLost
 from baton.protocol.messages import InProgress, PromptLogprobs, Tokens
 from tests.sim.executor import BLOCK_SIZE
 from tests.sim.members import SimNode

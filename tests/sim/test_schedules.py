@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from baton.router.pairs import Pairs
+from baton.router.core.pair_health import Pairs
 from tests.sim.world import Fault, simulate
 
 SEEDS_APIECE = 10

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from baton.engine.scheduling.block_pool import BlockPool
 from baton.kv_transfer.agent import AgentLimits, AgentTurns
 from baton.kv_transfer.interfaces import (
     AddPeer,
@@ -23,6 +22,7 @@ from baton.kv_transfer.interfaces import (
     PeerRank,
     Read,
 )
+from baton.node.scheduling.block_pool import BlockPool
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Epoch
 from tests.sim.clock import Process

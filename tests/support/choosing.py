@@ -4,9 +4,9 @@ from baton.protocol.blocks import prompt_keys
 from baton.protocol.config import LocalPrefill
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NodeInfo, Ready
-from baton.router.policy import CheapestPair, Decision
-from baton.router.registry import Registry
-from baton.router.request import NodeProcess, Place
+from baton.router.core.policy import CheapestPair, Decision
+from baton.router.core.registry import Registry
+from baton.router.core.request import NodeProcess, SelectNodes
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [
@@ -33,23 +33,23 @@ def place(
     *,
     wants_decode: bool = True,
     avoid: frozenset[NodeProcess] = frozenset(),
-) -> Place:
+) -> SelectNodes:
     key = Key(RequestId(name))
     keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
-    return Place(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys)
+    return SelectNodes(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys)
 
 
 def choose(
-    registry: Registry, attempt: Place, mode: LocalPrefill = "auto", now_s: float = 0.0
+    registry: Registry, attempt: SelectNodes, mode: LocalPrefill = "auto", now_s: float = 0.0
 ) -> tuple[str | None, str | None] | None:
     decision = CheapestPair(mode, 32).choose(now_s, registry, attempt)
     if decision is None:
         return None
     charge(registry, decision)
-    registry.note_pair(decision.placed)
-    return decision.placed.prefill_node, decision.placed.decode_node
+    registry.note_pair(decision.selected)
+    return decision.selected.prefill_node, decision.selected.decode_node
 
 
 def charge(registry: Registry, decision: Decision) -> None:
     for node, amount in decision.loads:
-        registry.reserve(node, decision.placed.key, amount)
+        registry.reserve(node, decision.selected.key, amount)

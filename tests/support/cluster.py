@@ -19,7 +19,7 @@ from typing import Literal
 
 import msgspec
 
-from baton.engine.process.records import ReadRecord, Record, StepRecord, read_records
+from baton.node.records import ReadRecord, Record, StepRecord, read_records
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.messages import Role
 from baton.runtime.process import Child, Command

@@ -25,10 +25,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from baton.kernels import decode_attention, fixed_product, paged
-from baton.kernels.decode_attention import paged_decode_attention
-from baton.kernels.paged import DECODE, PREFILL, Row
-from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda import decode_attention, fixed_product, paged
+from baton.kernels.cuda.decode_attention import paged_decode_attention
+from baton.kernels.cuda.paged import DECODE, PREFILL, Row
+from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from tools.gpu.kernel_cases import AttentionShape, Batch, attention_batch, in_fp8, rotation_table
 
 Launch = tuple[triton.JITFunction, tuple[object, ...], dict[str, object]]
@@ -117,7 +117,7 @@ def cases() -> dict[str, Callable[[], object]]:
 
 
 def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
-    from baton.kernels.pool_writes import rope_and_store
+    from baton.kernels.cuda.pool_writes import rope_and_store
 
     q, k, v = torch.split(torch.empty(9, 48, 128, dtype=dtype), [32, 8, 8], dim=1)
     weight = torch.ones(128, dtype=dtype) if norm else None
@@ -130,7 +130,7 @@ def _rope(dtype: torch.dtype, *, norm: bool, fp8_pool: bool = False) -> object:
 
 def _latent(dtype: torch.dtype, heads: int) -> None:
     """The rows of all published models, and the heads of a rank or of a whole model."""
-    from baton.kernels import latent_attention as kernels
+    from baton.kernels.cuda import latent_attention as kernels
 
     x, pool = torch.empty(9, heads + 1, 576, dtype=dtype), torch.empty(80, 1, 2, 1, 16, 576)
     pool, tables = pool.to(dtype), torch.zeros(1, 70, dtype=torch.int32)
@@ -141,20 +141,20 @@ def _latent(dtype: torch.dtype, heads: int) -> None:
 
 
 def _norm() -> object:
-    from baton.kernels.rows import add_rms_norm
+    from baton.kernels.cuda.rows import add_rms_norm
 
     x = torch.empty(4, 4096, dtype=torch.bfloat16)
     return add_rms_norm(x, x, x[0], 1e-5)
 
 
 def _product(dtype: torch.dtype) -> object:
-    from baton.kernels.fixed_product import fixed_product
+    from baton.kernels.cuda.fixed_product import fixed_product
 
     return fixed_product(torch.empty(7, 4096, dtype=dtype), torch.empty(6144, 4096, dtype=dtype))
 
 
 def _narrow(*, is_fp8: bool) -> object:
-    from baton.kernels.fixed_product import NarrowProduct
+    from baton.kernels.cuda.fixed_product import NarrowProduct
 
     grid, x = torch.empty(32, 6144), torch.empty(7, 4096, dtype=torch.bfloat16)
     packed = torch.empty(6144, 4096 if is_fp8 else 2048, dtype=torch.uint8)
@@ -163,27 +163,27 @@ def _narrow(*, is_fp8: bool) -> object:
 
 def _experts(dtype: torch.dtype) -> object:
     """The first product of an expert of Qwen3-30B-A3B for one token."""
-    from baton.kernels.grouped_product import grouped_product
+    from baton.kernels.cuda.grouped_product import grouped_product
 
     x, weight = torch.empty(8, 2048, dtype=dtype), torch.empty(128, 1536, 2048, dtype=dtype)
     return grouped_product(x, weight, torch.zeros(128, dtype=torch.int32))
 
 
 def _sum_of_experts() -> object:
-    from baton.kernels.grouped_product import add_experts
+    from baton.kernels.cuda.grouped_product import add_experts
 
     rows = torch.empty(3, 8, 2048, dtype=torch.bfloat16)
     return add_experts(rows, torch.empty(3, 8))
 
 
 def _silu() -> object:
-    from baton.kernels.rows import gate_mul
+    from baton.kernels.cuda.rows import gate_mul
 
     return gate_mul(torch.empty(4, 2 * 14336, dtype=torch.bfloat16))
 
 
 def _blocks() -> None:
-    from baton.kernels.pool_writes import move_blocks
+    from baton.kernels.cuda.pool_writes import move_blocks
 
     pool = torch.empty(3, 4096, dtype=torch.bfloat16)
     ids = torch.zeros(2, dtype=torch.int32)
@@ -191,14 +191,14 @@ def _blocks() -> None:
 
 
 def _sums() -> object:
-    from baton.kernels.pool_writes import sum_blocks
+    from baton.kernels.cuda.pool_writes import sum_blocks
 
     return sum_blocks(torch.empty(3, 4096, dtype=torch.bfloat16), torch.zeros(2, dtype=torch.int32))
 
 
 def _sampling(dtype: torch.dtype, vocab: int) -> object:
     from baton.kernels.constants import ROW_INTS, ROW_REALS
-    from baton.kernels.device_sampling import sample_tokens
+    from baton.kernels.cuda.sampling import sample_tokens
 
     ints = torch.zeros(4, ROW_INTS, dtype=torch.int64)
     reals = torch.zeros(4, ROW_REALS, dtype=torch.float64)
@@ -207,7 +207,7 @@ def _sampling(dtype: torch.dtype, vocab: int) -> object:
 
 
 def _penalties(dtype: torch.dtype) -> object:
-    from baton.kernels.token_counts import penalize_counted
+    from baton.kernels.cuda.token_counts import penalize_counted
 
     words, factors = torch.zeros(8, 151_936, dtype=torch.int32), torch.ones(8, 3).double()
     counted, token_ids = torch.zeros(4, 2, dtype=torch.int32), torch.zeros(4, dtype=torch.int64)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.compute.rank import load_runner, plan_rank
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.tensor_parallel import Ranks, SingleRank
-from baton.engine.scheduling.plan import Slice
 from baton.kv_transfer.pools import HostPool
+from baton.model.runner.rank import load_runner, plan_rank
+from baton.model.runner.runner import Runner
+from baton.model.tensor_parallel import Ranks, SingleRank
+from baton.node.scheduling.plan import Slice
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

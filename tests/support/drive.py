@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import StepPlan, StepResult
-from baton.engine.scheduling.scheduler import NodeLimits, Scheduler
 from baton.kv_transfer.interfaces import ConnectorEvent
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import StepPlan, StepResult
+from baton.node.scheduling.scheduler import NodeLimits, Scheduler
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode, Offered, Prefill, TokenEntry, Tokens, ToRouter

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from baton.engine.compute.decoder import Decoder
+from baton.model.layers.decoder import Decoder
 from tests.support.checkpoints import scratch_folder, write_tokenizer
 from tests.support.compute import Text, compute_config, loaded, logits
 from tests.support.oracle import prompt

@@ -1,6 +1,6 @@
 """The process of one rank whose group meets over gloo, by the code that GPU ranks run over NCCL.
 
-A test lets the executor start it in place of `baton.engine.compute.worker`. It ends with code 3 if
+A test lets the executor start it in place of `baton.model.executors.worker`. It ends with code 3 if
 the worker, ending in order, has not left the group.
 """
 
@@ -10,9 +10,9 @@ import sys
 import torch
 import torch.distributed as dist
 
-from baton.engine.compute import worker
-from baton.engine.compute.tensor_parallel import GroupRanks, join
-from baton.engine.compute.worker_messages import LoadRank
+from baton.model.executors import worker
+from baton.model.executors.worker_messages import LoadRank
+from baton.model.tensor_parallel import GroupRanks, join
 
 JOIN_S = 120.0
 

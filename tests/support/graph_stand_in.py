@@ -15,21 +15,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.compute.attention import Batch
-from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.device_state import DeviceCounts
-from baton.engine.compute.kv_cache import KVCache
-from baton.engine.compute.linear import Linear, share
-from baton.engine.compute.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
-from baton.engine.compute.rope_config import Rope
-from baton.engine.compute.rotary import rope_table
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.sampler import POSITION, SEED, TEMPERATURE, Sampler
-from baton.engine.compute.step_queue import StepWork
-from baton.engine.compute.tensor_parallel import Ranks
-from baton.engine.compute.token_masks import TokenMasks
 from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
+from baton.model.config.rope_config import Rope
+from baton.model.layers.attention import Batch
+from baton.model.layers.decoder import Decoder
+from baton.model.layers.linear import Linear, share
+from baton.model.layers.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
+from baton.model.layers.rotary import rope_table
+from baton.model.runner.kv_cache import KVCache
+from baton.model.runner.runner import Runner
+from baton.model.runner.step_queue import StepWork
+from baton.model.sampling.device_counts import DeviceCounts
+from baton.model.sampling.sampler import POSITION, SEED, TEMPERATURE, Sampler
+from baton.model.sampling.token_masks import TokenMasks
+from baton.model.tensor_parallel import Ranks
 from baton.runtime.clock import monotonic
 from tools.gpu.engine import random_decoder
 from tools.gpu.floors import Shape

@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from baton.engine.compute.cuda_start import buckets_up_to
-from baton.engine.compute.tensor_parallel import GroupRanks, Ranks, join, least
-from baton.engine.scheduling.plan import Slice, StepPlan
+from baton.model.runner.cuda_start import buckets_up_to
+from baton.model.tensor_parallel import GroupRanks, Ranks, join, least
+from baton.node.scheduling.plan import Slice, StepPlan
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support.compute import no_progress

@@ -17,14 +17,14 @@ from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded, 
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, ResumeState
 from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
-from baton.router.health import Health, ServedModel
+from baton.router.core.health import Health, ServedModel
+from baton.router.core.reattach import Claim
+from baton.router.core.stream import RequestStream
 from baton.router.http.app import App
 from baton.router.http.request_log import Tracer
 from baton.router.http.server import Server
-from baton.router.reattach import Claim
-from baton.router.response_parser import Parsing
-from baton.router.stream import RequestStream
-from baton.router.text import ChatTemplate, Text
+from baton.router.text.response_parser import Parsing
+from baton.router.text.tokenizer import ChatTemplate, Text
 from baton.router.text_router import ReadForm
 from baton.runtime.tls import server_context
 from tests.support.async_tests import AsyncTest, Test, with_bench

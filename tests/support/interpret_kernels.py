@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
-from baton.engine.compute.attention import Batch
-from baton.engine.compute.cuda_backend import CudaBackend
-from baton.engine.compute.cuda_start import warm_up
-from baton.engine.compute.model_config import DecoderConfig
-from baton.engine.compute.rank import plan_rank
-from baton.engine.compute.rotary import rope_table
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.step_queue import HostQueue
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.layers.attention import Batch
+from baton.model.layers.cuda_backend import CudaBackend
+from baton.model.layers.rotary import rope_table
+from baton.model.runner.cuda_start import warm_up
+from baton.model.runner.rank import plan_rank
+from baton.model.runner.runner import Runner
+from baton.model.runner.step_queue import HostQueue
 from baton.runtime.clock import monotonic
 from tests.support.checkpoints import model_folder
 from tests.support.compute import Text, compute_config, loaded, logits, random_tokens

@@ -3,7 +3,7 @@
 Triton's own binder decides for each call, by types, alignment and the values of its arguments,
 which variant of a kernel it takes. Here a driver without a device stands under it, and a hook notes
 the variant where Triton would compile. Everything lies on `meta`, where nothing can be read.
-`tests/unit/compute/test_cuda_backend.py` starts this one. It prints as JSON the variants after the
+`tests/unit/model/test_cuda_backend.py` starts this one. It prints as JSON the variants after the
 warm-up, those that 200 random batches add, and what the launches of these batches did.
 """
 
@@ -17,25 +17,25 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from baton.engine.compute.cuda_backend import CudaBackend
-from baton.engine.compute.cuda_start import buckets_up_to, prepare
-from baton.engine.compute.decoder import Decoder
-from baton.engine.compute.device_state import DeviceCounts
-from baton.engine.compute.kv_cache import KVCache
-from baton.engine.compute.latent_attention import LatentAttention
-from baton.engine.compute.latent_config import LatentConfig
-from baton.engine.compute.linear import Linear
-from baton.engine.compute.mlp import GatedMlp, StackedExperts
-from baton.engine.compute.rank import is_batch_invariant
-from baton.engine.compute.rope_config import Rope
-from baton.engine.compute.rotary import rope_table
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.sampler import Sampler
-from baton.engine.scheduling.plan import Slice, StepPlan
-from baton.kernels.device_sampling import sample_tokens
-from baton.kernels.fixed_product import fixed_product
-from baton.kernels.grouped_product import grouped_product
-from baton.kernels.token_counts import penalize_counted
+from baton.kernels.cuda.fixed_product import fixed_product
+from baton.kernels.cuda.grouped_product import grouped_product
+from baton.kernels.cuda.sampling import sample_tokens
+from baton.kernels.cuda.token_counts import penalize_counted
+from baton.model.config.latent_config import LatentConfig
+from baton.model.config.rope_config import Rope
+from baton.model.layers.cuda_backend import CudaBackend
+from baton.model.layers.decoder import Decoder
+from baton.model.layers.latent_attention import LatentAttention
+from baton.model.layers.linear import Linear
+from baton.model.layers.mlp import GatedMlp, StackedExperts
+from baton.model.layers.rotary import rope_table
+from baton.model.runner.cuda_start import buckets_up_to, prepare
+from baton.model.runner.kv_cache import KVCache
+from baton.model.runner.rank import is_batch_invariant
+from baton.model.runner.runner import Runner
+from baton.model.sampling.device_counts import DeviceCounts
+from baton.model.sampling.sampler import Sampler
+from baton.node.scheduling.plan import Slice, StepPlan
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.sampling import Penalties, Sampling
 from baton.runtime.clock import monotonic

@@ -17,11 +17,12 @@ import pytest
 
 from baton.async_llm import AsyncLLM
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.engine.process.node import EngineNode, MakeExecutor, MakeScheduler
-from baton.engine.process.records import ReadRecord, Record, StepRecord, read_records
 from baton.kv_transfer import agent
 from baton.kv_transfer.interfaces import Transport
 from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.model.executors import make_executor
+from baton.node.node import EngineNode, MakeExecutor, MakeScheduler
+from baton.node.records import ReadRecord, Record, StepRecord, read_records
 from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.config import ClusterConfig, LogConfig, RouterConfig, TransferConfig
 from baton.protocol.ids import Epoch
@@ -38,7 +39,7 @@ class NodeThread:
     """One engine node on a thread; `error` is what ended it."""
 
     def __init__(
-        self, config: ClusterConfig, role: Role, make_executor: MakeExecutor | None = None
+        self, config: ClusterConfig, role: Role, make_executor: MakeExecutor = make_executor
     ) -> None:
         self.node = EngineNode(config, role, SCHEDULERS[role], make_executor)
         self.error: Exception | None = None

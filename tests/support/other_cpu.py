@@ -9,7 +9,7 @@ import os
 
 import llvmlite.binding as llvm
 
-from baton.kernels import cpu_library
+from baton.kernels.cpu import library as cpu_library
 
 _HASWELL = (
     "64bit avx avx2 bmi bmi2 cmov cx16 cx8 f16c fma fxsr lzcnt mmx movbe popcnt sahf sse sse2 sse3 "

@@ -10,9 +10,9 @@ import msgspec
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.messages import NodeInfo, Peers
 from baton.protocol.sampling import SamplingParams
-from baton.router.core import RouterCore
+from baton.router.core.router_core import RouterCore
+from baton.router.core.stream import RequestStream
 from baton.router.outputs import Merged, RequestOutput
-from baton.router.stream import RequestStream
 from baton.router.text_router import TextRouter
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info

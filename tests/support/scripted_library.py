@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from baton.engine.compute.host_linears import trial_rows, trial_weight
+from baton.model.batch_invariance.host_linears import trial_rows, trial_weight
 
 INPUTS, OUTPUTS = 24, 8
 
 
-class Place(NamedTuple):
+class RowPosition(NamedTuple):
     """Where a row stands in a product."""
 
     num_rows: int
@@ -22,7 +22,7 @@ class Place(NamedTuple):
     threads: int
 
 
-OrderOf = Callable[[Place], int]  # which order the sums of a row take
+OrderOf = Callable[[RowPosition], int]  # which order the sums of a row take
 
 
 class ScriptedLibrary:
@@ -37,7 +37,9 @@ class ScriptedLibrary:
     def product(self, x: Tensor) -> Tensor:
         num_rows, threads = len(x), torch.get_num_threads()
         self.asked.append(num_rows)
-        orders = [self._order_of(Place(num_rows, place, threads)) for place in range(num_rows)]
+        orders = [
+            self._order_of(RowPosition(num_rows, place, threads)) for place in range(num_rows)
+        ]
         y = x.new_empty(num_rows, OUTPUTS)
         for number in set(orders):
             rows = [place for place, order in enumerate(orders) if order == number]

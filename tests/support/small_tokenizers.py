@@ -8,8 +8,8 @@ from typing import Literal
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from baton.router.detokenizer import decoding_of
-from baton.router.text import Text
+from baton.router.text.detokenizer import decoding_of
+from baton.router.text.tokenizer import Text
 
 Family = Literal["byte_level", "byte_fallback", "byte_fallback_strip", "metaspace", "word_piece"]
 FAMILIES: tuple[Family, ...] = (

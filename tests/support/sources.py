@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROOMS = (
-    "protocol", "runtime", "kernels", "kv_transfer", "engine", "prefill_node", "decode_node",
+    "protocol", "runtime", "kernels", "kv_transfer", "node", "model", "prefill_node", "decode_node",
     "router", "bench", "deploy",
 )  # fmt: skip
 FRONT_DOOR = "src/baton"
@@ -33,7 +33,7 @@ def written_kernels() -> set[str]:
     """The names of the Triton kernels that are launched; their device functions are inlined."""
     return {
         line.removeprefix("def ").rstrip("(\n")
-        for path in (REPOSITORY / "kernels").glob("*.py")
+        for path in (REPOSITORY / "kernels" / "cuda").glob("*.py")
         for line in path.read_text().splitlines()
         if line.startswith("def _") and line.endswith("_kernel(")
     }

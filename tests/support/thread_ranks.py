@@ -10,7 +10,7 @@ from itertools import chain, combinations
 import torch
 from torch import Tensor
 
-from baton.engine.compute.tensor_parallel import SharedMemoryRanks
+from baton.model.tensor_parallel import SharedMemoryRanks
 
 
 @contextmanager

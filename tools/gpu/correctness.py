@@ -13,13 +13,14 @@ from functools import partial
 import torch
 import triton
 
-from baton.engine.compute.cuda_start import keep_sums_whole
-from baton.engine.compute.linear import Product, keeps_bits
 from baton.kernels import reference
-from baton.kernels.decode_attention import paged_decode_attention
-from baton.kernels.fixed_product import fixed_product
-from baton.kernels.pool_writes import move_blocks, rope_and_store
-from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda.decode_attention import paged_decode_attention
+from baton.kernels.cuda.fixed_product import fixed_product
+from baton.kernels.cuda.pool_writes import move_blocks, rope_and_store
+from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+from baton.model.batch_invariance.device_linears import keeps_bits
+from baton.model.layers.linear import Product
+from baton.model.runner.cuda_start import keep_sums_whole
 from tools.gpu import kernel_cases as cases
 from tools.gpu.kernel_cases import (
     AttentionShape,

@@ -14,16 +14,16 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from baton.engine.compute.decoder import Decoder, DecoderLayer
-from baton.engine.compute.kv_cache import KVCache, device_cache
-from baton.engine.compute.linear import Linear
-from baton.engine.compute.mlp import GatedMlp
-from baton.engine.compute.rope_config import Rope
-from baton.engine.compute.rotary import rope_table
-from baton.engine.compute.runner import Runner
-from baton.engine.compute.sampler import Sampler
-from baton.engine.compute.step_queue import CudaQueue, HostQueue, StepQueue, StepWork
-from baton.engine.compute.tensor_parallel import SingleRank
+from baton.model.config.rope_config import Rope
+from baton.model.layers.decoder import Decoder, DecoderLayer
+from baton.model.layers.linear import Linear
+from baton.model.layers.mlp import GatedMlp
+from baton.model.layers.rotary import rope_table
+from baton.model.runner.kv_cache import KVCache, device_cache
+from baton.model.runner.runner import Runner
+from baton.model.runner.step_queue import CudaQueue, HostQueue, StepQueue, StepWork
+from baton.model.sampling.sampler import Sampler
+from baton.model.tensor_parallel import SingleRank
 from baton.runtime.clock import monotonic
 from tools.gpu import serving
 from tools.gpu.cases import STEPS, StepCase
@@ -126,8 +126,8 @@ def build(shape: Shape, num_blocks: int, device: torch.device) -> Runner:
 
 def make_runner(shape: Shape, decoder: Decoder, cache: KVCache, positions: int) -> Runner:
     """Return a runner that is built like a rank's, without a checkpoint."""
-    from baton.engine.compute.cuda_backend import CudaBackend
-    from baton.kernels.device_sampling import sample_tokens
+    from baton.kernels.cuda.sampling import sample_tokens
+    from baton.model.layers.cuda_backend import CudaBackend
 
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     device = cache.pool.device

@@ -18,8 +18,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from baton.engine.compute.sampler import Sampler, SampleRow, SamplingTensors
 from baton.kernels.constants import SILU, Gate
+from baton.model.sampling.sampler import Sampler, SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
 
 LAYERS, LAYER = 3, 1
@@ -112,8 +112,8 @@ def in_fp8(pool: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_fp8_pool(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """An FP8 pool gives what a pool with the same numbers gives, in tiles of fp32 the same bits."""
-    from baton.kernels.decode_attention import paged_decode_attention
-    from baton.kernels.prefill_attention import paged_prefill_attention
+    from baton.kernels.cuda.decode_attention import paged_decode_attention
+    from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 
     case = attention_batch(shape, device)
     last = case.query_starts[1:].long() - 1
@@ -141,7 +141,8 @@ def check_fp8_pool(shape: AttentionShape, device: str, *, ordered: bool = False)
 
 def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """One new token each; a sequence of length 0 pads a captured graph and gives zeros."""
-    from baton.kernels import decode_attention, reference
+    from baton.kernels import reference
+    from baton.kernels.cuda import decode_attention
 
     case = attention_batch(shape, device)
     call = (case.q, case.pool, LAYER, case.block_tables, case.context_lens, case.scale)
@@ -153,7 +154,7 @@ def check_decode(shape: AttentionShape, device: str, *, ordered: bool = False) -
 
 def check_decode_alone(shape: AttentionShape, device: str) -> str:
     """A sequence gets the same bits alone, in a batch, and with a wider block table."""
-    from baton.kernels.decode_attention import paged_decode_attention
+    from baton.kernels.cuda.decode_attention import paged_decode_attention
 
     case = attention_batch(shape, device)
     tables, lens = case.block_tables, case.context_lens
@@ -174,7 +175,8 @@ def check_decode_alone(shape: AttentionShape, device: str) -> str:
 
 def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """A ragged batch of chunks, some behind a cached prefix."""
-    from baton.kernels import prefill_attention, reference
+    from baton.kernels import reference
+    from baton.kernels.cuda import prefill_attention
 
     case = attention_batch(shape, device)
     call = (
@@ -189,7 +191,7 @@ def check_prefill(shape: AttentionShape, device: str, *, ordered: bool = False) 
 
 def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = False) -> str:
     """Prompts cut into chunks, one sequence at a time, give the bits of the whole batch at once."""
-    from baton.kernels.prefill_attention import paged_prefill_attention
+    from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
@@ -214,8 +216,8 @@ def check_prefill_chunks(shape: AttentionShape, device: str, *, ordered: bool = 
 
 def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> str:
     """Each n-th token of each chunk, decoded in one batch, gets the bits that prefill gave it."""
-    from baton.kernels.decode_attention import paged_decode_attention
-    from baton.kernels.prefill_attention import paged_prefill_attention
+    from baton.kernels.cuda.decode_attention import paged_decode_attention
+    from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 
     case = attention_batch(shape, device)
     whole = paged_prefill_attention(
@@ -239,7 +241,10 @@ def check_decode_as_prefill(shape: AttentionShape, device: str, every: int) -> s
 def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -> str:
     """A token's attention to latent rows is right, and has the same bits however it is computed."""
     from baton.kernels import reference
-    from baton.kernels.latent_attention import latent_decode_attention, latent_prefill_attention
+    from baton.kernels.cuda.latent_attention import (
+        latent_decode_attention,
+        latent_prefill_attention,
+    )
 
     case = attention_batch(shape, device)
     tail = (case.scale, rotated)
@@ -276,13 +281,14 @@ def check_latent(shape: AttentionShape, device: str, rotated: int, every: int) -
     together = decoded(rows, owners, lens)
     assert_equal_bits(together[:-1], whole[list(rows[:-1])])
     assert not together[-1].any(), "the row of padding"
-    with patch("baton.kernels.latent_attention.WORKSPACE", 0):  # one sequence at a time
+    with patch("baton.kernels.cuda.latent_attention.WORKSPACE", 0):  # one sequence at a time
         return assert_equal_bits(decoded(rows, owners, lens), together)
 
 
 def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> str:
     """Queries and latent rows, scattered slots, and tokens of padding that are not stored."""
-    from baton.kernels import latent_attention, reference
+    from baton.kernels import reference
+    from baton.kernels.cuda import latent_attention
 
     generator = torch.Generator().manual_seed(1)
     num_tokens, heads, size = sum(shape.queries), shape.num_heads, shape.block_size
@@ -308,7 +314,8 @@ def check_turn_store(shape: AttentionShape, device: str, rotated: int) -> str:
 
 def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> str:
     """Packed projections, scattered slots, and padding tokens that must leave the pool alone."""
-    from baton.kernels import pool_writes, reference
+    from baton.kernels import reference
+    from baton.kernels.cuda import pool_writes
 
     generator = torch.Generator().manual_seed(1)
     num_tokens, dim, kv_heads = sum(shape.queries), shape.head_dim, shape.kv_heads
@@ -346,7 +353,7 @@ def check_rope_store(shape: AttentionShape, device: str, *, qk_norm: bool) -> st
 def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual: bool) -> str:
     """Rows with a gap between, and the rounded sum as the new residual."""
     from baton.kernels import reference
-    from baton.kernels import rows as row_kernels
+    from baton.kernels.cuda import rows as row_kernels
 
     generator = torch.Generator().manual_seed(2)
     x = torch.randn(5, 2 * hidden, generator=generator).to(device, dtype)[:, :hidden]
@@ -363,7 +370,7 @@ def check_add_rms_norm(hidden: int, dtype: torch.dtype, device: str, *, residual
 def check_gate_mul(features: int, dtype: torch.dtype, device: str, gate: Gate = SILU) -> str:
     """Feature counts that do and do not fill a tile."""
     from baton.kernels import reference
-    from baton.kernels import rows as row_kernels
+    from baton.kernels.cuda import rows as row_kernels
 
     generator = torch.Generator().manual_seed(3)
     gate_up = 4 * torch.randn(3, 2 * features, generator=generator).to(device, dtype)
@@ -377,8 +384,8 @@ def check_fixed_product(
 
     With few `programs`, one computes all parts of a tile, but not for the rows alone.
     """
-    from baton.kernels import fixed_product as module
     from baton.kernels import reference
+    from baton.kernels.cuda import fixed_product as module
 
     generator = torch.Generator().manual_seed(6)
     x = torch.randn(rows, 2 * inner, generator=generator).to(device, dtype)[:, :inner]
@@ -395,9 +402,9 @@ def check_narrow_product(
     rows: int, inner: int, columns: int, group: int, device: str, *, is_fp8: bool = False
 ) -> str:
     """Sizes that fill no tile, and the bits of some rows computed alone."""
-    from baton.kernels import fixed_product as module
     from baton.kernels import reference
-    from baton.kernels.cpu_kernels import NarrowWeight
+    from baton.kernels.cuda import fixed_product as module
+    from baton.kernels.reference import NarrowWeight
 
     generator = torch.Generator().manual_seed(6)
     size = columns, -(-inner // group)
@@ -425,7 +432,7 @@ def check_grouped_product(
 ) -> str:
     """Experts without a row, with a few and with several tiles; and rows among other neighbours."""
     from baton.kernels import reference
-    from baton.kernels.grouped_product import grouped_product
+    from baton.kernels.cuda.grouped_product import grouped_product
 
     generator, rows = torch.Generator().manual_seed(8), sum(counts)
     x = torch.randn(rows, inner, generator=generator).to(device, dtype)
@@ -449,7 +456,8 @@ def check_grouped_product(
 
 
 def check_add_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtype, dev: str) -> str:
-    from baton.kernels import grouped_product, reference
+    from baton.kernels import reference
+    from baton.kernels.cuda import grouped_product
 
     generator = torch.Generator().manual_seed(9)
     rows = torch.randn(tokens, top_k, hidden, generator=generator).to(dev, dtype)
@@ -461,7 +469,7 @@ def check_add_experts(tokens: int, top_k: int, hidden: int, dtype: torch.dtype, 
 
 def check_on_warps(shape: AttentionShape, device: str) -> str:
     """Both attentions with the tiles of GPUs that multiply on warps."""
-    from baton.kernels import paged
+    from baton.kernels.cuda import paged
 
     with patch.object(paged, "tilings_of", lambda _: paged.WARPS):
         check_decode_as_prefill(shape, device, 9)
@@ -470,7 +478,7 @@ def check_on_warps(shape: AttentionShape, device: str) -> str:
 
 def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> str:
     """Any bit pattern, NaN included, arrives; blocks and rows that were not named stay."""
-    from baton.kernels.pool_writes import move_blocks
+    from baton.kernels.cuda.pool_writes import move_blocks
 
     generator = torch.Generator().manual_seed(4)
     bits = torch.randint(-(2**31), 2**31 - 1, (7, numel), generator=generator, dtype=torch.int32)
@@ -486,7 +494,7 @@ def check_block_copy(numel: int, dtype: torch.dtype, device: str) -> str:
 def check_block_sums(numel: int, device: str) -> str:
     """The kernel's sums are the reference's, and a changed bit or two exchanged words show."""
     from baton.kernels import reference
-    from baton.kernels.pool_writes import sum_blocks
+    from baton.kernels.cuda.pool_writes import sum_blocks
 
     generator = torch.Generator().manual_seed(5)
     bits = torch.randint(-(2**31), 2**31 - 1, (4, numel), generator=generator, dtype=torch.int32)
@@ -566,7 +574,7 @@ def check_sampling(vocab: int, spread: float, dtype: torch.dtype, device: str, e
 
 def check_proof(words: int, device: str) -> str:
     """A pool whose end holds other bytes is not what its handle says."""
-    from baton.engine.compute.peer_memory import PROOF_BYTES, reads_proof, write_proof
+    from baton.model.runner.peer_memory import PROOF_BYTES, reads_proof, write_proof
 
     blocks = torch.ones(5, words, dtype=torch.int32, device=device)
     proof = bytes(range(PROOF_BYTES))
@@ -583,7 +591,7 @@ def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> str:
     """Some samples have no row, two share one whose tokens stay, and three count their tokens."""
     from baton.kernels import reference
     from baton.kernels.constants import BIAS_SHIFT, MAX_COUNT
-    from baton.kernels.token_counts import penalize_counted
+    from baton.kernels.cuda.token_counts import penalize_counted
 
     luck = torch.Generator().manual_seed(7)
     words = torch.randint(6, (5, vocab), generator=luck, dtype=torch.int32)
@@ -611,7 +619,7 @@ def check_penalties(vocab: int, dtype: torch.dtype, device: str) -> str:
 def drawn(
     logits: Tensor, rows: list[SampleRow], held_back: Tensor, changed: tuple[Tensor, Tensor] | None
 ) -> list[int]:
-    from baton.kernels.device_sampling import sample_tokens
+    from baton.kernels.cuda.sampling import sample_tokens
 
     samples = SamplingTensors.of(rows, (), logits.device)
     on_device = held_back.to(logits.device)

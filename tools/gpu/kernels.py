@@ -11,10 +11,10 @@ import msgspec
 import torch
 import torch.nn.functional as F
 
-from baton.engine.compute.sampler import SampleRow, SamplingTensors
-from baton.kernels.decode_attention import paged_decode_attention
-from baton.kernels.device_sampling import sample_tokens
-from baton.kernels.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda.decode_attention import paged_decode_attention
+from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda.sampling import sample_tokens
+from baton.model.sampling.sampler import SampleRow, SamplingTensors
 from baton.protocol.sampling import Sampling
 from tools.gpu.cases import KERNELS, DecodeCase, KernelCases, PrefillCase, SamplingCase
 from tools.gpu.floors import Work, causal_flops

@@ -15,8 +15,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.engine.compute.tensor_parallel import GroupRanks, join
 from baton.llm import LLM
+from baton.model.tensor_parallel import GroupRanks, join
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import NodeError
 from baton.protocol.sampling import SamplingParams

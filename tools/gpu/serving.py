@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from baton.decode_node.scheduler import DecodeScheduler
 from baton.decode_node.waiting_queue import MAX_PASSING
-from baton.engine.compute.cuda_start import buckets_up_to
-from baton.engine.compute.runner import Runner
-from baton.engine.scheduling.block_pool import BlockPool
-from baton.engine.scheduling.plan import Slice, StepPlan, StepResult
-from baton.engine.scheduling.scheduler import NodeLimits
+from baton.model.runner.cuda_start import buckets_up_to
+from baton.model.runner.runner import Runner
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.scheduler import NodeLimits
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Decode
 from baton.protocol.sampling import Sampling

@@ -14,8 +14,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from baton.engine.process.records import ReadRecord, StepRecord, read_records
 from baton.llm import LLM
+from baton.node.records import ReadRecord, StepRecord, read_records
 from baton.protocol.config import (
     CacheConfig,
     ClusterConfig,

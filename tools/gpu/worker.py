@@ -13,7 +13,7 @@ import torch
 
 from baton.bench.report.provenance import gpu_states
 from baton.deploy.doctor.machine import start_findings
-from baton.engine.compute.compute_facts import compute_facts
+from baton.model.runner.compute_facts import compute_facts
 from baton.protocol.errors import ConfigError
 from baton.runtime.clock import monotonic
 from tools.gpu.cases import (

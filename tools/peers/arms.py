@@ -39,8 +39,8 @@ class Arm(msgspec.Struct, frozen=True):
         return "-".join(parts)
 
 
-class Place(msgspec.Struct, frozen=True):
-    """The place of an arm: its model, its ports, a folder for its sockets, the installation."""
+class ArmSite(msgspec.Struct, frozen=True):
+    """The site of an arm: its model, its ports, a folder for its sockets, the installation."""
 
     model: Path
     ports: tuple[int, ...]
@@ -74,17 +74,17 @@ def parse_arm(text: str) -> Arm:
     return arm
 
 
-def commands(arm: Arm, place: Place) -> list[ServerCommand]:
-    """Return the commands in starting order; the last one answers clients at `place.url`."""
+def commands(arm: Arm, site: ArmSite) -> list[ServerCommand]:
+    """Return the commands in starting order; the last one answers clients at `site.url`."""
     match arm.kind:
         case "baton":
-            return _baton(arm, place)
+            return _baton(arm, site)
         case "baton-split":
-            return _baton_split(arm, place)
+            return _baton_split(arm, site)
         case "vllm":
-            return [_vllm(arm, place, 0, (), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})]
+            return [_vllm(arm, site, 0, (), {"VLLM_CPU_OMP_THREADS_BIND": "nobind"})]
         case _:
-            return _vllm_pair(arm, place)
+            return _vllm_pair(arm, site)
 
 
 def flags_of(listed: list[ServerCommand]) -> str:
@@ -92,30 +92,30 @@ def flags_of(listed: list[ServerCommand]) -> str:
     return "\n".join(" ".join(command.argv[1:]) for command in listed) + "\n"
 
 
-def _baton(arm: Arm, place: Place) -> list[ServerCommand]:
+def _baton(arm: Arm, site: ArmSite) -> list[ServerCommand]:
     """Return the commands of one node with both cores, which computes prompts itself."""
-    node = _baton_node(arm, place, "decode", {"engine.threads": 2})
-    return [node, _baton_router(arm, place, "always")]
+    node = _baton_node(arm, site, "decode", {"engine.threads": 2})
+    return [node, _baton_router(arm, site, "always")]
 
 
-def _baton_split(arm: Arm, place: Place) -> list[ServerCommand]:
-    cpus = {"engine.threads": 1, "engine.shared_cpus": f"{place.folder}/{arm.name}-cpus"}
+def _baton_split(arm: Arm, site: ArmSite) -> list[ServerCommand]:
+    cpus = {"engine.threads": 1, "engine.shared_cpus": f"{site.folder}/{arm.name}-cpus"}
     return [
-        _baton_node(arm, place, "prefill", cpus),
-        _baton_node(arm, place, "decode", cpus),
-        _baton_router(arm, place, "never"),
+        _baton_node(arm, site, "prefill", cpus),
+        _baton_node(arm, site, "decode", cpus),
+        _baton_router(arm, site, "never"),
     ]
 
 
-def _baton_router(arm: Arm, place: Place, local_prefill: str) -> ServerCommand:
+def _baton_router(arm: Arm, site: ArmSite, local_prefill: str) -> ServerCommand:
     argv = (
-        *_baton_command(place, "router"), "--host", "127.0.0.1", "--port", str(place.ports[0]),
-        "--control", _control(place), "--local-prefill", local_prefill,
+        *_baton_command(site, "router"), "--host", "127.0.0.1", "--port", str(site.ports[0]),
+        "--control", _control(site), "--local-prefill", local_prefill,
     )  # fmt: skip
-    return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{place.url}/health")
+    return ServerCommand(f"{arm.name}-router", argv, ready_url=f"{site.url}/health")
 
 
-def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -> ServerCommand:
+def _baton_node(arm: Arm, site: ArmSite, role: str, cpus: Mapping[str, object]) -> ServerCommand:
     settings = {
         "cache.memory_mib": KV_BYTES >> 20,
         **cpus,
@@ -123,14 +123,14 @@ def _baton_node(arm: Arm, place: Place, role: str, cpus: Mapping[str, object]) -
     if arm.max_num_batched_tokens:
         settings["engine.max_num_batched_tokens"] = arm.max_num_batched_tokens
     argv = (
-        *_baton_command(place, role), "--routers", _control(place),
-        "--bind", f"ipc://{place.folder}/{arm.name}-{role}", *_set(settings),
+        *_baton_command(site, role), "--routers", _control(site),
+        "--bind", f"ipc://{site.folder}/{arm.name}-{role}", *_set(settings),
     )  # fmt: skip
     return ServerCommand(f"{arm.name}-{role}", argv)
 
 
-def _baton_command(place: Place, command: str) -> tuple[str, ...]:
-    settings = {"model.path": place.model, "model.served_model_name": MODEL_NAME}
+def _baton_command(site: ArmSite, command: str) -> tuple[str, ...]:
+    settings = {"model.path": site.model, "model.served_model_name": MODEL_NAME}
     return (sys.executable, "-m", "baton", command, *_set(settings))
 
 
@@ -138,11 +138,11 @@ def _set(settings: Mapping[str, object]) -> tuple[str, ...]:
     return tuple(word for key, value in settings.items() for word in ("--set", f"{key}={value}"))
 
 
-def _control(place: Place) -> str:
-    return f"ipc://{place.folder}/control-{place.ports[0]}"
+def _control(site: ArmSite) -> str:
+    return f"ipc://{site.folder}/control-{site.ports[0]}"
 
 
-def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
+def _vllm_pair(arm: Arm, site: ArmSite) -> list[ServerCommand]:
     """Return two servers that hand KV over through NIXL, and vLLM's router before them."""
     connector = {
         "kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu",
@@ -152,33 +152,33 @@ def _vllm_pair(arm: Arm, place: Place) -> list[ServerCommand]:
         env = {
             "VLLM_CPU_OMP_THREADS_BIND": str(cpu),
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
-            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(place.ports[index + 2]),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(site.ports[index + 2]),
             "NIXL_PTHR_DELAY_US": "1000",
         }
         flags = ("--kv-transfer-config", json.dumps(connector))
-        server = _vllm(arm, place, index, flags, env)
+        server = _vllm(arm, site, index, flags, env)
         servers.append(msgspec.structs.replace(server, name=f"{arm.name}-{role}", cpus=(cpu,)))
     router = (
-        str(place.home / "venvs/router/bin/python"), "-m", "vllm_router.launch_router",
-        "--host", "127.0.0.1", "--port", str(place.ports[0]), "--policy", "round_robin",
+        str(site.home / "venvs/router/bin/python"), "-m", "vllm_router.launch_router",
+        "--host", "127.0.0.1", "--port", str(site.ports[0]), "--policy", "round_robin",
         "--vllm-pd-disaggregation", "--kv-connector", "nixl",
-        "--prefill", place.url_of(1), "--decode", place.url_of(2),
-        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(place.ports[5]),
+        "--prefill", site.url_of(1), "--decode", site.url_of(2),
+        "--prometheus-host", "127.0.0.1", "--prometheus-port", str(site.ports[5]),
         "--max-concurrent-requests", "2048", "--log-level", "warning",
     )  # fmt: skip
     return [
         *servers,
-        ServerCommand(f"{arm.name}-router", router, ready_url=f"{place.url}/health"),
+        ServerCommand(f"{arm.name}-router", router, ready_url=f"{site.url}/health"),
     ]
 
 
 def _vllm(
-    arm: Arm, place: Place, port: int, flags: tuple[str, ...], env: Mapping[str, str]
+    arm: Arm, site: ArmSite, port: int, flags: tuple[str, ...], env: Mapping[str, str]
 ) -> ServerCommand:
-    bin_folder = place.home / "venvs/vllm/bin"
+    bin_folder = site.home / "venvs/vllm/bin"
     argv = [
-        str(bin_folder / "vllm"), "serve", str(place.model), "--served-model-name", MODEL_NAME,
-        "--host", "127.0.0.1", "--port", str(place.ports[port]),
+        str(bin_folder / "vllm"), "serve", str(site.model), "--served-model-name", MODEL_NAME,
+        "--host", "127.0.0.1", "--port", str(site.ports[port]),
         "--max-model-len", str(MAX_MODEL_LEN), "--kv-cache-memory-bytes", str(KV_BYTES),
         "--disable-uvicorn-access-log",
     ]  # fmt: skip
@@ -189,9 +189,9 @@ def _vllm(
     quiet = {
         "HF_HUB_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1",
         "VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CACHE_ROOT": str(place.home / "cache"), "LD_PRELOAD": _preloaded(place.home),
+        "VLLM_CACHE_ROOT": str(site.home / "cache"), "LD_PRELOAD": _preloaded(site.home),
     }  # fmt: skip
-    ready = f"{place.url_of(port)}/health"
+    ready = f"{site.url_of(port)}/health"
     return ServerCommand(arm.name, (*argv, *flags), quiet | dict(env), ready)
 
 

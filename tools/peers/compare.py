@@ -21,7 +21,7 @@ from tools.peers.arms import (
     MODEL_NAME,
     PORTS_PER_ARM,
     Arm,
-    Place,
+    ArmSite,
     commands,
     flags_of,
     parse_arm,
@@ -76,12 +76,12 @@ def compare(model: Path, arms: Sequence[Arm], out: Path, load: Sequence[str]) ->
     try:
         for number, arm in enumerate(arms):
             own = tuple(ports[PORTS_PER_ARM * number : PORTS_PER_ARM * (number + 1)])
-            place = Place(model.absolute(), own, folder, home())
-            servers = commands(arm, place)
+            site = ArmSite(model.absolute(), own, folder, home())
+            servers = commands(arm, site)
             listed += servers
             flags = out / f"{arm.name}.flags"
             flags.write_text(flags_of(servers))
-            words += [f"{arm.name}={place.url}#{MODEL_NAME}", "--flags", f"{arm.name}={flags}"]
+            words += [f"{arm.name}={site.url}#{MODEL_NAME}", "--flags", f"{arm.name}={flags}"]
         with running(listed, (out / "logs").absolute(), START_TIMEOUT_S):
             print(f"{len(listed)} servers of {len(arms)} arms are ready", flush=True)
             command = (sys.executable, "-m", "baton", "bench", "compare", *words)

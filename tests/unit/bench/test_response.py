@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from baton.bench.client.http import Exchange, body_of
 from baton.bench.client.response import EventParser, ResponseReader, message_of
 from baton.bench.records import Message, Outcome, Planned, Record
-from baton.bench.settings import Target, place_of
+from baton.bench.settings import Target, server_address
 from baton.protocol.errors import ConfigError
 from tests.support.scripted_server import DONE, delta, event, token, usage, usage_body
 
@@ -223,7 +223,7 @@ CHAT = Planned(index=0, at_s=None, output_tokens=5, messages=(Message("user", "h
 )
 def test_an_address_that_is_none_is_refused_without_its_password(url, words):
     with pytest.raises(ConfigError, match=words) as caught:
-        place_of(url)
+        server_address(url)
     assert "secret" not in caught.value.message
 
 

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 import yaml
 
-from baton.deploy.cluster import ray, slurm
 from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import check_machine, on_this_machine
-from baton.deploy.cluster.processes import ClusterPlan, ProcessPlaces, ProcessSpec, plan_of
+from baton.deploy.cluster.platforms import ray, slurm
+from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, ProcessSpec, plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
@@ -24,7 +24,7 @@ SMALL: dict[str, object] = {
     "name": "small",
     "pools": {"prefill": {"role": "prefill"}, "decode": {"role": "decode"}},
 }
-HERE = ProcessPlaces(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
+HERE = ClusterAddresses(("127.0.0.1",), "127.0.0.1", host="127.0.0.1")
 
 
 def written(folder: Path, **changes: object) -> Path:
@@ -39,7 +39,7 @@ def pools(**changes: object) -> dict[str, object]:
     return {"prefill": {"role": "prefill"}, "decode": {"role": "decode", **changes}}
 
 
-def planned(path: Path, places: ProcessPlaces = HERE) -> ClusterPlan:
+def planned(path: Path, places: ClusterAddresses = HERE) -> ClusterPlan:
     return plan_of(read_description(path), places)
 
 
@@ -55,7 +55,7 @@ def test_an_example_becomes_processes_that_understand_their_commands(example, tm
     description = read_description(Path(shutil.copy(example, tmp_path)))
     address = "10.9.0.1" if description.key else "127.0.0.1"
     routers = tuple(router.host or address for router in description.routers)
-    plan = plan_of(description, ProcessPlaces(routers, address))
+    plan = plan_of(description, ClusterAddresses(routers, address))
     assert len({process.name for process in plan.processes}) == len(plan.processes)
     for process in plan.processes:
         config = settings_of(process)
@@ -81,7 +81,7 @@ def test_nodes_take_the_hosts_and_the_gpus_of_a_host_in_turn(tmp_path):
             "decode": {"role": "decode", "gpus": 1, "replicas": 4, "hosts": hosts["b"]},
         },
     )
-    plan = planned(path, ProcessPlaces(("10.0.0.9",), ""))
+    plan = planned(path, ClusterAddresses(("10.0.0.9",), ""))
     assert [(one.host, one.gpu_ids) for one in plan.processes if one.gpus] == [
         ("10.0.0.1", (0, 1)),
         ("10.0.0.1", (2,)),
@@ -165,28 +165,28 @@ def test_two_pools_of_one_name_are_refused(tmp_path):
 
 def test_processes_on_hosts_that_a_platform_picks_need_a_key(tmp_path):
     with pytest.raises(ConfigError, match="baton keygen"):
-        planned(written(tmp_path), ProcessPlaces(("baton-router-0.baton",), ""))
+        planned(written(tmp_path), ClusterAddresses(("baton-router-0.baton",), ""))
 
 
-PlacesOf = Callable[[Description], ProcessPlaces]
+PlacesOf = Callable[[Description], ClusterAddresses]
 POOLS = {
     "first": {"role": "prefill", "gpus": 2},
     "decode": {"role": "decode", "replicas": 4, "gpus": 2, "peer_port": 6000, "http_port": 6100},
 }
 
 
-def example_on(folder: Path, places_of: PlacesOf, **changes: object) -> ClusterPlan:
+def example_on(folder: Path, addresses_of: PlacesOf, **changes: object) -> ClusterPlan:
     """Return the plan of the example with GPUs, with other keys of the top level."""
     example = yaml.safe_load((REPOSITORY / "deploy/examples/tensor-parallel.yaml").read_text())
     example["routers"].append({"port": 8001, "control_port": 5571})
     (folder / "cluster.yaml").write_text(yaml.safe_dump({**example, **changes}, sort_keys=False))
     write_key(folder / "cluster.key")
     description = read_description(folder / "cluster.yaml")
-    return plan_of(description, places_of(description))
+    return plan_of(description, addresses_of(description))
 
 
 def test_slurm_tasks_of_one_host_differ_in_ports_and_gpus(tmp_path):
-    plan = example_on(tmp_path, slurm.places_of, pools=POOLS)
+    plan = example_on(tmp_path, slurm.addresses_of, pools=POOLS)
     slurm.render(plan, tmp_path)
     read = msgspec.json.decode((tmp_path / "plan.json").read_bytes(), type=slurm.SlurmPlan)
     assert read.processes == plan.processes
@@ -222,7 +222,7 @@ def test_nodes_notice_routers_that_moved_and_never_wait_for_their_file(monkeypat
 
 
 def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
-    processes = example_on(tmp_path, ray.places_of, pools=POOLS).processes
+    processes = example_on(tmp_path, ray.addresses_of, pools=POOLS).processes
     addresses = [f"10.0.0.{host}" for host in (1, 2, 1, 2, 1, 2, 1)]
     own = ray.at_its_place(processes, "decode-2", addresses, "/private/key")
     assert own.host == "10.0.0.2"
@@ -232,21 +232,21 @@ def test_a_process_on_ray_gets_the_addresses_and_ports_of_its_place(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("places_of", "changes", "said"),
+    ("addresses_of", "changes", "said"),
     [
-        (slurm.places_of, {"node_selector": {"gpu": "h100"}}, "node_selector.gpu: features"),
-        (slurm.places_of, {"resources": {"nic": "one"}}, "resources.nic: give the number"),
-        (ray.places_of, {"resources": {"GPU": "1"}}, "resources.GPU: write gpus of the pool"),
-        (ray.places_of, {"resources": {"nic": "one"}}, "resources.nic: one must be the number"),
+        (slurm.addresses_of, {"node_selector": {"gpu": "h100"}}, "node_selector.gpu: features"),
+        (slurm.addresses_of, {"resources": {"nic": "one"}}, "resources.nic: give the number"),
+        (ray.addresses_of, {"resources": {"GPU": "1"}}, "resources.GPU: write gpus of the pool"),
+        (ray.addresses_of, {"resources": {"nic": "one"}}, "resources.nic: one must be the number"),
     ],
 )
-def test_a_resource_that_a_platform_cannot_grant_is_refused(places_of, changes, said, tmp_path):
+def test_a_resource_that_a_platform_cannot_grant_is_refused(addresses_of, changes, said, tmp_path):
     with pytest.raises(ConfigError, match=said):
-        example_on(tmp_path, places_of, pools={"decode": {"role": "decode", **changes}})
+        example_on(tmp_path, addresses_of, pools={"decode": {"role": "decode", **changes}})
 
 
-@pytest.mark.parametrize("places_of", [slurm.places_of, ray.places_of])
-def test_hosts_are_refused_where_the_platform_chooses_them(places_of, tmp_path):
+@pytest.mark.parametrize("addresses_of", [slurm.addresses_of, ray.addresses_of])
+def test_hosts_are_refused_where_the_platform_chooses_them(addresses_of, tmp_path):
     pools = {"decode": {"role": "decode", "hosts": ["10.0.0.2"]}}
     with pytest.raises(ConfigError, match=r"routers\[0\]\.host: .* chooses the hosts"):
-        example_on(tmp_path, places_of, routers=[{"host": "10.0.0.1"}], pools=pools)
+        example_on(tmp_path, addresses_of, routers=[{"host": "10.0.0.1"}], pools=pools)

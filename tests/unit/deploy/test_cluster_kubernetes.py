@@ -12,8 +12,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.deploy.cluster import helm
-from baton.deploy.cluster.kubernetes import places_of, render
+from baton.deploy.cluster.platforms import helm
+from baton.deploy.cluster.platforms.kubernetes import addresses_of, render
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
@@ -67,7 +67,7 @@ def written(folder: Path, path: Path) -> list[Path]:
     if not (folder / "cluster.key").exists():
         write_key(folder / "cluster.key")
     description = read_description(path, shares_hosts=False)
-    return render(plan_of(description, places_of(description)), folder / "out")
+    return render(plan_of(description, addresses_of(description)), folder / "out")
 
 
 def objects(files: list[Path]) -> dict[tuple[str, str], Object]:
@@ -145,7 +145,7 @@ def test_what_kubernetes_cannot_have_is_refused(changes, reason, tmp_path):
 def test_a_chart_with_its_own_values_is_what_kustomize_has(tmp_path):
     expected = objects(rendered(tmp_path))
     description = read_description(tmp_path / "cluster.yaml", shares_hosts=False)
-    files = helm.render(plan_of(description, places_of(description)), tmp_path / "helm")
+    files = helm.render(plan_of(description, addresses_of(description)), tmp_path / "helm")
     contents = {path.name: path.read_text() for path in files}
     values = yaml.safe_load(contents.pop("values.yaml")) | yaml.safe_load(contents["secrets.yaml"])
     chart = yaml.safe_load(contents.pop("Chart.yaml"))

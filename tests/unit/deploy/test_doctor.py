@@ -16,7 +16,7 @@ from baton.deploy.doctor.machine import (
 )
 from baton.deploy.doctor.nixl_check import complaint_in, lane_in
 from baton.deploy.doctor.path import PathMeasured, path_finding
-from baton.engine.compute.compute_facts import ComputeFacts
+from baton.model.runner.compute_facts import ComputeFacts
 from baton.protocol.errors import Failure
 
 TORCH = ComputeFacts(torch="2.9", cuda="13.0", driver_cuda="13.0", num_gpus=1)

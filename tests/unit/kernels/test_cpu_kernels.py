@@ -16,9 +16,9 @@ from torch import Tensor
 
 from baton.kernels import reference
 from baton.kernels.constants import GELU_TANH, SILU, Gate
-from baton.kernels.cpu_kernels import AttentionWork, CpuKernels
-from baton.kernels.cpu_library import CpuLibrary, has_bf16_products, load_library
-from baton.kernels.cpu_threads import CpuThreads
+from baton.kernels.cpu.functions import AttentionWork, CpuKernels
+from baton.kernels.cpu.library import CpuLibrary, has_bf16_products, load_library
+from baton.kernels.cpu.threads import CpuThreads
 from tools.gpu.kernel_cases import (
     LAYER,
     AttentionShape,

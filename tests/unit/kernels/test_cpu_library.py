@@ -9,8 +9,8 @@ import sys
 import llvmlite.binding
 import pytest
 
-from baton.kernels import cpu_library
-from baton.kernels.cpu_library import CpuLibrary, KernelsUnavailable, load_library
+from baton.kernels.cpu import library as cpu_library
+from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
 from tests.support.sources import REPOSITORY
 
 NAMES = {"attend", "rope_and_store", "add_rms_norm", "gate_mul", "soft_cap", "sample"}
@@ -65,7 +65,7 @@ def test_a_refusal_that_progress_brings_is_not_the_compilers():
 
 def test_a_file_that_is_damaged_or_that_other_users_may_write_is_not_used(file, monkeypatch):
     """Where no compiler can be had, there are no kernels then."""
-    monkeypatch.setitem(sys.modules, "baton.kernels.cpu_compile", None)
+    monkeypatch.setitem(sys.modules, "baton.kernels.cpu.compile", None)
     whole = file.read_bytes()
     flipped = bytearray(whole)
     flipped[len(whole) // 2] ^= 1
@@ -117,9 +117,9 @@ if "TEST_CPU" in os.environ:
     import tests.support.other_cpu
 import numpy as np
 import torch
-from baton.kernels.cpu_kernels import CpuKernels
-from baton.kernels.cpu_library import load_library
-from baton.kernels.cpu_kernels import CpuSampler
+from baton.kernels.cpu.functions import CpuKernels
+from baton.kernels.cpu.library import load_library
+from baton.kernels.cpu.functions import CpuSampler
 torch.set_num_threads(1)
 torch.manual_seed(0)
 said = []

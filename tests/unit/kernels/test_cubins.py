@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.kernels.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, padded, tilings_for
+from baton.kernels.cuda.paged import BF16, FP8, FP32, WARPGROUPS, WARPS, padded, tilings_for
 from tests.support.module_process import said_by
 from tests.support.sources import written_kernels
 

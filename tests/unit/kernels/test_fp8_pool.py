@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from baton.kernels import reference
-from baton.kernels.cpu_kernels import CpuKernels
-from baton.kernels.cpu_library import CpuLibrary, has_bf16_products, load_library
+from baton.kernels.cpu.functions import CpuKernels
+from baton.kernels.cpu.library import CpuLibrary, has_bf16_products, load_library
 from tools.gpu.kernel_cases import (
     LAYER,
     AttentionShape,

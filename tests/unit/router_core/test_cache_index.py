@@ -11,7 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from baton.engine.scheduling.prefix_cache import INTERVAL_S, PrefixCache
+from baton.node.scheduling.prefix_cache import INTERVAL_S, PrefixCache
 from baton.protocol.blocks import (
     BlockHash,
     BlockKey,
@@ -22,8 +22,8 @@ from baton.protocol.blocks import (
 )
 from baton.protocol.ids import MAX_KEYS, Epoch, NodeId
 from baton.protocol.messages import CacheChanges, Ready
-from baton.router.cache_index import CacheIndex
-from baton.router.registry import Registry
+from baton.router.core.cache_index import CacheIndex
+from baton.router.core.registry import Registry
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 ROUTER = 0

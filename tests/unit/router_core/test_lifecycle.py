@@ -21,8 +21,8 @@ from baton.protocol.messages import (
     TokenEntry,
 )
 from baton.protocol.sampling import Sampling
-from baton.router.lifecycle import SILENCE_DEADLINE_S, Lifecycle
-from baton.router.request import (
+from baton.router.core.lifecycle import SILENCE_DEADLINE_S, Lifecycle
+from baton.router.core.request import (
     AVOID_S,
     DRAINING,
     Adopted,
@@ -35,13 +35,13 @@ from baton.router.request import (
     HandoffEnded,
     NodeLost,
     NodeMessage,
+    NodesSelected,
     Outcome,
-    Place,
-    Placed,
     Release,
     Request,
     RequestCommand,
     RequestEvent,
+    SelectNodes,
     Send,
     Tick,
     Timed,
@@ -75,13 +75,13 @@ class Driver:
         return self.lifecycle.step(self.now_s, event)
 
     def place(self, prefill: NodeId | None = P, decode: NodeId | None = D) -> list[RequestCommand]:
-        (place,) = of_type(self.step(Begun()), Place)
-        return self.step(Placed(place.key, prefill, decode, EPOCHS))
+        (place,) = of_type(self.step(Begun()), SelectNodes)
+        return self.step(NodesSelected(place.key, prefill, decode, EPOCHS))
 
     def place_again(self, commands: list[RequestCommand]) -> Key:
         """Give the one attempt that these commands ask for the same nodes again."""
-        (place,) = of_type(commands, Place)
-        self.step(Placed(place.key, P, D, EPOCHS))
+        (place,) = of_type(commands, SelectNodes)
+        self.step(NodesSelected(place.key, P, D, EPOCHS))
         return place.key
 
     def says(self, node: NodeId, message: NodeMessage) -> list[RequestCommand]:
@@ -126,14 +126,14 @@ def test_decode_hears_of_an_end_with_the_first_token_also_when_prefill_cannot_te
 
 def test_a_prompt_that_was_not_cached_goes_elsewhere_and_nobody_is_blamed():
     drive = Driver(max_attempts=1)
-    (place,) = of_type(drive.step(Begun()), Place)
-    sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS, 64)), Send)
+    (place,) = of_type(drive.step(Begun()), SelectNodes)
+    sent = of_type(drive.step(NodesSelected(place.key, None, D, EPOCHS, 64)), Send)
     assert [send.message.max_uncached_tokens for send in sent] == [64]
     refusal = Failure(NOT_CACHED, "no", retryable=True, http_status=503)
-    (again,) = of_type(drive.says(D, Failed(KEY, refusal)), Place)
+    (again,) = of_type(drive.says(D, Failed(KEY, refusal)), SelectNodes)
     assert (again.is_remote_only, again.avoid) == (True, frozenset())
     # A node that says so of a prompt without a bound is at fault.
-    drive.step(Placed(again.key, None, D, EPOCHS))
+    drive.step(NodesSelected(again.key, None, D, EPOCHS))
     assert of_type(drive.says(D, Failed(again.key, refusal)), Outcome) == [Outcome(refusal)]
 
 
@@ -142,7 +142,7 @@ def test_a_gap_loses_the_attempt_and_the_choice_resumes_from_what_was_received()
     drive.place()
     drive.says(D, TokenEntry(KEY, 3, [9]))
     commands = drive.says(D, TokenEntry(KEY, 5, [7]))
-    (place,) = of_type(commands, Place)
+    (place,) = of_type(commands, SelectNodes)
     assert (place.key, place.num_tokens, place.is_resume) == (Key(R, 0, 1), 4, True)
     assert place.avoid == {(D, EPOCHS[D])}
     assert of_type(commands, Deliver) == []
@@ -176,22 +176,22 @@ def test_a_request_that_kills_two_nodes_is_refused_whatever_progress_it_made():
     drive.says(D, TokenEntry(KEY, 3, [9, 9]))
     assert drive.says(D, Crashed((Key(RequestId("other")),), LOST)) == []
     assert drive.says(D, Crashed((KEY,), LOST)) == []
-    (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
+    (place,) = of_type(drive.step(NodeLost(D, LOST)), SelectNodes)
     assert place.is_suspect
-    drive.step(Placed(place.key, P, D, EPOCHS))
+    drive.step(NodesSelected(place.key, P, D, EPOCHS))
     assert drive.says(D, Crashed((KEY,), LOST)) == [], "that attempt is over"
     drive.says(D, TokenEntry(place.key, 5, [9, 9]))
     commands = drive.says(D, Crashed((place.key,), LOST))
     (outcome,) = of_type(commands, Outcome)
     assert (outcome.failure.code, outcome.failure.http_status) == ("request_kills_nodes", 422)
-    assert of_type(drive.step(NodeLost(D, LOST)), Place) == []
+    assert of_type(drive.step(NodeLost(D, LOST)), SelectNodes) == []
 
 
 def test_a_node_that_drains_sends_an_attempt_elsewhere_at_no_cost():
     drive = Driver(max_attempts=1)
     drive.place()
     draining = Failure(DRAINING, "it is to end", retryable=True, http_status=503)
-    (place,) = of_type(drive.says(D, Failed(KEY, draining)), Place)
+    (place,) = of_type(drive.says(D, Failed(KEY, draining)), SelectNodes)
     assert place.avoid == {(D, EPOCHS[D])}
 
 
@@ -203,7 +203,7 @@ def test_a_cancel_that_nobody_asked_for_is_a_lost_node(node):
     failure = Cancelled("the request was cancelled").to_failure()
     commands = drive.says(node, Failed(KEY, failure))
     assert of_type(commands, Outcome) == []
-    (place,) = of_type(commands, Place)
+    (place,) = of_type(commands, SelectNodes)
     assert place.avoid == {(node, EPOCHS[node])}
 
 
@@ -214,11 +214,11 @@ def test_a_failed_handoff_is_recorded_for_the_pair_and_both_are_avoided_for_a_wh
     pair = (P, EPOCHS[P]), (D, EPOCHS[D])
     assert of_type(commands, HandoffEnded) == [HandoffEnded(*pair, REFUSED)]
     assert of_type(commands, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=False)]
-    (place,) = of_type(commands, Place)
+    (place,) = of_type(commands, SelectNodes)
     assert place.avoid == set(pair)
-    drive.step(Placed(place.key, NodeId("p2"), NodeId("d2")))
+    drive.step(NodesSelected(place.key, NodeId("p2"), NodeId("d2")))
     drive.now_s = AVOID_S
-    (place,) = of_type(drive.step(NodeLost(NodeId("d2"), LOST)), Place)
+    (place,) = of_type(drive.step(NodeLost(NodeId("d2"), LOST)), SelectNodes)
     assert place.avoid == {(NodeId("d2"), Epoch(""))}
 
 
@@ -232,7 +232,7 @@ def test_a_handoff_that_fails_after_the_first_token_is_tried_again(is_accepted):
     out = drive.says(P, Failed(KEY, REFUSED))
     assert of_type(out, TriedAgain) == [TriedAgain(KEY, REFUSED, is_resume=is_accepted)]
     assert of_type(out, Send) == [Send(D, Cancel((KEY,)))]
-    (place,) = of_type(out, Place)
+    (place,) = of_type(out, SelectNodes)
     assert (place.num_tokens, {node for node, _ in place.avoid}) == (3 + is_accepted, {P, D})
 
 
@@ -246,13 +246,13 @@ def test_a_request_that_no_node_has_in_progress_is_tried_again_with_other_nodes(
         assert drive.step(Tick()) == []
     drive.now_s += SILENCE_DEADLINE_S
     commands = drive.step(Tick())
-    (place,) = of_type(commands, Place)
+    (place,) = of_type(commands, SelectNodes)
     assert place.avoid == {(P, EPOCHS[P]), (D, EPOCHS[D])}
     assert len(of_type(commands, HandoffEnded)) == 1
-    drive.step(Placed(place.key, P, D, EPOCHS))
+    drive.step(NodesSelected(place.key, P, D, EPOCHS))
     drive.says(D, TokenEntry(place.key, 3, [9]))
     drive.now_s += SILENCE_DEADLINE_S
-    (place,) = of_type(drive.step(Tick()), Place)
+    (place,) = of_type(drive.step(Tick()), SelectNodes)
     assert place.is_resume
 
 
@@ -263,9 +263,11 @@ def test_a_stream_that_its_node_ended_unasked_moves_on():
     drive.says(D, TokenEntry(KEY, 3, [9]))
     drive.says(D, TokenEntry(Key(R, 1), 3, [8]))
     drive.step(ChoiceStopped(1))
-    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), Place) == [], "it was asked for"
-    assert of_type(drive.says(P, CancelDone((KEY,))), Place) == [], "prefill is no longer needed"
-    (place,) = of_type(drive.says(D, CancelDone((KEY,))), Place)
+    assert of_type(drive.says(D, CancelDone((Key(R, 1),))), SelectNodes) == [], "it was asked for"
+    assert of_type(drive.says(P, CancelDone((KEY,))), SelectNodes) == [], (
+        "prefill is no longer needed"
+    )
+    (place,) = of_type(drive.says(D, CancelDone((KEY,))), SelectNodes)
     assert (place.key, place.num_tokens) == (Key(R, 0, 1), 4)
 
 
@@ -297,7 +299,7 @@ def test_a_stream_that_another_router_has_taken_over_is_left_to_it():
     taken_over = Failure("stream_taken_over", "by another router", http_status=409)
     commands = driver.says(D, Failed(KEY, taken_over))
     assert Outcome(taken_over) in commands
-    assert of_type(commands, Place) == []
+    assert of_type(commands, SelectNodes) == []
 
 
 ROWS = b"12345678abcdefgh"  # of the second token and the third
@@ -321,8 +323,8 @@ def test_the_prompts_log_probabilities_come_once_and_before_any_token():
         DeliverPrompt(ROWS), Deliver(0, [9]), Deliver(0, [8]), Deliver(0, [7])
     ]  # fmt: skip
     # A resume asks for no more of them.
-    (place,) = of_type(drive.step(NodeLost(D, LOST)), Place)
-    sent = of_type(drive.step(Placed(place.key, P, D, EPOCHS)), Send)
+    (place,) = of_type(drive.step(NodeLost(D, LOST)), SelectNodes)
+    sent = of_type(drive.step(NodesSelected(place.key, P, D, EPOCHS)), Send)
     assert [send.message.sampling.prompt_logprobs for send in sent] == [None, None]
     out = drive.says(D, TokenEntry(place.key, 6, [6]))
     assert delivered(out) == [Deliver(0, [6])]
@@ -336,8 +338,8 @@ def test_a_prefill_node_that_dies_with_them_is_replaced_whatever_decode_has_sent
     out = drive.step(NodeLost(P, LOST))
     assert of_type(out, TriedAgain) == [TriedAgain(KEY, LOST, is_resume=False)]
     assert Send(D, Cancel((KEY,))) in out
-    (place,) = of_type(out, Place)
-    sent = of_type(drive.step(Placed(place.key, None, D, EPOCHS)), Send)
+    (place,) = of_type(out, SelectNodes)
+    sent = of_type(drive.step(NodesSelected(place.key, None, D, EPOCHS)), Send)
     assert [send.message.sampling.prompt_logprobs for send in sent] == [0]
     drive.says(D, PromptLogprobs(place.key, ROWS))
     assert delivered(drive.says(D, TokenEntry(place.key, 3, [5]))) == [
@@ -354,5 +356,5 @@ def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node):
     first = FirstTokens(KEY, 3, (FirstToken(9),), TIMES)
     out = drive.says(node, first if node == P else TokenEntry(KEY, 3, [9]))
     assert delivered(out) == []
-    (place,) = of_type(out, Place)
+    (place,) = of_type(out, SelectNodes)
     assert {name for name, _ in place.avoid} == {node}

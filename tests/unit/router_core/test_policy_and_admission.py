@@ -11,12 +11,19 @@ from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
 from baton.protocol.sampling import SamplingParams
-from baton.router.health import limits_of, nodes_health
-from baton.router.pairs import FIRST_AVOID_S
-from baton.router.policy import FAR_READ, NEAR_READ, CheapestPair
-from baton.router.queue import MAX_PASSED_S, MAX_QUEUED_TOKENS, Admission, Limits, check_prompt, fit
-from baton.router.registry import Registry, ReservedLoad
-from baton.router.request import NodeProcess, Place
+from baton.router.core.admission import (
+    MAX_PASSED_S,
+    MAX_QUEUED_TOKENS,
+    Admission,
+    Limits,
+    check_prompt,
+    fit,
+)
+from baton.router.core.health import limits_of, nodes_health
+from baton.router.core.pair_health import FIRST_AVOID_S
+from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
+from baton.router.core.registry import Registry, ReservedLoad
+from baton.router.core.request import NodeProcess, SelectNodes
 from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -164,7 +171,7 @@ def taken(admission: Admission) -> list[str]:
     """Give nodes to all attempts that may have them, and return their requests in order."""
     names: list[str] = []
     for attempt, _ in admission.take(0.0):
-        admission.placed(attempt.key)
+        admission.selected(attempt.key)
         names.append(attempt.key.request_id)
     return names
 
@@ -174,8 +181,8 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     for name in "abc":
         admission.wait(0.0, place(name))
     assert taken(admission) == ["a", "b"]
-    admission.wait(0.0, Place(Key(RequestId("a"), 0, 1), 40, 1, True, 50))
-    admission.wait(0.0, Place(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True))
+    admission.wait(0.0, SelectNodes(Key(RequestId("a"), 0, 1), 40, 1, True, 50))
+    admission.wait(0.0, SelectNodes(Key(RequestId("b"), 0, 1), 40, 1, True, 50, is_resume=True))
     assert taken(admission) == ["b", "a"]
     admission.ended(RequestId("a"))
     assert taken(admission) == ["c"]
@@ -183,25 +190,25 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
 
 def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     admission = queue(max_queued=2)
-    admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_place=False)  # alone, any may wait
-    long = Place(Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10)
+    admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_serve=False)  # alone, any may wait
+    long = SelectNodes(Key(RequestId("a")), MAX_QUEUED_TOKENS, 1, True, MAX_QUEUED_TOKENS + 10)
     admission.wait(0.0, long)
     with pytest.raises(Overloaded, match="prompt tokens are waiting"):
-        admission.check_room(0.0, 1, could_place=False)
+        admission.check_room(0.0, 1, could_serve=False)
     admission.leave(long.key)
     for name in "bc":
-        admission.check_room(0.0, 1, could_place=False)
+        admission.check_room(0.0, 1, could_serve=False)
         admission.wait(0.0, place(name))
     with pytest.raises(Overloaded) as error:
-        admission.check_room(24.0, 1, could_place=True)
+        admission.check_room(24.0, 1, could_serve=True)
     assert (error.value.code, error.value.http_status) == ("queue_full", 429)
     assert error.value.retry_after_s == 24.0
 
 
 def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():
     admission = queue(max_queued_s=30, max_inflight=1)
-    admission.placed(Key(RequestId("s")))
-    resume = Place(Key(RequestId("s"), 0, 1), 4000, 1, True, 5000, is_resume=True)
+    admission.selected(Key(RequestId("s")))
+    resume = SelectNodes(Key(RequestId("s"), 0, 1), 4000, 1, True, 5000, is_resume=True)
     for now_s, attempt in ((0.0, place("a")), (1.0, resume), (2.0, place("b"))):
         admission.wait(now_s, attempt)
     assert taken(admission) == [], "no pool is large enough for the resume"
@@ -223,7 +230,7 @@ def small_cluster(*names: str) -> Registry:
 
 
 def full(registry: Registry, policy: CheapestPair, name: str, num_tokens: int = 40) -> set[str]:
-    """Place an attempt if its nodes have room for it; return those that have none."""
+    """SelectNodes an attempt if its nodes have room for it; return those that have none."""
     decision = policy.choose(0.0, registry, place(name, num_tokens))
     if not decision.full:
         charge(registry, decision)
@@ -253,7 +260,7 @@ def test_a_node_without_room_is_waited_for():
 
 def test_a_request_leaves_room_for_as_many_tokens_as_responses_have_had():
     registry, policy = small_cluster("p0", "d1"), CheapestPair("never", 0)
-    attempt = Place(Key(RequestId("a")), 40, 1, True, 200)
+    attempt = SelectNodes(Key(RequestId("a")), 40, 1, True, 200)
     before = policy.choose(0.0, registry, attempt)
     for _ in range(100):
         policy.learn(8.0)
@@ -272,8 +279,8 @@ def test_an_attempt_that_waits_for_one_node_holds_up_nobody_who_goes_to_another(
         found: list[tuple[str, str]] = []
         for attempt, decision in waiting.take(now_s):
             charge(registry, decision)
-            waiting.placed(attempt.key)
-            found.append((attempt.key.request_id, str(decision.placed.decode_node)))
+            waiting.selected(attempt.key)
+            found.append((attempt.key.request_id, str(decision.selected.decode_node)))
         return found
 
     for name in "abcde":
@@ -323,7 +330,7 @@ def holding(registry: Registry, **num_tokens: int) -> Registry:
 def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     registry = holding(cluster(*PAIRS), p1=36, d1=20)
     decision = CheapestPair("auto", 0).choose(0.0, registry, place("a"))
-    assert (decision.placed.prefill_node, decision.placed.decode_node) == ("p1", "d1")
+    assert (decision.selected.prefill_node, decision.selected.decode_node) == ("p1", "d1")
     assert (decision.num_cached_tokens, decision.loads[0][1].num_tokens) == (36, 4)
     registry.reserve(NodeId("p1"), Key(RequestId("busy")), ReservedLoad(36, 1))
     assert choose(registry, place("b"), "never") == ("p0", "d1")  # as much work, and less queue
@@ -338,8 +345,8 @@ def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():
     registry = holding(cluster(*PAIRS), d1=60)
     decision = CheapestPair("auto", 8).choose(0.0, registry, place("a", 60))
     assert decision.path == "local_prefill"
-    assert decision.placed.decode_node == "d1"
-    assert decision.placed.max_uncached_tokens == 16
+    assert decision.selected.decode_node == "d1"
+    assert decision.selected.max_uncached_tokens == 16
     # The last token is computed in any case, so one block of what is cached is of no use.
     assert decision.num_cached_tokens == 56
     assert choose(registry, place("b", 69)) == (None, "d1")

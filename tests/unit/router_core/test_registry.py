@@ -18,8 +18,8 @@ from baton.protocol.messages import (
     Role,
     Starting,
 )
-from baton.router.health import nodes_health
-from baton.router.registry import (
+from baton.router.core.health import nodes_health
+from baton.router.core.registry import (
     DIFFERENT_BITS,
     LOST_KEPT_S,
     SILENCE_S,
@@ -263,7 +263,7 @@ def test_a_channel_that_is_open_again_ends_only_the_trouble_of_a_channel(code, i
         join(registry, info)
     prefill, decode = ((info.node_id, info.epoch) for info in infos)
     registry.pairs.failed(1.0, prefill, decode, TransferError("it broke", code=code).to_failure())
-    registry.pairs.placed(Key(RequestId("a")), prefill, decode)
+    registry.pairs.selected(Key(RequestId("a")), prefill, decode)
     for cut in ((infos[1].node_id,), ()):
         message = msgspec.structs.replace(heartbeat(infos[0]), unreachable=cut)
         registry.heartbeat(2.0, message)

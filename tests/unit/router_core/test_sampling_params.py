@@ -9,7 +9,7 @@ import pytest
 from baton import SamplingParams
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import NEUTRAL, Sampling
-from baton.router.queue import sampling_of
+from baton.router.core.admission import sampling_of
 
 NOTHING_ASKED: list[dict[str, object]] = [{name: v} for name in NEUTRAL for v in NEUTRAL[name]]
 REFUSED: list[tuple[str, object, str]] = [

@@ -7,9 +7,9 @@ from baton.protocol.errors import Failure
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Attached, FinishReason, HeldChoice, NotAttached, TokenEntry
 from baton.protocol.sampling import Sampling
-from baton.router.reattach import ANSWER_S, REJOIN_S, FoundRequest, ReceivedPart, Search
-from baton.router.request import RETRY_S
-from baton.router.stream import digest_of
+from baton.router.core.reattach import ANSWER_S, REJOIN_S, FoundRequest, ReceivedPart, Search
+from baton.router.core.request import RETRY_S
+from baton.router.core.stream import digest_of
 
 ID = RequestId("r")
 A, B = NodeId("a"), NodeId("b")

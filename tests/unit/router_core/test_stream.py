@@ -7,8 +7,8 @@ import pytest
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.sampling import SamplingParams
+from baton.router.core.stream import RequestStream
 from baton.router.outputs import AttemptRecord, CompletionOutput, Merged, RequestMetrics, waterfall
-from baton.router.stream import RequestStream
 from tests.support.async_tests import on_a_loop
 from tests.support.router_bench import collected
 from tests.support.small_tokenizers import small_text

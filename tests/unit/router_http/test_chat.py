@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.text import ChatTemplate
+from baton.router.text.tokenizer import ChatTemplate
 from tests.support.http_bench import TEXT, hello, served
 from tests.support.small_tokenizers import END
 

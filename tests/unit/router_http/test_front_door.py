@@ -13,9 +13,9 @@ from aiohttp.test_utils import make_mocked_request
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import ConfigError, Overloaded, RequestError
+from baton.router.core.stream import RequestStream
 from baton.router.http import connections
 from baton.router.http.auth import Access, add_key, digest_of, read_keys
-from baton.router.stream import RequestStream
 from tests.support.http_bench import JSON, TEXT, HttpBench, Reply, events_of, hello, served
 
 TYPE = "Content-Type: application/json\r\n"

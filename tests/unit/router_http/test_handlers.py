@@ -9,8 +9,8 @@ import pytest
 from baton import __version__
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
+from baton.router.core.stream import RequestStream, digest_of
 from baton.router.http.request_log import Running
-from baton.router.stream import RequestStream, digest_of
 from tests.support.http_bench import (
     TEXT,
     HttpBench,

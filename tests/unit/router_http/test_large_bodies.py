@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
-from baton.router.http import large_bodies
-from baton.router.text import ChatTemplate
+from baton.router.http.api import large_bodies
+from baton.router.text.tokenizer import ChatTemplate
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
 from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes
@@ -57,7 +57,7 @@ class Bench:
 
 def body_processes(pid: int) -> list[psutil.Process]:
     children = psutil.Process(pid).children()
-    return [child for child in children if "baton.router.http.large_bodies" in child.cmdline()]
+    return [child for child in children if "baton.router.http.api.large_bodies" in child.cmdline()]
 
 
 def shown(reply: Reply) -> dict[str, object]:

@@ -7,8 +7,8 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import RequestError
-from baton.router.http.messages import parse_message
-from baton.router.stream import RequestStream
+from baton.router.core.stream import RequestStream
+from baton.router.http.api.anthropic import parse_message
 from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying, served
 
 PATH, COUNT_PATH = "/v1/messages", "/v1/messages/count_tokens"

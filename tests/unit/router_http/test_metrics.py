@@ -5,10 +5,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Load, Totals
-from baton.router.health import Health, ServedModel
+from baton.router.core.health import Health, ServedModel
+from baton.router.core.pair_health import PairTransfers
 from baton.router.http.metrics import MAX_CODES, ROUTER_FAMILIES, HttpMetrics, StatsLine
 from baton.router.outputs import RequestMetrics
-from baton.router.pairs import PairTransfers
 from baton.runtime.metrics import NODE_FAMILIES, LostNode, NodeHealth
 
 MODEL = ServedModel("tiny", "/tiny", "m", "l", 256, 400, 16, dtype="bfloat16")

@@ -17,8 +17,8 @@ from opentelemetry.trace import StatusCode
 from baton.protocol.config import ClusterConfig, LogConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, NodeId, RequestId
+from baton.router.core.stream import RequestStream
 from baton.router.http.request_log import MAX_REFUSALS_PER_S, RequestLog, Running, Tracer
-from baton.router.stream import RequestStream
 from tests.support.http_bench import (
     JSON,
     TEXT,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.outputs import ToolCall
-from baton.router.response_parser import Parsing, Part, Reasoning, ResponseParser, ToolFormat
+from baton.router.text.response_parser import Parsing, Part, Reasoning, ResponseParser, ToolFormat
 
 WEATHER = '{"name": "weather", "arguments": {"city": "Öslo", "days": [1, 2]}}'
 CALL = ToolCall("weather", '{"city": "Öslo", "days": [1, 2]}')

@@ -9,9 +9,9 @@ from pydantic import TypeAdapter
 
 from baton.protocol.errors import RequestError
 from baton.protocol.messages import TokenLogprobs
-from baton.router.http.response_body import parse_response
-from baton.router.http.schema import ParsedRequest
-from baton.router.stream import RequestStream
+from baton.router.core.stream import RequestStream
+from baton.router.http.api.responses_body import parse_response
+from baton.router.http.api.schema import ParsedRequest
 from tests.support.http_bench import QWEN, TEXT, HttpBench, hello, lost, saying, served
 
 PATH = "/v1/responses"

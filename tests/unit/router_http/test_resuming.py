@@ -3,21 +3,21 @@
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.responses import ResponseWriter
-from baton.router.http.sse import (
+from baton.router.core.reattach import ReceivedPart
+from baton.router.core.stream import digest_of
+from baton.router.http.api.openai_chunks import ResponseWriter
+from baton.router.http.api.sse import (
     MAX_CHOICES,
     EventIds,
     Form,
-    ReaderPlace,
+    ResumePosition,
     form_of,
     kept_of,
     owner_of,
-    place_of,
+    resume_position,
     start_of,
 )
-from baton.router.reattach import ReceivedPart
-from baton.router.response_parser import Parsing
-from baton.router.stream import digest_of
+from baton.router.text.response_parser import Parsing
 from tests.support.http_bench import served
 
 NAME = "chatcmpl-" + "0a" * 12
@@ -33,11 +33,11 @@ def test_an_id_tells_what_its_events_brought():
     event_id = f"{NAME}:.0.3e@{digest:08x}"
     assert ids.current().decode() == event_id
     received = (NOTHING, ReceivedPart(0, True), ReceivedPart(3, True, True, digest))
-    assert place_of(event_id) == ReaderPlace(NAME, received)
+    assert resume_position(event_id) == ResumePosition(NAME, received)
     again = EventIds(NAME, received)
     assert again.current().decode() == event_id
     again.advance(1, [4, 5], has_ended=False)
-    place = place_of(again.current(b"/u").decode())
+    place = resume_position(again.current(b"/u").decode())
     assert place.received is not None
     assert (place.received[1].digest, place.tail) == (digest_of([4, 5]), "/u")
 
@@ -61,12 +61,12 @@ def test_an_id_tells_what_its_events_brought():
 )
 def test_what_is_no_id_is_refused(event_id):
     with pytest.raises(RequestError) as error:
-        place_of(event_id)
+        resume_position(event_id)
     assert error.value.param == "Last-Event-ID"
 
 
 def test_a_name_alone_is_the_start_and_must_be_one_of_ours():
-    assert start_of(NAME) == ReaderPlace(NAME, None)
+    assert start_of(NAME) == ResumePosition(NAME, None)
     with pytest.raises(RequestError):
         start_of("cmpl-1")
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.schema import Chat, parse_chat, parse_completion
+from baton.router.http.api.schema import Chat, parse_chat, parse_completion
 
 
 def body_of(**fields: object) -> bytes:

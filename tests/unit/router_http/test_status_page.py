@@ -10,8 +10,8 @@ import pytest
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import NodeError, Overloaded
 from baton.protocol.ids import Key, RequestId
+from baton.router.core.stream import RequestStream
 from baton.router.http.status import MAX_REQUESTS, PAGE, StatusDocument
-from baton.router.stream import RequestStream
 from tests.support.completions import ask
 from tests.support.http_bench import TEXT, HttpBench, lost, placed, served, well
 from tests.support.router_process import NUM_BLOCKS, WAIT_S, wait_until_ready, with_toy_nodes

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import StopStrings
+from baton.router.text.detokenizer import StopStrings
 from tests.support.small_tokenizers import END, small_text
 
 LETTERS = "ab你"

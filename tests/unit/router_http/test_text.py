@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
-from baton.router.detokenizer import TokenTable, decoding_of
-from baton.router.text import Text
+from baton.router.text.detokenizer import TokenTable, decoding_of
+from baton.router.text.tokenizer import Text
 from tests.support.small_tokenizers import (
     END,
     FAMILIES,

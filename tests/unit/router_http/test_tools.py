@@ -8,13 +8,13 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.sampling import SamplingParams
-from baton.router.grammars import after_reasoning, checked_grammar
-from baton.router.http.prepare import ModelFormat, form_of_calls
-from baton.router.http.turns import Function, ToolUse
+from baton.router.core.stream import RequestStream
+from baton.router.http.api.prepare import ModelFormat, form_of_calls
+from baton.router.http.api.turns import Function, ToolUse
 from baton.router.outputs import CompletionOutput, ToolCall
-from baton.router.response_parser import Parsing, ResponseParser, ToolFormat
-from baton.router.stream import RequestStream
-from baton.router.text import ChatTemplate
+from baton.router.text.grammars import after_reasoning, checked_grammar
+from baton.router.text.response_parser import Parsing, ResponseParser, ToolFormat
+from baton.router.text.tokenizer import ChatTemplate
 from tests.support.http_bench import QWEN, TEXT, served
 
 PATH = "/v1/chat/completions"

@@ -127,6 +127,6 @@ def test_a_prefill_node_captures_prompts_alone(role, chosen, found, monkeypatch)
         def run(self) -> int:
             return 0
 
-    monkeypatch.setattr("baton.engine.process.node.EngineNode", Node)
+    monkeypatch.setattr("baton.node.node.EngineNode", Node)
     assert main([role, "--set", f"engine.graphs={chosen}"]) == 0
     assert graphs == [found]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from baton.engine.compute.step_threads import NUM_SLOTS, SharedCpus
+from baton.model.executors.step_threads import NUM_SLOTS, SharedCpus
 from baton.protocol.config import EngineConfig, NodeConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime import host
@@ -48,7 +48,7 @@ def test_a_node_takes_all_cpus_only_while_the_others_are_idle(tmp_path):
 def test_a_process_that_died_in_a_step_leaves_its_place_to_the_next(tmp_path):
     path = tmp_path / "cpus"
     script = (
-        "from pathlib import Path; from baton.engine.compute.step_threads import SharedCpus\n"
+        "from pathlib import Path; from baton.model.executors.step_threads import SharedCpus\n"
         f"SharedCpus(Path({str(path)!r}), 1, 4).take()"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

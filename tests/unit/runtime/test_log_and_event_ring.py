@@ -10,9 +10,9 @@ from datetime import datetime
 
 import pytest
 
-from baton.engine.process.records import EventRing, folder_for_dumps
-from baton.engine.process.sockets import FromRouter
-from baton.engine.scheduling.plan import StepResult
+from baton.node.records import EventRing, folder_for_dumps
+from baton.node.scheduling.plan import StepResult
+from baton.node.sockets import FromRouter
 from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Keep, Load, Prefill, ResumeState, TokenLogprobs

@@ -8,8 +8,8 @@ import pytest
 from transformers import AutoTokenizer
 
 from baton.deploy.model_folder import CHECKPOINT
-from baton.engine.compute.model_config import read_decoder_config
-from baton.router.text import Text
+from baton.model.config.decoder_config import read_decoder_config
+from baton.router.text.tokenizer import Text
 from tools.demo_model import folder, text, train, vocabulary
 from tools.demo_model.evaluate import Examiner
 from tools.demo_model.exam import Question

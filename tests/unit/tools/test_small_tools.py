@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.compute.layer_weights import Placement
-from baton.engine.compute.loading import load_decoder
-from baton.engine.compute.model_config import read_decoder_config
-from baton.engine.compute.tensor_parallel import SingleRank
-from baton.engine.compute.weights import Checkpoint
+from baton.model.config.decoder_config import read_decoder_config
+from baton.model.loading.decoder_loading import load_decoder
+from baton.model.loading.layer_weights import RankDevice
+from baton.model.loading.weights import Checkpoint
+from baton.model.tensor_parallel import SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import model_folder
 from tests.support.compute import no_progress
 from tools import floor, random_model
 from tools.gpu.floors import Shape
-from tools.peers.arms import KINDS, Arm, Place, commands, parse_arm
+from tools.peers.arms import KINDS, Arm, ArmSite, commands, parse_arm
 
 TINY = Shape("tiny", 64, 96, 2, 4, 2, 32, 300, is_tied=False)
 CPU = torch.device("cpu")
-PLACE = Place(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
+PLACE = ArmSite(Path("/models/m"), (9000, 9001, 9002, 9003, 9004, 9005), Path("/run/x"), Path("/p"))
 
 
 def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
@@ -29,7 +29,7 @@ def test_the_folder_has_the_shape_that_was_asked_for(tmp_path):
     assert (config.family, config.num_layers, config.head_dim) == ("qwen3", 2, 32)
     assert (config.vocab_size, config.eos_token_ids) == (300, (random_model.END_ID,))
     decoder = load_decoder(
-        config, Checkpoint(folder), SingleRank(), Placement(torch.bfloat16, CPU), no_progress
+        config, Checkpoint(folder), SingleRank(), RankDevice(torch.bfloat16, CPU), no_progress
     )
     values = sum(
         layer.qkv.weight.numel() + layer.output.weight.numel()
@@ -45,7 +45,7 @@ def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path):
     random_model.write_model(folder, Shape("", 128, 128, 1, 4, 2, 32, 300, is_tied=True), CPU)
     for change in (lambda _: None, random_model.in_four_bits):
         change(folder)
-        config, place = read_decoder_config(folder), Placement(torch.float32, CPU)
+        config, place = read_decoder_config(folder), RankDevice(torch.float32, CPU)
         decoder = load_decoder(config, Checkpoint(folder), SingleRank(), place, no_progress)
         found.append(decoder.layers[0].output(torch.eye(128)))
     assert 0 < (found[0] - found[1]).abs().max() < found[0].abs().max() / 14

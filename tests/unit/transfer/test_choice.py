@@ -20,7 +20,7 @@ from baton.protocol.config import TransferConfig
 from baton.protocol.errors import ConfigError, TransferError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import RankAddress
-from baton.protocol.pairs import pair_problem
+from baton.protocol.pairing import pair_problem
 from tests.support.connectors import node, rank_address
 from tests.support.memfd_memory import GPU, device_pool
 

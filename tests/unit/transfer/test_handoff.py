@@ -5,8 +5,8 @@ A peer that breaks the protocol ends its own handoff and nothing else; a schedul
 
 import pytest
 
+from baton.kv_transfer.bookkeeping import Parking, ReaderLease, Tombstones
 from baton.kv_transfer.connector import NodeConnector
-from baton.kv_transfer.handoff import Parking, ReaderLease, Tombstones
 from baton.kv_transfer.interfaces import (
     LEASE_EXPIRED,
     Abandon,

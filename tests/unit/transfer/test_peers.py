@@ -42,7 +42,7 @@ from baton.protocol.messages import (
     RankAddress,
     Withdrawn,
 )
-from baton.protocol.pairs import tp_size_problem
+from baton.protocol.pairing import tp_size_problem
 from tests.support.connectors import (
     BLOCK_BYTES,
     DECODE,

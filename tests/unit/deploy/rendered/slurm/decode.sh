@@ -21,4 +21,4 @@ OWN_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" |
 
 export PYTHONUNBUFFERED=1 OWN_ADDRESS
 srun --kill-on-bad-exit=1 --cpus-per-task=2 \
-  PYTHON -m baton.deploy.cluster.slurm "$folder" decode
+  PYTHON -m baton.deploy.cluster.platforms.slurm "$folder" decode

@@ -22,4 +22,4 @@ OWN_ADDRESS=$(scontrol show node --oneliner "$SLURMD_NODENAME" |
 
 export PYTHONUNBUFFERED=1 OWN_ADDRESS
 srun --kill-on-bad-exit=1 \
-  PYTHON -m baton.deploy.cluster.slurm "$folder" prefill
+  PYTHON -m baton.deploy.cluster.platforms.slurm "$folder" prefill

@@ -22,4 +22,4 @@ echo "$OWN_ADDRESS" >"$folder/routers.new" &&
 
 export PYTHONUNBUFFERED=1 OWN_ADDRESS
 srun --kill-on-bad-exit=1 \
-  PYTHON -m baton.deploy.cluster.slurm "$folder" router
+  PYTHON -m baton.deploy.cluster.platforms.slurm "$folder" router

@@ -1,0 +1,1 @@
+"""Kernels for NVIDIA GPUs, in Triton. `reference.py`, one folder up, defines their meaning."""

@@ -1,0 +1,1 @@
+"""Products that give a row the same result in every batch, examined when a rank loads."""

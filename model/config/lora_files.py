@@ -1,0 +1,164 @@
+"""LoRA adapters as PEFT saves them: what a folder says, checked against its model before loading.
+
+An adapter adds `scaling * B(A(x))` to the outputs of a linear layer. Every tensor must be one that
+is read, and every field of adapter_config.json that changes the result is honoured or refused. It
+reads headers alone and never imports torch.
+"""
+
+import hashlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from baton.model.config.decoder_config import DecoderConfig, read_json
+from baton.model.config.weight_files import expected_tensors, tensors_of
+from baton.protocol.errors import ConfigError
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+MAX_RANK = 512
+MODULES = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
+    "down_proj",
+)  # fmt: skip
+_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
+_NAME = re.compile(r"[^\s=,\0]+")
+# Fields that do not change what the tensors mean, whatever they say.
+_HARMLESS = frozenset({
+    "auto_mapping", "base_model_name_or_path", "corda_config", "ensure_weight_tying", "eva_config",
+    "exclude_modules", "inference_mode", "layers_pattern", "layers_to_transform", "loftq_config",
+    "lora_dropout", "lora_ga_config", "megatron_config", "megatron_core", "peft_version",
+    "qalora_group_size", "revision", "runtime_config", "task_type",
+})  # fmt: skip
+# Ways to begin a training that leave the model's own weights as they are.
+_INITS = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+class _Config(msgspec.Struct):
+    """The fields of adapter_config.json that baton honours."""
+
+    peft_type: str
+    r: Annotated[int, Meta(ge=1, le=MAX_RANK)]
+    lora_alpha: float
+    target_modules: list[str] | str | None = None
+    use_rslora: bool = False
+    bias: str = "none"
+    init_lora_weights: bool | str | None = True
+
+    @property
+    def scaling(self) -> float:
+        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+
+
+class Adapter(NamedTuple):
+    name: str
+    folder: Path
+    rank: int
+    scaling: float
+    layers: frozenset[str]  # those that it changes, such as model.layers.0.mlp.up_proj
+
+    @property
+    def file(self) -> Path:
+        return self.folder / WEIGHTS_FILE
+
+
+def folders_of(modules: Sequence[str]) -> dict[str, Path]:
+    """Return the absolute folder of each adapter by its name. Raises `ConfigError`."""
+    found: dict[str, Path] = {}
+    for module in modules:
+        name, equals, folder = module.partition("=")
+        if not equals or not folder or not _NAME.fullmatch(name):
+            raise ConfigError(f"model.lora_modules: write {module!r} as name=folder")
+        if name in found:
+            raise ConfigError(f"model.lora_modules: two adapters have the name {name!r}")
+        found[name] = Path(folder).expanduser().absolute()
+    return found
+
+
+def read_adapters(modules: Sequence[str], config: DecoderConfig | None) -> tuple[Adapter, ...]:
+    """Return the adapters in the order of the settings. Raises a one-line `ConfigError`.
+
+    There is no `config` where transformers' code computes the model, which takes none.
+    """
+    folders = folders_of(modules)
+    if config is None and folders:
+        raise ConfigError("model.lora_modules: transformers' code computes this model, without any")
+    if config is not None and config.latent is not None and folders:
+        raise ConfigError("model.lora_modules: latent attention is computed without adapters")
+    return tuple(_read(name, folder, config) for name, folder in folders.items() if config)
+
+
+def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:
+    """Return a digest of the names and of all bytes of the adapters; empty without any."""
+    digest = hashlib.blake2b(digest_size=16)
+    for adapter in adapters:
+        digest.update(f"{adapter.name}\0{adapter.scaling!r}\0".encode())
+        with adapter.file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "blake2b").digest())
+    return digest.digest() if adapters else b""
+
+
+def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
+    where = f"adapter {name!r} in {folder}"
+    file = folder / CONFIG_FILE
+    fields, given = read_json(file, dict[str, object]), read_json(file, _Config)
+    if given.peft_type != "LORA":
+        raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
+    if given.bias != "none":
+        raise ConfigError(f"{where}: bias {given.bias!r} is not supported")
+    if given.init_lora_weights not in _INITS:
+        raise ConfigError(
+            f"{where}: init_lora_weights {given.init_lora_weights!r} changes the model's own "
+            "weights: save the adapter as a plain LoRA"
+        )
+    for field, value in fields.items():
+        if value and field not in _HARMLESS and field not in _Config.__struct_fields__:
+            raise ConfigError(f"{where}: {field} is not supported")
+    layers = _layers_of(where, folder, given.r, config)
+    _check_targets(where, given.target_modules, layers)
+    return Adapter(name, folder, given.r, given.scaling, layers)
+
+
+def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> frozenset[str]:
+    """Return the layers that the tensors change. Raises `ConfigError` unless all of them fit."""
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
+    shapes, parts = expected_tensors(config), {"A": set[str](), "B": set[str]()}
+    for tensor, entry in tensors_of(folder / WEIGHTS_FILE).items():
+        match = _TENSOR.fullmatch(tensor)
+        layer = match[1] if match else ""
+        shape = shapes.get(f"{layer}.weight")
+        if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
+            raise ConfigError(f"{where}: the model has no linear layer for tensor {tensor}")
+        outputs, inputs = shape
+        wanted = (rank, inputs) if match[2] == "A" else (outputs, rank)
+        if entry.shape != wanted:
+            raise ConfigError(
+                f"{where}: {tensor} has the shape {list(entry.shape)}, but r and the model imply "
+                f"{list(wanted)}"
+            )
+        if entry.dtype not in ("F32", "F16", "BF16"):
+            raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
+        parts[match[2]].add(layer)
+    if odd := sorted(parts["A"] ^ parts["B"]):
+        raise ConfigError(f"{where}: {odd[0]} has only one of lora_A and lora_B")
+    if not parts["A"]:
+        raise ConfigError(f"{where} changes no layer")
+    return frozenset(parts["A"])
+
+
+def _check_targets(where: str, targets: list[str] | str | None, layers: frozenset[str]) -> None:
+    """Check that no target is without tensors, as in a file that was cut or saved by halves."""
+    if not isinstance(targets, list):
+        return  # a pattern, which says nothing of what should be there
+    for target in targets:
+        if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+            raise ConfigError(f"{where}: target_modules names {target}, but no tensor is for it")
+
+
+def tensor_of(layer: str, letter: str) -> str:
+    """Return the name of matrix `A` or `B` of a layer in an adapter's file."""
+    return f"base_model.model.{layer}.lora_{letter}.weight"

@@ -1,0 +1,394 @@
+"""The tensors of a Hugging Face folder as its files declare them, and those that a decoder needs.
+
+Every tensor of every file must be one that the decoder reads, with the shape that config.json
+implies: a scale or a bias that nothing reads would give wrong text, and kernels trust the shapes.
+It reads headers alone and never imports torch.
+"""
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+from baton.model.config.decoder_config import DecoderConfig, read_json
+from baton.model.config.expert_config import ExpertNames, ExpertsConfig
+from baton.model.config.quantization import Packing, Quantization
+from baton.protocol.errors import ConfigError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# As transformers keeps experts, and saves them with `save_original_format=False`.
+STACKED_BLOCK = "mlp"
+STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
+SINKS = "self_attn.sinks"
+_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_DTYPES = ("F32", "F16", "BF16")
+_DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
+_KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
+_CHUNK_BYTES = 1 << 24
+
+Shape = tuple[int, ...]
+
+
+class TensorEntry(msgspec.Struct):
+    """One tensor in a file's header. Offsets are bytes from the file's start."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[int, int]
+
+
+class Stored(msgspec.Struct, frozen=True):
+    """A tensor and the file that holds it."""
+
+    file: Path
+    name: str  # in the file
+    entry: TensorEntry
+
+
+class _Index(msgspec.Struct):
+    weight_map: dict[str, str]
+
+
+def tensors_of(file: Path) -> dict[str, TensorEntry]:
+    """Return the table at the head of a safetensors file: 8 bytes of length, then JSON.
+
+    Raises `ConfigError` unless the file holds all of its tensors.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= MAX_HEADER_BYTES:
+                raise ConfigError(f"{file} is not a safetensors file")
+            raw = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+        raw.pop("__metadata__", None)
+        entries = {
+            name: msgspec.json.decode(entry, type=TensorEntry) for name, entry in raw.items()
+        }
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    size = file.stat().st_size
+    for name, entry in entries.items():
+        first, last = (8 + length + offset for offset in entry.data_offsets)
+        if not 0 <= first <= last <= size:
+            raise ConfigError(f"{file} ends before tensor {name} does: fetch the file again")
+        entry.data_offsets = (first, last)
+    try:
+        # The library compares all ranges with the shapes, and with each other.
+        with safe_open(file, framework="np"):
+            return entries
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{file} is not a safetensors file: {error}") from None
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the files that hold the weights, as transformers chooses them.
+
+    That is `model.safetensors` if it is there, and otherwise the shards that the index lists.
+    """
+    if (folder / SINGLE).is_file():
+        return [folder / SINGLE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ConfigError(f"{folder} has neither {SINGLE} nor {INDEX}")
+    names = set(read_json(index, _Index).weight_map.values())
+    files = sorted(folder / name for name in names)
+    if missing := [file.name for file in files if not file.is_file()]:
+        raise ConfigError(f"{index} names {missing[0]}, which {folder} does not have")
+    return files
+
+
+def stored_tensors(folder: Path) -> dict[str, Stored]:
+    """Return every tensor of every file by name, without those that only images need.
+
+    Raises `ConfigError` if one is there twice.
+    """
+    found: dict[str, Stored] = {}
+    for file in weight_files(folder):
+        for own, entry in tensors_of(file).items():
+            if _OF_IMAGES.fullmatch(own):
+                continue
+            name = _text_name(own)
+            if name in found:
+                raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
+            found[name] = Stored(file, own, entry)
+    return found
+
+
+def _text_name(name: str) -> str:
+    if name.startswith("model.language_model."):
+        return "model." + name.removeprefix("model.language_model.")
+    return name.removeprefix("language_model.")
+
+
+def has_stacked_experts(names: Collection[str]) -> bool:
+    """Return whether one tensor holds all experts of a layer."""
+    return any(name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}") for name in names)
+
+
+def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict[str, Shape]:
+    """Return the shape of each tensor that the decoder of `config` reads, by name.
+
+    `is_stacked` says that one tensor holds all experts of a layer.
+    """
+    hidden, width = config.hidden_size, config.intermediate_size
+    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv, gate_up = (
+        [("q", heads), ("k", kv_heads), ("v", kv_heads)],
+        [("gate", width), ("up", width)],
+    )
+    if config.is_fused:
+        qkv, gate_up = [("qkv", heads + 2 * kv_heads)], [("gate_up", 2 * width)]
+    attention = (
+        *((f"self_attn.{name}_proj", size, hidden, config.qkv_bias) for name, size in qkv),
+        ("self_attn.o_proj", hidden, heads, config.output_bias),
+    ) if config.latent is None else ()  # fmt: skip
+    mlp = (
+        *((f"mlp.{name}_proj", size, hidden, config.mlp_bias) for name, size in gate_up),
+        ("mlp.down_proj", hidden, width, config.mlp_bias),
+    )  # fmt: skip
+    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
+    for number in range(config.num_layers):
+        layer = f"model.layers.{number}."
+        experts = config.experts_of(number)
+        if experts is not None:
+            of_experts = _expert_tensors(experts, hidden, is_stacked=is_stacked)
+            shapes |= {layer + name: shape for name, shape in of_experts.items()}
+        for name, outputs, inputs, has_bias in (*attention, *(() if experts else mlp)):
+            shapes[f"{layer}{name}.weight"] = (outputs, inputs)
+            if has_bias:
+                shapes[f"{layer}{name}.bias"] = (outputs,)
+        if config.latent is not None:
+            of_latent = config.latent.tensors(hidden, config.num_heads)
+            shapes |= {f"{layer}self_attn.{name}": shape for name, shape in of_latent.items()}
+        for name in norms_of(config).values():
+            shapes[f"{layer}{name}.weight"] = (hidden,)
+        if config.layers.has_sinks:
+            shapes[f"{layer}{SINKS}"] = (config.num_heads,)
+        for name, every in (("q_norm", heads), ("k_norm", kv_heads)) if config.qk_norm else ():
+            size = every if config.joins_qk_norm else config.head_dim
+            shapes[f"{layer}self_attn.{name}.weight"] = (size,)
+    shapes["model.norm.weight"] = (hidden,)
+    if not config.tie_word_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def norms_of(config: DecoderConfig) -> dict[str, str]:
+    """Return what the files call the norms of a layer, by their names in `DecoderLayer`."""
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.layers.has_output_norms:
+        names["output_norm"] = names["mlp_norm"]
+        names["mlp_norm"] = "pre_feedforward_layernorm"
+        names["mlp_output_norm"] = "post_feedforward_layernorm"
+    return names
+
+
+def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:
+    """Return the shapes of one layer's router and experts, by their names within the layer."""
+    count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
+    shapes: dict[str, Shape] = {}
+    if names.are_turned:
+        gate_up, down = f"{names.block}.{STACKED_GATE_UP}", f"{names.block}.{STACKED_DOWN}"
+        router = f"{names.block}.{names.router}"
+        return {
+            f"{router}.weight": (count, hidden), f"{router}.bias": (count,),
+            gate_up: (count, hidden, 2 * width), f"{gate_up}_bias": (count, 2 * width),
+            down: (count, width, hidden), f"{down}_bias": (count, hidden),
+        }  # fmt: skip
+    if shared := experts.shared_expert_intermediate_size:
+        if names.shared_gate:
+            shapes[f"{names.block}.{names.shared_gate}.weight"] = (1, hidden)
+        expert = f"{names.block}.{names.shared}."
+        shapes |= _gated_tensors(expert, names, shared, hidden)
+    if experts.routing is not None and experts.routing.is_sigmoid:
+        block = STACKED_BLOCK if is_stacked else names.block
+        shapes[f"{block}.{names.router_bias}"] = (count,)
+    if is_stacked:
+        return shapes | {
+            f"{STACKED_BLOCK}.gate.weight": (count, hidden),
+            f"{STACKED_BLOCK}.{STACKED_GATE_UP}": (count, 2 * width, hidden),
+            f"{STACKED_BLOCK}.{STACKED_DOWN}": (count, hidden, width),
+        }
+    shapes[f"{names.block}.gate.weight"] = (count, hidden)
+    for number in range(count):
+        shapes |= _gated_tensors(f"{names.block}.experts.{number}.", names, width, hidden)
+    return shapes
+
+
+def _gated_tensors(expert: str, names: ExpertNames, width: int, hidden: int) -> dict[str, Shape]:
+    inner, outer = (width, hidden), (hidden, width)
+    parts = ((names.gate, inner), (names.up, inner), (names.down, outer))
+    return {f"{expert}{name}.weight": shape for name, shape in parts}
+
+
+def check_tensors(folder: Path, config: DecoderConfig) -> None:
+    """Raise a one-line `ConfigError` unless the files hold what the decoder reads, and no more."""
+    stored = stored_tensors(folder)
+    expected = expected_tensors(config, is_stacked=has_stacked_experts(stored))
+    if config.tie_word_embeddings and HEAD in stored:
+        _check_tied(folder, stored)
+        expected[HEAD] = expected[EMBEDDING]
+    how = config.quantization
+    scales, dtypes = frozenset[str](), dict[str, tuple[str, ...]]()
+    if how is not None and how.packing is not None:
+        dtypes = _expect_packed(folder, how.packing, stored, expected)
+    elif how is not None:
+        scales = _check_scales(folder, how, stored, expected)
+    for name, shape in expected.items():
+        if (there := stored.get(name)) is None:
+            raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
+        is_scaled = how is not None and how.scale_of(name) in scales
+        if there.entry.dtype not in dtypes.get(name, _DTYPES) and not is_scaled:
+            raise ConfigError(
+                f"{there.file}: {name} is {there.entry.dtype}: the weights are quantized, and "
+                "config.json does not say how"
+            )
+        if there.entry.shape != shape:
+            raise ConfigError(
+                f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
+                f"implies {list(shape)}"
+            )
+    if how is not None and how.packing is not None:
+        _check_packed(how.packing, stored, expected)
+    layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
+    guessing = tuple(f"model.layers.{layer}." for layer in layers)
+    for name in sorted(stored.keys() - expected.keys() - scales):
+        if name.startswith(guessing):
+            continue
+        if not (_DERIVABLE.fullmatch(name) or _is_unneeded(how, name, stored)):
+            raise ConfigError(
+                f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "
+                "it the model would compute something else"
+            )
+
+
+def _is_unneeded(quantization: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:
+    """Return whether a tensor belongs to what is not quantized here, or adds nothing."""
+    if quantization is None:
+        return False
+    if quantization.packing is not None and name.endswith(".bias"):
+        # Some tools write biases for all layers that they pack.
+        is_packed = name.removesuffix("bias") + quantization.packing.first in stored
+        return is_packed and not _numbers_of(stored[name]).any()
+    return quantization.has_kv_scales and _KV_SCALE.fullmatch(name) is not None
+
+
+def _check_scales(
+    folder: Path,
+    quantization: Quantization,
+    stored: dict[str, Stored],
+    expected: dict[str, Shape],
+) -> frozenset[str]:
+    """Return the tensors of scales, each of which must fit a weight that is quantized."""
+    found = set()
+    for name, shape in expected.items():
+        there = stored.get(name)
+        if there is None or there.entry.dtype != quantization.stored or not _is_linear(name, shape):
+            continue
+        scale = quantization.scale_of(name)
+        if (values := stored.get(scale)) is None:
+            raise ConfigError(f"{there.file}: {name} is quantized, but there is no {scale}")
+        if values.entry.shape not in quantization.scale_shapes(shape):
+            raise ConfigError(f"{values.file}: {scale} has the shape {list(values.entry.shape)}")
+        _check_above_0(scale, values)
+        found |= {scale, quantization.input_scale_of(name)}
+    if not found:
+        raise _unquantized(folder)
+    return frozenset(found)
+
+
+def _expect_packed(
+    folder: Path, packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]
+) -> dict[str, tuple[str, ...]]:
+    """Expect the parts of packed weights in their place, and return the types of each part."""
+    dtypes = {}
+    for name, shape in list(expected.items()):
+        layer = name.removesuffix("weight")
+        if layer + packing.first in stored and (_is_linear(name, shape) or len(shape) == 3):
+            del expected[name]
+            for suffix, part in packing.parts(shape).items():
+                expected[layer + suffix], dtypes[layer + suffix] = part
+    if not dtypes:
+        raise _unquantized(folder)
+    return dtypes
+
+
+def _check_packed(packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
+    """Check the scales of packed weights, and the groups that each of their inputs names."""
+    for name in expected:
+        layer, _, suffix = name.rpartition(".")
+        if suffix == packing.scales:
+            _check_above_0(name, stored[name])
+        elif suffix == "g_idx":
+            groups = _numbers_of(stored[name])
+            num_groups = stored[f"{layer}.scales"].entry.shape[0]
+            if not ((groups >= 0) & (groups < num_groups)).all():
+                raise ConfigError(f"{stored[name].file}: {name} names a group that is not there")
+
+
+def _check_above_0(name: str, values: Stored) -> None:
+    numbers = _numbers_of(values)
+    if not (np.isfinite(numbers) & (numbers > 0)).all():
+        raise ConfigError(f"{values.file}: {name} has a scale that is not above 0 and finite")
+
+
+def _unquantized(folder: Path) -> ConfigError:
+    return ConfigError(f"{folder}: config.json has a quantization_config, but no weight has scales")
+
+
+def _is_linear(name: str, shape: Shape) -> bool:
+    return len(shape) == 2 and name != EMBEDDING
+
+
+def _numbers_of(stored: Stored) -> NDArray[np.float32]:
+    """Return the numbers of a small tensor. Raises `ConfigError` for a type that scales lack."""
+    first, last = stored.entry.data_offsets
+    with stored.file.open("rb") as stream:
+        stream.seek(first)
+        data = stream.read(last - first)
+    match stored.entry.dtype:
+        case "F32":
+            return np.frombuffer(data, "<f4")
+        case "F16":
+            return np.frombuffer(data, "<f2").astype(np.float32)
+        case "BF16":
+            return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
+        case "I32":
+            return np.frombuffer(data, "<i4").astype(np.float32)
+        case other:
+            raise ConfigError(f"{stored.file}: scales of type {other} are not supported")
+
+
+def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:
+    """Check that a head which the configuration ties is a copy of the embedding."""
+    if EMBEDDING in stored and _equal(stored[HEAD], stored[EMBEDDING]):
+        return
+    raise ConfigError(
+        f"{folder}: config.json ties {HEAD} to the embedding, but the files hold another one: set "
+        "tie_word_embeddings to false, or remove the tensor"
+    )
+
+
+def _equal(one: Stored, other: Stored) -> bool:
+    """Return whether two tensors have equal bytes."""
+    if (one.entry.dtype, one.entry.shape) != (other.entry.dtype, other.entry.shape):
+        return False
+    left, end = one.entry.data_offsets
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(left)
+        second.seek(other.entry.data_offsets[0])
+        while left < end:
+            size = min(_CHUNK_BYTES, end - left)
+            if first.read(size) != second.read(size):
+                return False
+            left += size
+    return True

@@ -1,0 +1,134 @@
+"""Attention and the fused operations on CPUs: baton's compiled kernels behind `Backend`.
+
+A token's bits depend on its own sequence alone, because every kernel adds its terms in an order
+that does not depend on the batch, the chunk or the number of threads.
+"""
+
+from collections.abc import Callable
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
+from baton.kernels.cpu.functions import AttentionWork, CpuKernels
+from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
+from baton.model.layers.attention import Batch, Scoring, pool_suffix
+from baton.protocol.config import KernelChoice
+from baton.protocol.errors import ConfigError
+from baton.runtime.log import logger
+
+log = logger("attention")
+
+
+def cpu_library(
+    dtype: torch.dtype,
+    pool_dtype: torch.dtype,
+    wanted: KernelChoice,
+    progress: Callable[[int, int], None],
+) -> CpuLibrary | None:
+    """Return the compiled kernels, or None where plain torch replaces them.
+
+    While they are compiled, (kernels done, total) is reported to `progress`. Raises `ConfigError`
+    if the settings ask for kernels that cannot be compiled.
+    """
+    if wanted == "torch":
+        return None
+    try:
+        is_bf16, fp8_pool = dtype == torch.bfloat16, pool_dtype == torch.uint8
+        return load_library(is_bf16=is_bf16, progress=progress, fp8_pool=fp8_pool)
+    except KernelsUnavailable as error:
+        if wanted == "compiled":
+            raise ConfigError(f"engine.kernels: {error}; auto computes with plain torch") from error
+        log.warning("computing with plain torch, which is slower", reason=str(error))
+        return None
+
+
+class CpuBackend:
+    """The compiled kernels over a host pool."""
+
+    is_batch_invariant = True
+    table_blocks = 0
+
+    def __init__(
+        self,
+        library: CpuLibrary,
+        pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        num_heads: int,
+        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
+        eps: float,
+    ) -> None:
+        # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
+        # linear layers, which use the same instruction, tell such CPUs apart.
+        self.name = ("compiled-bf16" if library.in_pairs else "compiled") + pool_suffix(pool)
+        self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
+        self.eps = eps
+        self.scoring = Scoring(self.head_dim**-0.5)
+        self.library = library
+        self._kernels = CpuKernels(library, pool, num_heads)
+        self.rotation = 0
+        self._angles = cos_sin.contiguous().view(-1, *cos_sin.shape[-2:])
+
+    def begin(self, batch: Batch) -> None:
+        self._positions, self._slots = batch.positions, batch.slots
+        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in batch.chunks]
+        starts = accumulate((len(blocks) for blocks in used), initial=0)
+        chunks = [
+            (chunk.row, chunk.length, chunk.start, start)
+            for chunk, start in zip(batch.chunks, starts, strict=False)
+        ]
+        self._tables = np.fromiter(chain.from_iterable(used), np.int32)
+        self._chunks = np.array(chunks, np.int64)
+        self._is_decoding = len(chunks) == batch.num_tokens
+        self._work = self._kernels.attention_work(self._tables, self._chunks)
+
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        q = self._kernels.rope_and_store(
+            qkv,
+            layer,
+            self._positions,
+            self._slots,
+            self._angles[self.rotation],
+            head_norms,
+            self.eps,
+        )
+        work = self._work
+        if rows is not None and not self._are_all(rows.numpy()):
+            q = q[rows]
+            if not len(q):
+                return q.flatten(1)
+            work = self._work_of(rows.numpy())
+        out = torch.empty_like(q)
+        self._kernels.attend(q, layer, work, out, *self.scoring)
+        return out.flatten(1)
+
+    def _are_all(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether these are all rows of a step in which every sequence has one."""
+        return self._is_decoding and np.array_equal(rows, self._chunks[:, 0])
+
+    def _work_of(self, rows: NDArray[np.int64]) -> AttentionWork:
+        """Return the queries of some rows, each as a chunk of one token."""
+        chunks = self._chunks[np.searchsorted(self._chunks[:, 0], rows, side="right") - 1]
+        chunks[:, 2] += rows - chunks[:, 0]
+        chunks[:, 0] = np.arange(len(rows))
+        chunks[:, 1] = 1
+        return self._kernels.attention_work(self._tables, chunks)
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return self._kernels.add_rms_norm(x, residual, weight, eps)
+
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return self._kernels.gate_mul(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        self._kernels.soft_cap(x, softcap)
+
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return reference.add_experts(rows, weights)  # far less work than the experts' products

@@ -1,0 +1,150 @@
+"""Attention and the fused operations on GPUs: baton's Triton kernels behind the `Backend` protocol.
+
+Only ranks that compute on CUDA import this file, because it imports Triton. Sequences at the head
+of a batch that decode one token share a split-context kernel. From the first longer slice on, rows
+go through the prefill kernel, which is exact for single tokens too.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from baton.kernels import reference
+from baton.kernels.constants import SILU, Gate
+from baton.kernels.cuda.decode_attention import paged_decode_attention
+from baton.kernels.cuda.grouped_product import add_experts
+from baton.kernels.cuda.latent_attention import (
+    MAX_LATENT,
+    MAX_ROTATED,
+    latent_decode_attention,
+    latent_prefill_attention,
+    turn_and_store,
+)
+from baton.kernels.cuda.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, MAX_GROUP
+from baton.kernels.cuda.pool_writes import rope_and_store
+from baton.kernels.cuda.prefill_attention import paged_prefill_attention
+from baton.kernels.cuda.rows import add_rms_norm, gate_mul
+from baton.model.layers.attention import Batch, Scoring, pool_suffix
+
+
+class CudaBackend:
+    """The Triton kernels over a pool in device memory."""
+
+    def __init__(
+        self,
+        pool: Tensor,
+        num_heads: int,
+        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim]
+        eps: float,
+        *,
+        is_ordered: bool = False,
+    ) -> None:
+        """`is_ordered` merges keys in one order, so a row's bits do not depend on the batch."""
+        self.name = ("triton-ordered" if is_ordered else "triton") + pool_suffix(pool)
+        self.is_batch_invariant = is_ordered
+        self.pool = pool  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
+        self.num_heads = num_heads
+        self.kv_heads, self.block_size = pool.shape[1], pool.shape[4]
+        self.head_dim = reference.pool_head_dim(pool)
+        self.eps = eps
+        self.scoring = Scoring(self.head_dim**-0.5)
+        self.table_blocks = -(-cos_sin.shape[-2] // self.block_size)
+        self.rotation = 0
+        self._angles = cos_sin.to(pool.device).contiguous().view(-1, *cos_sin.shape[-2:])
+
+    def begin(self, batch: Batch) -> None:
+        assert batch.tables is not None, "the kernels read tables on the device"
+        self._positions, self._slots, self._tables = batch.positions, batch.slots, batch.tables
+
+    def attend(
+        self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
+    ) -> Tensor:
+        q = self._stored(layer, qkv.view(len(qkv), -1, self.head_dim), head_norms)
+        decode: Callable[..., Tensor]
+        prefill: Callable[..., Tensor]
+        if self.pool.shape[3] == 1:
+            scale, rotated = self.scoring.scale, self._angles.shape[2]
+            decode = partial(latent_decode_attention, scale=scale, rotated=rotated)
+            prefill = partial(latent_prefill_attention, scale=scale, rotated=rotated)
+        else:
+            how, ordered = self.scoring._asdict(), self.is_batch_invariant
+            decode = partial(paged_decode_attention, **how, ordered=ordered)
+            prefill = partial(paged_prefill_attention, **how, ordered=ordered)
+        parts: list[Tensor] = []
+        tables, decoding = self._tables, self._tables.num_decoding
+        if decoding:
+            parts.append(
+                decode(
+                    q[:decoding], self.pool, layer, tables.blocks[:decoding],
+                    tables.context_lens[:decoding],
+                )
+            )  # fmt: skip
+        if decoding < len(tables.blocks):
+            parts.append(
+                prefill(
+                    q[decoding:], self.pool, layer, tables.blocks[decoding:], tables.query_starts,
+                    tables.context_lens[decoding:],
+                )
+            )  # fmt: skip
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
+        """Store keys and values, and return the rotated queries."""
+        angles, heads, kv_heads = self._angles[self.rotation], self.num_heads, self.kv_heads
+        if self.pool.shape[3] == 1:
+            return turn_and_store(qkv, self._positions, angles, self.pool, layer, self._slots)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]
+        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        return rope_and_store(
+            q, k, v, self._positions, angles, self.pool, layer, self._slots, q_norm, k_norm,
+            self.eps,
+        )  # fmt: skip
+
+    def add_rms_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
+        return gate_mul(gate_up, gate)
+
+    def soft_cap(self, x: Tensor, softcap: float) -> None:
+        reference.soft_cap(x, softcap)  # an element's bits do not depend on the others
+
+    def add_experts(self, rows: Tensor, weights: Tensor) -> Tensor:
+        return add_experts(rows, weights)
+
+
+def missing_for(
+    pool_shape: tuple[int, ...], num_heads: int, rotary_dim: int, capability: tuple[int, int]
+) -> str:
+    """Return why the kernels cannot serve this model and pool; empty if they can.
+
+    Every row of the tables fits GPUs of `LEAST_CAPABILITY` and newer ones.
+    """
+    _, kv_heads, _, planes, block_size, head_dim = pool_shape
+    if capability < LEAST_CAPABILITY:
+        least, found = (".".join(map(str, one)) for one in (LEAST_CAPABILITY, capability))
+        return f"the GPU has compute capability {found}; CUDA kernels need {least} (Ampere)"
+    is_latent = planes == 1
+    if is_latent and (head_dim - rotary_dim > MAX_LATENT or rotary_dim > MAX_ROTATED):
+        return (
+            f"latent rows of {head_dim - rotary_dim} and {rotary_dim} numbers have no CUDA kernel "
+            f"(kv_lora_rank and qk_rope_head_dim may be up to {MAX_LATENT} and {MAX_ROTATED})"
+        )
+    if not is_latent and head_dim not in HEAD_DIMS:
+        return f"heads of {head_dim} have no CUDA kernel (those of {_listed(HEAD_DIMS)} have one)"
+    if block_size not in BLOCK_SIZES:
+        return (
+            f"cache.block_size: {block_size} has no CUDA kernel; set it to {_listed(BLOCK_SIZES)}"
+        )
+    if (group := num_heads // kv_heads) > MAX_GROUP and not is_latent:
+        return f"{group} query heads share a KV head; CUDA kernels take up to {MAX_GROUP}"
+    return ""
+
+
+def _listed(sizes: tuple[int, ...]) -> str:
+    return f"{', '.join(map(str, sizes[:-1]))} or {sizes[-1]}"

@@ -1,0 +1,1 @@
+"""Read one rank's part of the weights and make its layers of them."""

@@ -1,0 +1,248 @@
+"""One rank's part of the linear layers of a checkpoint: dense, quantized, narrow or with adapters.
+
+It joins layers that read the same inputs, and knows no names of a model.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from baton.kernels.cpu.functions import CpuLinears
+from baton.kernels.reference import NarrowWeight
+from baton.model.batch_invariance.device_linears import OrderedLinears
+from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.weight_files import expected_tensors, has_stacked_experts
+from baton.model.layers.linear import Linear, Product
+from baton.model.layers.lora import Lora
+from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
+from baton.model.loading.adapters import LoraLoader
+from baton.model.loading.weights import (
+    Checkpoint,
+    in_order,
+    joined,
+    narrow_fp8,
+    of_mxfp4,
+    part_of,
+    scaled,
+    unpacked,
+)
+from baton.model.tensor_parallel import Ranks
+from baton.node.executor import Progress
+
+# QKV, attention output, gate and up, down, head.
+NUM_LINEAR_KINDS = 5
+
+AnyWeight = Tensor | NarrowWeight
+# Packs a weight on a device and returns the product with it.
+PackNarrow = Callable[[NarrowWeight, torch.device], tuple[Tensor, Product]]
+
+
+class RankDevice(NamedTuple):
+    """A rank's device, dtype and threads. A step on a CPU may use any of `thread_counts`."""
+
+    dtype: torch.dtype
+    device: torch.device
+    thread_counts: tuple[int, ...] = ()
+    ordered: Product | None = None  # for a GPU that has to give a row the same bits in every batch
+    compiled: CpuLinears | None = None  # for a CPU whose kernels compute linear layers
+    grouped: GroupedProduct | None = None  # for the experts on a GPU
+    narrow: PackNarrow | None = None  # for weights of four bits and FP8 on a GPU
+
+
+class LinearMaker(Protocol):
+    def make(
+        self, weight: Tensor, bias: Tensor | None = None, max_rows: int | None = None, /
+    ) -> Linear: ...
+
+
+def linears_for(
+    place: RankDevice, progress: Progress, num_kinds: int = NUM_LINEAR_KINDS
+) -> LinearMaker | None:
+    """Return what makes the linear layers of a rank; None where torch's are as good."""
+    if place.device.type == "cpu":
+        return HostLinears(num_kinds, progress, place.thread_counts, place.compiled)
+    if place.ordered is not None:
+        return OrderedLinears(place.ordered, num_kinds, progress)
+    return None
+
+
+class LayerWeights:
+    """Reads layers from a checkpoint."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        checkpoint: Checkpoint,
+        ranks: Ranks,
+        place: RankDevice,
+        linears: LinearMaker | None,
+        loras: LoraLoader,
+    ) -> None:
+        self.has_stacked_experts = has_stacked_experts(checkpoint.names())
+        self.shapes = expected_tensors(config, is_stacked=self.has_stacked_experts)
+        self.config, self.checkpoint = config, checkpoint
+        self.ranks, self.linears, self.loras = ranks, linears, loras
+        self.dtype, self.device = place.dtype, place.device
+        self.grouped_product, self.narrow = place.grouped, place.narrow
+        self.made: list[Lora] = []  # the layers of adapters
+
+    def columns(
+        self, parts: list[tuple[str, slice]], *, has_bias: bool, order: Tensor | None = None
+    ) -> Linear:
+        """Return several column-parallel layers as one, whose outputs are in `order`."""
+        bias = None
+        if has_bias:
+            bias = torch.cat([self.read(name + ".bias", rows=rows) for name, rows in parts])
+            bias = in_order(bias, order)
+        names, rows = zip(*parts, strict=True)
+        linear = self._of_bytes(names, rows, None, bias, order) or self.linear(
+            in_order(self.weight(names, rows, None), order), bias
+        )
+        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size), order)
+
+    def rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
+        # The ranks' results are summed, so one rank alone adds the bias.
+        bias = self.read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
+        rows = [slice(0, self.config.hidden_size)]
+        linear = self._of_bytes([name], rows, columns, bias) or self.linear(
+            self.weight([name], rows, columns), bias
+        )
+        return self._adapted(linear, [name], rows, columns)
+
+    def weight(
+        self,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice | None,
+        *,
+        is_expert: bool = False,
+    ) -> AnyWeight:
+        """Return the weights of joined layers, narrow where they can be computed so."""
+        if isinstance(self.linears, HostLinears):
+            keeps = self.linears.takes_narrow
+        else:
+            keeps = self.narrow is not None and not is_expert
+        parts = zip(names, rows, strict=True)
+        if keeps and (narrow := joined([self._narrow(*one, columns) for one in parts])) is not None:
+            return narrow
+        wide = [
+            self.read(name + ".weight", rows=own, columns=columns)
+            for name, own in zip(names, rows, strict=True)
+        ]
+        return torch.cat(wide)
+
+    def grouped(self, weights: Iterable[AnyWeight], biases: Tensor | None = None) -> GroupedLinear:
+        if isinstance(self.linears, HostLinears):
+            return self.linears.experts(weights, biases)
+        assert self.grouped_product is not None, "a rank on a GPU has the experts' kernel"
+        wide = [weight for weight in weights if isinstance(weight, Tensor)]
+        return StackedExperts(torch.stack(wide), self.grouped_product, biases)
+
+    def linear(
+        self, weight: AnyWeight, bias: Tensor | None = None, *, is_head: bool = False
+    ) -> Linear:
+        if isinstance(weight, NarrowWeight):
+            if isinstance(self.linears, HostLinears):
+                return self.linears.of_narrow(weight, bias)
+            assert self.narrow is not None
+            packed, product = self.narrow(weight, self.device)
+            return Linear(packed, bias, ordered=product, trial=b"narrow")
+        if self.linears is None:
+            return Linear(weight, bias)
+        max_rows = MAX_HEAD_ROWS if is_head else None
+        return self.linears.make(weight, bias, max_rows)
+
+    def read(
+        self,
+        name: str,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """Return a copy, because the checkpoint's pages may be dropped or replaced under a view."""
+        if self.ranks.size == 1 and item is None:
+            rows = columns = None
+        if (whole := self._dequantized(name, item)) is not None:
+            tensor = whole[rows or slice(None), columns or slice(None)]
+        else:
+            tensor = self.checkpoint.read(name, rows=rows, columns=columns, item=item)
+        return tensor.to(self.device, dtype or self.dtype, copy=True).contiguous()
+
+    def _of_bytes(
+        self,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice | None,
+        bias: Tensor | None,
+        order: Tensor | None = None,
+    ) -> Linear | None:
+        """Return joined layers that a CPU computes in int8; None if it does not."""
+        how, read = self.config.quantization, self.checkpoint.read
+        weights = [name + ".weight" for name in names]
+        if how is None or not how.rounds_inputs or not isinstance(self.linears, HostLinears):
+            return None
+        if any(self.checkpoint.dtype_of(weight) != how.stored for weight in weights):
+            return None
+        numbers, scales = [], []
+        for weight, own in zip(weights, rows, strict=True):
+            numbers.append(read(weight, rows=own, columns=columns))
+            whole = read(how.scale_of(weight)).float().view(-1)
+            scales.append(whole[own] if len(whole) > 1 else whole.expand(own.stop - own.start))
+        whole, scale = (in_order(torch.cat(parts), order) for parts in (numbers, scales))
+        return self.linears.of_bytes(whole, scale, bias)
+
+    def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
+        how, weight, whole = self.config.quantization, name + ".weight", None
+        if how is None:
+            return None
+        _, inputs = self.shapes[weight]
+        read, packing = self.checkpoint.read, how.packing
+        if packing is not None:
+            if packing.bits == 4 and self.checkpoint.dtype_of(f"{name}.{packing.first}"):
+                part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))
+                whole = part.narrow(packing.group_size or inputs)
+        elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
+            whole = narrow_fp8(read(weight), read(how.scale_of(weight)), how.block)
+        return whole and part_of(whole, rows, columns or slice(0, inputs))
+
+    def _adapted(
+        self,
+        linear: Linear,
+        names: Sequence[str],
+        rows: Sequence[slice],
+        columns: slice,
+        order: Tensor | None = None,
+    ) -> Linear:
+        """Return a layer with what the adapters add to it, of the same rows and columns."""
+        if not self.loras.changes(names):
+            return linear
+        inputs = columns.stop - columns.start
+        shrink = self.grouped(self.loras.shrinks(names, columns, inputs))
+        expand = self.grouped(in_order(one, order) for one in self.loras.expands(names, rows))
+        self.made.append(Lora(shrink, expand))
+        return replace(linear, adapt=self.made[-1])
+
+    def _dequantized(self, name: str, item: int | None) -> Tensor | None:
+        """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""
+        how, read = self.config.quantization, self.checkpoint.read
+        if how is None:
+            return None
+        layer, stored = name.removesuffix("weight"), self.checkpoint.dtype_of(name)
+        if item is not None:  # no other way quantizes experts that are in one tensor
+            is_packed = self.checkpoint.dtype_of(name + "_blocks")
+            parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
+            return of_mxfp4(*parts) if parts else None
+        if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
+            packed = unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
+            return packed.values()
+        return (
+            scaled(read(name), read(how.scale_of(name)), how.block)
+            if stored == how.stored
+            else None
+        )

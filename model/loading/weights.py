@@ -1,0 +1,264 @@
+"""Read the tensors of a Hugging Face folder by name, a slice at a time, and fingerprint them.
+
+`fingerprint` lets two nodes refuse to exchange blocks of different weights. This module does not
+know names, shapes or layout of a model, and never writes a file.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, overload
+
+import msgspec
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from baton.kernels.reference import NarrowWeight
+from baton.model.config.decoder_config import read_json
+from baton.model.config.quantization import Packing
+from baton.model.config.weight_files import Stored, stored_tensors
+from baton.protocol.errors import ConfigError
+
+# Fields of config.json that may differ between copies of one model.
+INCIDENTAL_FIELDS = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype"})
+WHOLE_BYTES = 65536  # a tensor up to this size is hashed in full
+SAMPLES = 16
+SAMPLE_BYTES = 512
+
+
+class Checkpoint:
+    """The tensors of the files that `weight_files` chooses.
+
+    A file is opened, and read through a memory map, when one of its tensors is first read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._stored = stored_tensors(folder)
+        self._open: dict[Path, OpenFile] = {}
+
+    def dtype_of(self, name: str) -> str:
+        """Return the type in which a tensor is stored, or "" if there is none."""
+        stored = self._stored.get(name)
+        return "" if stored is None else stored.entry.dtype
+
+    def names(self) -> frozenset[str]:
+        return frozenset(self._stored)
+
+    def read(
+        self,
+        name: str,
+        *,
+        rows: slice | None = None,
+        columns: slice | None = None,
+        item: int | None = None,
+    ) -> Tensor:
+        """Return a tensor or slice in the checkpoint's dtype; `columns` needs two dimensions.
+
+        `item` takes one matrix of a tensor with three dimensions.
+
+        The tensor may be a view of the memory map, shared with other processes: never write to it.
+        Raises `ConfigError` if there is no such tensor or its file is damaged.
+        """
+        stored = self._stored.get(name)
+        if stored is None:
+            raise ConfigError(f"{self.folder} has no tensor {name}")
+        shard = stored.file
+        try:
+            if shard not in self._open:
+                self._open[shard] = safe_open(shard, framework="pt", device="cpu")
+            handle = self._open[shard]
+            if rows is None and columns is None and item is None:
+                return handle.get_tensor(stored.name)
+            view = handle.get_slice(stored.name)
+            rows = rows or slice(None)
+            if item is not None:
+                return view[item, rows, columns or slice(None)]
+            return view[rows] if columns is None else view[rows, columns]
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{shard}: tensor {name} cannot be read: {error}") from None
+
+
+def fingerprint(folder: Path, dtype: str, adapters: bytes = b"") -> str:
+    """Return a text that is equal for equal models in `dtype`, in any split into files.
+
+    `adapters` is the digest of those that are loaded beside it.
+
+    It covers the configuration, all names, shapes and types, and bytes sampled from every tensor.
+    So two trainings of one architecture differ, and a folder of any size takes well under a second.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(dtype.encode() + adapters)
+    digest.update(_significant_config(folder / "config.json"))
+    for name, stored in sorted(stored_tensors(folder).items()):
+        digest.update(f"\0{name} {stored.entry.dtype} {stored.entry.shape}".encode())
+        for sample in _samples(stored):
+            digest.update(sample)
+    return digest.hexdigest()
+
+
+def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Return the fp32 numbers `[outputs, inputs]` that a quantized weight stands for.
+
+    The scales are one, one for each output, or one for each block of rows and columns.
+    """
+    scales = scales.float()
+    if block is not None:
+        for dim, side in enumerate(block):
+            scales = scales.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
+    elif scales.numel() > 1:
+        scales = scales.view(-1, 1)
+    return weight.float() * scales
+
+
+# What four bits stand for in MXFP4; the highest bit is the sign.
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
+    """Return the fp32 numbers `[inputs, outputs]` of an expert in MXFP4, two in each byte."""
+    numbers, byte = torch.cat((_FP4, -_FP4)), torch.arange(256)
+    pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), dim=-1)
+    numbers = F.embedding(blocks.int(), pairs).flatten(-2)
+    return (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(1).T
+
+
+# Where AWQ puts each of eight neighbouring outputs in a word.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class Packed(NamedTuple):
+    """Output o stands for `(numbers[o, i] - zeros[o, g]) * scales[o, g]` with `g = groups[i]`."""
+
+    numbers: Tensor  # [outputs, inputs] int32
+    scales: Tensor  # [outputs, groups] fp32
+    zeros: Tensor  # [outputs, groups] int32
+    groups: Tensor  # [inputs] int64
+
+    def values(self) -> Tensor:
+        """Return `[outputs, inputs]` in fp32."""
+        return (self.numbers - self.zeros[:, self.groups]) * self.scales[:, self.groups]
+
+    def narrow(self, size: int) -> NarrowWeight | None:
+        """Return the whole in four bits; None if its groups are not `size` neighbours."""
+        if not torch.equal(self.groups, torch.arange(len(self.groups)) // size):
+            return None
+        return NarrowWeight(self.numbers.to(torch.uint8), self.scales, self.zeros, size)
+
+
+def narrow_fp8(
+    weight: Tensor, scales: Tensor, block: tuple[int, int] | None
+) -> NarrowWeight | None:
+    """Return a weight with its scales as `scaled` takes them; None if it holds NaN."""
+    outputs, inputs = weight.shape
+    if weight.float().isnan().any():
+        return None
+    scales = scales.float()
+    if block is None:
+        scales = scales.view(-1, 1).expand(outputs, 1)
+    else:
+        scales = scales.repeat_interleave(block[0], 0)[:outputs]
+    zeros = torch.zeros(scales.shape, dtype=torch.int32)
+    return NarrowWeight(weight, scales, zeros, inputs if block is None else block[1])
+
+
+@overload
+def in_order(weight: Tensor, order: Tensor | None) -> Tensor: ...
+
+
+@overload
+def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight: ...
+
+
+def in_order(weight: Tensor | NarrowWeight, order: Tensor | None) -> Tensor | NarrowWeight:
+    """Return outputs in `order`; None keeps theirs."""
+    if order is None:
+        return weight
+    if isinstance(weight, NarrowWeight):
+        return part_of(weight, order, slice(0, weight.codes.shape[1]))
+    return weight[order.to(weight.device)]
+
+
+def part_of(weight: NarrowWeight, rows: slice | Tensor, columns: slice) -> NarrowWeight:
+    """Return rows and columns, which may begin within a group."""
+    size = math.gcd(weight.group, columns.start)
+    of = torch.arange(columns.start, columns.stop, size) // weight.group
+    return NarrowWeight(
+        weight.codes[rows, columns], weight.scales[rows][:, of], weight.zeros[rows][:, of], size
+    )
+
+
+def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Tensor]) -> Packed:
+    """Return the integers of packed tensors, of which `read` returns one by the end of its name."""
+    outputs, inputs = shape
+    bits = packing.bits
+    scales = read(packing.scales).float()
+    groups = torch.arange(inputs) // (packing.group_size or inputs)
+    if packing.form == "compressed-tensors":
+        numbers = _integers(read("weight_packed"), bits, 1)[:, :inputs]
+        zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32)
+        if packing.has_zeros:
+            zeros = _integers(read("weight_zero_point"), bits, 0)[:outputs]
+    else:
+        is_awq = packing.form == "awq"
+        order = _AWQ_ORDER if is_awq else None
+        numbers = _integers(read("qweight"), bits, int(is_awq), order).T
+        zeros = _integers(read("qzeros"), bits, 1, order).T + packing.zero_offset
+        zeros, scales = zeros & ((1 << bits) - 1), scales.T
+        if not is_awq:
+            groups = read("g_idx").long()
+    return Packed(numbers, scales, zeros, groups)
+
+
+def joined(parts: Sequence[NarrowWeight | None]) -> NarrowWeight | None:
+    """Return parts with equal groups, one under the other; None where kernels cannot read them."""
+    found = [part for part in parts if part is not None]
+    if len(found) < len(parts) or len({part.group for part in found}) > 1 or not found[0].is_whole:
+        return None
+    codes, scales, zeros = (
+        torch.cat(of) for of in zip(*((p.codes, p.scales, p.zeros) for p in found), strict=True)
+    )
+    return NarrowWeight(codes, scales, zeros, found[0].group)
+
+
+def _integers(words: Tensor, bits: int, dim: int, order: Sequence[int] | None = None) -> Tensor:
+    """Return the integers of `bits` in each word, side by side along `dim`, the lowest first."""
+    places = torch.tensor(order or range(32 // bits), dtype=torch.int32) * bits
+    places = places.view(-1, *(1,) * (1 - dim))
+    return ((words.unsqueeze(dim + 1) >> places) & ((1 << bits) - 1)).flatten(dim, dim + 1)
+
+
+class _View(Protocol):
+    def __getitem__(
+        self, index: slice | tuple[slice, slice] | tuple[int, slice, slice]
+    ) -> Tensor: ...
+
+
+class OpenFile(Protocol):
+    """The part of `safe_open` that is used here, because safetensors declares no types."""
+
+    def get_tensor(self, name: str) -> Tensor: ...
+
+    def get_slice(self, name: str) -> _View: ...
+
+
+def _samples(stored: Stored) -> Iterator[bytes]:
+    first, last = stored.entry.data_offsets
+    with stored.file.open("rb") as stream:
+        if last - first <= WHOLE_BYTES:
+            stream.seek(first)
+            yield stream.read(last - first)
+            return
+        for number in range(SAMPLES):
+            stream.seek(first + (last - first - SAMPLE_BYTES) * number // (SAMPLES - 1))
+            yield stream.read(SAMPLE_BYTES)
+
+
+def _significant_config(file: Path) -> bytes:
+    """Return config.json in canonical form, without the fields that do not change the model."""
+    fields = read_json(file, dict[str, object]).items()
+    kept = {name: value for name, value in fields if name not in INCIDENTAL_FIELDS}
+    return msgspec.json.encode(kept, order="sorted")

@@ -1,0 +1,1 @@
+"""One rank: its memory, and the steps that it computes."""

@@ -1,0 +1,88 @@
+"""What a device keeps from step to step, as its host knows it: sampled tokens and block tables."""
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from baton.node.scheduling.plan import Slice
+from baton.protocol.errors import InvariantBroken
+from baton.protocol.ids import Key
+
+# The number of steps whose sampled tokens are kept. A plan may leave out a token only while its
+# step is unsettled (two steps at most), so no plan needs older ones.
+REMEMBERED_STEPS = 4
+RING_TOKENS = 1 << 17
+IDLE_PLACE = RING_TOKENS - 1  # takes the tokens that padding samples
+
+
+class TokenRing:
+    """The places of the last steps' sampled tokens in the ring of them on the device."""
+
+    def __init__(self) -> None:
+        self._steps: deque[dict[Key, int]] = deque(maxlen=REMEMBERED_STEPS)
+        self._next = 0
+
+    def stand_in(self, part: Slice) -> int:
+        """Return the negative number that stands for the token that was sampled last for a key."""
+        for step in reversed(self._steps):
+            place = step.get(part.key)
+            if place is not None:
+                return place - RING_TOKENS
+        raise InvariantBroken(f"{part.key}: no token was sampled in the last steps")
+
+    def add(self, slices: Sequence[Slice]) -> list[int]:
+        """Assign a place to each sample of a step, and return the places in order."""
+        num_samples = sum(part.num_sampled for part in slices)
+        if num_samples > IDLE_PLACE // REMEMBERED_STEPS:
+            raise InvariantBroken(f"a step samples {num_samples} tokens")
+        if self._next + num_samples > IDLE_PLACE:
+            self._next = 0
+        places = list(range(self._next, self._next + num_samples))
+        self._next += num_samples
+        left = iter(places)
+        self._steps.append(
+            {
+                part.key.of_choice(choice): next(left)
+                for part in slices
+                for choice in part.samples * (1 + part.num_guesses)
+            }
+        )
+        return places
+
+
+IDLE_ROW = 0  # no sequence has this row, which padding reads
+
+
+class DeviceTables:
+    """The block tables of sequences in the device's memory.
+
+    `blocks` is `[1 + num_sequences, num_blocks]` int32, undefined after a sequence's blocks. A
+    sequence keeps its row from step to step, and a step sends only new blocks. A new sequence takes
+    the row that was used least recently; if its sequence returns, the whole table is sent again.
+    """
+
+    def __init__(self, num_sequences: int, num_blocks: int, device: torch.device) -> None:
+        self.blocks = torch.zeros(1 + num_sequences, num_blocks, dtype=torch.int32, device=device)
+        self._num_blocks = num_blocks
+        self._free = list(range(num_sequences, IDLE_ROW, -1))
+        self._rows: dict[Key, tuple[int, tuple[int, ...]]] = {}  # least recently used first
+
+    def follow(self, key: Key, table: tuple[int, ...], changes: tuple[list[int], list[int]]) -> int:
+        """Return the row of a sequence with this table; add the changes as (place, block)."""
+        row, known = self._rows.pop(key, (0, ()))
+        if not row:
+            row = self._free.pop() if self._free else self._rows.pop(next(iter(self._rows)))[0]
+        if table != known:
+            start = len(known) if table[: len(known)] == known else 0
+            first = row * self._num_blocks
+            places, blocks = changes
+            places.extend(range(first + start, first + len(table)))
+            blocks.extend(table[start:])
+        self._rows[key] = row, table
+        return row
+
+    def write(self, places: Tensor, blocks: Tensor) -> None:
+        """Write the changes of a step, in the order of the device's work."""
+        self.blocks.view(-1).index_copy_(0, places, blocks)

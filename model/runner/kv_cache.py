@@ -1,0 +1,140 @@
+"""One rank's KV pool for compute: a tensor over the pool's memory.
+
+`BlockPool` decides which sequence owns a block; nothing here checks that.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from math import prod
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from baton.kv_transfer.pools import HostPool, available_bytes
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.transformers_config import AnyConfig
+from baton.protocol.config import CacheConfig
+from baton.protocol.errors import ConfigError
+from baton.protocol.ids import MAX_BLOCKS
+from baton.protocol.messages import KVLayout, LayerGroup
+
+SPARE_BLOCKS = 1  # blocks after a GPU's pool, for reads that only try a connection
+HOST_SHARE = 0.25  # the share of the free memory; weights and other programs need memory too
+
+
+class KVCache:
+    """`pool` is `[num_blocks, kv_heads, num_layers, 2, block_size, head_dim]`, keys before values.
+
+    A pool of FP8 is of bytes, and its rows have one more (`reference.fp8_parts`).
+
+    Where one row is the key and the value of all heads, it is `[num_blocks, 1, num_layers, 1, …]`.
+
+    On a GPU, the blocks are in device memory and `generations` in host memory.
+    """
+
+    def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
+        self.pool = pool
+        self.generations = generations
+
+    def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
+        """Write new owners' generations before their first store, so that readers notice them."""
+        for block, generation in generations:
+            self.generations[block] = generation
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.pool[target].copy_(self.pool[source])
+
+
+def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCache:
+    """Return the cache whose blocks are the host pool's own bytes."""
+    pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
+    return KVCache(pool, host.generations)
+
+
+def device_cache(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, table: HostPool | None = None
+) -> KVCache:
+    """Return a cache in device memory, with spare blocks after its own.
+
+    Its generations are in `table`, where readers on this host see them, or without a table, in
+    memory of this process.
+    """
+    whole = torch.zeros((shape[0] + SPARE_BLOCKS, *shape[1:]), dtype=dtype, device=device)
+    generations = np.zeros(shape[0], np.uint32) if table is None else table.generations
+    return KVCache(whole[: shape[0]], generations)
+
+
+def pool_shape(
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, num_blocks: int, dtype: torch.dtype
+) -> tuple[int, ...]:
+    group, kv_heads = _group(config, dtype), _num_kv_heads(config, num_ranks)
+    width = group.width + (dtype == torch.uint8)
+    return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, width)
+
+
+def kv_layout(
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
+) -> KVLayout:
+    """Return the layout of each rank's pool. All ranks share its fingerprint."""
+    group = _group(config, dtype)
+    block_bytes = prod(pool_shape(config, cache, num_ranks, 1, dtype)) * dtype.itemsize
+    order = (
+        "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
+    )
+    # Where a part of a head is rotated, the own decoder stores keys in an order of its own.
+    rotated = config.rope.rotated(group.width) if isinstance(config, DecoderConfig) else group.width
+    shared = (
+        order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
+        *([rotated] if rotated < group.width else []),
+    )  # fmt: skip
+    return KVLayout(
+        block_size=cache.block_size,
+        block_bytes=block_bytes,
+        fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
+        kv_heads=config.num_kv_heads,
+        groups=(group,),
+    )
+
+
+def _group(config: AnyConfig, dtype: torch.dtype) -> LayerGroup:
+    """Return the one group of layers that a model of today has."""
+    is_latent = isinstance(config, DecoderConfig) and config.latent is not None
+    full = "full-fp8" if dtype == torch.uint8 else "full"
+    kind, planes = ("latent", 1) if is_latent else (full, 2)
+    return LayerGroup(kind, config.num_layers, config.num_kv_heads, planes, config.head_dim)
+
+
+def num_blocks_for(
+    cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
+) -> int:
+    """Return how many blocks are configured or fit. Raises `ConfigError` if none fits.
+
+    Without a setting, they take at most `num_bytes` and hold at most `most_tokens`.
+    """
+    if cache.num_blocks:
+        return cache.num_blocks
+    most = MAX_BLOCKS
+    if cache.memory_mib:
+        num_bytes = cache.memory_mib << 20
+    else:
+        most = min(most, -(-most_tokens // layout.block_size))
+    num_blocks = min(num_bytes // (layout.block_bytes * num_ranks), most)
+    if num_blocks == 0:
+        needed = -(-layout.block_bytes * num_ranks >> 20)
+        raise ConfigError(
+            f"{num_bytes >> 20} MiB for the KV pool are too little, because one block takes "
+            f"{needed} MiB: raise cache.memory_mib or free memory"
+        )
+    return num_blocks
+
+
+def host_bytes(cache: CacheConfig) -> int:
+    """Return how much of this host's memory a pool takes without a setting."""
+    return int(HOST_SHARE * available_bytes()) // cache.shared_by
+
+
+def _num_kv_heads(config: AnyConfig, num_ranks: int) -> int:
+    return max(1, config.num_kv_heads // num_ranks)

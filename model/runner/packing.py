@@ -1,0 +1,470 @@
+"""Pack the slices of a plan into the inputs of a step, in one piece of host memory.
+
+One copy takes the piece to the device. A token that is not known yet is named by its place in the
+ring of sampled tokens on the device. A step of decoding sequences, or of short prompts, can be
+padded to a bucket, so that all steps of that bucket have their inputs at the same places.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor
+
+from baton.model.layers.attention import AdaptedRows, Batch, Chunk, Tables
+from baton.model.runner.device_state import IDLE_PLACE, IDLE_ROW, DeviceTables, TokenRing
+from baton.model.sampling.device_counts import NO_ROW, DeviceCounts, NewRows
+from baton.model.sampling.penalties import CountedTokens, packed
+from baton.model.sampling.sampler import SampleRow, SamplingTensors
+from baton.model.sampling.token_masks import NoMask, TokenMasks, Words
+from baton.node.scheduling.plan import Slice, StepPlan
+from baton.protocol.errors import InvariantBroken
+from baton.protocol.sampling import Sampling
+
+NO_ADAPTER = -1
+NO_WORDS = torch.empty(0, dtype=torch.int64)
+BUCKET_HELD_BACK = 8  # ids that a padded row may exclude; a step with more is not padded
+IDLE_SAMPLE = SampleRow(Sampling(seed=0, max_tokens=1, temperature=0.0), 0, 0, 1)
+
+NUMPY: dict[torch.dtype, type[np.int64 | np.int32 | np.float64]] = {
+    torch.int64: np.int64, torch.int32: np.int32, torch.float64: np.float64,
+}  # fmt: skip
+
+
+class ArraySpan(NamedTuple):
+    """An array within the words of a step."""
+
+    first: int
+    end: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def of(self, words: Tensor) -> Tensor:
+        part = words[self.first : self.end]
+        if self.dtype != torch.int64:
+            part = part.view(self.dtype)
+        if self.dtype == torch.int32:  # two to a word
+            part = part[: math.prod(self.shape)]
+        return part.view(self.shape)
+
+
+class PackedWords:
+    """Arrays that are laid one after the other into 64-bit words."""
+
+    def __init__(self) -> None:
+        self._arrays: list[tuple[int, NDArray[np.generic]]] = []
+        self._size = 0
+
+    def put(self, values: ArrayLike, dtype: torch.dtype = torch.int64) -> ArraySpan:
+        array, first = np.asarray(values, NUMPY[dtype]), self._size
+        self._size += -(-array.size // 2) if dtype == torch.int32 else array.size
+        self._arrays.append((first, array))
+        return ArraySpan(first, self._size, array.shape, dtype)
+
+    def laid(self, allocate: Callable[[int], Tensor]) -> Tensor:
+        """Return the words, in memory from `allocate`."""
+        words = allocate(self._size)
+        into = words.numpy()
+        for first, array in self._arrays:
+            into[first:].view(array.dtype)[: array.size] = array.reshape(-1)
+        return words
+
+
+class Bucket(NamedTuple):
+    """The sizes to which a step is padded. Those of a decode step are equal."""
+
+    num_tokens: int
+    num_sequences: int
+
+    @property
+    def num_decoding(self) -> int:
+        return self.num_tokens if self.num_tokens == self.num_sequences else 0
+
+
+AdaptedPlaces = tuple[ArraySpan, ArraySpan] | None  # `order` and `ends` of rows, if any
+
+
+@dataclass(slots=True)
+class StepInputs:
+    """The inputs of a step in `words`, in host memory or, after one copy, on the device."""
+
+    tokens: ArraySpan  # [3, num_tokens]: ids, below 0 where the ring has them; positions; slots
+    rows: ArraySpan  # [num_rows]: those whose logits are needed
+    repeats: ArraySpan | None  # [num_samples]: the row of logits of each, if not its own
+    places: ArraySpan  # [num_samples]: the place of each sampled token in the ring
+    samples: tuple[ArraySpan, ArraySpan, ArraySpan]
+    # Of the device's tables: rows, lengths and starts, and the places and blocks that change.
+    tables: tuple[ArraySpan, ArraySpan, ArraySpan] | None = None
+    changes: tuple[ArraySpan, ArraySpan] | None = None
+    masks: tuple[ArraySpan, ArraySpan] | None = None  # samples that have one, and the masks
+    penalties: tuple[ArraySpan, ArraySpan] | None = None  # as `penalties.packed` returns them
+    # Where the device counts tokens: the row of each sample and whether its token is counted, and
+    # the fields of `NewRows`.
+    counted: ArraySpan | None = None
+    new_rows: tuple[ArraySpan, ...] = ()
+    # Rows whose next token's log probability is wanted, and these tokens.
+    targets: tuple[ArraySpan, ArraySpan] | None = None
+    # Of the adapted tokens, and of those among `rows` and before `targets`.
+    adapted: tuple[AdaptedPlaces, AdaptedPlaces] = (None, None)
+    words: Tensor = NO_WORDS  # until all arrays are known
+
+    def adapted_rows(self) -> Iterator[AdaptedRows | None]:
+        for places in self.adapted:
+            yield places and AdaptedRows(*(place.of(self.words) for place in places))
+
+    def sampled(self, token_ids: Tensor) -> SamplingTensors:
+        """Return what a sampler takes. `token_ids` are those of the batch."""
+        ints, reals, held_back = (place.of(self.words) for place in self.samples)
+        tensors = SamplingTensors(ints, reals, held_back)
+        if self.penalties is not None:
+            tensors = replace(tensors, penalties=[place.of(self.words) for place in self.penalties])
+        if self.counted is not None:
+            last_ids = token_ids[self.rows.of(self.words)]
+            if self.repeats is not None:
+                last_ids = last_ids[self.repeats.of(self.words)]
+            tensors = replace(tensors, counted=[self.counted.of(self.words), last_ids])
+        if self.masks is not None:
+            masked, masks = (place.of(self.words) for place in self.masks)
+            tensors = replace(tensors, masked=masked, masks=masks)
+        return tensors
+
+
+@dataclass(slots=True)
+class PackedStep:
+    """A step on the host, ready for its device."""
+
+    plan: StepPlan
+    inputs: StepInputs
+    chunks: tuple[Chunk, ...]  # empty if the step is padded
+    num_decoding: int  # sequences at the head that decode one token
+    table_blocks: int | None  # of the longest context; None in padded steps means as many as fit
+    has_unknown_tokens: bool
+    bucket: Bucket | None  # to which it is padded
+    # The slices whose samples do not count, and why, if they never will.
+    unsampled: dict[int, str] = field(default_factory=dict)
+    # The samples whose log probabilities are wanted, by the number of the likeliest tokens.
+    scored: dict[int, list[int]] = field(default_factory=dict)
+
+    def batch(self, inputs: StepInputs, token_ids: Tensor, tables: DeviceTables | None) -> Batch:
+        """Return the batch of `inputs`, which may be a copy of this step's inputs."""
+        _, positions, slots = inputs.tokens.of(inputs.words)
+        if tables is None or inputs.tables is None:
+            return Batch(token_ids, positions, slots, self.chunks, None, *inputs.adapted_rows())
+        rows, lengths, starts = (place.of(inputs.words) for place in inputs.tables)
+        blocks = tables.blocks[:, : self.table_blocks][rows]
+        there = Tables(blocks, lengths, starts, self.num_decoding)
+        return Batch(token_ids, positions, slots, self.chunks, there, *inputs.adapted_rows())
+
+
+@dataclass(slots=True)
+class _Lists:
+    """The inputs of a step as they are collected, a list for each."""
+
+    ids: list[int] = field(default_factory=list)
+    positions: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    repeats: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    samples: list[SampleRow] = field(default_factory=list)
+    table_rows: list[int] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    changes: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
+    has_unknown_tokens: bool = False
+    masks: dict[int, Words] = field(default_factory=dict)  # by sample
+    counted: dict[int, CountedTokens] = field(default_factory=dict)  # the same, with penalties
+    rows_of_counts: dict[int, tuple[int, bool]] = field(default_factory=dict)  # by sample
+    new_rows: NewRows = field(default_factory=NewRows)
+    unsampled: dict[int, str] = field(default_factory=dict)
+    scored: dict[int, list[int]] = field(default_factory=dict)
+    before: list[int] = field(default_factory=list)  # the rows before `targets`
+    targets: list[int] = field(default_factory=list)
+    # The number of each token's adapter, or NO_ADAPTER; empty where no token has one.
+    adapters: list[int] = field(default_factory=list)
+
+    def pad(self, bucket: Bucket) -> None:
+        tokens = bucket.num_tokens - len(self.ids)
+        self.ids += [0] * tokens
+        self.positions += [0] * tokens
+        self.slots += [-1] * tokens
+        samples, sequences = (
+            bucket.num_sequences - len(has) for has in (self.samples, self.lengths)
+        )
+        self.rows += [0] * samples
+        self.places += [IDLE_PLACE] * samples
+        self.samples += [IDLE_SAMPLE] * samples
+        self.table_rows += [IDLE_ROW] * sequences
+        self.lengths += [0] * sequences
+        if not bucket.num_decoding:
+            starts = self.starts or [0]
+            self.starts = starts + starts[-1:] * (bucket.num_sequences + 1 - len(starts))
+
+
+class ModelFacts(NamedTuple):
+    block_size: int
+    eos_token_ids: tuple[int, ...]
+    lora_modules: tuple[str, ...] = ()  # the names of the adapters, in the order of their numbers
+
+
+class Packer:
+    """Packs the plans of one runner.
+
+    `allocate` returns host memory of that many words, for one step alone. `buckets`, empty at
+    first, are in order of size; what fits none of them is not padded.
+    """
+
+    def __init__(
+        self,
+        model: ModelFacts,
+        tables: DeviceTables | None,
+        allocate: Callable[[int], Tensor],
+        masks: TokenMasks | None = None,
+        sampled_at: Callable[[int], int] | None = None,
+        counts: DeviceCounts | None = None,
+    ) -> None:
+        """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
+        self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
+        self.buckets: Sequence[Bucket] = ()
+        self._block_size = model.block_size
+        self._eos_token_ids = model.eos_token_ids
+        self._tables = tables
+        self._allocate = allocate
+        self._sampled = TokenRing()
+        self._masks, self._counts = masks, counts
+        self._sampled_at = sampled_at
+
+    def pack(self, plan: StepPlan) -> PackedStep:
+        lists, chunks = _Lists(), []
+        if self._masks is not None:
+            self._masks.begin_step()
+        if self._counts is not None:
+            self._counts.begin_step(plan.slices)
+        for index, part in enumerate(plan.slices):
+            chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
+            lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
+            lists.targets += part.targets
+            self._add_tokens(lists, part)
+            is_counted = self._counts is not None and self._is_only_counted(
+                lists, part, self._counts
+            )
+            if self._masks is not None and not is_counted:
+                self._add_mask(lists, index, part, self._masks)
+            self._add_samples(lists, part)
+        if any(part.lora for part in plan.slices):
+            numbers = ([self._adapters[part.lora]] * part.length for part in plan.slices)
+            lists.adapters = [*chain.from_iterable(numbers)]
+        lists.places = self._sampled.add(plan.slices)
+        num_decoding = next((i for i, one in enumerate(chunks) if one.length > 1), len(chunks))
+        width = 0
+        if self._tables is not None:
+            width = self._add_tables(lists, plan.slices, num_decoding)
+        held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
+        # Masks are too large for the inputs of every padded step.
+        is_special = lists.masks or lists.counted or lists.scored or lists.targets or lists.adapters
+        bucket = None if is_special else self._bucket(plan.slices, num_decoding, held_back)
+        if bucket is not None:
+            return self._padded(plan, lists, held_back, bucket)
+        inputs = self._laid(lists, held_back, max(map(len, held_back), default=0))
+        return PackedStep(
+            plan, inputs, tuple(chunks), num_decoding, width, lists.has_unknown_tokens, bucket,
+            lists.unsampled, lists.scored,
+        )  # fmt: skip
+
+    def idle(self, bucket: Bucket) -> PackedStep:
+        """Return a step of padding alone, with which a bucket is captured."""
+        return self._padded(StepPlan(0, ()), _Lists(), [], bucket)
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _padded(
+        self, plan: StepPlan, lists: _Lists, held_back: list[tuple[int, ...]], bucket: Bucket
+    ) -> PackedStep:
+        held_back += [()] * (bucket.num_sequences - len(held_back))
+        lists.pad(bucket)
+        inputs = self._laid(lists, held_back, BUCKET_HELD_BACK, is_padded=True)
+        num_decoding = bucket.num_decoding
+        return PackedStep(plan, inputs, (), num_decoding, None, True, bucket, lists.unsampled)
+
+    def _bucket(
+        self, slices: Sequence[Slice], num_decoding: int, held_back: Sequence[tuple[int, ...]]
+    ) -> Bucket | None:
+        """Return the bucket of a step that only decodes or only computes prompts, if it fits."""
+        if not self.buckets or not slices or num_decoding not in (0, len(slices)):
+            return None
+        if any(part.num_sampled > 1 for part in slices):
+            return None
+        if any(len(ids) > BUCKET_HELD_BACK for ids in held_back):
+            return None
+        num_tokens = sum(part.length for part in slices)
+        return next(
+            (
+                bucket
+                for bucket in self.buckets
+                if bucket.num_tokens >= num_tokens
+                and bucket.num_sequences >= len(slices)
+                and bool(bucket.num_decoding) == bool(num_decoding)
+            ),
+            None,
+        )
+
+    def _add_tokens(self, lists: _Lists, part: Slice) -> None:
+        start, length, table, size = part.start, part.length, part.block_table, self._block_size
+        if length == 1:  # a decode step, for which an array of one element costs more than it saves
+            if part.token_ids:
+                lists.ids.append(part.token_ids[0])
+            else:
+                lists.ids.append(self._sampled.stand_in(part))
+                lists.has_unknown_tokens = True
+            lists.positions.append(start)
+            lists.slots.append(table[start // size] * size + start % size)
+            return
+        lists.ids += part.token_ids
+        own, first = np.arange(start, start + length), start // size
+        blocks = np.array(table[first:])[own // size - first]
+        lists.positions += own.tolist()
+        lists.slots += (blocks * size + own % size).tolist()
+
+    def _is_only_counted(self, lists: _Lists, part: Slice, counts: DeviceCounts) -> bool:
+        """Add the row of a slice where the device counts, before `_add_samples`.
+
+        Return whether nothing but penalties decides what may come.
+        """
+        if not (counted := counts.follow(part, lists.new_rows)):
+            return False
+        for sample in range(len(lists.samples), len(lists.samples) + len(part.samples)):
+            lists.rows_of_counts[sample] = counted.row, counted.has_token
+        return not counted.has_mask
+
+    def _add_mask(self, lists: _Lists, index: int, part: Slice, masks: TokenMasks) -> None:
+        """Add the mask that the samples of a slice share, before `_add_samples`."""
+        if part.sampling is None:
+            return
+        if not part.samples or not part.sampling.depends_on_output:
+            masks.prepare(part.sampling.grammar)
+            return
+        tokens = part.token_ids
+        if not tokens:
+            assert self._sampled_at is not None
+            tokens = (self._sampled_at(lists.ids[-1]),)
+        num_output_tokens = part.start + part.length - part.num_prompt_tokens
+        row = SampleRow(part.sampling, 0, 0, num_output_tokens)
+        mask = masks.mask(part, tokens, row.held_back(self._eos_token_ids))
+        if isinstance(mask, NoMask):
+            lists.unsampled[index] = mask.problem
+            return
+        samples = range(len(lists.samples), len(lists.samples) + len(part.samples))
+        if mask is not None:
+            lists.masks.update((sample, mask) for sample in samples)
+        if self._counts is None and (counted := masks.counted(part.key)) is not None:
+            lists.counted.update((sample, counted) for sample in samples)
+
+    def _add_samples(self, lists: _Lists, part: Slice) -> None:
+        if not part.samples:
+            return
+        if part.sampling is None:
+            raise InvariantBroken(f"{part.key}: a slice with samples has no sampling parameters")
+        for num_after in range(part.num_guesses, -1, -1):
+            position = part.start + part.length - num_after
+            num_output_tokens = position - part.num_prompt_tokens
+            for choice in part.samples:
+                if part.sampling.logprobs is not None:
+                    lists.scored.setdefault(part.sampling.logprobs, []).append(len(lists.samples))
+                lists.repeats.append(len(lists.rows))
+                lists.samples.append(SampleRow(part.sampling, choice, position, num_output_tokens))
+            lists.rows.append(len(lists.ids) - 1 - num_after)
+
+    def _add_tables(self, lists: _Lists, slices: Sequence[Slice], num_decoding: int) -> int:
+        """Return how many blocks the longest context has."""
+        assert self._tables is not None
+        if len(slices) >= len(self._tables.blocks):
+            raise InvariantBroken(f"{len(slices)} sequences are too many for the tables")
+        width, start = 0, 0
+        for index, part in enumerate(slices):
+            end = part.start + part.length
+            num_blocks = -(-end // self._block_size)
+            width = max(width, num_blocks)
+            table = part.block_table[:num_blocks]
+            lists.table_rows.append(self._tables.follow(part.key, table, lists.changes))
+            lists.lengths.append(end)
+            if index >= num_decoding:
+                lists.starts.append(start)
+                start += part.length
+        if lists.starts:
+            lists.starts.append(start)
+        return width
+
+    def _laid(
+        self,
+        lists: _Lists,
+        held_back: Sequence[tuple[int, ...]],
+        width: int,
+        *,
+        is_padded: bool = False,
+    ) -> StepInputs:
+        """Lay all inputs into one piece of memory; the changes of tables come last."""
+        num_samples, into = len(lists.samples), PackedWords()
+        padded = [(*ids, *(-1,) * (width - len(ids))) for ids in held_back]
+        inputs = StepInputs(
+            tokens=into.put((lists.ids, lists.positions, lists.slots)),
+            rows=into.put(lists.rows),
+            repeats=None,
+            places=into.put(lists.places),
+            samples=(
+                into.put([row.ints for row in lists.samples]),
+                into.put([row.reals for row in lists.samples], torch.float64),
+                into.put(padded, torch.int32),
+            ),
+        )
+        if num_samples > len(lists.rows):  # the choices of one prompt share its logits
+            inputs.repeats = into.put(lists.repeats)
+        if lists.counted:
+            changed, changes = packed(lists.counted)
+            inputs.penalties = into.put(changed), into.put(changes, torch.float64)
+        # A captured step has room for the row of every sample.
+        if self._counts is not None and (lists.rows_of_counts or is_padded):
+            rows = [lists.rows_of_counts.get(sample, NO_ROW) for sample in range(num_samples)]
+            inputs.counted = into.put(rows, torch.int32)
+        if lists.targets:
+            inputs.targets = into.put(lists.before), into.put(lists.targets)
+        if lists.adapters:
+            outputs = [lists.adapters[row] for row in (*lists.rows, *lists.before)]
+            inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
+        if lists.masks:
+            masks = into.put(list(lists.masks.values()), torch.int32)
+            inputs.masks = into.put(list(lists.masks)), masks
+        if self._tables is not None:
+            inputs.tables = (
+                into.put(lists.table_rows),
+                into.put(lists.lengths, torch.int32),
+                into.put(lists.starts, torch.int32),
+            )
+            places, blocks = lists.changes
+            if places:
+                inputs.changes = into.put(places), into.put(blocks, torch.int32)
+        if (new := lists.new_rows).rows:
+            most = max(map(len, new.biases))
+            biases = [[*own, *[0.0] * (most - len(own))] for own in new.biases]
+            inputs.new_rows = (
+                into.put(new.rows),
+                into.put(new.factors, torch.float64),
+                into.put(biases, torch.float64),
+                into.put(new.places),
+                into.put(new.words, torch.int32),
+            )
+        inputs.words = into.laid(self._allocate)
+        return inputs
+
+    def _adapted(self, into: PackedWords, adapters: list[int]) -> AdaptedPlaces:
+        """Lay the rows that have an adapter, in the order of the adapters."""
+        of_row, numbers = np.array(adapters, np.int64), np.arange(len(self._adapters) - 1)
+        order = np.argsort(of_row, kind="stable")[np.count_nonzero(of_row == NO_ADAPTER) :]
+        if not len(order):
+            return None
+        ends = np.searchsorted(of_row[order], numbers, side="right")
+        return into.put(order), into.put(ends, torch.int32)

@@ -1,0 +1,444 @@
+"""Make everything that computes one rank: weights, pool, runner and transfer port.
+
+`plan_rank` decides what a configuration means for a rank (device, dtype, block count) and refuses
+settings that cannot work before anything large is allocated.
+"""
+
+import ctypes
+import hashlib
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from baton.kernels.cpu.functions import CpuLinears, CpuSampler
+from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
+from baton.kv_transfer.agent import TransferAgent, make_port
+from baton.kv_transfer.interfaces import PoolMemory
+from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
+from baton.model.config.lora_files import Adapter, fingerprint_of, read_adapters
+from baton.model.config.transformers_config import (
+    AnyConfig,
+    TransformersConfig,
+    check_for_transformers,
+    runs_in_transformers,
+)
+from baton.model.layers.attention import PlainBackend
+from baton.model.layers.cpu_backend import CpuBackend, cpu_library
+from baton.model.layers.decoder import Decoder
+from baton.model.layers.linear import Product
+from baton.model.layers.mlp import GroupedProduct
+from baton.model.layers.rotary import rope_table, unrotated
+from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
+from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
+from baton.model.loading.weights import Checkpoint, fingerprint
+from baton.model.runner.cuda_start import (
+    buckets_up_to,
+    free_for_pool,
+    keep_sums_whole,
+    line_without_pool,
+    memory_of,
+    one_line_errors,
+    prepare,
+    why_no_gpu,
+)
+from baton.model.runner.kv_cache import (
+    SPARE_BLOCKS,
+    device_cache,
+    host_bytes,
+    host_cache,
+    kv_layout,
+    num_blocks_for,
+    pool_shape,
+)
+from baton.model.runner.runner import MAX_SEQUENCES, Runner, StepDecoder
+from baton.model.runner.step_queue import CudaQueue, HostQueue
+from baton.model.sampling.device_counts import DeviceCounts
+from baton.model.sampling.sampler import Sampler, compiled
+from baton.model.sampling.token_masks import TokenMasks
+from baton.model.tensor_parallel import Ranks, least
+from baton.node.executor import ExecutorInfo, Progress
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import ConfigError, NodeError
+from baton.protocol.ids import Epoch
+from baton.protocol.messages import KVLayout, NodeFacts, StepLimits
+from baton.runtime.clock import boottime
+from baton.runtime.host import gpus_of, num_gpus, thread_counts
+from baton.runtime.log import logger
+
+STEP_LIMITS = {"cpu": (512, 64), "cuda": (2048, 256)}  # tokens and sequences of one step
+# From malloc.h; the largest threshold that glibc takes.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
+KEPT_BYTES = 32 << 20
+
+log = logger("rank")
+
+
+@dataclass(slots=True, frozen=True)
+class RankPlan:
+    """The settings of each rank, which follow from a configuration and its model."""
+
+    folder: Path
+    decoder: AnyConfig
+    device: torch.device
+    dtype: torch.dtype
+    pool_dtype: torch.dtype  # uint8: FP8
+    max_model_len: int
+    layout: KVLayout
+    num_blocks: int  # 0 on a GPU: as many as fit beside the weights and the largest step
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    adapters: tuple[Adapter, ...] = ()
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedRank:
+    """One rank, ready to compute. `info.ranks` holds this rank's address alone."""
+
+    runner: Runner
+    pool: HostPool | DevicePool
+    port: TransferAgent
+    info: ExecutorInfo
+
+    def close(self) -> None:
+        """End the port, then release the captured steps and the pool."""
+        self.port.close()
+        if (masks := self.runner.sampler.masks) is not None:
+            masks.close()
+        self.runner.drop_graphs()
+        self.pool.close()
+
+
+def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progress) -> LoadedRank:
+    """Load and allocate one rank; sets torch's threads in this process. Raises `ConfigError`."""
+    plan = plan_rank(config, ranks.size)
+    rope = plan.decoder.rope if isinstance(plan.decoder, DecoderConfig) else None
+    if rope is not None and rope.is_long(plan.max_model_len):
+        log.warning(
+            "every sequence has the angles of long ones: lower model.max_model_len for the others",
+            original_max_position_embeddings=rope.original_max_position_embeddings,
+            max_model_len=plan.max_model_len,
+        )
+    keep_freed_memory()
+    torch.set_num_threads(thread_counts(config.engine)[0])
+    if plan.device.type == "cuda":
+        # Parts of a sum are added in fp32.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        if config.engine.deterministic:
+            keep_sums_whole()
+        with one_line_errors(plan.device, "while it loads the model"):
+            runner, pool = load_runner(plan, config, ranks, progress)
+        with one_line_errors(plan.device, "while it captures its steps"):
+            graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
+            num_decoding = plan.max_num_seqs if graphs == "all" else 0
+            num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
+            prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
+    else:
+        runner, pool = load_runner(plan, config, ranks, progress)
+    port = make_port(pool, epoch, config.transfer)
+    dtype = str(plan.dtype).removeprefix("torch.")
+    info = ExecutorInfo(
+        num_blocks=len(runner.cache.pool),
+        layout=plan.layout,
+        ranks=(port.address(),),
+        model=fingerprint(plan.folder, dtype, fingerprint_of(plan.adapters)),
+        max_model_len=plan.max_model_len,
+        vocab_size=plan.decoder.vocab_size,
+        eos_token_ids=plan.decoder.eos_token_ids,
+        batch_invariant=is_batch_invariant(runner),
+        compute=compute_path(runner),
+        facts=NodeFacts(
+            dtype,
+            plan.device.type,
+            model_name=config.model.shown_name,
+            step=StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens),
+            lora_modules=tuple(one.name for one in plan.adapters),
+        ),
+    )
+    return LoadedRank(runner, pool, port, info)
+
+
+def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
+    """Return the plan of each rank. Raises `ConfigError` if settings and model do not fit."""
+    if not config.model.path:
+        raise ConfigError("model.path is empty: name the folder of a model")
+    folder = Path(config.model.path)
+    decoder = _described(config, folder, num_ranks)
+    limit = decoder.max_position_embeddings
+    if config.model.max_model_len > limit:
+        raise ConfigError(f"model.max_model_len: the model has {limit} positions")
+    name = decoder.dtype if config.model.dtype == "auto" else config.model.dtype
+    dtype = torch.float32 if name == "float32" else torch.bfloat16
+    pool_dtype = _pool_dtype(config, decoder, dtype)
+    layout = kv_layout(decoder, config.cache, num_ranks, pool_dtype)
+    device = _device(config, decoder, num_ranks)
+    max_num_batched_tokens, max_num_seqs = STEP_LIMITS[device.type]
+    if device.type == "cuda" and config.engine.max_num_seqs > MAX_SEQUENCES:
+        raise ConfigError(f"engine.max_num_seqs: a GPU takes at most {MAX_SEQUENCES} in one step")
+    plan = RankPlan(
+        folder=folder,
+        decoder=decoder,
+        device=device,
+        dtype=dtype,
+        pool_dtype=pool_dtype,
+        max_model_len=config.model.max_model_len or limit,
+        layout=layout,
+        num_blocks=0,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens or max_num_batched_tokens,
+        max_num_seqs=config.engine.max_num_seqs or max_num_seqs,
+        adapters=read_adapters(
+            config.model.lora_modules, decoder if isinstance(decoder, DecoderConfig) else None
+        ),
+    )
+    if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
+        return plan
+    return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return what KV blocks hold. Raises `ConfigError` for a model that has no FP8 blocks."""
+    if config.engine.kv_cache_dtype == "auto":
+        return dtype
+    refused = ""
+    if isinstance(decoder, TransformersConfig):
+        refused = "transformers' code computes the model"
+    elif decoder.latent is not None:
+        refused = "the model stores latent rows (MLA), which are small already"
+    if refused:
+        raise ConfigError(f"engine.kv_cache_dtype: fp8 is not supported where {refused}; use auto")
+    return torch.uint8
+
+
+def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
+    if not runs_in_transformers(folder, config.model.model_impl):
+        decoder = read_decoder_config(folder)
+        check_split(decoder, num_ranks)
+        return decoder
+    if num_ranks > 1:
+        architecture, _ = check_for_transformers(folder)
+        raise ConfigError(
+            f"engine.tensor_parallel_size: {architecture} has no plan for {num_ranks} ranks, "
+            "because transformers' code computes it"
+        )
+    # transformers takes seconds to import, and only its models need it.
+    from baton.model.transformers_code.transformers_gate import examine
+
+    return examine(folder, config.model.max_model_len)
+
+
+def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
+    """Return the plan with the blocks that are configured or fit `num_bytes`."""
+    most_tokens = plan.max_num_seqs * plan.max_model_len
+    num_blocks = num_blocks_for(config.cache, plan.layout, num_ranks, num_bytes, most_tokens)
+    return replace(plan, num_blocks=num_blocks)
+
+
+def load_runner(
+    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> tuple[Runner, HostPool | DevicePool]:
+    """Load the weights, then make the pool. Raises `ConfigError` for a bad folder."""
+    checkpoint = Checkpoint(plan.folder)
+    library = None
+    if plan.device.type == "cpu":
+        library = cpu_library(
+            plan.dtype, plan.pool_dtype, config.engine.kernels, partial(progress, "kernels")
+        )
+    place = RankDevice(
+        plan.dtype,
+        plan.device,
+        thread_counts(config.engine),
+        _ordered_product(plan, config),
+        _compiled_linears(library),
+        _grouped_product(plan),
+        _narrow_product(plan),
+    )
+    decoder: StepDecoder
+    if isinstance(plan.decoder, TransformersConfig):
+        # transformers takes seconds to import, and only its models need it.
+        from baton.model.transformers_code.transformers_decoder import load_transformers
+
+        progress("weights", 0, 1)
+        linears = linears_for(place, progress)
+        decoder = load_transformers(
+            plan.folder, plan.decoder, ranks, plan.dtype, linears, plan.device
+        )
+    else:
+        decoder = load_decoder(plan.decoder, checkpoint, ranks, place, progress, plan.adapters)
+    progress("kv pool", 0, 1)
+    if plan.device.type == "cuda":
+        return _on_gpu(plan, config, decoder, progress)
+    shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
+    pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
+    cache = host_cache(pool, shape, plan.pool_dtype)
+    progress("kv pool", 1, 1)
+    num_heads, _ = local_heads(plan.decoder, ranks.size)
+    sizes = num_heads, *_rotation(plan)
+    backend = (
+        CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
+    )
+    if not isinstance(decoder, Decoder):
+        from baton.model.transformers_code.transformers_decoder import try_rows
+
+        try_rows(decoder, backend, cache.pool, plan.decoder.vocab_size)
+    kernel = compiled(CpuSampler(library)) if library else None
+    sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
+    return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _masks(plan: RankPlan) -> TokenMasks:
+    return TokenMasks(plan.folder, plan.decoder.vocab_size, plan.decoder.eos_token_ids)
+
+
+def _compiled_linears(library: CpuLibrary | None) -> CpuLinears | None:
+    """Return the kernels' products, or None where torch's library computes linear layers."""
+    if library is None or not library.in_pairs or has_bf16_tiles():
+        return None
+    return CpuLinears(library)
+
+
+def _ordered_product(plan: RankPlan, config: ClusterConfig) -> Product | None:
+    if plan.device.type != "cuda" or not config.engine.deterministic:
+        return None
+    # Triton is imported here for the same reason as in `_on_gpu`.
+    from baton.kernels.cuda.fixed_product import fixed_product
+
+    return fixed_product
+
+
+def _grouped_product(plan: RankPlan) -> GroupedProduct | None:
+    if plan.device.type != "cuda" or isinstance(plan.decoder, TransformersConfig):
+        return None
+    from baton.kernels.cuda.grouped_product import grouped_product
+
+    return grouped_product
+
+
+def _narrow_product(plan: RankPlan) -> PackNarrow | None:
+    if plan.device.type != "cuda" or plan.dtype != torch.bfloat16:
+        return None
+    from baton.kernels.cuda.fixed_product import packed
+
+    return packed
+
+
+def _on_gpu(
+    plan: RankPlan, config: ClusterConfig, decoder: StepDecoder, progress: Progress
+) -> tuple[Runner, DevicePool]:
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
+    from baton.kernels.cuda.sampling import sample_tokens
+    from baton.kernels.cuda.token_counts import penalize_counted
+    from baton.model.layers.cuda_backend import CudaBackend
+    from baton.model.runner.peer_memory import CudaPeerMemory, shareable_memory
+
+    ranks = decoder.ranks
+
+    def runner_over(num_blocks: int, generations: HostPool | None = None) -> Runner:
+        shape = pool_shape(plan.decoder, config.cache, ranks.size, num_blocks, plan.pool_dtype)
+        with shareable_memory():
+            cache = device_cache(shape, plan.pool_dtype, plan.device, generations)
+        num_heads, _ = local_heads(plan.decoder, ranks.size)
+        backend = CudaBackend(
+            cache.pool, num_heads, *_rotation(plan), is_ordered=config.engine.deterministic
+        )
+        vocab = plan.decoder.vocab_size
+        counts = DeviceCounts(plan.max_num_seqs, vocab, plan.device, penalize_counted)
+        sampler = Sampler(plan.decoder.eos_token_ids, sample_tokens, _masks(plan), counts)
+        return Runner(decoder, backend, cache, sampler, CudaQueue(plan.device), boottime)
+
+    if not plan.num_blocks:
+        probe = runner_over(1)
+        num_bytes = free_for_pool(
+            probe, plan.max_num_batched_tokens, plan.max_num_seqs, plan.max_model_len, config.cache
+        )
+        if num_bytes < plan.layout.block_bytes:
+            raise NodeError(line_without_pool(memory_of(plan.device), plan.layout.block_bytes))
+        plan = _sized(plan, config, 1, num_bytes)
+        plan = replace(plan, num_blocks=least(ranks, plan.num_blocks, plan.device))
+        del probe
+    table = HostPool(plan.num_blocks, 0)
+    runner = runner_over(plan.num_blocks, table)
+    progress("kv pool", 1, 1)
+    pool = runner.cache.pool
+    memory = PoolMemory(
+        pool.data_ptr(), plan.num_blocks, plan.layout.block_bytes, str(plan.device), SPARE_BLOCKS
+    )
+    return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
+
+
+def _rotation(plan: RankPlan) -> tuple[Tensor, float]:
+    """Return a backend's rotary tables and `eps`."""
+    model = plan.decoder
+    if isinstance(model, TransformersConfig):
+        return unrotated(model.head_dim, plan.max_model_len), 0.0
+    ropes = [model.rope, *([model.local_rope] if model.local_rope else [])]
+    tables = [rope_table(rope, model.rotary_dim, plan.max_model_len) for rope in ropes]
+    return torch.stack(tables), model.rms_norm_eps
+
+
+def is_batch_invariant(runner: Runner) -> bool:
+    """Return whether the bits of a token depend on its own sequence alone."""
+    decoder = runner.decoder
+    is_invariant = decoder.is_batch_invariant and runner.backend.is_batch_invariant
+    return is_invariant and decoder.ranks.is_batch_invariant
+
+
+def compute_path(runner: Runner) -> str:
+    """Return a text that is equal for ranks of one model that should compute the same bits."""
+    digest = hashlib.blake2b(runner.backend.name.encode(), digest_size=6)
+    digest.update(runner.decoder.source.encode())
+    if (size := runner.decoder.ranks.size) > 1:  # each product is a sum of this many parts
+        digest.update(str(size).encode())
+    if runner.device.type == "cuda":
+        digest.update(torch.cuda.get_device_name(runner.device).encode())
+    for part in sorted({linear.digest for linear in runner.decoder.linears()}):
+        digest.update(part)
+    return f"{runner.backend.name}-{digest.hexdigest()}"
+
+
+def keep_freed_memory() -> None:
+    """Let the C library reuse large buffers; otherwise each operation on a chunk maps new pages.
+
+    On CPUs, an RMS norm of 512 tokens took eight times as long without this.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc has this function
+    if mallopt is not None:
+        mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
+
+
+def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.device:
+    """Return the device to compute on. `auto` logs one line if the GPU cannot serve the model.
+
+    Raises `ConfigError` for a GPU that does not work: a large model would take the CPUs for days.
+    """
+    wanted = config.engine.device
+    is_there = torch.cuda.is_available() or num_gpus() > 0
+    if wanted == "cpu" or (wanted == "auto" and not is_there):
+        return torch.device("cpu")
+    broken = why_no_gpu()
+    reason = broken or _lacking_on_gpus(config, decoder, num_ranks)
+    if not reason:
+        return torch.device("cuda", 0)
+    if wanted == "cuda":
+        raise ConfigError(f"engine.device: {reason}")
+    if broken and torch.version.cuda is not None and gpus_of(0):
+        raise ConfigError(f"engine.device: {broken}; --device cpu computes without it")
+    log.warning("computing on the CPU and not on the GPU", reason=reason)
+    return torch.device("cpu")
+
+
+def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> str:
+    # One rank takes the GPU that torch has found, even if /dev shows none, as under WSL.
+    if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
+        need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
+        return f"{need}, but this node sees {num_seen}"
+    # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
+    from baton.model.layers.cuda_backend import missing_for
+
+    shape = pool_shape(decoder, config.cache, num_ranks, 1, torch.bfloat16)
+    rotary_dim = decoder.rotary_dim if isinstance(decoder, DecoderConfig) else 0
+    capability = torch.cuda.get_device_capability(0)
+    return missing_for(shape, local_heads(decoder, num_ranks)[0], rotary_dim, capability)

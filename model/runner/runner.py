@@ -1,0 +1,304 @@
+"""Run the steps of one rank, from a plan to tokens.
+
+A step is packed, copied to the device once, and run there through the decoder and the sampler; on a
+GPU the host waits for nothing before it collects. Of a sequence, the runner keeps only the block
+table and the tokens to which a plan in flight may refer. It trusts its plans.
+"""
+
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import accumulate, islice
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from baton.model.layers.attention import Backend, Batch
+from baton.model.layers.linear import Linear
+from baton.model.runner.device_state import RING_TOKENS, DeviceTables
+from baton.model.runner.kv_cache import KVCache
+from baton.model.runner.packing import Bucket, ModelFacts, PackedStep, Packer, StepInputs
+from baton.model.runner.step_queue import GraphQueue, StepQueue, StepWork
+from baton.model.sampling.logprobs import (
+    packed_logprobs,
+    packed_prompt,
+    unpacked_logprobs,
+)
+from baton.model.sampling.sampler import Sampler
+from baton.model.tensor_parallel import Ranks
+from baton.node.executor import Progress
+from baton.node.scheduling.plan import NOT_FINITE, Slice, StepPlan, StepResult
+from baton.protocol.messages import TokenLogprobs
+from baton.runtime.clock import Clock
+
+# Sequences with a table on the device: as many as the kernels take in one step.
+MAX_SEQUENCES = 1024
+NO_TOKEN = -1  # stands for one that could not be sampled
+SPARE_WORDS = 1 << 16  # room for changes of block tables; a step with more changes runs eagerly
+
+
+class StepDecoder(Protocol):
+    """A model on one rank. `source` names the code that computes, if it is not baton's."""
+
+    @property
+    def ranks(self) -> Ranks: ...
+
+    @property
+    def source(self) -> str: ...
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]:
+        """The names of the adapters, in the order of their numbers."""
+        ...
+
+    @property
+    def is_batch_invariant(self) -> bool: ...
+
+    def linears(self) -> Iterable[Linear]: ...
+
+    def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
+        """Store the batch's keys and values; return the logits of `rows`."""
+        ...
+
+    def hidden(
+        self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False
+    ) -> Tensor:
+        """Store the batch's keys and values; return what `logits` takes of `rows`."""
+        ...
+
+    def logits(self, hidden: Tensor, backend: Backend, /) -> Tensor:
+        """Return `[num_rows, vocab]`."""
+        ...
+
+
+class Runner:
+    def __init__(
+        self,
+        decoder: StepDecoder,
+        backend: Backend,
+        cache: KVCache,
+        sampler: Sampler,
+        queue: StepQueue,
+        clock: Clock,
+    ) -> None:
+        self.decoder = decoder
+        self.backend = backend
+        self.cache = cache
+        self.sampler = sampler
+        self.device = device = queue.device
+        self.overlaps = queue.overlaps
+        self._queue = queue
+        self._clock = clock
+        self._tables = None
+        if backend.table_blocks:
+            self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
+        self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
+        facts = ModelFacts(cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules)
+        self._packer = Packer(
+            facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
+        )
+        self._graphs: StepGraphs | None = None
+        # Each with the time of its launch.
+        self._launched: deque[tuple[PackedStep, float]] = deque()
+        self._ended_s = 0.0  # the last step that was collected
+
+    def capture(self, buckets: Sequence[Bucket], progress: Progress) -> None:
+        """Capture the steps of these sizes on the thread that launches plans."""
+        assert isinstance(self._queue, GraphQueue), "a CPU has no graphs"
+        largest_first = sorted(buckets, reverse=True)  # all share the memory of the largest
+        most_words = max(len(self._packer.idle(bucket).inputs.words) for bucket in buckets)
+        self._graphs = StepGraphs(most_words, self.device)
+        for done, bucket in enumerate(largest_first):
+            progress("graphs", done, len(buckets))
+            self._graphs.capture(self._packer.idle(bucket), self._queue.capture, self._forward)
+        self._packer.buckets = buckets
+        progress("graphs", len(buckets), len(buckets))
+
+    def drop_graphs(self) -> None:
+        """Let go of the captured steps; nothing may be launched from then on."""
+        self._graphs = None
+
+    def launch(self, plan: StepPlan) -> None:
+        """Queue a step after those already launched. At most two may be uncollected."""
+        launched_s = self._clock()
+        # From here on, a reader that expects a block's former owner must refuse the block.
+        self.cache.write_generations(plan.generations)
+        step = self._packer.pack(plan)
+        self._launched.append((step, launched_s))
+        self._queue.launch(lambda: self._compute(step))
+
+    def collect(self) -> StepResult:
+        """Return the oldest step's result once transports can see all of its stores."""
+        ids = iter(self._queue.collect())
+        step, launched_s = self._launched.popleft()
+        plan = step.plan
+        tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
+        broken = {index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids}
+        unsampled = {**broken, **step.unsampled}
+        for index in unsampled:
+            tokens[index] = ()
+        failed = tuple((index, why) for index, why in unsampled.items() if why)
+        logprobs = _logprobs(step, ids) if step.scored else ()
+        of_prompts = _prompt_logprobs(step, ids) if step.inputs.targets else ()
+        started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
+        return StepResult(
+            plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch a step and collect it."""
+        self.launch(plan)
+        return self.collect()
+
+    def pack(self, slices: tuple[Slice, ...]) -> Batch:
+        """Return the slices as a batch on the device, one after the other."""
+        step = self._packer.pack(StepPlan(0, slices))
+        return self._batch(step, self._sent(step.inputs))
+
+    # --- inside --------------------------------------------------------------------------------
+
+    def _sampled(self, place: int) -> int:
+        """Return the token at a place of the ring."""
+        self._queue.wait()
+        return int(self._ring[place])
+
+    def _compute(self, step: PackedStep) -> Tensor:
+        """Do all work of a step on the device; return the sampled ids, and log probabilities."""
+        self.cache.copy_blocks(step.plan.copies)
+        if self._graphs is not None and self._graphs.takes(step):
+            return self._graphs.replay(step, self._write_tables)
+        return self._forward(step, self._sent(step.inputs))
+
+    def _sent(self, inputs: StepInputs) -> StepInputs:
+        """Copy the inputs to the device, and update its block tables."""
+        sent = replace(inputs, words=inputs.words.to(self.device, non_blocking=True))
+        self._write_tables(sent)
+        return sent
+
+    def _write_tables(self, inputs: StepInputs) -> None:
+        if self._tables is not None and inputs.changes is not None:
+            self._tables.write(*(place.of(inputs.words) for place in inputs.changes))
+        if self.sampler.counts is not None and inputs.new_rows:
+            self.sampler.counts.write([place.of(inputs.words) for place in inputs.new_rows])
+
+    def _batch(self, step: PackedStep, inputs: StepInputs) -> Batch:
+        ids = inputs.tokens.of(inputs.words)[0]
+        if step.has_unknown_tokens:
+            # An index below 0 counts from the ring's end; a known token reads the last place.
+            ids = torch.where(ids < 0, self._ring[ids.clamp(max=-1)], ids)
+        return step.batch(inputs, ids, self._tables)
+
+    def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
+        rows, targets = inputs.rows.of(inputs.words), inputs.targets
+        num_rows = len(rows)
+        if targets is not None:
+            rows = torch.cat([rows, targets[0].of(inputs.words)])
+        batch, are_many = self._batch(step, inputs), targets is not None
+        hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
+        ids = self._sample(step, inputs, hidden[:num_rows], batch.token_ids)
+        if targets is None:
+            return ids
+        parts = [part for part in step.plan.slices if part.targets]
+        lengths, next_ids = [len(part.targets) for part in parts], targets[1].of(inputs.words)
+        pieces = torch.split(hidden[num_rows:], lengths), torch.split(next_ids, lengths)
+        found = (
+            packed_prompt(self._logits, own, tokens, part.num_top).view(-1)
+            for part, own, tokens in zip(parts, *pieces, strict=True)
+        )
+        return torch.cat([ids, *found])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.decoder.logits(hidden, self.backend)
+
+    def _sample(
+        self, step: PackedStep, inputs: StepInputs, hidden: Tensor, token_ids: Tensor
+    ) -> Tensor:
+        """Return the sampled ids, and behind them log probabilities of those that want them.
+
+        An id is `NO_TOKEN` where the hidden state has NaN or infinity, as the logits have then.
+        """
+        is_broken = ~hidden.isfinite().all(dim=1)
+        logits = self._logits(hidden)
+        if inputs.repeats is not None:
+            repeats = inputs.repeats.of(inputs.words)
+            logits, is_broken = logits[repeats], is_broken[repeats]
+        places = inputs.places.of(inputs.words)
+        if not len(places):
+            return places
+        # Copies, because sampling may change them.
+        raw = [torch.stack([logits[one] for one in samples]) for samples in step.scored.values()]
+        ids = self.sampler.sample(logits, inputs.sampled(token_ids))
+        self._ring[places] = ids  # valid ids, which a step that is launched already may take
+        shown = ids.masked_fill(is_broken, NO_TOKEN)
+        if not raw:
+            return shown
+        found = (
+            packed_logprobs(rows, torch.stack([ids[one] for one in samples]), num_top).view(-1)
+            for rows, (num_top, samples) in zip(raw, step.scored.items(), strict=True)
+        )
+        return torch.cat([shown, *found])
+
+
+class StepGraphs:
+    """Steps that a device replays, captured once for each bucket.
+
+    All buckets read their inputs from one piece of device memory. A replay runs the same kernels as
+    an eager step of its bucket, so it gives the same bits. Steps that decode beside prompts are
+    never replayed.
+    """
+
+    def __init__(self, num_words: int, device: torch.device) -> None:
+        self._words = torch.zeros(num_words + SPARE_WORDS, dtype=torch.int64, device=device)
+        self._replays: dict[Bucket | None, StepWork] = {}
+
+    def capture(
+        self,
+        step: PackedStep,
+        capture: Callable[[StepWork], StepWork],
+        forward: Callable[[PackedStep, StepInputs], Tensor],
+    ) -> None:
+        """Capture the bucket of `step`, which consists of padding."""
+        inputs = self._filled(step)
+        self._replays[step.bucket] = capture(lambda: forward(step, inputs))
+
+    def takes(self, step: PackedStep) -> bool:
+        return step.bucket in self._replays and len(step.inputs.words) <= len(self._words)
+
+    def replay(self, step: PackedStep, write_tables: Callable[[StepInputs], None]) -> Tensor:
+        """Run a step, and return the ids of its rows without the padding."""
+        write_tables(self._filled(step))
+        return self._replays[step.bucket]()[: sum(part.num_sampled for part in step.plan.slices)]
+
+    def _filled(self, step: PackedStep) -> StepInputs:
+        """Copy the inputs to where the graphs read them, which is the only copy of a step."""
+        words = step.inputs.words
+        self._words[: len(words)].copy_(words, non_blocking=True)
+        return replace(step.inputs, words=self._words)
+
+
+def _logprobs(
+    step: PackedStep, words: Iterator[int]
+) -> tuple[tuple[int, tuple[TokenLogprobs, ...]], ...]:
+    """Read, by slice, what `_sample` has added behind the ids."""
+    found = {
+        sample: unpacked_logprobs([*islice(words, 1 + num_top)])
+        for num_top, samples in step.scored.items()
+        for sample in samples
+    }
+    ends = accumulate(part.num_sampled for part in step.plan.slices)
+    return tuple(
+        (index, tuple(found[sample] for sample in range(end - part.num_sampled, end)))
+        for index, (part, end) in enumerate(zip(step.plan.slices, ends, strict=True))
+        if part.samples and part.sampling is not None and part.sampling.logprobs is not None
+    )
+
+
+def _prompt_logprobs(step: PackedStep, words: Iterator[int]) -> tuple[tuple[int, bytes], ...]:
+    """Read, by slice, what `_forward` has added behind them."""
+    return tuple(
+        (index, array("q", islice(words, len(part.targets) * (1 + part.num_top))).tobytes())
+        for index, part in enumerate(step.plan.slices)
+        if part.targets
+    )

@@ -1,0 +1,1 @@
+"""Sample tokens from logits: penalties, masks, filters, noise and log probabilities."""

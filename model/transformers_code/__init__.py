@@ -1,0 +1,1 @@
+"""Decoders that transformers' own code computes, with baton's paged attention in it."""

@@ -1,0 +1,342 @@
+"""Decide which requests are accepted, in which order they wait for nodes, and when they get them.
+
+A request that can never fit is refused at once. The queue is bounded in number, bytes and time.
+An attempt of a request that had nodes before (a retry, a resume) goes first, because its caller has
+waited already and its blocks may be cached somewhere.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+
+import msgspec
+
+from baton.protocol.blocks import tokens_held
+from baton.protocol.config import RouterConfig
+from baton.protocol.errors import Failure, Overloaded, RequestError
+from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.messages import Role
+from baton.protocol.sampling import (
+    EVERYONE,
+    MAX_PROMPT_LOGPROBS,
+    Penalties,
+    Sampling,
+    SamplingParams,
+    Scope,
+)
+from baton.router.core.policy import CheapestPair, Decision
+from baton.router.core.registry import Registry
+from baton.router.core.request import SelectNodes
+
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+MAX_RETRY_AFTER_S = 60.0
+# The memory per prompt token of a waiting request: a slot of a list and an integer.
+TOKEN_BYTES = 36
+MAX_QUEUED_TOKENS = (256 << 20) // TOKEN_BYTES
+# How long a stream that lost its node waits for another one. This is longer than a new request may
+# wait, because its client has a part of the response.
+MAX_RESUME_WAIT_S = 300.0
+# For how long smaller attempts may pass one that waits for a full node, and how many attempts
+# may be passed at once.
+MAX_PASSED_S = 1.0
+MAX_PASSED = 8
+# How often a stopped queue is tried although no node has got room and nothing has arrived.
+LOOK_S = 0.2
+
+
+class Limits(msgspec.Struct, frozen=True, dict=True):
+    """The limits that the nodes reported. A pool is None if there is no node of that role."""
+
+    model_len: int  # the longest sequence of the model
+    vocab_size: int
+    block_size: int
+    prefill_blocks: int | None  # blocks of the largest pool of a node that may compute prompts
+    decode_blocks: int | None
+
+    @cached_property
+    def max_model_len(self) -> int:
+        """Return the longest sequence, prompt and output, that the model and the nodes can take."""
+        pools = (self.prefill_blocks, self.decode_blocks)
+        held = [num_blocks * self.block_size for num_blocks in pools if num_blocks is not None]
+        return min([self.model_len, *held])
+
+
+@dataclass(slots=True, eq=False)
+class QueuedAttempt:
+    selection: SelectNodes
+    since_s: float
+    unplaceable_at: int = -1  # the version of the registry at which no node could take it
+    # The roles whose nodes were full when it was looked at last; None before that.
+    waits_for: frozenset[Role] | None = None
+
+
+class Admission:
+    """The queues of attempts that wait for nodes, and the set of requests that have nodes.
+
+    Resumes go first, then other retries, then new requests. An attempt that no node in service can
+    take, or that waits for a full node, does not keep later ones from other nodes. For a while,
+    smaller ones may even pass it on the full node; after that the node is kept for it.
+    """
+
+    def __init__(self, config: RouterConfig, registry: Registry, policy: CheapestPair) -> None:
+        self._config, self._registry, self._policy = config, registry, policy
+        self._inflight: set[RequestId] = set()
+        self._resumes: dict[Key, QueuedAttempt] = {}
+        self._again: dict[Key, QueuedAttempt] = {}
+        self._new: dict[Key, QueuedAttempt] = {}
+        self._queues = (self._resumes, self._again, self._new)
+        self._num_tokens = 0  # of the prompts of all waiting attempts
+        self._num_changes = 0  # grows whenever another attempt may be the next one
+        self._looked_s = 0.0
+        self._looked_at = (0, 0, 0)
+
+    @property
+    def num_inflight(self) -> int:
+        return len(self._inflight)
+
+    @property
+    def num_queued(self) -> int:
+        return sum(map(len, self._queues))
+
+    def num_waiting_for(self) -> dict[Role, int]:
+        """Return how many attempts wait for nodes of each role; some wait for both.
+
+        Those behind the last one that was looked at wait for what it waits for. An attempt that no
+        node can take waits for the needed roles that have no node.
+        """
+        counts: dict[Role, int] = dict.fromkeys(ROLES, 0)
+        last: frozenset[Role] = frozenset()
+        for waiting in chain.from_iterable(queue.values() for queue in self._queues):
+            if waiting.waits_for is not None:
+                last = waiting.waits_for
+            for role in last:
+                counts[role] += 1
+        return counts
+
+    def check_room(self, now_s: float, num_tokens: int, *, could_serve: bool) -> None:
+        """Raise `Overloaded` if a new request would have to wait in a full queue."""
+        num_new = len(self._new)
+        is_busy = num_new > 0 or len(self._inflight) >= self._config.max_inflight
+        if could_serve and not is_busy:
+            return
+        if num_new >= self._config.max_queued:
+            text = f"{num_new} requests are waiting already"
+        elif num_new and self._num_tokens + num_tokens > MAX_QUEUED_TOKENS:
+            text = f"requests with {self._num_tokens} prompt tokens are waiting already"
+        else:
+            return
+        retry_s = self._retry_after_s(now_s)
+        raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+
+    def _retry_after_s(self, now_s: float) -> float:
+        """Return how long the first new request has waited, in whole seconds."""
+        waited_s = now_s - next(iter(self._new.values())).since_s if self._new else 0.0
+        return float(min(max(round(waited_s), 1), MAX_RETRY_AFTER_S))
+
+    def wait(self, now_s: float, selection: SelectNodes) -> None:
+        """Put an attempt at the end of its queue."""
+        is_new = selection.key.request_id not in self._inflight
+        queue = self._resumes if selection.is_resume else self._new if is_new else self._again
+        queue[selection.key] = QueuedAttempt(selection, now_s)
+        self._num_tokens += selection.num_tokens
+        self._num_changes += 1
+
+    def leave(self, key: Key) -> None:
+        """Take an attempt out of its queue. Its request may stay in flight."""
+        self._num_changes += 1
+        for queue in self._queues:
+            if (waiting := queue.pop(key, None)) is not None:
+                self._num_tokens -= waiting.selection.num_tokens
+
+    def take(self, now_s: float) -> Iterator[tuple[SelectNodes, Decision]]:
+        """Yield attempts with their nodes.
+
+        The caller calls `selected` and reserves the load of an attempt before it takes the next.
+        """
+        if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
+            return
+        num_passed, kept = 0, set[NodeId]()
+        for waiting in self._in_order():
+            selection = waiting.selection
+            decision = self._policy.choose(now_s, self._registry, selection, kept)
+            if decision is None:
+                waiting.unplaceable_at = self._registry.version
+                waiting.waits_for = self._absent()
+            elif not decision.full:
+                yield selection, decision
+            else:
+                nodes = map(self._registry.node, decision.full)
+                waiting.waits_for = frozenset(node.role for node in nodes if node is not None)
+                num_passed += 1
+                if now_s - waiting.since_s >= MAX_PASSED_S:
+                    kept.update(decision.full)
+                if num_passed > MAX_PASSED:
+                    break
+        self._looked_at, self._looked_s = self._news(), now_s
+
+    def _absent(self) -> frozenset[Role]:
+        """Return the roles that have no node in service and are needed."""
+        needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
+        return frozenset(role for role in needed if not self._registry.in_service(role))
+
+    def _in_order(self) -> Iterator[QueuedAttempt]:
+        """Yield the attempts that may get nodes. They may leave meanwhile."""
+        for queue in self._queues:
+            for key in tuple(queue):
+                if queue is self._new and len(self._inflight) >= self._config.max_inflight:
+                    return
+                waiting = queue.get(key)
+                if waiting and waiting.unplaceable_at != self._registry.version:
+                    yield waiting
+
+    def _news(self) -> tuple[int, int, int]:
+        """Return a value that changes whenever an attempt that found no nodes may find some."""
+        return self._registry.version, self._registry.num_releases, self._num_changes
+
+    def selected(self, key: Key) -> None:
+        """Note that an attempt has nodes now."""
+        self._inflight.add(key.request_id)
+        self.leave(key)
+
+    def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:
+        """Remove the attempts that have waited too long, and return each with the reason."""
+        late: list[QueuedAttempt] = []
+        for queue in self._queues:
+            max_wait_s = self._config.max_queued_s
+            if queue is self._resumes:
+                max_wait_s = MAX_RESUME_WAIT_S
+            for waiting in queue.values():
+                if now_s - waiting.since_s < max_wait_s:
+                    break
+                late.append(waiting)
+        failures = [(one.selection.key, self._late(now_s, one)) for one in late]
+        for key, _ in failures:
+            self.leave(key)
+        return failures
+
+    def _late(self, now_s: float, waiting: QueuedAttempt) -> Failure:
+        """Return why an attempt waits no longer."""
+        code, text = "no_nodes", "no node that is in service can take this request"
+        if waiting.unplaceable_at != self._registry.version:
+            code = "queue_timeout"
+            text = f"no node was free for this request within {now_s - waiting.since_s:.0f} s"
+        retry_s = self._retry_after_s(now_s)
+        return Overloaded(text, code=code, retry_after_s=retry_s).to_failure()
+
+    def forget(self, request_id: RequestId) -> None:
+        """Forget a request in any state."""
+        for queue in self._queues:
+            for key in [key for key in queue if key.request_id == request_id]:
+                self.leave(key)
+        self.ended(request_id)
+
+    def ended(self, request_id: RequestId) -> None:
+        """Note that the nodes of a request have confirmed its end."""
+        self._num_changes += 1
+        self._inflight.discard(request_id)
+
+
+def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise `RequestError` for a prompt that no node could compute."""
+    if not token_ids:
+        raise RequestError("the prompt is empty", param="prompt")
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        text = f"token ids must be at least 0 and below {vocab_size}"
+        raise RequestError(text, param="prompt")
+    if len(token_ids) >= max_model_len:
+        raise RequestError(
+            f"the prompt has {len(token_ids)} tokens, but prompt and output together may have "
+            f"at most {max_model_len}",
+            code="context_length_exceeded",
+            param="prompt",
+        )
+
+
+def check_num_logprobs(number: int) -> None:
+    """Raise `RequestError` if prompts have more log probabilities than one response takes."""
+    if number > MAX_PROMPT_LOGPROBS:
+        text = (
+            f"the prompt's log probabilities, those of likeliest tokens included, would be "
+            f"{number}, and at most {MAX_PROMPT_LOGPROBS} fit one response: shorten the prompt, or "
+            f"ask for fewer of the likeliest tokens"
+        )
+        raise RequestError(text, param="prompt_logprobs")
+
+
+def fit(num_prompt: int, params: SamplingParams, limits: Limits) -> tuple[int, int | None]:
+    """Return how many tokens to generate at most, and that again if it is less than requested.
+
+    A `max_tokens` beyond the model's length is cut to the room that is left. A `max_tokens` that no
+    pool can hold raises `RequestError`.
+    """
+    room = limits.model_len - num_prompt
+    wanted = room if params.max_tokens is None else min(params.max_tokens, room)
+    if wanted < params.min_tokens:
+        text = f"min_tokens is {params.min_tokens}, but only {wanted} tokens are left for output"
+        raise RequestError(text, param="min_tokens")
+    held = _held_by_pools(num_prompt, params.n, limits)
+    if held < max(params.min_tokens, 1 if params.max_tokens is None else 0):
+        raise RequestError("the prompt can never fit the KV pool of a node", param="prompt")
+    if wanted > held:
+        if params.max_tokens is not None:
+            raise RequestError(
+                f"prompt, max_tokens and n can never fit the KV pool of a node: at most {held} "
+                f"tokens could be generated, and prompt and output together may have at most "
+                f"{limits.max_model_len}",
+                param="max_tokens",
+            )
+        wanted = held
+    clamped = params.max_tokens is not None and wanted < params.max_tokens
+    return wanted, wanted if clamped else None
+
+
+def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
+    """Return how many tokens each choice could have in empty pools; at least 0."""
+    room = max(limits.max_model_len - num_prompt, 0)
+    if num_choices == 1 or limits.decode_blocks is None:
+        return room
+    held = tokens_held(limits.decode_blocks, limits.block_size, num_prompt, num_choices)
+    return min(held, room)
+
+
+class OutputRules(msgspec.Struct, frozen=True):
+    """What engines need to know of a request besides its parameters, in the form that they need."""
+
+    grammar: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
+    scope: Scope = EVERYONE
+
+
+NO_RULES = OutputRules()
+
+
+def sampling_of(
+    params: SamplingParams, seed: int, max_tokens: int, rules: OutputRules = NO_RULES
+) -> Sampling:
+    """Return the part of `params` that engines need, with every default filled in."""
+    penalties = Penalties(
+        params.presence_penalty,
+        params.frequency_penalty,
+        params.repetition_penalty,
+        tuple((params.logit_bias or {}).items()),
+    )
+    return Sampling(
+        seed=seed,
+        max_tokens=max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+        stop_token_ids=tuple(params.stop_token_ids or ()),
+        ignore_eos=params.ignore_eos,
+        grammar=rules.grammar,
+        allowed_token_ids=tuple(params.allowed_token_ids or ()),
+        bad_words=rules.bad_words,
+        penalties=None if penalties == Penalties() else penalties,
+        logprobs=params.logprobs,
+        prompt_logprobs=params.prompt_logprobs,
+        cache_root=rules.scope.root,
+        lora=rules.scope.lora,
+    )

@@ -1,0 +1,326 @@
+"""Choose the nodes of an attempt: the working pair with the least cost, then least load, then id.
+
+A cost counts prompt tokens to compute (docs/decisions.md), so a cached prefix weighs as much as
+the queue that it saves. A node with room comes before a full one, even if the full one has more
+cached. `choose` returns None only if no node in service is large enough, or none can pair. If it
+names a full node, the attempt waits, so no prompt is computed without a decode node to take it.
+"""
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+
+import msgspec
+
+from baton.protocol.blocks import blocks_needed
+from baton.protocol.config import LocalPrefill
+from baton.protocol.ids import NodeId
+from baton.protocol.messages import Role
+from baton.router.core.pair_health import Hosts
+from baton.router.core.registry import Node, Registry, ReservedLoad
+from baton.router.core.request import NodesSelected, SelectNodes
+from baton.router.outputs import ServedBy
+
+# The assumed length of a response before any has ended, and the weight of the newest one.
+FIRST_OUTPUT_TOKENS = 256.0
+OUTPUT_WEIGHT = 0.05
+# A handoff takes as long as computing this many tokens. Reading the KV of a token takes this share
+# of computing it, on one host and between hosts.
+HANDOFF_TOKENS = 64
+NEAR_READ, FAR_READ = 1 / 32, 1 / 8
+# A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
+# would have to compute more than this many times what the setting allows.
+MISPREDICTION = 2
+
+# Less is better: avoided, suspects, full, cost, reserved tokens, id. The node is never compared.
+Candidate = tuple[bool, int, bool, float, int, NodeId, Node]
+Rank = tuple[int, int, int, float]
+
+
+class Decision(msgspec.Struct, frozen=True):
+    """The chosen nodes, and the load to reserve at each of them."""
+
+    selected: NodesSelected
+    loads: tuple[tuple[NodeId, ReservedLoad], ...]
+    is_fallback: bool = False  # decode computes the prompt because no pair works
+    full: tuple[NodeId, ...] = ()  # the chosen nodes that have no room for it now
+    num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
+
+    @property
+    def path(self) -> ServedBy:
+        if self.selected.prefill_node is None:
+            return "local_prefill"
+        return "prefill_only" if self.selected.decode_node is None else "disaggregated"
+
+
+class CheapestPair:
+    """If no node has announced cached blocks, the least loaded nodes are the cheapest."""
+
+    def __init__(self, local_prefill: LocalPrefill, local_prefill_tokens: int) -> None:
+        self._mode = local_prefill
+        self._local_tokens = local_prefill_tokens
+        self._output_tokens = FIRST_OUTPUT_TOKENS
+
+    def learn(self, num_output_tokens: float) -> None:
+        """Note the length of one choice of a response."""
+        self._output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self._output_tokens)
+
+    def load_of(self, node: Node, selection: SelectNodes) -> ReservedLoad:
+        """Return the load of an attempt at a decode node that runs it."""
+        return _decode_load(
+            node, selection, _likely_tokens(selection, math.ceil(self._output_tokens))
+        )
+
+    def choose(
+        self,
+        now_s: float,
+        registry: Registry,
+        selection: SelectNodes,
+        kept: Collection[NodeId] = (),
+    ) -> Decision | None:
+        """Return nodes for an attempt, or None if no node in service can take it.
+
+        Nodes that are `kept` for other attempts count as full.
+        """
+        search = _PairSearch(registry, selection, math.ceil(self._output_tokens), kept)
+        # Most nodes have room, and checking takes long. A choice with room is the best in any case.
+        decision = self._choose(now_s, search, selection)
+        if decision is None or not decision.full:
+            return decision
+        search.checks_room = True
+        return self._choose(now_s, search, selection)
+
+    def _choose(
+        self, now_s: float, search: "_PairSearch", selection: SelectNodes
+    ) -> Decision | None:
+        if self._mode == "always":
+            return search.local(search.local_candidates())
+        near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it
+        if self._mode == "auto" and selection.wants_decode and not selection.is_remote_only:
+            near = search.local_candidates(selection.num_tokens - self._local_tokens)
+        max_uncached = MISPREDICTION * self._local_tokens
+        # If all decode nodes may compute it, a handoff of such a short prompt can only cost more.
+        if near and selection.num_tokens <= min(self._local_tokens, HANDOFF_TOKENS):
+            return search.local(near, max_uncached=max_uncached)
+        prefills = search.prefill_candidates()
+        if not selection.wants_decode and prefills:
+            return search.decision(min(prefills)[-1], None)
+        pair = search.cheapest_pair(now_s, prefills)
+        if near and (pair is None or min(near)[:4] <= pair.rank):
+            return search.local(near, max_uncached=max_uncached)
+        if pair is None and self._mode == "auto":
+            return search.local(search.local_candidates(), is_fallback=True)
+        # Without an alternative, a pair that failed lately is better than none.
+        pair = pair or next(search.possible_pairs(prefills), None)
+        return None if pair is None else search.decision(pair.prefill, pair.decode)
+
+
+class _Pair(msgspec.Struct, frozen=True):
+    rank: Rank
+    prefill: Node
+    decode: Node
+
+
+class _PairSearch:
+    """The search for one attempt's nodes. Its sequences will probably grow by `growth` tokens."""
+
+    def __init__(
+        self, registry: Registry, selection: SelectNodes, growth: int, kept: Collection[NodeId]
+    ) -> None:
+        self._registry, self._selection, self._kept = registry, selection, kept
+        self.checks_room = False  # whether full nodes rank behind the others
+        self._likely_tokens = _likely_tokens(selection, growth)
+        # Another sequence in the batch delays each step by about the time of a prompt token.
+        self._slot_tokens = max(1, self._likely_tokens - selection.num_tokens)
+        model = registry.model
+        size = self._block_size = 1 if model is None else model.layout.block_size
+        self._likely_blocks = self._blocks(self._likely_tokens, selection.num_choices)
+        self._held: dict[NodeId, int] = {}
+        self._cached: dict[NodeId, int] = {}
+        # The last token is always computed, for its logits.
+        most = (selection.num_tokens - 1) // size * size
+        for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
+            self._held.update(dict.fromkeys(nodes, num_blocks * size))
+            self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
+
+    def prefill_candidates(self) -> list[Candidate]:
+        """Return the prefill nodes that could hold the prompt if they were empty."""
+        nodes = self._large_enough("prefill", self._blocks(self._selection.num_tokens, 1))
+        return self._candidates(nodes, [node.num_tokens for node in nodes], self._cached)
+
+    def local_candidates(self, least_held: int = 0) -> list[Candidate]:
+        """Return the decode nodes that could compute the prompt themselves.
+
+        Only those that hold at least `least_held` tokens of the prompt count.
+        """
+        if least_held > 0 and not self._held:
+            return []
+        return self._decode_candidates(self._cached, least_held=least_held)
+
+    def _decode_candidates(
+        self, has: Mapping[NodeId, int], read: float = 1, least_held: int = 0
+    ) -> list[Candidate]:
+        """Return the decode nodes if each token that they lack costs `read`."""
+        num_blocks = self._blocks(self._selection.num_final_tokens, self._selection.num_choices)
+        nodes = self._large_enough("decode", num_blocks)
+        if least_held > 0:
+            nodes = [node for node in nodes if self._held.get(node.node_id, 0) >= least_held]
+        waits = [node.num_sequences * self._slot_tokens for node in nodes]
+        return self._candidates(nodes, waits, has, read)
+
+    def _large_enough(self, role: Role, num_blocks: int) -> list[Node]:
+        """Return the nodes in service whose pools have at least that many blocks."""
+        nodes = self._registry.in_service(role)
+        return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
+
+    def _candidates(
+        self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
+    ) -> list[Candidate]:
+        """Return nodes with their costs: their waits, plus `read` for each token that they lack.
+
+        No attempt shares a node with a suspect while there is another node.
+        """
+        avoid, num_tokens, checks_room = (
+            self._selection.avoid,
+            self._selection.num_tokens,
+            self.checks_room,
+        )
+        return [
+            (
+                bool(avoid) and node.process in avoid,
+                node.num_suspects,
+                checks_room and not self._has_room(node),
+                wait + read * (num_tokens - has.get(node.node_id, 0)),
+                node.num_tokens,
+                node.node_id,
+                node,
+            )
+            for node, wait in zip(nodes, waits, strict=True)
+        ]
+
+    def _has_room(self, node: Node) -> bool:
+        num_blocks = min(self._likely_blocks, _pool(node) // 2)
+        return node.node_id not in self._kept and node.has_room(num_blocks)
+
+    def cheapest_pair(self, now_s: float, prefills: list[Candidate]) -> _Pair | None:
+        """Return the cheapest pair that works; None if none does.
+
+        It is the best pair of all nodes or that of a host, because the costs of two nodes are
+        independent, except for the path between them.
+        """
+        hosts = self._registry.hosts()
+        decodes = self._decode_candidates(self._held, NEAR_READ if hosts.is_one else FAR_READ)
+        if not decodes or not prefills:
+            return None
+        best = [_paired(min(prefills), min(decodes))]
+        if hosts.shared and not hosts.is_one:
+            best += self._best_of_hosts(hosts, prefills)
+        works = [pair for pair in best if self._works(now_s, pair)]
+        if works:
+            return min(works, key=_pair_order)
+        pairs = self.possible_pairs(prefills)
+        return next((pair for pair in pairs if self._works(now_s, pair)), None)
+
+    def _best_of_hosts(self, hosts: Hosts, prefills: list[Candidate]) -> Iterator[_Pair]:
+        """Yield the cheapest pair of each host."""
+        first = {one[5]: one for one in prefills}
+        second = {one[5]: one for one in self._decode_candidates(self._held, NEAR_READ)}
+        for host in hosts.shared:
+            near = [first[node] for node in host.prefills if node in first]
+            if near and (own := [second[node] for node in host.decodes if node in second]):
+                yield _paired(min(near), min(own))
+
+    def _works(self, now_s: float, pair: _Pair) -> bool:
+        prefill, decode = pair.prefill, pair.decode
+        allows = self._registry.pairs.allows(now_s, prefill.process, decode.process)
+        return allows and self._registry.can_pair(prefill, decode)
+
+    def possible_pairs(self, prefills: list[Candidate]) -> Iterator[_Pair]:
+        """Yield all pairs that can exchange blocks, beginning with the best decode node's."""
+        decodes, prefills = sorted(self._decode_candidates(self._held, FAR_READ)), sorted(prefills)
+        for second in decodes:
+            for first in prefills:
+                if self._registry.can_pair(first[-1], second[-1]):
+                    yield _paired(first, second)
+
+    def local(
+        self,
+        candidates: list[Candidate],
+        *,
+        is_fallback: bool = False,
+        max_uncached: int | None = None,
+    ) -> Decision | None:
+        """Return the decision to let the best of these nodes compute the prompt itself."""
+        if not candidates:
+            return None
+        node = min(candidates)[-1]
+        return self.decision(None, node, is_fallback=is_fallback, max_uncached=max_uncached)
+
+    def decision(
+        self,
+        prefill: Node | None,
+        decode: Node | None,
+        *,
+        is_fallback: bool = False,
+        max_uncached: int | None = None,
+    ) -> Decision:
+        selection = self._selection
+        given: list[tuple[Node, ReservedLoad]] = []
+        if prefill is not None:
+            num_uncached = selection.num_tokens - self._cached.get(prefill.node_id, 0)
+            given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
+        if decode is not None:
+            given.append((decode, _decode_load(decode, selection, self._likely_tokens)))
+        selected = NodesSelected(
+            selection.key,
+            None if prefill is None else prefill.node_id,
+            None if decode is None else decode.node_id,
+            {node.node_id: node.epoch for node, _ in given},
+            max_uncached,
+        )
+        return Decision(
+            selected,
+            tuple([(node.node_id, load) for node, load in given]),
+            is_fallback,
+            tuple([node.node_id for node, _ in given if not self._has_room(node)]),
+            self._cached.get(given[0][0].node_id, 0),
+        )
+
+    def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
+        num_tokens = self._selection.num_tokens
+        return blocks_needed(self._block_size, num_tokens, num_final_tokens, num_choices)
+
+
+def _paired(prefill: Candidate, decode: Candidate) -> _Pair:
+    rank = (
+        prefill[0] + decode[0],
+        prefill[1] + decode[1],
+        prefill[2] + decode[2],
+        prefill[3] + decode[3] + HANDOFF_TOKENS,
+    )
+    return _Pair(rank, prefill[-1], decode[-1])
+
+
+def _pair_order(pair: _Pair) -> tuple[Rank, int, NodeId, NodeId]:
+    return pair.rank, pair.decode.num_tokens, pair.decode.node_id, pair.prefill.node_id
+
+
+def _likely_tokens(selection: SelectNodes, growth: int) -> int:
+    return min(selection.num_final_tokens, selection.num_tokens + growth)
+
+
+def _decode_load(node: Node, selection: SelectNodes, likely_tokens: int) -> ReservedLoad:
+    assert node.info is not None
+    block_size, num_choices = node.info.layout.block_size, selection.num_choices
+    num_blocks = blocks_needed(block_size, selection.num_tokens, likely_tokens, num_choices)
+    return ReservedLoad(
+        selection.num_tokens * num_choices,
+        num_choices,
+        selection.is_suspect,
+        # Many choices start one by one, so they need not wait for an empty node.
+        min(num_blocks, _pool(node) // 2),
+    )
+
+
+def _pool(node: Node) -> int:
+    assert node.info is not None
+    return node.info.num_blocks

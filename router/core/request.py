@@ -1,0 +1,434 @@
+"""One request: its events, the commands that follow from them, and its attempts on nodes.
+
+An attempt that is no longer wanted is kept until every node has confirmed that nothing more will
+come, because its blocks count as used until then.
+"""
+
+from collections.abc import Iterable, Set
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import msgspec
+
+from baton.protocol.blocks import BlockKey
+from baton.protocol.errors import (
+    Cancelled,
+    Failure,
+    NodeError,
+    Overloaded,
+    RequestError,
+    TransferError,
+)
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
+from baton.protocol.messages import (
+    NOT_CACHED,
+    Accepted,
+    Cancel,
+    CancelDone,
+    Crashed,
+    Decode,
+    Failed,
+    FinishReason,
+    FirstToken,
+    FirstTokens,
+    InProgress,
+    Prefill,
+    PromptLogprobs,
+    ResumeState,
+    StageTimes,
+    TokenEntry,
+    TokenLogprobs,
+)
+from baton.protocol.sampling import Sampling
+
+# One node process. A node id with another epoch is another process.
+NodeProcess = tuple[NodeId, Epoch]
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """The request has been accepted. This is its first event."""
+
+
+class AdoptedChoice(msgspec.Struct, frozen=True):
+    """A choice with its output so far. The caller already has `num_received` of these tokens.
+
+    If `process` is set, the choice runs there. Otherwise it has ended, or it must be continued.
+    """
+
+    key: Key
+    token_ids: list[int]
+    num_received: int = 0  # one more if the node has not received the first token from prefill yet
+    has_ended: bool = False  # the caller has the choice's end too
+    finish_reason: FinishReason | None = None
+    process: NodeProcess | None = None
+
+
+class Adopted(msgspec.Struct, frozen=True):
+    """Another router began this request. This is its first event here instead of `Begun`."""
+
+    choices: tuple[AdoptedChoice, ...]
+    first_attempt: int = 0  # the first attempt that this router may make
+
+
+class NodesSelected(msgspec.Struct, frozen=True):
+    """These nodes have the load of an attempt. At least one of them is set."""
+
+    key: Key
+    prefill_node: NodeId | None
+    decode_node: NodeId | None
+    epochs: dict[NodeId, Epoch] = {}  # of both nodes
+    max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
+
+
+class NodesNotSelected(msgspec.Struct, frozen=True):
+    """No node was able to take the attempt in time."""
+
+    key: Key
+    failure: Failure
+
+
+class NodeLost(msgspec.Struct, frozen=True):
+    """This node is gone or counts as gone. Its later messages are ignored."""
+
+    node: NodeId
+    failure: Failure
+
+
+class ChoiceStopped(msgspec.Struct, frozen=True):
+    """The text of this choice has reached a stop string, which only the router can see."""
+
+    choice: int
+
+
+class CallerGone(msgspec.Struct, frozen=True):
+    reason: str = "client"
+
+
+class Tick(msgspec.Struct, frozen=True):
+    """Time has passed."""
+
+
+# A node's message about a request is itself an event.
+NodeMessage = (
+    Accepted | FirstTokens | PromptLogprobs | TokenEntry | Failed | CancelDone | Crashed
+    | InProgress
+)  # fmt: skip
+RequestEvent = (
+    NodeMessage | Begun | Adopted | NodesSelected | NodesNotSelected | NodeLost | ChoiceStopped
+    | CallerGone | Tick
+)  # fmt: skip
+
+
+class SelectNodes(msgspec.Struct, frozen=True):
+    """Find nodes for this attempt and reserve its load.
+
+    `NodesSelected` or `NodesNotSelected` follows. After `CancelSelection`, neither may come.
+    """
+
+    key: Key
+    num_tokens: int
+    num_choices: int
+    wants_decode: bool
+    num_final_tokens: int  # the greatest length that one of its sequences can reach
+    avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
+    is_resume: bool = False  # the caller has tokens already
+    is_suspect: bool = False  # a node has died of an error in one of its steps
+    is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
+    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+
+
+class CancelSelection(msgspec.Struct, frozen=True):
+    key: Key
+
+
+class Send(msgspec.Struct, frozen=True):
+    node: NodeId
+    message: Prefill | Decode | Cancel
+
+
+class Release(msgspec.Struct, frozen=True):
+    """Release the load of an attempt at a node, exactly once for each selected node."""
+
+    node: NodeId
+    key: Key
+
+
+class HandoffEnded(msgspec.Struct, frozen=True):
+    """Records whether the decode process could take over from the prefill process."""
+
+    prefill: NodeProcess
+    decode: NodeProcess
+    failure: Failure | None = None
+
+
+class Deliver(msgspec.Struct, frozen=True):
+    """Passes on the next tokens of a choice: in order, none missing, none twice.
+
+    A finish reason ends the choice.
+    """
+
+    choice: int
+    token_ids: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()  # of each token, if they were asked for
+
+
+class DeliverPrompt(msgspec.Struct, frozen=True):
+    """Passes on the log probabilities of the prompt, once, before any token."""
+
+    rows: bytes  # of `PromptLogprobs`
+
+
+class Timed(msgspec.Struct, frozen=True):
+    """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
+
+    key: Key  # of the attempt
+    times: StageTimes
+    of_prompt: bool
+
+
+class TriedAgain(msgspec.Struct, frozen=True):
+    """Records another attempt at choices. `is_resume` says that the caller has tokens of them."""
+
+    key: Key  # of the attempt that was lost
+    failure: Failure
+    is_resume: bool
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Ends the request for its caller, exactly once. Without a failure, all choices finished."""
+
+    failure: Failure | None = None
+
+
+class Closed(msgspec.Struct, frozen=True):
+    """Forgets the request. This is the last command, after all nodes have confirmed."""
+
+
+RequestCommand = (
+    SelectNodes | CancelSelection | Send | Release | HandoffEnded | Deliver | DeliverPrompt | Timed
+    | TriedAgain | Outcome | Closed
+)  # fmt: skip
+
+
+# How long a request avoids a process that failed it, if there is another one.
+AVOID_S = 30.0
+# How long a client waits before it asks again for a stream that was not found.
+RETRY_S = 1.0
+DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere
+
+
+class Request(msgspec.Struct, frozen=True):
+    """The work of a request. The seed is set, `max_tokens` fits, and choices count from 0."""
+
+    request_id: RequestId
+    token_ids: list[int]
+    sampling: Sampling
+    num_choices: int = 1
+    max_attempts: int = 3  # attempts in a row that bring no token
+    kept: ResumeState | None = None  # for another router, if the client can resume the stream there
+    block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+
+    @property
+    def num_prompt_bytes(self) -> int:
+        """Return the length of the prompt's log probabilities, as `PromptLogprobs` has them."""
+        num_top = self.sampling.prompt_logprobs
+        return 0 if num_top is None else 8 * (1 + num_top) * (len(self.token_ids) - 1)
+
+    def without_prompt(self) -> "Request":
+        """Return the request of a caller that has the prompt's log probabilities."""
+        if self.sampling.prompt_logprobs is None:
+            return self
+        sampling = msgspec.structs.replace(self.sampling, prompt_logprobs=None)
+        return msgspec.structs.replace(self, sampling=sampling)
+
+
+class AttemptState(Enum):
+    WAITING = auto()  # no nodes have been chosen yet
+    LIVE = auto()  # the nodes have been asked to start
+    LEAVING = auto()  # no output is wanted, and nodes have yet to confirm their cancels
+    CLOSED = auto()
+
+
+@dataclass(slots=True, frozen=True)
+class Loss:
+    """Why an attempt or some of its sequences were lost, and the nodes that the next one avoids."""
+
+    failure: Failure
+    blamed: frozenset[NodeId] = frozenset()
+    is_death: bool = False  # a node is gone or counts as gone
+    is_of_handoff: bool = False  # decode could not take over from prefill
+
+    @classmethod
+    def broken(cls, message: str, *blamed: NodeId) -> "Loss":
+        return cls(NodeError(message, code="stream_broken").to_failure(), frozenset(blamed))
+
+    def is_free(self, num_new_tokens: int) -> bool:
+        """Return whether the loss of an attempt that brought that many tokens is free.
+
+        A free loss uses up no attempt. The first token of an attempt is computed with its prompt. A
+        sequence that kills every node in its first decode step gets one token per attempt, so a
+        loss by a node's death is free only from two tokens on.
+        """
+        if self.failure.code == DRAINING or (self.failure.code == NOT_CACHED and not self.blamed):
+            return True
+        return num_new_tokens > (1 if self.is_death else 0)
+
+
+@dataclass(slots=True, eq=False)
+class Attempt:
+    """One attempt at choices. `open` holds the choices that still get their tokens from it."""
+
+    key: Key  # the key of its lowest choice
+    choices: tuple[int, ...]
+    num_tokens: int  # tokens that were sent with it, which is the position of its first new token
+    state: AttemptState = AttemptState.WAITING
+    prefill: NodeId | None = None
+    decode: NodeId | None = None
+    epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
+    max_uncached_tokens: int | None = None
+    open: set[int] = field(default_factory=set)
+    accepted: bool = False  # decode has reserved what it needs
+    streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
+    first_tokens: tuple[FirstToken, ...] | None = None
+    prompt_rows: bytearray = field(default_factory=bytearray)  # of `PromptLogprobs`
+    early: list[TokenEntry] = field(default_factory=list)  # decode's, which came before these
+    reserved: set[NodeId] = field(default_factory=set)
+    unconfirmed: dict[NodeId, set[Key]] = field(default_factory=dict)  # keys of unconfirmed cancels
+    heard_s: float = 0.0
+    leave_by_s: float = 0.0
+
+    @classmethod
+    def running(cls, now_s: float, key: Key, num_tokens: int, process: NodeProcess) -> "Attempt":
+        """Return the attempt of a sequence that a decode node already runs."""
+        return cls(
+            key,
+            (key.choice,),
+            num_tokens,
+            AttemptState.LIVE,
+            decode=process[0],
+            epochs=dict([process]),
+            open={key.choice},
+            accepted=True,
+            streaming=True,
+            reserved={process[0]},
+            heard_s=now_s,
+        )
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        return tuple(self.key.of_choice(choice) for choice in self.choices)
+
+    def assured_firsts(self) -> list[tuple[int, FirstToken]]:
+        """Return the first token of all choices, by choice, once they may be delivered.
+
+        No token may go to the caller before the rest of the output is assured.
+        """
+        firsts = self.first_tokens or ()
+        is_whole = all(first.finish_reason is not None for first in firsts)
+        if self.decode is not None and not self.accepted and not is_whole:
+            return []
+        # Without a decode node, only one token has to be generated.
+        if self.decode is None:
+            firsts = tuple(
+                first
+                if first.finish_reason is not None
+                else msgspec.structs.replace(first, finish_reason="length")
+                for first in firsts
+            )
+        return list(zip(self.choices, firsts, strict=bool(firsts)))
+
+    @property
+    def pair(self) -> tuple[NodeProcess, NodeProcess] | None:
+        """Return the processes of a handoff, prefill first; None without a handoff."""
+        if self.prefill is None or self.decode is None:
+            return None
+        return self.process(self.prefill), self.process(self.decode)
+
+    def process(self, node: NodeId) -> NodeProcess:
+        return node, self.epochs.get(node, Epoch(""))
+
+    def is_named(self, node: NodeId, keys: Iterable[Key]) -> bool:
+        """Return whether `node` works for this attempt and some of `keys` belong to it."""
+        works = self.state is AttemptState.LIVE and node in (self.prefill, self.decode)
+        return works and not set(keys).isdisjoint(self.keys)
+
+    def loss_of(self, node: NodeId, failure: Failure) -> Loss:
+        """Return the loss that a failure at `node` means while this attempt is wanted."""
+        if failure.code == Cancelled.code:
+            # This router cancelled nothing, so the node or its peer has lost its channel to this
+            # router.
+            text = f"{node} gave up the request because a channel to this router broke"
+            return Loss(NodeError(text).to_failure(), frozenset({node}), is_death=True)
+        if failure.code == NOT_CACHED and self.max_uncached_tokens is not None:
+            # The router's expectation was wrong, and the node is not at fault.
+            return Loss(failure)
+        if failure.http_status != TransferError.http_status:
+            return Loss(failure, frozenset({node}))
+        return self.loss_of_handoff(failure, node)
+
+    def loss_of_handoff(self, failure: Failure, *blamed: NodeId) -> Loss:
+        """Return the loss of a handoff that failed, or of `blamed` if there is none to wait for."""
+        if self.pair is None or self.streaming:
+            return Loss(failure, frozenset(blamed))
+        # A single failure does not show which end is at fault, so the request avoids both.
+        return Loss(failure, frozenset(name for name, _ in self.pair), is_of_handoff=True)
+
+    def start_commands(self, request: Request, output: list[int]) -> list[Send]:
+        """Return the messages that start this attempt. They are sent at the same time."""
+        token_ids = [*request.token_ids, *output]
+        num_prompt, num_choices = len(request.token_ids), len(self.choices)
+        sends: list[Send] = []
+        if self.decode is not None:
+            decode = Decode(
+                self.key, token_ids, num_prompt, request.sampling, num_choices, self.prefill,
+                request.kept, self.max_uncached_tokens,
+            )  # fmt: skip
+            sends.append(Send(self.decode, decode))
+        if self.prefill is not None:
+            prefill = Prefill(
+                self.key, token_ids, num_prompt, request.sampling, num_choices, self.decode
+            )
+            sends.append(Send(self.prefill, prefill))
+        return sends
+
+    def releases(self, nodes: Set[NodeId]) -> list[Release]:
+        """Return commands that release this attempt's load at `nodes` that still have it."""
+        given = sorted(self.reserved & nodes)
+        self.reserved.difference_update(given)
+        return [Release(node, self.key) for node in given]
+
+    def confirm(self, node: NodeId, keys: tuple[Key, ...]) -> None:
+        """Note that `node` will send nothing more for `keys`."""
+        if (unconfirmed := self.unconfirmed.get(node)) is not None:
+            unconfirmed.difference_update(keys)
+            if not unconfirmed:
+                del self.unconfirmed[node]
+
+
+@dataclass(slots=True, eq=False)
+class Choice:
+    """One choice of the response. `attempt` is None once the choice has ended."""
+
+    index: int
+    attempt: "Attempt | None" = None
+    number: int = 0  # of the attempt; 0 is the first
+    num_losses: int = 0  # attempts in a row without progress
+    output: list[int] = field(default_factory=list)  # all tokens that the caller has got
+    finish_reason: FinishReason | None = None
+
+
+def kills_nodes(num_nodes: int) -> Failure:
+    """Return why a request gets no more nodes. Clients would repeat it if it were a 5xx status."""
+    text = f"{num_nodes} nodes died of an error in a step of this request"
+    return RequestError(text, code="request_kills_nodes", http_status=422).to_failure()
+
+
+def gone() -> Failure:
+    text = "no node holds this stream any more: send the request again"
+    return RequestError(text, code="stream_gone", http_status=404).to_failure()
+
+
+def unknown(text: str) -> Failure:
+    """Return the failure of a stream that another attempt to resume it may find."""
+    return Overloaded(text, code="stream_unknown", retry_after_s=RETRY_S).to_failure()

@@ -1,0 +1,563 @@
+"""The router without text, which takes token ids and returns the tokens of every choice.
+
+The core connects the pure parts (a `Lifecycle` per request, the registry, the queue) with the link
+to the nodes and the callers' streams, on one event loop. It never blocks, and lets no error of one
+request end another.
+"""
+
+import asyncio
+import math
+import secrets
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from itertools import count
+from typing import assert_never
+
+import msgspec
+
+from baton.protocol.blocks import BlockKey
+from baton.protocol.config import ClusterConfig
+from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure, taken_over
+from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.messages import (
+    Accepted,
+    Attached,
+    CacheChanges,
+    Cancel,
+    CancelDone,
+    Crashed,
+    DrainNode,
+    Failed,
+    FirstTokens,
+    Heartbeat,
+    Hello,
+    InProgress,
+    Keep,
+    NotAttached,
+    PromptLogprobs,
+    Ready,
+    ResumeState,
+    Starting,
+    TokenEntry,
+    Tokens,
+    ToNode,
+    ToRouter,
+    WatchCache,
+)
+from baton.protocol.sampling import SEED_BITS
+from baton.router.core.admission import NO_RULES, Admission, Limits, OutputRules, fit, sampling_of
+from baton.router.core.health import Health, can_serve, health_of, limits_of
+from baton.router.core.lifecycle import NO_NODE, Lifecycle
+from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
+from baton.router.core.policy import CheapestPair
+from baton.router.core.reattach import (
+    Accept,
+    Claim,
+    Early,
+    FoundRequest,
+    Reattaching,
+    adopted_choices,
+    found_here,
+    selection_of,
+)
+from baton.router.core.registry import Change, Entered, Left, Registry
+from baton.router.core.request import (
+    DRAINING,
+    Adopted,
+    Begun,
+    CallerGone,
+    CancelSelection,
+    ChoiceStopped,
+    Closed,
+    Deliver,
+    DeliverPrompt,
+    HandoffEnded,
+    NodeLost,
+    NodeMessage,
+    NodesNotSelected,
+    Outcome,
+    Release,
+    Request,
+    RequestCommand,
+    RequestEvent,
+    SelectNodes,
+    Send,
+    Tick,
+    Timed,
+    TriedAgain,
+)
+from baton.router.core.stream import RequestStream
+from baton.runtime.channels.keys import Keys, load_keys
+from baton.runtime.channels.listener import Channels
+from baton.runtime.clock import Clock, monotonic
+from baton.runtime.log import logger
+
+TICK_S = 0.25
+ROUND_S = 2.0  # each request is looked at once in this time
+LEAST_LOOKS = 64  # requests in a tick
+
+log = logger("router")
+
+
+@dataclass(slots=True, eq=False)
+class ActiveRequest:
+    """A request from `submit` until no node has work left or a confirmation to send for it."""
+
+    lifecycle: Lifecycle
+    stream: RequestStream
+    began_s: float
+    name: str  # for logs: the id of a stream that can be resumed is a secret
+
+    @property
+    def request_id(self) -> RequestId:
+        return self.lifecycle.request.request_id
+
+
+class RouterCore:
+    """Call `start`, then `submit` as often as needed, then `close`."""
+
+    def __init__(
+        self,
+        config: ClusterConfig,
+        clock: Clock = monotonic,
+        open_channels: Callable[[Keys], Channels] = Channels,
+    ) -> None:
+        self.epoch = Epoch(secrets.token_hex(8))
+        self.registry = Registry()
+        self._config = config.router
+        self._keys = config.keys
+        self._open_channels = open_channels
+        self._detached_s = config.node.detached_s
+        self._clock = clock
+        is_cache_aware = config.router.routing == "cache-aware"
+        self.notifier = NodeNotifier(self.registry, self._send, watches_caches=is_cache_aware)
+        self._policy = CheapestPair(config.router.local_prefill, config.router.local_prefill_tokens)
+        self._queue = Admission(config.router, self.registry, self._policy)
+        self._reattaching = Reattaching(clock(), self._send, self._adopt, config.node.detached_s)
+        # A request is here from its first event until no node has to confirm anything.
+        self._requests: dict[RequestId, ActiveRequest] = {}
+        self._events: deque[tuple[ActiveRequest, RequestEvent, NodeId]] = deque()
+        self._is_feeding = False
+        self._round: deque[RequestId] = deque()  # requests that this round has yet to look at
+        self._next_round_s = 0.0
+        self._numbers = count(1)
+        self._now_s = clock()
+        self._failure: Failure | None = None
+        # Every request needs these, so they are cached until the state of a node changes.
+        self._limits: Limits | None = None
+        self._limits_at = 0
+        self._link: NodeLink | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._changed = asyncio.Event()
+
+    # --- its caller -----------------------------------------------------------------------------
+
+    def start(self, endpoint: str) -> str:
+        """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
+        channels = self._open_channels(load_keys(self._keys))
+        self._link = NodeLink(endpoint, channels, self._read, self.notifier.drain)
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        return self._link.endpoint
+
+    def submit(
+        self,
+        stream: RequestStream,
+        kept: ResumeState | None = None,
+        block_keys: tuple[BlockKey, ...] = (),
+        rules: OutputRules = NO_RULES,
+    ) -> RequestId:
+        """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
+
+        With `kept`, a client can resume the stream at any router, by the stream's own id, which
+        must be unique and impossible to guess. `block_keys` are those of the prompt, and `rules`
+        are those of the output, which were checked.
+        """
+        limits = self.limits()
+        prompt, params = stream.prompt_token_ids, stream.params
+        max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
+        could_serve = can_serve(self.registry, self._config.local_prefill)
+        self._queue.check_room(self._clock(), len(prompt), could_serve=could_serve)
+        name = self._next_name()
+        seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
+        request = Request(
+            RequestId(name if kept is None else stream.request_id),
+            list(prompt),
+            sampling_of(params, seed, max_tokens, rules),
+            params.n,
+            self._config.max_attempts,
+            kept,
+            block_keys,
+        )
+        self._begin(request, stream, name, Begun())
+        return request.request_id
+
+    def cancel(self, request_id: RequestId, reason: str = "client") -> None:
+        """End a request with `Cancelled`, unless it is unknown or has ended."""
+        active = self._requests.get(request_id)
+        if active is not None:
+            self._now_s = self._clock()
+            self._feed(active, CallerGone(reason))
+            self._select_waiting()
+
+    async def reattach(self, claim: Claim, accept: Accept) -> RequestStream:
+        """Give a request to a new connection of its client. Return the stream that `accept` makes.
+
+        The old connection ends with `taken_over`, whichever router has it. Raises `RequestError` if
+        neither this router nor a node holds the request.
+        """
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        active = self._requests.get(claim.request_id)
+        if active is not None and not active.lifecycle.has_outcome:
+            found = found_here(active.lifecycle, claim)
+            if found is not None:
+                return self._hand_over(active, claim, accept, found)
+            active.stream.finish(from_failure(taken_over()))
+            self.cancel(claim.request_id, "went on elsewhere")
+        if active is not None:  # its nodes keep what its client has
+            self._forget(active)
+        now_s = self._clock()
+        missing = [
+            node.node_id
+            for node in self.registry.lost_nodes(now_s)
+            if node.role == "decode" and node.lost_s < self._detached_s
+        ]
+        joined = self.registry.joined("decode")
+        return await self._reattaching.take(now_s, claim, joined, missing, accept)
+
+    def limits(self) -> Limits:
+        """Return the limits of a request. Raises `Overloaded` if no request can be served."""
+        if self._failure is not None:
+            raise from_failure(self._failure)
+        return self.known_limits()
+
+    def known_limits(self) -> Limits:
+        """Return the nodes' limits. Raises `Overloaded` until one has been ready."""
+        if self._limits is None or self._limits_at != self.registry.version:
+            self._limits_at = self.registry.version
+            self._limits = limits_of(self.registry, self._config.local_prefill)
+        return self._limits
+
+    def health(self) -> Health:
+        mode, queue = self._config.local_prefill, self._queue
+        now_s = self._clock()
+        heard_s = (active.lifecycle.heard_s for active in self._requests.values())
+        oldest_s = min((at_s for at_s in heard_s if at_s is not None), default=now_s)
+        health = health_of(now_s, self.registry, mode, queue, now_s - oldest_s)
+        if self._failure is None:
+            return health
+        return msgspec.structs.replace(health, status="failed", message=self._failure.message)
+
+    async def wait_for(self, num_prefill: int, num_decode: int) -> None:
+        """Wait until that many nodes are in service. Raises the router's error if it has failed."""
+        while True:
+            if self._failure is not None:
+                raise from_failure(self._failure)
+            num = len(self.registry.in_service("prefill")), len(self.registry.in_service("decode"))
+            if num[0] >= num_prefill and num[1] >= num_decode:
+                return
+            self._changed.clear()
+            await self._changed.wait()
+
+    @property
+    def num_active(self) -> int:
+        """Return the number of requests whose end not all nodes have confirmed."""
+        return len(self._requests)
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def fail(self, failure: Failure) -> None:
+        """Stop serving: every running request and every new one fails with this reason."""
+        self._failure = failure
+        self._changed.set()
+        self._reattaching.end(failure)
+        for active in list(self._requests.values()):
+            active.stream.finish(from_failure(failure))
+            self._feed(active, CallerGone(failure.code))
+
+    def close(self) -> None:
+        """End every request and the connections to all nodes. A second call does nothing."""
+        if self._failure is None:
+            self._detach_all()
+            text = "the router is shutting down"
+            self.fail(Overloaded(text, code="shutting_down").to_failure())
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._link is not None:
+            self._link.close()
+
+    def _detach_all(self) -> None:
+        """Leave the streams that another router can resume to their nodes."""
+        text = "the router is shutting down: go on at any router, with the header Last-Event-ID"
+        decodes = self.registry.in_service("decode")
+        for active in list(self._requests.values()):
+            request, metrics = active.lifecycle.request, active.stream.metrics
+            # The client may have tokens of which this router has handed out none.
+            has_begun = metrics.time_to_first_token_s is not None or metrics.num_received_tokens
+            if has_begun and request.kept is not None:
+                waiting = active.lifecycle.waiting_choices
+                if waiting and decodes:  # they exist nowhere else
+                    keep = Keep(request.kept, request.token_ids, request.sampling, waiting)
+                    self._send(decodes[0].node_id, keep)
+                active.stream.finish(Overloaded(text, code="shutting_down"))
+                del self._requests[active.request_id]
+
+    # --- nodes ----------------------------------------------------------------------------------
+
+    def _send(self, node: NodeId, message: ToNode) -> None:
+        assert self._link is not None
+        self._link.send(node, message)
+
+    def _read(self, heard: Heard) -> None:
+        for node, message in heard:
+            self._now_s = self._clock()
+            if message is None:
+                self._apply(self.registry.gone(node))
+            else:
+                self._on_message(node, message)
+        self._select_waiting()
+
+    def _on_message(self, node: NodeId, message: ToRouter) -> None:
+        match message:
+            case Tokens(entries=entries):
+                for entry in entries:
+                    self._on_request_message(node, entry.key.request_id, entry)
+            case Accepted() | FirstTokens() | PromptLogprobs() | Failed():
+                if isinstance(message, Failed) and message.failure.code == DRAINING:
+                    self.registry.drains(node)  # the node's next heartbeat will report it too
+                self._on_request_message(node, message.key.request_id, message)
+            case InProgress(keys=keys):
+                for key in keys:
+                    self._on_request_message(node, key.request_id, InProgress((key,)))
+            case CancelDone(keys=keys) | Crashed(keys=keys):
+                for request_id in dict.fromkeys(key.request_id for key in keys):
+                    self._on_request_message(node, request_id, message)
+                if isinstance(message, Crashed):
+                    self._apply(self.registry.gone(node, message.failure.message))
+                    self._send(node, Cancel(keys, "crashed"))
+            case Heartbeat(node_id=node_id):
+                if node_id == node:
+                    self._apply(self.registry.heartbeat(self._now_s, message))
+            case CacheChanges():
+                if not self.registry.hears_cache(node, message):
+                    self._send(node, WatchCache())
+            case Starting(node_id=node_id):
+                if node_id == node:
+                    self.registry.starting(self._now_s, message)
+            case Hello():
+                self._apply(self.registry.hello(self._now_s, node, message))
+            case Ready():
+                self._apply(self.registry.ready(self._now_s, node, message))
+            case Attached() | NotAttached():
+                if message.request_id not in self._requests:
+                    self._reattaching.heard(self._now_s, node, message)
+            case DrainNode():  # an operator's command, and not a node's
+                pass
+            case _:
+                assert_never(message)
+
+    def _on_request_message(
+        self, node: NodeId, request_id: RequestId, message: NodeMessage
+    ) -> None:
+        active = self._requests.get(request_id)
+        if active is not None:
+            self._feed(active, message, node)
+        elif self._reattaching.holds_back(node, request_id, message):
+            pass
+        elif isinstance(message, Accepted | FirstTokens | TokenEntry):
+            # The node still works for a request that has ended.
+            self._send(node, Cancel((message.key,), "ended"))
+
+    def _apply(self, changes: list[Change]) -> None:
+        for change in changes:
+            self.notifier.announce(change)
+            if isinstance(change, Entered):
+                assert self._link is not None
+                self._link.send_kept_cancels((change.info.node_id, change.info.epoch))
+                if change.info.role == "decode":
+                    self._reattaching.entered(change.info.node_id)
+            elif isinstance(change, Left):
+                self._reattaching.left(change.node)
+                for active in list(self._requests.values()):
+                    self._feed(active, NodeLost(change.node, change.failure))
+        self._changed.set()
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def _next_name(self) -> str:
+        return f"{self.epoch}-{next(self._numbers):x}"
+
+    def _begin(
+        self, request: Request, stream: RequestStream, name: str, event: Begun | Adopted
+    ) -> None:
+        self._now_s = self._clock()
+        active = ActiveRequest(Lifecycle(request), stream, self._now_s, name)
+        self._requests[request.request_id] = active
+        stream.on_close(partial(self.cancel, request.request_id))
+        self._feed(active, event)
+        self._select_waiting()
+
+    def _adopt(
+        self, claim: Claim, stream: RequestStream, found: FoundRequest, early: Early
+    ) -> None:
+        attached, doubt = found.attached, self._reattaching.doubt
+        choices = adopted_choices(claim, found, stream, self.registry, doubt)
+        kept = ResumeState(attached.form, claim.owner, attached.num_choices)
+        request = Request(
+            claim.request_id, attached.prompt_token_ids, attached.sampling, attached.num_choices,
+            self._config.max_attempts, kept,
+        )  # fmt: skip
+        for choice in choices:
+            if choice.process is None or choice.has_ended:
+                continue
+            # Another router has selected this sequence, so its load is reserved here afterwards.
+            node = self.registry.node(choice.process[0])
+            assert node is not None
+            assert self._link is not None
+            load = self._policy.load_of(node, selection_of(request, choice))
+            self.registry.reserve(node.node_id, choice.key, load)
+            self._queue.selected(choice.key)
+            self._link.forget_cancels(choice.process, (choice.key,))
+        self._begin(request, stream, self._next_name(), Adopted(choices, found.first_attempt))
+        for name, message in early:
+            self._on_request_message(name, claim.request_id, message)
+
+    def _hand_over(
+        self, active: ActiveRequest, claim: Claim, accept: Accept, found: FoundRequest
+    ) -> RequestStream:
+        """Go on with a running request over another connection, and end the one before."""
+        stream = accept(found)
+        choices = adopted_choices(claim, found, stream, self.registry, self._reattaching.doubt)
+        active.stream.finish(from_failure(taken_over()))
+        active.stream = stream
+        stream.on_close(partial(self.cancel, active.request_id))
+        self._now_s = self._clock()
+        for choice in choices:
+            index, fresh = choice.key.choice, choice.token_ids[choice.num_received :]
+            has_ended = choice.has_ended
+            if not has_ended and (fresh or choice.finish_reason is not None):
+                has_ended = stream.push(index, fresh, choice.finish_reason)
+            if has_ended:
+                self._feed(active, ChoiceStopped(index))
+        self._select_waiting()
+        return stream
+
+    def _feed(self, active: ActiveRequest, event: RequestEvent, node: NodeId = NO_NODE) -> None:
+        """Handle an event, then the events that it causes, such as a caller's leaving."""
+        if self._is_feeding:
+            self._events.append((active, event, node))
+            return
+        self._is_feeding = True
+        try:
+            self._step(active, event, node)
+            while self._events:
+                self._step(*self._events.popleft())
+        finally:
+            self._is_feeding = False
+
+    def _step(self, active: ActiveRequest, event: RequestEvent, node: NodeId) -> None:
+        if self._requests.get(active.request_id) is not active:
+            return  # it has ended, so it must not join the queue again
+        try:
+            for command in active.lifecycle.step(self._now_s, event, node):
+                self._carry_out(active, command)
+        except Exception:  # a bug ends only its own request
+            log.exception("unhandled error", request=active.name, at=type(event).__name__)
+            active.stream.finish(BatonError("the router failed to handle this request"))
+            if isinstance(event, CallerGone):
+                self._forget(active)
+            else:  # its nodes must not go on
+                self._events.append((active, CallerGone("router error"), NO_NODE))
+
+    def _forget(self, active: ActiveRequest) -> None:
+        """Drop a request. A node that still works for it is told to stop at its next message."""
+        if self._requests.pop(active.request_id, None) is not None:
+            self.registry.forget(active.request_id)
+            self._queue.forget(active.request_id)
+
+    def _carry_out(self, active: ActiveRequest, command: RequestCommand) -> None:
+        stream = active.stream
+        match command:
+            case Deliver(choice=choice, token_ids=token_ids, finish_reason=reason):
+                if stream.push(choice, token_ids, reason, command.logprobs):
+                    self._feed(active, ChoiceStopped(choice))
+            case DeliverPrompt(rows=rows):
+                stream.prompt_rows = rows
+            case Send(node=node, message=message):
+                self._send(node, message)
+            case SelectNodes():
+                self._queue.wait(self._now_s, command)
+                at_s = self._now_s - active.began_s
+                stream.metrics.begin_attempt(command.key, command.num_choices, at_s)
+            case CancelSelection(key=key):
+                self._queue.leave(key)
+            case Release(node=node, key=key):
+                self.registry.release(node, key)
+            case Timed(key=key, times=times, of_prompt=of_prompt):
+                at_s = self._now_s - active.began_s
+                record = stream.metrics.add_stages(key, at_s, times, of_prompt=of_prompt)
+                if record is not None and record.prefill_node and record.decode_node:
+                    self.registry.pairs.moved(record.prefill_node, record.decode_node, times)
+            case HandoffEnded():
+                self.notifier.judge(self._now_s, command)
+            case TriedAgain(key=key, failure=why, is_resume=is_resume):
+                stream.metrics.lost(key, self._now_s - active.began_s, why)
+                stream.metrics.try_again(why, is_resume=is_resume)
+            case Outcome(failure=failure):
+                if failure is None and not stream.metrics.num_received_tokens:
+                    self._policy.learn(stream.tokens_per_choice)
+                stream.finish(None if failure is None else from_failure(failure))
+            case Closed():
+                del self._requests[active.request_id]
+                self._queue.ended(active.request_id)
+            case _:
+                assert_never(command)
+
+    # --- placing and time -----------------------------------------------------------------------
+
+    def _select_waiting(self) -> None:
+        if self._is_feeding:
+            return  # a request that is about to end may be queued; attempts are selected afterwards
+        for selection, found in self._queue.take(self._now_s):
+            active = self._requests[selection.key.request_id]
+            self._queue.selected(selection.key)
+            for node, load in found.loads:
+                self.registry.reserve(node, selection.key, load)
+            self.registry.note_pair(found.selected)
+            metrics, selected = active.stream.metrics, found.selected
+            at_s = self._clock() - active.began_s
+            metrics.placed(selection.key, at_s, selected.prefill_node, selected.decode_node)
+            metrics.path, metrics.local_fallback = found.path, found.is_fallback
+            metrics.num_predicted_tokens = found.num_cached_tokens
+            self._feed(active, selected)
+
+    def _tick(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
+        assert self._link is not None
+        # If this loop was delayed, heartbeats are waiting in the socket, so it is read first.
+        self._link.read()
+        self._now_s = now_s = self._clock()
+        self._apply(self.registry.tick(now_s))
+        self._reattaching.tick(now_s)
+        for key, failure in self._queue.take_overdue(now_s):
+            if (active := self._requests.get(key.request_id)) is not None:
+                self._feed(active, NodesNotSelected(key, failure))
+        for active in self._to_look_at(now_s):
+            self._feed(active, Tick())
+        self._select_waiting()
+
+    def _to_look_at(self, now_s: float) -> list[ActiveRequest]:
+        """Return the requests whose turn it is to look whether their time has run out.
+
+        All take turns over a round, because looking at all at once would delay the event loop.
+        """
+        if not self._round and now_s >= self._next_round_s:
+            self._next_round_s = now_s + ROUND_S
+            self._round = deque(self._requests)
+        num = max(LEAST_LOOKS, math.ceil(len(self._requests) * TICK_S / ROUND_S))
+        ids = [self._round.popleft() for _ in range(min(num, len(self._round)))]
+        return [self._requests[request_id] for request_id in ids if request_id in self._requests]

@@ -1,0 +1,299 @@
+"""The caller's view of one request: deltas of every choice, then exactly one end.
+
+Each delta goes straight to the caller's sink, so a token costs no task switch.
+"""
+
+import asyncio
+import struct
+import time
+import zlib
+from array import array
+from collections.abc import AsyncGenerator, Callable, Sequence
+from copy import copy
+from itertools import islice
+
+from baton.protocol.errors import BatonError, Failure, from_failure
+from baton.protocol.messages import FinishReason, TokenLogprobs
+from baton.protocol.sampling import SamplingParams
+from baton.router.outputs import (
+    CompletionOutput,
+    Logprob,
+    Merged,
+    PromptScores,
+    RequestMetrics,
+    RequestOutput,
+)
+from baton.router.text.detokenizer import Detokenizer
+from baton.runtime.metrics import Histogram
+
+Sink = Callable[[CompletionOutput], None]
+
+
+def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
+    """Return the digest, of 32 bits, of the tokens that have `digest` and of these after them."""
+    return zlib.crc32(array("I", token_ids), digest)
+
+
+class RequestStream:
+    """The caller's end of one request: read `outputs`, or give a sink and wait for the end.
+
+    With a sink, call `send_to` once, then wait with `changed` or `ended`, which raise the
+    `BatonError` with which the request failed, once all deltas were handed out. Who must not wait
+    uses `call_at_end`, then `raise_error`.
+    """
+
+    __slots__ = (
+        "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
+        "_has_changed", "_on_close", "_prompt_logprobs", "_pushed_s", "_repeated", "_sink",
+        "_spell", "finished", "metrics", "params", "prompt", "prompt_rows", "prompt_token_ids",
+        "request_id", "token_gaps",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        detokenizers: Sequence[Detokenizer],
+        spell: Callable[[int], str] = str,
+    ) -> None:
+        """`spell` returns the text of one token, for log probabilities."""
+        self.request_id = request_id
+        self.prompt = prompt
+        self.prompt_token_ids = prompt_token_ids
+        self.params = params
+        self.metrics = RequestMetrics(
+            arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
+        )
+        self.token_gaps: Histogram | None = None  # gets the seconds between deltas of a choice
+        self.finished = False  # by tokens, by an error or by a cancel
+        self._detokenizers = detokenizers
+        self._spell = spell
+        self._prompt_logprobs: PromptScores | None = None
+        self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
+        self._pushed_s = [0.0] * len(detokenizers)
+        self._repeated: dict[int, tuple[int, int, Failure]] = {}  # by choice, see `expect_again`
+        self._arrival_s = time.monotonic()
+        self._on_close: Callable[[], None] | None = None
+        self._early: list[CompletionOutput] = []
+        self._sink: Sink = self._early.append
+        self._has_changed = False
+        # A copy is raised, because the frames that an exception has passed refer to this stream.
+        self._error: BatonError | None = None
+        self._change: asyncio.Future[None] | None = None
+        self._end: asyncio.Future[None] | None = None
+        self._at_end: Callable[[RequestStream], None] | None = None
+
+    # --- the caller's side ------------------------------------------------------------------
+
+    async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
+        """Yield outputs in the form of `output_kind`. Leaving early gives up the request."""
+        kind = self.params.output_kind
+        merged = Merged(0 if kind == "delta" else self.params.n)
+        self.send_to(merged.add)
+        try:
+            if kind == "final":
+                await self.ended()
+                yield self.output(merged.outputs())
+                return
+            while await self.changed():
+                yield self.output(merged.take() if kind == "delta" else merged.outputs())
+        finally:
+            self.close()
+
+    def send_to(self, sink: Sink) -> None:
+        """Pass every delta to `sink` when it arrives, beginning with those that already have.
+
+        `sink` must neither block nor raise. An error in it ends this request alone.
+        """
+        for delta in self._early:
+            sink(delta)
+        self._early.clear()
+        self._sink = sink
+
+    async def changed(self) -> bool:
+        """Wait for a delta since the last call. Return False at the end of the request."""
+        while not self._has_changed:
+            self.raise_error()
+            if self.finished:
+                return False
+            self._change = asyncio.get_running_loop().create_future()
+            try:
+                await self._change
+            finally:
+                self._change = None
+        self._has_changed = False
+        return True
+
+    async def ended(self) -> None:
+        """Wait for the end of the request."""
+        while not self.finished:
+            # This wait needs no deadline of its own: the lifecycle ends every request within one.
+            self._end = asyncio.get_running_loop().create_future()
+            await self._end
+        self._has_changed = False
+        self.raise_error()
+
+    def call_at_end(self, callback: "Callable[[RequestStream], None]") -> None:
+        """Let the event loop call `callback` once the request has ended, or soon if it has."""
+        if self.finished:
+            asyncio.get_running_loop().call_soon(callback, self)
+        else:
+            self._at_end = callback
+
+    @property
+    def has_failed(self) -> bool:
+        return self._error is not None
+
+    def raise_error(self) -> None:
+        """Raise the error with which the request failed, if it did."""
+        if self._error is not None:
+            raise copy(self._error)
+
+    @property
+    def num_prompt_logprobs(self) -> int:
+        """Return how many the caller gets, those of likeliest tokens included."""
+        num_top = self.params.prompt_logprobs
+        return 0 if num_top is None else len(self.prompt_token_ids) * (1 + num_top)
+
+    def prompt_logprobs(self) -> PromptScores | None:
+        """Return those of each token, None for the first; None before the first delta.
+
+        It takes a second for the largest prompts, and any thread may call it.
+        """
+        num_top = self.params.prompt_logprobs
+        if num_top is None or not self.metrics.num_output_tokens:
+            return None
+        pairs = struct.iter_unpack("<if", self.prompt_rows)
+        found: PromptScores = [None]
+        for token_id in self.prompt_token_ids[1:]:
+            rank, logprob = next(pairs)
+            one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
+            found.append(self._shown(token_id, one))
+        return found
+
+    def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        if self._prompt_logprobs is None:  # all outputs share them
+            self._prompt_logprobs = self.prompt_logprobs()
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.finished and self._error is None and not self._has_changed,
+            metrics=self.metrics,
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def close(self) -> None:
+        """Give up the request if it is not finished. It may be called at any time, and again."""
+        self._sink = _dropped  # the sink may hold the whole response, which holds this stream
+        if not self.finished and self._on_close is not None:
+            self._on_close()
+
+    # --- the router's side ------------------------------------------------------------------
+
+    def on_close(self, callback: Callable[[], None]) -> None:
+        """Call `callback` when the caller gives up."""
+        self._on_close = callback
+
+    def replay(self, choice: int, token_ids: list[int]) -> bool:
+        """Take tokens that the caller has already. Return True if a stop string ended it."""
+        delta = self._detokenizers[choice].push(token_ids) if token_ids else None
+        self.metrics.received(len(token_ids))
+        return delta is not None and delta.finish_reason is not None
+
+    def expect_again(self, choice: int, known: int, whole: int, failure: Failure) -> None:
+        """Expect one more token that the caller has already, before new ones.
+
+        The digest of the caller's tokens is `whole`, and `known` without that token. If another one
+        comes, it is of an attempt that the caller cannot go on with: the request ends with
+        `failure`.
+        """
+        self._repeated[choice] = known, whole, failure
+
+    def push(
+        self,
+        choice: int,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        logprobs: tuple[TokenLogprobs, ...] = (),
+    ) -> bool:
+        """Pass on new tokens. Return True if a stop string ends the choice early."""
+        if self.finished:
+            return False
+        if token_ids and self._repeated and choice in self._repeated:
+            known, whole, failure = self._repeated.pop(choice)
+            again, token_ids = token_ids[:1], token_ids[1:]
+            if digest_of(again, known) != whole:
+                self._fail(from_failure(failure))
+                return False
+            if self.replay(choice, again):
+                return finish_reason is None
+            if not token_ids and finish_reason is None:
+                return False
+        delta = self._detokenizers[choice].push(token_ids, finish_reason)
+        if delta is None:
+            return False
+        if logprobs:  # a stop string may have dropped the last tokens
+            pairs = zip(delta.token_ids, logprobs, strict=False)
+            delta.logprobs = [self._shown(token_id, one) for token_id, one in pairs]
+        metrics, now_s = self.metrics, time.monotonic()
+        if metrics.time_to_first_token_s is None:
+            metrics.time_to_first_token_s = now_s - self._arrival_s
+        if self.token_gaps is not None and (last_s := self._pushed_s[choice]):
+            self.token_gaps.observe(now_s - last_s)
+        self._pushed_s[choice] = now_s
+        metrics.num_output_tokens += len(delta.token_ids)
+        if delta.finish_reason is not None:
+            metrics.finish_reasons.append(delta.finish_reason)
+        self._sink(delta)
+        self._has_changed = True
+        if self._change is not None:
+            _wake(self._change)
+        return finish_reason is None and delta.finish_reason is not None
+
+    @property
+    def tokens_per_choice(self) -> float:
+        return self.metrics.num_output_tokens / self.params.n
+
+    def _shown(self, token_id: int, one: TokenLogprobs) -> dict[int, Logprob]:
+        """Return the log probabilities of a token and of the likeliest, in that order."""
+        shown = {token_id: Logprob(one.logprob, one.rank, self._spell(token_id))}
+        for rank, (other, logprob) in enumerate(one.top, 1):
+            shown.setdefault(other, Logprob(logprob, rank, self._spell(other)))
+        return shown
+
+    def _fail(self, error: BatonError) -> None:
+        """End this request with an error that is found here, and let the router give it up."""
+        on_close = self._on_close
+        self.finish(error)
+        if on_close is not None:
+            on_close()
+
+    def finish(self, error: BatonError | None = None) -> None:
+        """End this request. Only the first call counts."""
+        if self.finished:
+            return
+        self.finished = True
+        self._error = error
+        self._on_close = None
+        self.metrics.e2e_s = time.monotonic() - self._arrival_s
+        self.metrics.num_reasoning_tokens = sum(
+            one.num_reasoning_tokens for one in self._detokenizers
+        )
+        _wake(self._change)
+        _wake(self._end)
+        if (callback := self._at_end) is not None:
+            self._at_end = None
+            asyncio.get_running_loop().call_soon(callback, self)
+
+
+def _dropped(delta: CompletionOutput) -> None:
+    """Drop a delta that arrived after the caller left."""
+
+
+def _wake(waiter: asyncio.Future[None] | None) -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,373 @@
+"""What clients get in OpenAI's form: completions, chunks, log probabilities and usage.
+
+The fixed part of a chunk is encoded only once per choice, because every token is a chunk.
+"""
+
+import base64
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from itertools import accumulate
+
+import msgspec
+
+from baton.protocol import VERSION
+from baton.router.http.errors import FORM_PARAM
+from baton.router.outputs import CompletionOutput, Logprob, PromptScores, RequestMetrics
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+Found = dict[int, Logprob]
+
+
+class Columns(msgspec.Struct):
+    """The log probabilities of a completion: an entry of each for each token."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]  # None for the first token of a prompt
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+    def followed_by(self, other: "Columns") -> "Columns":
+        return Columns(
+            self.tokens + other.tokens,
+            self.token_logprobs + other.token_logprobs,
+            self.top_logprobs + other.top_logprobs,
+            self.text_offset + other.text_offset,
+        )
+
+
+class ShownPrompt(msgspec.Struct, frozen=True):
+    """One prompt in its response."""
+
+    text: str = ""  # before each choice
+    logprobs: Columns | None = None  # of the same
+    num_chars: int = 0  # of the tokens that have them
+    scores: msgspec.Raw | None = None  # the field `prompt_logprobs`
+
+
+class LogprobForms(msgspec.Struct, frozen=True):
+    """Writes those of up to `num_top` likeliest tokens, with a token's id if it `names_ids`."""
+
+    num_top: int
+    names_ids: bool = False
+
+    def of_chat(self, rows: Iterable[tuple[int, Found]]) -> dict[str, object]:
+        content = [
+            {
+                **self._shown(token_id, found[token_id]),
+                "top_logprobs": [
+                    self._shown(other, one)
+                    for other, one in found.items()
+                    if one.rank <= self.num_top
+                ],
+            }
+            for token_id, found in rows
+        ]
+        return {"content": content, "refusal": None}
+
+    def columns(self, rows: Iterable[tuple[int, Found]], offset: int = 0) -> Columns:
+        """Return the columns of tokens whose text begins at `offset`."""
+        rows = list(rows)
+        lengths = [len(found[token_id].decoded_token) for token_id, found in rows]
+        return Columns(
+            [self._name(token_id, found[token_id]) for token_id, found in rows],
+            [_finite(found[token_id]) for token_id, found in rows],
+            [self._top(token_id, found) for token_id, found in rows],
+            list(accumulate(lengths, initial=offset))[:-1],
+        )
+
+    def of_echo(
+        self, text: str, token_ids: list[int], scores: PromptScores, spell: Callable[[int], str]
+    ) -> ShownPrompt:
+        """Return a prompt with the columns of its tokens."""
+        first = Logprob(0.0, 0, spell(token_ids[0]))
+        rows = [(one, found) for one, found in zip(token_ids, scores, strict=True) if found]
+        num_first = len(first.decoded_token)
+        rest = self.columns(rows, num_first)
+        columns = Columns([self._name(token_ids[0], first)], [None], [None], [0]).followed_by(rest)
+        num_chars = num_first + sum(len(found[one].decoded_token) for one, found in rows)
+        return ShownPrompt(text, columns, num_chars)
+
+    def of_prompt(self, token_ids: list[int], scores: PromptScores) -> msgspec.Raw:
+        """Return the field `prompt_logprobs` of vLLM, encoded."""
+        shown = [
+            {other: _row(one) for other, one in self._kept(token_id, found)} if found else None
+            for token_id, found in zip(token_ids, scores, strict=True)
+        ]
+        return msgspec.Raw(msgspec.json.encode(shown))
+
+    def _top(self, token_id: int, found: Found) -> dict[str, float]:
+        top: dict[str, float] = {}
+        for other, one in self._kept(token_id, found):
+            name = self._name(other, one)  # tokens may share their text
+            top[name] = max(top.get(name, LEAST_LOGPROB), _finite(one))
+        return top
+
+    def _kept(self, token_id: int, found: Found) -> Iterator[tuple[int, Logprob]]:
+        for other, one in found.items():
+            if other == token_id or one.rank <= self.num_top:
+                yield other, one
+
+    def _shown(self, token_id: int, one: Logprob) -> dict[str, object]:
+        token, data = self._name(token_id, one), list(one.decoded_token.encode())
+        return {"token": token, "logprob": _finite(one), "bytes": data}
+
+    def _name(self, token_id: int, one: Logprob) -> str:
+        return f"token_id:{token_id}" if self.names_ids else one.decoded_token
+
+
+def _row(one: Logprob) -> dict[str, object]:
+    return {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
+
+
+def _finite(one: Logprob) -> float:
+    return max(one.logprob, LEAST_LOGPROB)
+
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponseWriter(msgspec.Struct, frozen=True):
+    """The identity and the form of one response, which make the bytes of its parts."""
+
+    id: str
+    model: str
+    created: int  # unix seconds
+    is_chat: bool
+    include_usage: bool  # in a stream; a whole response always has usage
+    token_ids: bool
+    continuous_usage: bool = False  # in each chunk, the usage of its choice so far
+    system_fingerprint: str = ""
+    num_logprobs: int | None = None  # for how many of the likeliest tokens, if they are wanted
+    num_prompt_logprobs: int | None = None  # the same in the field `prompt_logprobs`
+    names_ids: bool = False  # log probabilities name ids instead of texts
+    form_param: str = FORM_PARAM  # the field that asked for a form
+
+    def opening(self, index: int, num_prompt_tokens: int) -> bytes:
+        """Return the first chunk of a choice of a chat."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        data = self._head(True) + b"[" + _encode(choice) + b"]"
+        if self.continuous_usage:
+            return data + b',"usage":' + _encode(_counts(num_prompt_tokens, 0)) + b"}"
+        return data + self._tail()
+
+    def chunks(
+        self, index: int, num_prompt_tokens: int, num_output_tokens: int = 0
+    ) -> "ChunkTemplate":
+        """Return what makes the chunks of a choice that has brought some tokens already."""
+        head = self._head(True) + b'[{"index":%d,' % index
+        if self.is_chat:
+            before, after = b'"delta":{"content":', b'},"logprobs":null,"finish_reason":'
+        else:
+            before, after = b'"text":', b',"logprobs":null,"finish_reason":'
+        end = b"}]" + self._tail()
+        template = ChunkTemplate(self, head + before, after, end)
+        if self.continuous_usage:
+            template.count_usage(num_prompt_tokens, num_output_tokens)
+        return template
+
+    def closing(self, metrics: Sequence[RequestMetrics]) -> bytes | None:
+        """Return the last chunk, without choices; None if the client did not ask for it."""
+        if not self.include_usage:
+            return None
+        return self._head(True) + b'[],"usage":' + _encode(usage_of(metrics)) + b"}"
+
+    def prompt(
+        self,
+        text: str | None,
+        token_ids: list[int],
+        scores: PromptScores,
+        spell: Callable[[int], str],
+    ) -> ShownPrompt:
+        """Return a prompt with its log probabilities, which is echoed if it has a text."""
+        shown = ShownPrompt(text or "")
+        if text is not None and self.num_logprobs is not None:
+            shown = self._forms.of_echo(text, token_ids, scores, spell)
+        if self.num_prompt_logprobs is None:
+            return shown
+        found = LogprobForms(self.num_prompt_logprobs).of_prompt(token_ids, scores)
+        return msgspec.structs.replace(shown, scores=found)
+
+    def whole(
+        self,
+        outputs: list[CompletionOutput],
+        metrics: Sequence[RequestMetrics],
+        prompts: Sequence[ShownPrompt] = (),
+    ) -> bytes:
+        """Return the body. `prompts` are echoed or have log probabilities."""
+        per_prompt = len(outputs) // len(prompts or outputs)
+        shown = [
+            one for one in prompts or [ShownPrompt()] * len(outputs) for _ in range(per_prompt)
+        ]
+        pairs = zip(outputs, shown, strict=True)
+        choices = b",".join(_encode(self._choice(output, one)) for output, one in pairs)
+        data = self._head(False) + b"[" + choices + b"]"
+        if self.is_chat and prompts and prompts[0].scores is not None:
+            data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
+        return data + b',"usage":' + _encode(usage_of(metrics)) + b"}"
+
+    def _choice(self, output: CompletionOutput, prompt: ShownPrompt) -> dict[str, object]:
+        choice: dict[str, object] = {"index": output.index}
+        if self.is_chat:
+            parts = _parts_of(self.id, output, is_delta=False)
+            content = output.text or (None if parts else "")
+            message = {"role": "assistant", "content": content, "refusal": None, **parts}
+            choice["message"] = message
+        else:
+            choice["text"] = prompt.text + output.text
+        choice["logprobs"] = None
+        if self.num_logprobs is not None:
+            found = self.logprobs(output, prompt.num_chars)
+            if prompt.logprobs is not None and isinstance(found, Columns):
+                found = prompt.logprobs.followed_by(found)
+            choice["logprobs"] = found
+        if prompt.scores is not None and not self.is_chat:
+            choice["prompt_logprobs"] = prompt.scores
+        choice["finish_reason"] = output.finish_reason
+        choice["stop_reason"] = output.stop_reason
+        if self.token_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
+
+    def logprobs(self, output: CompletionOutput, offset: int) -> dict[str, object] | Columns:
+        """Return the log probabilities of an output whose text begins at `offset`."""
+        rows = zip(output.token_ids, output.logprobs or (), strict=False)
+        return self._forms.of_chat(rows) if self.is_chat else self._forms.columns(rows, offset)
+
+    @property
+    def _forms(self) -> LogprobForms:
+        return LogprobForms(self.num_logprobs or 0, self.names_ids)
+
+    def _head(self, is_chunk: bool) -> bytes:
+        kind = "text_completion"
+        if self.is_chat:
+            kind = "chat.completion.chunk" if is_chunk else "chat.completion"
+        head = {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+        if self.system_fingerprint:
+            head["system_fingerprint"] = self.system_fingerprint
+        return _encode(head)[:-1] + b',"choices":'
+
+    def _tail(self) -> bytes:
+        return b',"usage":null}' if self.include_usage else b"}"
+
+
+class ChunkTemplate:
+    """Makes the chunks of one choice."""
+
+    __slots__ = (
+        "_after", "_before", "_end", "_num_chars", "_num_output_tokens", "_num_prompt_tokens",
+        "_running_end", "_writer",
+    )  # fmt: skip
+
+    def __init__(self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes) -> None:
+        self._writer = writer
+        self._num_chars = 0  # of the tokens so far, for log probabilities
+        self._before = before
+        self._after = after
+        self._end = end
+        self._running_end = after + b"null" + end
+        self._num_prompt_tokens: int | None = None  # given if each chunk has its usage
+        self._num_output_tokens = 0
+
+    def count_usage(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """Put the usage into each chunk from now on."""
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_output_tokens = num_output_tokens
+
+    def echo(self, index: int, prompt: ShownPrompt) -> bytes:
+        """Return the chunk of the prompt before its choice."""
+        self._num_chars = prompt.num_chars
+        return self.fill(CompletionOutput(index, prompt.text, []), prompt.logprobs)
+
+    def fill(
+        self, delta: CompletionOutput, logprobs: Mapping[str, object] | Columns | None = None
+    ) -> bytes:
+        """Return the chunk of a delta, with `logprobs` or its own."""
+        text = _encode(delta.text)
+        if delta.reasoning or delta.tool_calls:
+            # They come behind the content, in the same object.
+            parts = _encode(_parts_of(self._writer.id, delta, is_delta=True))
+            text = _encode(delta.text or None) + b"," + parts[1:-1]
+        if self._num_prompt_tokens is not None:
+            self._num_output_tokens += len(delta.token_ids)
+            usage = _counts(self._num_prompt_tokens, self._num_output_tokens)
+            self._end = b'}],"usage":' + _encode(usage) + b"}"
+            self._running_end = self._after + b"null" + self._end
+        token_ids, after = self._writer.token_ids, self._after
+        if delta.logprobs is not None:
+            logprobs = self._writer.logprobs(delta, self._num_chars)
+            pairs = zip(delta.token_ids, delta.logprobs, strict=True)
+            self._num_chars += sum(len(found[token_id].decoded_token) for token_id, found in pairs)
+        if logprobs is not None:
+            after = after.replace(b'"logprobs":null', b'"logprobs":' + _encode(logprobs))
+        elif delta.finish_reason is None and not token_ids:
+            return self._before + text + self._running_end
+        data = self._before + text + after + _encode(delta.finish_reason)
+        if delta.finish_reason is not None:
+            data += b',"stop_reason":' + _encode(delta.stop_reason)
+        if token_ids:
+            data += b',"token_ids":' + _encode(delta.token_ids)
+        return data + self._end
+
+
+def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> dict[str, object]:
+    """Return the fields of a message besides its content: reasoning by both names, and calls."""
+    parts: dict[str, object] = {}
+    if output.reasoning:
+        parts["reasoning"] = parts["reasoning_content"] = output.reasoning
+    if output.tool_calls:
+        parts["tool_calls"] = [
+            {
+                **({"index": call.index} if is_delta else {}),
+                "id": call_id(response_id, output.index, call.index),
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in output.tool_calls
+        ]
+    return parts
+
+
+def call_id(response_id: str, choice: int, index: int) -> str:
+    """Return the id of a tool call, which is the same when its stream is resumed.
+
+    It has the nine letters and digits that the templates of Mistral's models ask for.
+    """
+    digest = hashlib.sha256(f"{response_id} {choice} {index}".encode()).digest()
+    return base64.b32encode(digest)[:9].decode()
+
+
+def _counts(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, object]:
+    return {
+        "prompt_tokens": num_prompt_tokens,
+        "completion_tokens": num_output_tokens,
+        "total_tokens": num_prompt_tokens + num_output_tokens,
+    }
+
+
+@cache
+def system_fingerprint(model_fingerprint: str) -> str:
+    """Return a name of the model's weights and baton's version."""
+    return "fp_" + hashlib.sha256(f"{model_fingerprint} {VERSION}".encode()).hexdigest()[:10]
+
+
+def usage_of(metrics: Sequence[RequestMetrics]) -> dict[str, object]:
+    """Return the usage of all prompts of a request. Some fields appear only if they apply."""
+    num_prompt = sum(one.num_prompt_tokens for one in metrics)
+    num_output = sum(one.num_output_tokens for one in metrics)
+    cached = {"cached_tokens": sum(one.num_cached_tokens for one in metrics)}
+    usage = {**_counts(num_prompt, num_output), "prompt_tokens_details": cached}
+    if num_reasoning := sum(one.num_reasoning_tokens for one in metrics):
+        usage["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    if (clamped := clamped_to(metrics)) is not None:
+        usage["max_tokens_clamped"] = clamped
+    if any(one.resumed for one in metrics):
+        usage["resumed"] = True
+    return usage
+
+
+def clamped_to(metrics: Sequence[RequestMetrics]) -> int | None:
+    """Return the least to which `max_tokens` was cut; None if it was cut for no prompt."""
+    limits = [one.max_tokens_clamped for one in metrics if one.max_tokens_clamped is not None]
+    return min(limits, default=None)

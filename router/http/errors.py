@@ -1,0 +1,151 @@
+"""Errors as clients get them: what is wrong with a body, and the document of every error."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from typing import TypeVar
+
+import msgspec
+
+from baton.protocol.errors import BatonError, RequestError
+from baton.runtime.fields import did_you_mean
+from baton.runtime.log import clip
+
+# The error types that OpenAI's clients expect for a status. The code is more specific.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "overloaded_error",
+}
+RETRY_STATUSES = (429, 503, 504)
+DEFAULT_RETRY_AFTER_S = 1.0
+
+# A larger body is not decoded a second time to look for null fields or for a mistake.
+_MAX_SECOND_BYTES = 2 * 1024 * 1024
+_PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
+_NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
+
+# What the engine calls every field that asks for a form.
+FORM_PARAM = "structured_outputs"
+
+S = TypeVar("S", bound=msgspec.Struct)
+_Fields = dict[str, msgspec.Raw]
+
+
+def error_of(error: BatonError) -> bytes:
+    """Return an error in OpenAI's form, for a body or an SSE event."""
+    status = error.http_status
+    kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    message = error.message.encode(errors="replace").decode()  # it may quote bytes of a header
+    details = {"message": message, "type": kind, "param": error.param, "code": error.code}
+    return msgspec.json.encode({"error": details})
+
+
+def retry_headers(error: BatonError) -> dict[str, str]:
+    """Return the headers for retries: in seconds for HTTP, in ms for OpenAI's clients."""
+    if error.http_status not in RETRY_STATUSES:
+        return {}
+    after_s = DEFAULT_RETRY_AFTER_S if error.retry_after_s is None else error.retry_after_s
+    return {
+        "Retry-After": str(max(1, math.ceil(after_s))),
+        "retry-after-ms": str(max(1, math.ceil(after_s * 1000))),
+    }
+
+
+def decoded(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
+    """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
+    try:
+        try:
+            return decoder.decode(data)
+        except msgspec.ValidationError as error:
+            if "unknown field" not in str(error):
+                raise
+            return decoder.decode(_without_nulls(data))
+    except msgspec.ValidationError as error:
+        raise invalid(str(error), decoder.type) from None
+    except RecursionError:
+        text = "the body is nested too deeply"
+        raise RequestError(text, code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise _malformed(str(error), data) from None
+
+
+class blaming:  # noqa: N801 - a function to its callers; a generator would take five times as long
+    """Let errors name the field that a client sent, by what the field was turned into."""
+
+    __slots__ = ("_sent",)
+
+    def __init__(self, sent: Mapping[str, str]) -> None:
+        self._sent = sent
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RequestError):
+            error.param = self._sent.get(error.param or "", error.param)
+
+
+def _without_nulls(data: bytes) -> bytes:
+    """Return a body without null fields, at its top, in its options and in each message.
+
+    Clients send back messages of responses, with nulls in fields that requests do not have.
+    """
+    if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
+        return data
+    try:
+        fewer: dict[str, object] = {**_given(msgspec.json.decode(data, type=_Fields))}
+        if isinstance(turns := fewer.get("messages"), msgspec.Raw):
+            found = msgspec.json.decode(turns, type=list[_Fields])
+            fewer["messages"] = [_given(turn) for turn in found]
+        if isinstance(options := fewer.get("stream_options"), msgspec.Raw):
+            fewer["stream_options"] = _given(msgspec.json.decode(options, type=_Fields))
+    except msgspec.DecodeError:
+        return data
+    return msgspec.json.encode(fewer)
+
+
+def _given(fields: _Fields) -> _Fields:
+    return {name: value for name, value in fields.items() if bytes(value) != b"null"}
+
+
+def _malformed(error: str, data: bytes) -> RequestError:
+    """Return the error for a body that is no JSON, with the field if others read it as JSON."""
+    # Some encoders write NaN, Infinity and halves of characters, which are not JSON.
+    lenient = None
+    with contextlib.suppress(ValueError, RecursionError):
+        lenient = json.loads(data) if len(data) <= _MAX_SECOND_BYTES else None
+    for name, value in lenient.items() if isinstance(lenient, dict) else ():
+        try:
+            json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode()
+        except ValueError as mistake:
+            what = "is not Unicode text: a character has only one of its two surrogates"
+            if not isinstance(mistake, UnicodeEncodeError):
+                what = "must be finite: NaN and Infinity are not JSON"
+            shown = clip(name.encode("ascii", "backslashreplace").decode())
+            return RequestError(f"{shown} {what}", param=shown)
+    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
+
+
+def invalid(text: str, kind: type[msgspec.Struct], place: str = "") -> RequestError:
+    """Return what msgspec says of a value of the type `kind`, which is at `place` of a body."""
+    found = _PLACE.fullmatch(text)
+    assert found is not None, "the pattern matches every text"
+    what, path = clip(found["text"].replace("`", "")), clip(found["path"] or "")
+    path = ".".join(filter(None, (place, path)))
+    if named := _NAMED.search(text):
+        name = clip(named[1])
+        hint = (
+            did_you_mean(name, kind.__struct_fields__)
+            if "unknown" in what and path == place
+            else ""
+        )
+        return RequestError(what + hint, param=f"{path}.{name}" if path else name)
+    if not path:
+        return RequestError(f"the body is wrong: {what}")
+    # The message names the place inside a list; `param` names it only for turns, items and tools.
+    param = path if path.startswith(("messages", "tools", "input")) else path.partition("[")[0]
+    return RequestError(f"{path}: {what}", param=param)

@@ -1,0 +1,308 @@
+"""Steps that overlap and steps that are replayed give what one eager step after the other gives."""
+
+import os
+import random
+import weakref
+from collections import deque
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+from llguidance import LLMatcher
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from baton.decode_node.scheduler import DecodeScheduler
+from baton.model.runner.cuda_start import buckets_up_to
+from baton.model.runner.device_state import DeviceTables
+from baton.model.runner.runner import Runner
+from baton.model.runner.step_queue import CudaQueue, GraphQueue, HostQueue, StepWork
+from baton.model.sampling.token_masks import TokenMasks
+from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepPlan
+from baton.node.scheduling.scheduler import NodeLimits
+from baton.protocol.ids import Key, RequestId
+from baton.protocol.messages import Decode, Failed, Tokens
+from baton.protocol.sampling import Penalties, Sampling
+from tests.support.compute import no_progress
+from tests.support.drive import key
+from tests.support.graph_stand_in import BLOCK_SIZE, SHAPE, RecordingQueue, stand_in
+
+NUM_BLOCKS = 48
+NUM_SCHEDULES = int(os.environ.get("BATON_SCHEDULES", "40"))  # of about five sequences
+EOS = tuple(range(0, SHAPE.vocab_size, 16))
+LIMITS = NodeLimits(16, 6, 40, EOS, SHAPE.vocab_size)
+GUESSING = msgspec.structs.replace(LIMITS, num_speculative_tokens=3, prompt_lookup_min=1)
+PROMPTS = [[3 + (7 * salt + 5 * i) % 90 for i in range(1 + 3 * salt)] for salt in range(6)]
+SAMPLINGS = [
+    Sampling(seed=5, max_tokens=9, temperature=0.0),
+    Sampling(seed=6, max_tokens=12, temperature=0.5),
+    Sampling(seed=7, max_tokens=7, min_tokens=4, temperature=0.9, stop_token_ids=(11, 40)),
+    # More ids are held back than a captured step can, so the first steps are eager.
+    Sampling(seed=8, max_tokens=7, min_tokens=2, temperature=0.9, stop_token_ids=(11, 40, 50)),
+    Sampling(
+        seed=9, max_tokens=12, bad_words=((20,), *((a, b) for a in range(96) for b in (5, 7)))
+    ),
+    Sampling(seed=11, max_tokens=15, penalties=Penalties(0.5, 0.7, 1.4, ((3, 2.0), (9, -4.0)))),
+    Sampling(seed=12, max_tokens=15, penalties=Penalties(2.0, -1.0, 1.0), bad_words=((7,),)),
+    Sampling(seed=10, max_tokens=14, grammar=LLMatcher.grammar_from_regex("[a-o]{2,9}-[1-9]+")),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the tokenizer is: id 0 ends, and every other id is a character."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    characters = {chr(32 + number): number for number in range(1, SHAPE.vocab_size)}
+    tokenizer = Tokenizer(models.BPE(vocab={"<end>": 0, **characters}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def masks(folder: Path) -> TokenMasks:
+    return TokenMasks(folder, SHAPE.vocab_size, EOS)
+
+
+def captured(
+    queue: RecordingQueue, masks: TokenMasks | None = None, num_decoding: int = LIMITS.max_num_seqs
+) -> Runner:
+    runner = stand_in(NUM_BLOCKS, queue, EOS, masks=masks)
+    runner.capture(buckets_up_to(num_decoding, 64), no_progress)
+    return runner
+
+
+def alone(runner: Runner, prompt: list[int], sampling: Sampling) -> list[int]:
+    """One sequence by itself, each step collected before the next one is launched."""
+    world = World(runner, random.Random(0), depth=1)
+    world.ask(prompt, sampling)
+    while world.turn():
+        pass
+    return world.said[key("r0")]
+
+
+class World:
+    """A decode scheduler and a runner, with up to `depth` steps launched."""
+
+    def __init__(
+        self, runner: Runner, luck: random.Random, depth: int, limits: NodeLimits = LIMITS
+    ) -> None:
+        self.runner, self.luck, self.depth = runner, luck, depth
+        self.pool = BlockPool(NUM_BLOCKS, BLOCK_SIZE)
+        self.scheduler = DecodeScheduler(self.pool, limits)
+        self.launched: deque[StepPlan] = deque()
+        self.asked: dict[Key, tuple[list[int], Sampling]] = {}
+        self.said: dict[Key, list[int]] = {}
+        self.ended: set[Key] = set()
+        self.cut: set[Key] = set()  # cancelled or preempted: what they said is a beginning
+
+    def ask(self, prompt: list[int], sampling: Sampling) -> None:
+        of = key(f"r{len(self.asked)}")
+        self.asked[of], self.said[of] = (prompt, sampling), []
+        self.scheduler.add(0.0, 0, Decode(of, list(prompt), len(prompt), sampling, 1))
+
+    def turn(self) -> bool:
+        """Launch what can be launched, collect the oldest; False when nothing is left."""
+        while len(self.launched) < self.depth and (plan := self.scheduler.plan(0.0)):
+            self.runner.launch(plan)
+            self.launched.append(plan)
+        if not self.launched:
+            return False
+        self.scheduler.settle(0.0, self.launched.popleft(), self.runner.collect())
+        for _, message in self.scheduler.outputs.take_router_messages():
+            match message:
+                case Tokens(entries=entries):
+                    for entry in entries:
+                        self.said[entry.key] += entry.token_ids
+                        if entry.finish_reason:
+                            self.ended.add(entry.key)
+                case Failed(key=of):
+                    self.cut.add(of)
+        return True
+
+    def play(self) -> None:
+        """Let sequences join, leave, end and be cancelled in a random order."""
+        for _ in range(self.luck.randint(2, 8)):
+            self.ask(self.luck.choice(PROMPTS), self.luck.choice(SAMPLINGS))
+            for _ in range(self.luck.randint(0, 5)):
+                self.turn()
+            if self.luck.random() < 0.2:
+                of = self.luck.choice(sorted(self.asked))
+                if of not in self.ended:
+                    self.cut.add(of)
+                self.scheduler.cancel(0, (of,))
+        while self.turn():
+            pass
+
+
+def test_random_schedules_say_what_one_eager_step_after_the_other_says(folder):
+    """Two steps are launched at a time and decode steps are replayed, on a pool that fills up.
+
+    Every other node guesses tokens.
+    """
+    eager = stand_in(NUM_BLOCKS, RecordingQueue(), EOS, masks=masks(folder), has_counts=False)
+    expected = {
+        (tuple(prompt), sampling): alone(eager, prompt, sampling)
+        for prompt in PROMPTS
+        for sampling in SAMPLINGS
+    }
+    assert len({tuple(tokens) for tokens in expected.values()}) > 12, "the model says too little"
+    assert any(len(tokens) < 6 for tokens in expected.values()), "nothing ends early"
+    queue = RecordingQueue()
+    runner, num_cut, num_right = captured(queue, masks(folder)), 0, 0
+    for seed in range(NUM_SCHEDULES):
+        world = World(runner, random.Random(seed), 2, GUESSING if seed % 2 else LIMITS)
+        world.play()
+        for of, (prompt, sampling) in world.asked.items():
+            whole, said = expected[tuple(prompt), sampling], world.said[of]
+            assert said == (whole[: len(said)] if of in world.cut else whole), (seed, of)
+        assert world.pool.num_owned == 0
+        num_cut += len(world.cut)
+        num_right += world.pool.counts.spec_decode_accepted_tokens
+    assert queue.num_replays > 2 * NUM_SCHEDULES
+    assert num_right > NUM_SCHEDULES / 10
+    assert num_cut > NUM_SCHEDULES / 4
+
+
+def test_prompts_are_replayed_with_their_tokens_and_those_that_follow():
+    """Two at once, one behind a part of it that is computed already, and more than fit."""
+    begun = msgspec.structs.replace(prompt_of(3), length=4, token_ids=prompt_of(3).token_ids[:4])
+    begun = msgspec.structs.replace(begun, samples=(), sampling=None)
+    rest = msgspec.structs.replace(
+        prompt_of(3), start=4, length=9, token_ids=prompt_of(3).token_ids[4:]
+    )
+    steps = (
+        (prompt_of(0), prompt_of(1)),
+        (begun,),
+        (rest, prompt_of(2)),
+        tuple(next_of(number, 0) for number in range(4)),
+    )
+    queue, found = RecordingQueue(), []
+    for runner in (captured(queue), stand_in(NUM_BLOCKS, RecordingQueue(), EOS)):
+        found.append([runner.execute(StepPlan(i, step)).tokens for i, step in enumerate(steps)])
+    assert found[0] == found[1]
+    assert queue.num_replays == len(steps)
+    many = tuple(
+        msgspec.structs.replace(prompt_of(0), key=key(f"m{number}"), block_table=(number,))
+        for number in range(9)
+    )
+    assert len(set(captured(queue).execute(StepPlan(9, many)).tokens)) == 1
+    assert queue.num_replays == len(steps)
+    prefill = captured(queue, num_decoding=0)
+    for i, step in enumerate(steps):
+        prefill.execute(StepPlan(i, step))
+    assert queue.num_replays == 2 * len(steps) - 1  # it has captured no decode step
+
+
+def test_steps_with_penalties_are_replayed_and_wait_for_no_token():
+    class Unwaited(RecordingQueue):
+        def wait(self) -> None:
+            raise AssertionError("a step waits for the one before it")
+
+    queue = Unwaited()
+    limits = msgspec.structs.replace(LIMITS, eos_token_ids=())
+    world = World(captured(queue), random.Random(0), 2, limits)
+    for prompt in PROMPTS[:4]:
+        world.ask(prompt, Sampling(seed=1, max_tokens=12, penalties=Penalties(99.0)))
+    while world.turn():
+        pass
+    assert [len(set(said)) for said in world.said.values()] == [12] * 4, "no token comes twice"
+    assert queue.num_replays >= 10
+
+
+def prompt_of(number: int) -> Slice:
+    tokens = tuple(PROMPTS[1 + number % 5])
+    return Slice(
+        Key(RequestId(f"s{number}")), 0, len(tokens), tokens, blocks_of(number), (0,),
+        SAMPLINGS[number % 3], len(tokens),
+    )  # fmt: skip
+
+
+def next_of(number: int, step: int) -> Slice:
+    length = len(PROMPTS[1 + number % 5])
+    return Slice(
+        Key(RequestId(f"s{number}")), length + step, 1, (), blocks_of(number), (0,),
+        SAMPLINGS[number % 3], length,
+    )  # fmt: skip
+
+
+def blocks_of(number: int) -> tuple[int, ...]:
+    return tuple(range(number * 6, number * 6 + 6))
+
+
+def test_captured_steps_are_gone_as_soon_as_their_runner_drops_them():
+    """NCCL would wait for a graph that something still holds before it ends a group."""
+    kept: list[weakref.ref[StepWork]] = []
+
+    class Noting(RecordingQueue):
+        def capture(self, work: StepWork) -> StepWork:
+            replay = super().capture(work)
+            kept.append(weakref.ref(replay))
+            return replay
+
+    runner = captured(Noting())
+    runner.execute(StepPlan(1, (prompt_of(4),)))
+    runner.execute(StepPlan(2, (next_of(4, 0),)))
+    assert all(replay() is not None for replay in kept)
+    runner.drop_graphs()
+    assert [replay for replay in kept if replay() is not None] == []
+
+
+def test_a_table_is_extended_and_sent_whole_only_when_it_is_another():
+    tables, width = DeviceTables(2, 8, torch.device("cpu")), 8
+
+    def changed(name: str, *blocks: int) -> list[tuple[int, int]]:
+        changes: tuple[list[int], list[int]] = ([], [])
+        row = tables.follow(key(name), blocks, changes)
+        return [(place - row * width, block) for place, block in zip(*changes, strict=True)]
+
+    assert changed("one", 5, 6) == [(0, 5), (1, 6)]
+    assert changed("one", 5, 6) == []
+    assert changed("one", 5, 6, 9) == [(2, 9)]
+    assert changed("one", 5, 7, 9) == [(0, 5), (1, 7), (2, 9)], "a key that was used again"
+    assert changed("two", 1) == [(0, 1)]
+    assert changed("one", 5, 7, 9, 2) == [(3, 2)]
+    assert changed("three", 4) == [(0, 4)], "in the row that was named least recently"
+    assert changed("one", 5, 7, 9, 2) == []
+    assert changed("two", 1) == [(0, 1)]
+
+
+def test_a_capture_waits_for_what_other_streams_have_written(monkeypatch):
+    """Weights come by the default stream, a graph's inputs by the one of the calling thread."""
+    done: list[str] = []
+
+    class Stream:
+        def __init__(self, _device: torch.device, priority: int) -> None:
+            assert priority < 0, "a copy of blocks would come first"
+
+        def wait_stream(self, other: str) -> None:
+            done.append(f"wait for {other}")
+
+        def synchronize(self) -> None:
+            done.append("synchronize")
+
+    for name, replacement in {
+        "Stream": Stream,
+        "CUDAGraph": SimpleNamespace,
+        "graph_pool_handle": lambda: None,
+        "set_device": lambda _device: None,
+        "default_stream": lambda _device: "default",
+        "current_stream": lambda _device: "current",
+        "stream": lambda _stream: nullcontext(),
+        "graph": lambda *_, **__: nullcontext(),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, replacement)
+
+    def work() -> torch.Tensor:
+        done.append("work")
+        return torch.zeros(1)
+
+    queue = CudaQueue(torch.device("cuda", 0))
+    assert isinstance(queue, GraphQueue)
+    assert not isinstance(HostQueue(), GraphQueue)
+    assert done == [], "tables and rings are made after the queue"
+    queue.capture(work)
+    assert done == ["wait for default", "wait for current", "work", "synchronize", "work"]

@@ -1,0 +1,216 @@
+"""LoRA adapters compute what merged weights compute, whatever runs beside them, or are refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from baton.kernels import reference
+from baton.model.config.decoder_config import read_decoder_config
+from baton.model.config.lora_files import fingerprint_of, read_adapters, tensor_of
+from baton.model.layers.attention import AdaptedRows
+from baton.model.layers.lora import Lora
+from baton.model.layers.mlp import StackedExperts
+from baton.model.loading.adapters import LoraLoader
+from baton.model.runner.rank import plan_rank
+from baton.model.runner.runner import Runner
+from baton.model.tensor_parallel import SharedMemoryRanks
+from baton.protocol.errors import ConfigError
+from tests.support.adapters import ALL, merged, write_adapter
+from tests.support.checkpoints import model_folder
+from tests.support.compute import (
+    Text,
+    compute_config,
+    greedy,
+    loaded,
+    logits,
+    needs_rules,
+    random_tokens,
+)
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.thread_ranks import on_all, thread_ranks
+
+MODEL = "qwen2"  # has biases in its projections
+TOKENS = random_tokens(60, vocab=512)
+FUSED = ("qkv_proj", "gate_up_proj")
+
+
+def text_with(lora: str, first_block: int = 0) -> Text:
+    return Text(f"with {lora}", TOKENS, range(first_block, first_block + 5), lora)
+
+
+def computed(runner: Runner, lora: str) -> torch.Tensor:
+    return logits(runner, text_with(lora).chunk(0, len(TOKENS)))[0]
+
+
+def expected(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.tensor([TOKENS])).logits[0]
+
+
+@pytest.mark.parametrize(
+    "targets", [ALL, ("q_proj", "v_proj"), ("up_proj",), ("down_proj",), FUSED]
+)
+@pytest.mark.parametrize("use_rslora", [False, True])
+def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora):
+    model = foreign_folder("phi3") if targets == FUSED else model_folder(MODEL, num_layers=2)
+    adapter = write_adapter(model, targets, rank=9, use_rslora=use_rslora)
+    theirs = expected(merged(model, adapter, 16 / (3 if use_rslora else 9)))
+    modules = (f"mine={adapter}",)
+    with loaded(compute_config(model, lora_modules=modules)) as runner:
+        ours, plain = computed(runner, "mine"), computed(runner, "")
+    largest = theirs.abs().max()
+    assert (ours - theirs).abs().max() < 2e-5 * largest
+    assert (ours - plain).abs().max() > 1e-2 * largest
+
+    def of_rank(member: SharedMemoryRanks) -> torch.Tensor:
+        with loaded(compute_config(model, lora_modules=modules), member) as runner:
+            return computed(runner, "mine")
+
+    with thread_ranks(2) as members:
+        split = on_all(members, of_rank)
+    assert (split - theirs).abs().max() < 2e-5 * largest
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
+    model = model_folder(MODEL, num_layers=2)
+    one = write_adapter(model, rank=4)
+    two = write_adapter(model, ("q_proj", "down_proj"), rank=16, seed=1)
+    with loaded(compute_config(model, dtype)) as runner:
+        plain = computed(runner, "")
+    with loaded(compute_config(model, dtype, lora_modules=(f"1={one}", f"2={two}"))) as runner:
+        needs_rules(runner)
+        alone = {lora: computed(runner, lora) for lora in ("", "1", "2")}
+        assert torch.equal(alone[""], plain)
+        assert not torch.equal(alone["1"], alone["2"])
+        order = ("2", "", "1", "2", "", "1")
+        texts = [text_with(lora, 5 * number) for number, lora in enumerate(order)]
+        whole = logits(runner, *(text.chunk(0, len(TOKENS) - 1) for text in texts))
+        last = logits(runner, *(text.chunk(len(TOKENS) - 1, len(TOKENS)) for text in texts))
+        for lora, first, end in zip(order, whole, last, strict=True):
+            assert torch.equal(torch.cat([first, end]), alone[lora])
+        # A step with samples computes its last layer for their rows alone.
+        sampled = [text.chunk(len(TOKENS) - 1, len(TOKENS), sample=True) for text in texts]
+        wanted = [alone[lora][-1].argmax().item() for lora in order]
+        batch = runner.pack(tuple(sampled))
+        with torch.inference_mode():
+            rows = torch.arange(len(order))
+            hidden = runner.decoder.hidden(batch, rows, runner.backend)
+            found = runner.decoder.logits(hidden, runner.backend)
+        assert found.argmax(dim=1).tolist() == wanted
+        assert torch.equal(found, torch.stack([alone[lora][-1] for lora in order]))
+        assert greedy(runner, texts[0], 4) != greedy(runner, texts[1], 4)
+
+
+def test_nodes_with_other_adapters_have_another_fingerprint():
+    model = model_folder(MODEL, num_layers=2)
+    config = read_decoder_config(model)
+    one, two = write_adapter(model), write_adapter(model, seed=1)
+    modules = [(), (f"a={one}",), (f"b={one}",), (f"a={two}",), (f"a={one}", f"b={two}")]
+    found = {fingerprint_of(read_adapters(each, config)) for each in modules}
+    assert len(found) == len(modules)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type LOHA"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"bias": "lora_only"}, "bias 'lora_only'"),
+        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
+        ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"r": 4}, r"lora_A.weight has the shape \[8, \d+\]"),
+        ({"r": 0}, "adapter_config.json"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "target_modules names lm_head"),
+    ],
+)
+def test_a_configuration_that_means_something_else_is_refused(fields, reason):
+    model = model_folder(MODEL, num_layers=2)
+    adapter = write_adapter(model, **fields)
+    with pytest.raises(ConfigError, match=reason):
+        plan_rank(compute_config(model, lora_modules=(f"mine={adapter}",)), 1)
+
+
+def changed(name: str, *, to: str | None = None, cut: int = 0) -> Path:
+    adapter = write_adapter(model_folder(MODEL, num_layers=2))
+    file = adapter / "adapter_model.safetensors"
+    tensors = load_file(file)
+    tensor = tensors.pop(f"base_model.model.model.layers.{name}.weight")
+    if to is not None:
+        tensors[f"base_model.model.{to}.weight"] = tensor[cut:].contiguous()
+    save_file(tensors, file)
+    return adapter
+
+
+@pytest.mark.parametrize(
+    ("adapter", "reason"),
+    [
+        (lambda: changed("1.self_attn.q_proj.lora_A"), "q_proj has only one of"),
+        (lambda: changed("0.mlp.up_proj.lora_A", to="lm_head.lora_A"), "no linear layer"),
+        (
+            lambda: changed("0.mlp.up_proj.lora_A", to="model.layers.7.mlp.up_proj.lora_A"),
+            "no linear layer",
+        ),
+        (
+            lambda: changed("0.mlp.up_proj.lora_B", to="model.layers.0.mlp.up_proj.lora_B", cut=1),
+            "imply",
+        ),
+        (lambda: Path("/nowhere"), "adapter_config.json cannot be read: No such file"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_refused(adapter, reason):
+    folder = adapter()
+    config = read_decoder_config(model_folder(MODEL, num_layers=2))
+    with pytest.raises(ConfigError, match=r"transformers' code computes this model, without any"):
+        read_adapters((f"mine={folder}",), None)
+    with pytest.raises(ConfigError, match=reason) as error:
+        read_adapters((f"mine={folder}",), config)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("modules", [("mine",), ("=x",), ("a=x", "a=y"), ("two words=x",)])
+def test_a_setting_that_is_no_list_of_names_and_folders_is_refused(modules):
+    with pytest.raises(ConfigError, match=r"model\.lora_modules: "):
+        read_adapters(modules, read_decoder_config(model_folder(MODEL, num_layers=2)))
+
+
+def test_a_pattern_of_targets_takes_what_the_file_has():
+    model = model_folder(MODEL, num_layers=2)
+    adapter = write_adapter(model, ("q_proj",), target_modules=".*q_proj")
+    assert json.loads((adapter / "adapter_config.json").read_text())["target_modules"]
+    (found,) = read_adapters((f"mine={adapter}",), read_decoder_config(model))
+    assert len(found.layers) == 2
+
+
+def test_the_form_for_gpus_computes_the_same():
+    """There, one kernel takes the stacked matrices; this is its twin in plain torch."""
+    model = model_folder(MODEL, num_layers=2)
+    folders = write_adapter(model, rank=4), write_adapter(model, rank=8, seed=1)
+    config = read_decoder_config(model)
+    adapters = read_adapters([f"{one.name}={one}" for one in folders], config)
+    loader = LoraLoader(adapters, torch.device("cpu"), torch.float32)
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj"]
+    rows, columns = [slice(0, 128), slice(16, 32)], slice(0, 128)
+    shrink = StackedExperts(
+        torch.stack([*loader.shrinks(names, columns, 128)]), reference.grouped_product
+    )
+    expand = StackedExperts(torch.stack([*loader.expands(names, rows)]), reference.grouped_product)
+    x, y = torch.randn(5, 128), torch.zeros(5, 144)
+    adapted = AdaptedRows(torch.tensor([1, 4, 0]), torch.tensor([1, 3], dtype=torch.int32))
+    ours = Lora(shrink, expand)(y, x, adapted)
+    for row, folder in ((1, folders[0]), (4, folders[1]), (0, folders[1])):
+        tensors = load_file(folder / "adapter_model.safetensors")
+        scaling, found = 16 / len(tensors[tensor_of(names[0], "A")]), []
+        for name, own in zip(names, rows, strict=True):
+            a, b = tensors[tensor_of(name, "A")], tensors[tensor_of(name, "B")]
+            found.append(scaling * (b @ (a @ x[row]))[own])
+        assert torch.allclose(ours[row], torch.cat(found), atol=1e-4)
+    assert not ours[[2, 3]].any()

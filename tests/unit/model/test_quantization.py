@@ -1,0 +1,340 @@
+"""Weights of eight bits compute what their numbers stand for, or are refused by name."""
+
+import re
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from baton.kernels.cpu.library import has_bf16_products, has_bf16_tiles
+from baton.kernels.reference import NarrowWeight, grouped_product
+from baton.model.config.decoder_config import read_decoder_config
+from baton.model.config.weight_files import check_tensors
+from baton.model.layers.linear import Product
+from baton.model.loading import decoder_loading as loading
+from baton.model.loading.weights import Checkpoint, fingerprint
+from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
+from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
+from baton.protocol.errors import ConfigError
+from tests.support.adapters import write_adapter
+from tests.support.checkpoints import model_folder
+from tests.support.compute import (
+    Text,
+    chunked_logits,
+    compute_config,
+    loaded,
+    logits,
+    no_progress,
+    random_tokens,
+)
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.quantized import (
+    AWQ,
+    CONFIGS,
+    FINE_GRAINED,
+    FORMATS,
+    GPTQ,
+    change_config,
+    compressed,
+    quantized,
+)
+from tests.support.thread_ranks import on_all, thread_ranks
+
+# As ModelOpt writes it, with groups that name no strategy.
+MODELOPT: dict[str, object] = {
+    "quant_method": "modelopt", "quant_algo": "FP8", "producer": {"name": "modelopt"},
+    "ignore": ["lm_head"],
+    "config_groups": {"group_0": {
+        "weights": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "input_activations": {"dynamic": False, "num_bits": 8, "type": "float"},
+        "targets": ["Linear"],
+    }},
+}  # fmt: skip
+LAYERS_KV = [(number, one) for number in range(2) for one in "kv"]
+TOKENS = random_tokens(40, vocab=60)
+UP = "model.layers.1.mlp.up_proj"
+GROUPS, SCALES = f"{UP}.g_idx", f"{UP}.weight_scale"
+
+
+def model() -> Path:
+    return model_folder("qwen3", num_layers=2)
+
+
+def add_tensors(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, {"format": "pt"})
+
+
+def computed(folder: Path, ranks: SharedMemoryRanks | None = None) -> torch.Tensor:
+    with loaded(compute_config(folder), ranks) as runner:
+        return logits(runner, Text("a", TOKENS, range(3)).chunk(0, len(TOKENS)))[0]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *FORMATS])
+def test_quantized_weights_have_the_bits_of_their_numbers(name):
+    ours, plain = quantized(model(), name)
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    expected = computed(plain)
+    assert torch.equal(computed(ours), expected)
+    assert not torch.equal(expected, computed(model()))
+    assert fingerprint(ours, "float32") != fingerprint(plain, "float32")
+    if name not in CONFIGS and name != "gptq":
+        return
+    with thread_ranks(2) as members:
+        found = [
+            on_all(members, lambda member, of=of: computed(of, member)) for of in (ours, plain)
+        ]
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "glm4_moe"])
+def test_a_cpu_that_multiplies_bytes_rounds_inputs_where_the_folder_says_so(kind):
+    folder = model() if kind == "qwen3" else foreign_folder(kind, first_k_dense_replace=3)
+    ours, plain = quantized(folder, "int8 by channel")
+    change_config(plain, dtype="bfloat16")
+    change_config(ours, dtype="bfloat16")
+    adapter = write_adapter(folder, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    text = Text("a", TOKENS, range(3))
+    found, paths = [], []
+    for folder in (plain, ours):
+        config = compute_config(folder, lora_modules=(f"mine={adapter}",))
+        with loaded(config) as runner:
+            whole = logits(runner, text.chunk(0, len(TOKENS)))[0]
+            if is_batch_invariant(runner):
+                assert torch.equal(chunked_logits(runner, text, [1, 7, 16]), whole)
+            adapted = Text("b", TOKENS, range(3, 6), "mine")
+            found.append((whole, logits(runner, adapted.chunk(0, len(TOKENS)))[0]))
+            paths.append(compute_path(runner))
+    ours_in_bytes = has_bf16_products() and not has_bf16_tiles()
+    assert (paths[0] != paths[1]) == ours_in_bytes
+    for expected, got in zip(*found, strict=True):
+        assert torch.equal(expected, got) != ours_in_bytes
+        assert (expected - got).norm() < 0.1 * expected.norm()
+    with thread_ranks(2) as members:
+        split = on_all(members, lambda member: computed(ours, member))
+    assert (split - found[1][0]).norm() < 0.1 * split.norm()
+    weights_only = compressed("int", "channel")
+    weights_only["config_groups"]["group_0"]["input_activations"] = None  # type: ignore[index]
+    change_config(ours, quantization_config=weights_only)
+    assert torch.equal(computed(ours), found[0][0])
+
+
+@pytest.mark.parametrize(
+    "name", ["awq", "awq of qwen3_moe", "awq of glm4_moe", "packed with zeros", "gptq"]
+)
+def test_four_bits_are_kept_where_the_kernels_read_them(name):
+    """Groups that are not neighbours, as of GPTQ with `desc_act`, are widened."""
+    name, _, kind = name.partition(" of ")
+    folders = quantized(foreign_folder(kind) if kind else model(), name)
+    keeps = has_bf16_products() and not has_bf16_tiles() and name != "gptq"
+    found, paths, text = [], [], Text("a", TOKENS, range(3))
+    for folder in folders:
+        change_config(folder, dtype="bfloat16")
+        with loaded(compute_config(folder)) as runner:
+            found.append(logits(runner, text.chunk(0, len(TOKENS)))[0])
+            if is_batch_invariant(runner):
+                assert torch.equal(chunked_logits(runner, text, [1, 7, 16]), found[-1])
+            paths.append(compute_path(runner))
+    assert (paths[0] != paths[1]) == keeps
+    assert torch.equal(*found) != keeps
+    assert (found[0] - found[1]).norm() < 0.05 * found[1].norm()
+    with thread_ranks(2) as members:
+        split = on_all(members, lambda member: computed(folders[0], member))
+    assert (split - found[0]).norm() < 0.05 * split.norm()
+
+
+@pytest.mark.parametrize(
+    ("name", "is_moe"), [("awq", False), ("awq", True), ("fp8 by channel", False)]
+)
+def test_a_gpu_gets_narrow_weights_of_dense_layers(name, is_moe, monkeypatch):
+    asked: list[torch.Size] = []
+
+    def widened(weight: NarrowWeight, _: torch.device) -> tuple[torch.Tensor, Product]:
+        asked.append(weight.codes.shape)
+        of = torch.arange(weight.codes.shape[1]) // weight.group
+        values = (weight.codes.float() - weight.zeros[:, of]) * weight.scales[:, of]
+        return values, torch.nn.functional.linear
+
+    monkeypatch.setattr(loading, "linears_for", lambda *_: None)  # as on a GPU
+    place = loading.RankDevice(
+        torch.float32, torch.device("cpu"), grouped=grouped_product, narrow=widened
+    )
+    found = []
+    for folder in quantized(foreign_folder("qwen3_moe") if is_moe else model(), name):
+        config, checkpoint = read_decoder_config(folder), Checkpoint(folder)
+        decoder = loading.load_decoder(config, checkpoint, SingleRank(), place, no_progress)
+        found.append([linear.weight for linear in decoder.linears()])
+    assert len(asked) == len(decoder.layers) * (2 if is_moe else 4)
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v3", "minimax_m2", "phi3"])
+def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
+    ours, plain = quantized(foreign_folder(kind), "fp8 by block")
+    assert torch.equal(computed(ours), computed(plain))
+
+
+@pytest.mark.parametrize("names", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"])
+def test_scales_of_keys_and_values_are_not_needed(names):
+    """Blocks keep the type of activations."""
+    ours, plain = quantized(model(), "fp8 by tensor")
+    scales = {f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5) for n, one in LAYERS_KV}
+    add_tensors(ours, scales)
+    change_config(ours, quantization_config=MODELOPT | {"kv_cache_scheme": {"num_bits": 8}})
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    assert torch.equal(computed(ours), computed(plain))
+    change_config(ours, quantization_config=MODELOPT)
+    with pytest.raises(ConfigError, match=r"nothing in config\.json calls for tensor .*k_scale"):
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+
+
+def test_biases_of_zero_beside_packed_weights_add_nothing():
+    """AutoGPTQ wrote them for layers that have none."""
+    ours, plain = quantized(model(), "gptq")
+    bias = torch.zeros(128, dtype=torch.float16)
+    add_tensors(ours, {"model.layers.0.self_attn.o_proj.bias": bias})
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    assert torch.equal(computed(ours), computed(plain))
+    bias[3] = 0.5
+    add_tensors(ours, {"model.layers.0.self_attn.o_proj.bias": bias})
+    with pytest.raises(
+        ConfigError, match=r"nothing in config\.json calls for tensor .*o_proj\.bias"
+    ):
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "names", [{"pack_dtype": "int32"}, {"checkpoint_format": None, "format": "gptq"}]
+)
+def test_gptq_names_its_format_in_several_ways(names):
+    ours, plain = quantized(model(), "gptq")
+    config = {name: value for name, value in (GPTQ | names).items() if value is not None}
+    change_config(ours, quantization_config=config | {"sym": False})
+    assert torch.equal(computed(ours), computed(plain))
+
+
+@pytest.mark.parametrize("layers", [".self_attn.", "_proj."])
+def test_scales_of_inputs_are_not_needed(layers):
+    """As in folders of ModelOpt and AutoFP8; activations are not quantized."""
+    ours, plain = quantized(model(), "fp8 by tensor")
+    tensors = load_file(ours / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale") and layers in name]:
+        tensors[name.replace("weight_scale", "input_scale")] = torch.tensor(0.5)
+    save_file(tensors, ours / "model.safetensors", {"format": "pt"})
+    expected = computed(plain)
+    for config in (
+        MODELOPT,
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+    ):
+        change_config(ours, quantization_config=config)
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+        assert torch.equal(computed(ours), expected)
+
+
+def test_an_adapter_adds_to_quantized_weights():
+    adapter = write_adapter(model())
+    found = []
+    for folder in quantized(model(), "int8 by channel"):
+        with loaded(compute_config(folder, lora_modules=(f"mine={adapter}",))) as runner:
+            text = Text("a", TOKENS, range(3), "mine")
+            found.append(logits(runner, text.chunk(0, len(TOKENS)))[0])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"quant_method": "bitsandbytes"}, "quantized by bitsandbytes"),
+        (GPTQ | {"bits": 3}, "gptq of 3 bits"),
+        (GPTQ | {"checkpoint_format": "marlin"}, "checkpoint_format gptq or gptq_v2"),
+        (GPTQ | {"format": "gptq_v2"}, "checkpoint_format gptq or gptq_v2"),
+        (GPTQ | {"pack_dtype": "int16"}, "pack_dtype 'int16'"),
+        (GPTQ | {"dynamic": {"-:.*down.*": {}}}, "dynamic"),
+        (GPTQ | {"lm_head": True}, "lm_head"),
+        (GPTQ | {"group_size": 0}, "group_size 0"),
+        (AWQ | {"version": "gemv"}, "version gemm"),
+        (AWQ | {"zero_point": False}, "zero_point"),
+        (FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        ({}, "an unnamed method"),
+        (FINE_GRAINED | {"weight_block_size": [0, 128]}, "weight_block_size"),
+        (FINE_GRAINED | {"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
+        (compressed("int", "group", num_bits=4), "weights of 4 bits"),
+        (compressed("int", "channel", symmetric=False), "symmetric"),
+        (compressed("int", "channel") | {"format": "marlin-24"}, "only float-quantized"),
+        (compressed("int", "group") | {"format": "pack-quantized"}, "packed weights of 8 bits"),
+        (
+            compressed("int", "channel", actorder="group") | {"format": "pack-quantized"},
+            "actorder 'group'",
+        ),
+        (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
+        (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
+        (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
+    ],
+)
+def test_other_ways_are_refused_by_name(config, reason):
+    folder, _ = quantized(model(), "int8 by channel")
+    change_config(folder, quantization_config=config)
+    with pytest.raises(ConfigError, match=f"quantization_config: .*{reason}") as error:
+        plan_rank(compute_config(folder), 1)
+    assert "\n" not in str(error.value)
+
+
+INT8 = "int8 by channel"
+NAN, NONE_CALLS_FOR = torch.full((1,), torch.nan), "nothing in config.json calls for"
+
+
+# Put in the place of a tensor, or into one from the sixth value on; None takes it out.
+@pytest.mark.parametrize(
+    ("kind", "name", "tensor", "reason"),
+    [
+        (INT8, SCALES, None, f"there is no {SCALES}"),
+        (INT8, SCALES, NAN.expand(256, 1), "not above 0 and finite"),
+        (INT8, SCALES, 0.0, "not above 0 and finite"),
+        (INT8, SCALES, torch.ones(7, 1), r"the shape \[7, 1\]"),
+        (INT8, SCALES, torch.ones(256, 1, dtype=torch.int8), "scales of type I8"),
+        (INT8, "model.norm.weight", torch.ones(128).to(torch.int8), "model.norm.weight is I8"),
+        (INT8, "lm_head.weight_scale", torch.ones(1024, 1), f"{NONE_CALLS_FOR} tensor lm_head"),
+        (INT8, f"{UP}.weight_zero_point", torch.zeros(256, 1), "weight_zero_point"),
+        ("gptq", GROUPS, None, f"no tensor {GROUPS}"),
+        ("gptq", GROUPS, 9, "names a group that is not there"),
+        ("gptq", GROUPS, -1, "names a group that is not there"),
+        ("gptq", GROUPS, torch.zeros(128), f"{GROUPS} is F32"),
+        ("gptq", GROUPS, torch.zeros(64, dtype=torch.int32), r"the shape \[64\]"),
+        ("gptq", f"{UP}.scales", torch.nan, "not above 0 and finite"),
+        ("gptq", f"{UP}.weight", torch.ones(1), NONE_CALLS_FOR),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused_before_a_process_starts(kind, name, tensor, reason):
+    folder, _ = quantized(model(), kind)
+    tensors = load_file(folder / "model.safetensors")
+    if tensor is None:
+        del tensors[name]
+    elif isinstance(tensor, torch.Tensor):
+        tensors[name] = tensor.contiguous()
+    else:
+        tensors[name].view(-1)[5] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=reason) as error:
+        check_tensors(folder, plan_rank(compute_config(folder), 1).decoder)  # type: ignore[arg-type]
+    assert "\n" not in str(error.value)
+
+
+def test_a_folder_that_only_says_it_is_quantized_is_refused():
+    _, plain = quantized(model(), "int8 by channel")
+    change_config(plain, quantization_config=CONFIGS["int8 by channel"])
+    decoder = plan_rank(compute_config(plain), 1).decoder
+    with pytest.raises(ConfigError, match="has a quantization_config, but no weight has scales"):
+        check_tensors(plain, msgspec.structs.replace(decoder))  # type: ignore[arg-type, type-var]
+
+
+def test_scales_of_all_float_types_are_read():
+    folder, plain = quantized(model(), "fp8 by tensor")
+    expected = computed(plain)
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if re.search("k_proj.weight_scale|v_proj.weight_scale", name):
+            tensors[name] = tensors[name].to(torch.bfloat16 if "k_proj" in name else torch.float16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    assert (computed(folder) - expected).abs().max() < 0.1 * expected.abs().max()
