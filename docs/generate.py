@@ -1,4 +1,6 @@
-"""Writes config.md, messages.md and metrics.md from the code: `python docs/generate.py [--check]`.
+"""Writes config.md, messages.md, metrics.md and a table of models.md from the code.
+
+`python docs/generate.py [--check]`.
 
 `make docs` runs it, and a test runs it with `--check`, so the pages cannot drift from the structs.
 The pages quote docstrings and the comments beside fields; to change a page, change those.
@@ -9,6 +11,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton.model.config.families import ALWAYS, FAMILIES
+from baton.model.config.families import Family as ModelFamily
 from baton.protocol.config import ClusterConfig
 from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.fields import fields_of
@@ -17,6 +21,9 @@ from baton.runtime.settings import flags_of
 
 HERE = Path(__file__).resolve().parent
 MESSAGES = HERE.parent / "protocol" / "messages.py"
+FAMILIES_BEGIN = "<!-- generated from model/config/families.py by `make docs` -->"
+FAMILIES_END = "<!-- end of the generated table -->"
+ORDINALS = {2: "second", 3: "third", 4: "fourth", 5: "fifth", 6: "sixth"}
 
 
 def main(arguments: list[str]) -> int:
@@ -24,6 +31,7 @@ def main(arguments: list[str]) -> int:
         HERE / "config.md": config_page(),
         HERE / "messages.md": messages_page(),
         HERE / "metrics.md": metrics_page(),
+        HERE / "models.md": models_page((HERE / "models.md").read_text()),
     }
     stale = [path for path, text in pages.items() if not path.exists() or path.read_text() != text]
     if "--check" in arguments:
@@ -94,6 +102,45 @@ def metrics_page() -> str:
         "`process_max_fds` are those of the process that serves the page.",
     ]
     return "\n".join(lines) + "\n"
+
+
+def models_page(page: str) -> str:
+    """Return models.md with the table of baton's own families as their rows say."""
+    before, _, rest = page.partition(FAMILIES_BEGIN)
+    _, _, after = rest.partition(FAMILIES_END)
+    rows = [
+        "| family | `architectures` in config.json | QKV bias | sliding window |",
+        "|---|---|---|---|",
+    ]
+    for family in FAMILIES:
+        names = (family.architecture, family.wrapper)
+        shown = ", ".join(f"`{name}`" for name in names if name)
+        rows.append(f"| {family.title} | {shown} | {_bias(family)} | {_windows(family)} |")
+    table = "\n".join(rows)
+    return f"{before}{FAMILIES_BEGIN}\n{table}\n{FAMILIES_END}{after}"
+
+
+def _bias(family: ModelFamily) -> str:
+    if family.qkv_bias in ("", ALWAYS):
+        return "yes" if family.qkv_bias else "no"
+    if family.defaults.get(family.qkv_bias):
+        return f"unless `{family.qkv_bias}` is false"
+    return f"if `{family.qkv_bias}`"
+
+
+def _windows(family: ModelFamily) -> str:
+    windows = family.windows
+    if windows is None:
+        return "none"
+    layers = {
+        "all": "in all layers",
+        "upper": "from `max_window_layers` on",
+        "alternate": "in every second layer below `max_window_layers`",
+        "pattern": f"in all but every {ORDINALS.get(windows.period, windows.period)} layer",
+    }[windows.layers]
+    field = f"with `{windows.switch}`" if windows.switch else "`sliding_window`"
+    typed = " or as `layer_types` says" if windows.reads_layer_types else ""
+    return f"{field}, {layers}{typed}"
 
 
 def _table(families: Iterable[Family]) -> list[str]:

@@ -1,6 +1,6 @@
 """The mixture of experts that config.json describes: how many, how chosen, in which layers.
 
-A family is a row of `EXPERT_FAMILIES`. This module never imports torch.
+A family's row says how they are chosen and named. This module never imports torch.
 """
 
 from pathlib import Path
@@ -9,23 +9,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.model.config.families import Experts
+from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
-
-
-class ExpertNames(msgspec.Struct, frozen=True):
-    """What the tensors of the experts and their router are called within a layer."""
-
-    block: str
-    gate: str
-    up: str
-    down: str
-    shared: str = "shared_expert"
-    shared_gate: str = "shared_expert_gate"  # "": the shared expert has no weight of its own
-    router: str = "gate"
-    router_bias: str = "gate.e_score_correction_bias"
-    # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups in turns,
-    # and they and the router have biases.
-    are_turned: bool = False
 
 
 class GroupedRouting(msgspec.Struct, frozen=True):
@@ -40,7 +26,7 @@ class GroupedRouting(msgspec.Struct, frozen=True):
 class ExpertsConfig(msgspec.Struct, frozen=True):
     """A mixture of experts, in all layers but `mlp_only_layers`."""
 
-    names: ExpertNames
+    names: Experts
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int  # of one expert
@@ -50,39 +36,6 @@ class ExpertsConfig(msgspec.Struct, frozen=True):
     routing: GroupedRouting | None = None  # None: softmax over all experts
 
 
-class ExpertFamily(msgspec.Struct, frozen=True):
-    """A family's names, and what transformers takes for a field that config.json leaves out.
-
-    Without `moe_intermediate_size`, experts are in every layer, as wide as `intermediate_size`.
-    """
-
-    names: ExpertNames
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int = 0
-    shared_expert_intermediate_size: int = 0
-    routing: GroupedRouting | None = None
-
-
-_QWEN = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj")
-EXPERT_FAMILIES = {
-    "qwen2_moe": ExpertFamily(_QWEN, 60, 4, 1408, 5632),
-    "qwen3_moe": ExpertFamily(_QWEN, 128, 8, 768),
-    "gpt_oss": ExpertFamily(
-        ExpertNames("mlp", "", "", "", router="router", are_turned=True), 128, 4
-    ),
-    "mixtral": ExpertFamily(ExpertNames("block_sparse_moe", "w1", "w3", "w2"), 8, 2),
-    "minimax_m2": ExpertFamily(
-        ExpertNames("block_sparse_moe", "w1", "w3", "w2", router_bias="e_score_correction_bias"),
-        256, 8, routing=GroupedRouting(True, 1, 1, 1.0),
-    ),
-}  # fmt: skip
-_DEEPSEEK = ExpertNames("mlp", "gate_proj", "up_proj", "down_proj", "shared_experts", "")
-# Whether scores are sigmoids.
-GROUPED_FAMILIES = {
-    "deepseek_v2": False, "deepseek_v3": True, "glm4_moe_lite": True, "glm4_moe": True,
-}  # fmt: skip
-ALL_BUT_THE_FIRST = ("glm4_moe_lite",)  # have experts, unless `mlp_layer_types` says otherwise
 _Positive = Annotated[int, Meta(gt=0)]
 
 
@@ -103,39 +56,49 @@ class RawExperts(msgspec.Struct):
     shared_intermediate_size: int = 0
 
 
-def experts_config(file: Path, family: str, raw: RawExperts) -> ExpertsConfig:
-    """Return the experts of one of `EXPERT_FAMILIES`. Raises `ConfigError`."""
-    of = EXPERT_FAMILIES[family]
+def experts_config(file: Path, names: Experts, fields: dict[str, object]) -> ExpertsConfig:
+    """Return the experts of a family whose row is `names`. Raises `ConfigError`."""
+    if names.routing in ("grouped_softmax", "grouped_sigmoid"):
+        return _grouped_experts(file, names, converted(file, fields, RawGrouped))
+    return _plain_experts(file, names, converted(file, fields, RawExperts))
+
+
+def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig:
+    """Return experts that are chosen among all."""
     if raw.num_experts and raw.num_local_experts not in (None, raw.num_experts):
         raise ConfigError(f"{file}: num_experts and num_local_experts differ: name one of them")
-    num_experts = raw.num_experts or raw.num_local_experts or of.num_experts
-    per_tok = raw.num_experts_per_tok or of.num_experts_per_tok
+    num_experts = raw.num_experts or raw.num_local_experts
+    per_tok = raw.num_experts_per_tok
+    assert num_experts is not None, "the family's row has a default"
+    assert per_tok is not None, "the family's row has a default"
     if per_tok > num_experts:
         raise ConfigError(
             f"{file}: num_experts_per_tok must be at most the {num_experts} experts, not {per_tok}"
         )
-    if of.routing is not None and (
+    routing = GroupedRouting(True, 1, 1, 1.0) if names.routing == "sigmoid" else None
+    if routing is not None and (
         raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size
     ):
         raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
-    if not of.moe_intermediate_size:
+    if names.fills_layers:
         return ExpertsConfig(
-            of.names, num_experts, per_tok, raw.intermediate_size, True, routing=of.routing
+            names, num_experts, per_tok, raw.intermediate_size, True, routing=routing
         )
     dense = (
         layer
         for layer in range(raw.num_hidden_layers)
         if layer in (raw.mlp_only_layers or ()) or (layer + 1) % raw.decoder_sparse_step
     )
-    shared = raw.shared_expert_intermediate_size or of.shared_expert_intermediate_size
+    assert raw.moe_intermediate_size is not None, "the family's row has a default"
+    shared = raw.shared_expert_intermediate_size if names.shared else None
     return ExpertsConfig(
-        names=of.names,
+        names=names,
         num_experts=num_experts,
         num_experts_per_tok=per_tok,
-        moe_intermediate_size=raw.moe_intermediate_size or of.moe_intermediate_size,
+        moe_intermediate_size=raw.moe_intermediate_size,
         norm_topk_prob=raw.norm_topk_prob,
         mlp_only_layers=tuple(dense),
-        shared_expert_intermediate_size=shared if of.shared_expert_intermediate_size else 0,
+        shared_expert_intermediate_size=shared or 0,
     )
 
 
@@ -160,9 +123,10 @@ class RawGrouped(msgspec.Struct):
     num_local_experts: int | None = None
 
 
-def grouped_experts(file: Path, family: str, raw: RawGrouped) -> ExpertsConfig:
-    """Return the experts of one of `GROUPED_FAMILIES`. Raises `ConfigError`."""
-    is_sigmoid, num_experts = GROUPED_FAMILIES[family], raw.n_routed_experts
+def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConfig:
+    """Return experts that are chosen as DeepSeek does."""
+    is_sigmoid = names.routing == "grouped_sigmoid"
+    num_experts = raw.n_routed_experts
     methods = ("noaux_tc",) if is_sigmoid else ("greedy", "group_limited_greedy")
     method = raw.topk_method or methods[0]
     n_group, topk_group = raw.n_group or 1, raw.topk_group or 1
@@ -192,18 +156,18 @@ def grouped_experts(file: Path, family: str, raw: RawGrouped) -> ExpertsConfig:
         if is_refused:
             raise ConfigError(f"{file}: {text}")
     return ExpertsConfig(
-        names=_DEEPSEEK,
+        names=names,
         num_experts=num_experts,
         num_experts_per_tok=raw.num_experts_per_tok,
         moe_intermediate_size=raw.moe_intermediate_size,
         norm_topk_prob=raw.norm_topk_prob,
-        mlp_only_layers=_dense_layers(file, family, raw),
+        mlp_only_layers=_dense_layers(file, names, raw),
         shared_expert_intermediate_size=raw.n_shared_experts * raw.moe_intermediate_size,
         routing=GroupedRouting(is_sigmoid, n_group, topk_group, raw.routed_scaling_factor),
     )
 
 
-def _dense_layers(file: Path, family: str, raw: RawGrouped) -> tuple[int, ...]:
+def _dense_layers(file: Path, names: Experts, raw: RawGrouped) -> tuple[int, ...]:
     """Return the layers without experts, which two fields may name."""
     layers = range(raw.num_hidden_layers)
     found = (
@@ -213,7 +177,7 @@ def _dense_layers(file: Path, family: str, raw: RawGrouped) -> tuple[int, ...]:
         if len(kinds) != len(layers) or set(kinds) - {"dense", "sparse"}:
             raise ConfigError(f"{file}: mlp_layer_types must be dense or sparse for each layer")
         found.append(tuple(layer for layer in layers if kinds[layer] == "dense"))
-    elif family in ALL_BUT_THE_FIRST:
+    elif names.skips_first_layer:
         found.append((0,))
     if len(set(found)) != 1:
         what = "differ" if found else "are missing: name one"

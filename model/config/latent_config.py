@@ -10,9 +10,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from baton.model.config.families import Latent
+from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "youtu")
 _Positive = Annotated[int, Meta(gt=0)]
 
 
@@ -69,8 +70,9 @@ class RawLatent(msgspec.Struct):
     mlp_bias: bool = False
 
 
-def latent_config(file: Path, family: str, raw: RawLatent) -> LatentConfig:
-    """Return the attention of one of `LATENT_FAMILIES`. Raises `ConfigError`."""
+def latent_config(file: Path, latent: Latent, fields: dict[str, object]) -> LatentConfig:
+    """Return the attention of a family whose row has `latent`. Raises `ConfigError`."""
+    raw = converted(file, fields, RawLatent)
     heads = raw.num_attention_heads
     for is_refused, text in (
         (raw.attention_bias, "attention_bias is not supported in latent attention"),
@@ -89,5 +91,7 @@ def latent_config(file: Path, family: str, raw: RawLatent) -> LatentConfig:
         qk_nope_head_dim=raw.qk_nope_head_dim,
         qk_rope_head_dim=raw.qk_rope_head_dim,
         v_head_dim=raw.v_head_dim,
-        is_interleaved=raw.rope_interleave or family == "deepseek_v2",
+        is_interleaved=(
+            raw.rope_interleave if latent.is_interleaved is None else latent.is_interleaved
+        ),
     )

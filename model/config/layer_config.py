@@ -1,38 +1,20 @@
 """What layers of a family have that those of Llama lack: other gates and norms, caps of scores.
 
-A family is a row of `LAYER_FAMILIES`. This module never imports torch.
+This module never imports torch.
 """
 
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
+from baton.kernels.constants import CLAMPED, SILU, Gate
+from baton.model.config.families import Family
+from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[float, Meta(gt=0)]
-
-
-class LayerFamily(msgspec.Struct, frozen=True):
-    """A family's parts, and what transformers takes for a field that config.json leaves out."""
-
-    gate: Gate = GELU_TANH
-    norm_offset: float = 0.0  # added to the weights of all norms
-    has_output_norms: bool = False  # of attention and of the MLP, before they are added
-    scales_embeddings: bool = False  # by the root of the hidden size
-    query_pre_attn_scalar: float | None = None  # None: the length of a head
-    attn_logit_softcapping: float | None = None
-    final_logit_softcapping: float | None = None
-    has_sinks: bool = False  # a score of each head that no key has
-
-
-LAYER_FAMILIES = {
-    "gemma2": LayerFamily(GELU_TANH, 1.0, True, True, 256.0, 50.0, 30.0),
-    "gemma3_text": LayerFamily(GELU_TANH, 1.0, True, True, 256.0),
-    "gpt_oss": LayerFamily(CLAMPED, has_sinks=True),
-}
 
 
 class LayersConfig(msgspec.Struct, frozen=True):
@@ -52,37 +34,47 @@ class RawLayers(msgspec.Struct):
     """The fields of config.json that describe such layers."""
 
     hidden_size: int
+    hidden_act: str = "silu"
     hidden_activation: str = "gelu_pytorch_tanh"
     query_pre_attn_scalar: _Positive | None = None
-    attn_logit_softcapping: _Positive | UnsetType | None = UNSET
-    final_logit_softcapping: _Positive | UnsetType | None = UNSET
+    attn_logit_softcapping: _Positive | None = None
+    final_logit_softcapping: _Positive | None = None
     use_bidirectional_attention: bool | None = None
     swiglu_alpha: _Positive = CLAMPED.slope
     swiglu_limit: _Positive = CLAMPED.limit
 
 
-def layers_config(file: Path, family: str, raw: RawLayers) -> LayersConfig:
-    """Return the layers of one of `LAYER_FAMILIES`. Raises `ConfigError`."""
-    of = LAYER_FAMILIES[family]
-    if raw.hidden_activation != "gelu_pytorch_tanh":
+def layers_config(file: Path, family: Family, fields: dict[str, object]) -> LayersConfig:
+    """Return the layers of a family. Raises `ConfigError`."""
+    raw = converted(file, fields, RawLayers)
+    if family.gate is SILU and raw.hidden_act != "silu":
+        raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
+    if family.gate is not SILU and raw.hidden_activation != "gelu_pytorch_tanh":
         raise ConfigError(
             f"{file}: hidden_activation {raw.hidden_activation!r} is not supported in models of "
-            f"{family}, only 'gelu_pytorch_tanh'"
+            f"{family.model_type}, only 'gelu_pytorch_tanh'"
         )
-    if raw.use_bidirectional_attention:
+    if family.gate is not SILU and raw.use_bidirectional_attention:
         raise ConfigError(f"{file}: use_bidirectional_attention is not supported")
-    if raw.attn_logit_softcapping and of.attn_logit_softcapping is None:
-        raise ConfigError(f"{file}: attn_logit_softcapping is not supported in models of {family}")
-    score_cap, logit_cap = raw.attn_logit_softcapping, raw.final_logit_softcapping
-    gate = of.gate._replace(slope=raw.swiglu_alpha, limit=raw.swiglu_limit)
-    scalar = raw.query_pre_attn_scalar or of.query_pre_attn_scalar
-    return LayersConfig(
-        gate=gate if of.gate is CLAMPED else of.gate,
-        norm_offset=of.norm_offset,
-        has_output_norms=of.has_output_norms,
-        embedding_scale=raw.hidden_size**0.5 if of.scales_embeddings else None,
+    for name in family.refused:
+        if fields.get(name):
+            raise ConfigError(f"{file}: {name} is not supported in models of {family.model_type}")
+    gate = family.gate
+    if gate is CLAMPED:
+        gate = gate._replace(slope=raw.swiglu_alpha, limit=raw.swiglu_limit)
+    layers = LayersConfig(
+        gate=gate,
+        norm_offset=family.norm_offset,
+        has_output_norms=family.has_output_norms,
+        embedding_scale=raw.hidden_size**0.5 if family.scales_embeddings else None,
+        has_sinks=family.has_sinks,
+    )
+    if not family.has_scalar:
+        return layers
+    scalar = raw.query_pre_attn_scalar
+    return msgspec.structs.replace(
+        layers,
         scale=None if scalar is None else scalar**-0.5,
-        score_cap=of.attn_logit_softcapping if score_cap is UNSET else score_cap,
-        has_sinks=of.has_sinks,
-        logit_cap=of.final_logit_softcapping if logit_cap is UNSET else logit_cap,
+        score_cap=raw.attn_logit_softcapping,
+        logit_cap=raw.final_logit_softcapping,
     )

@@ -14,8 +14,10 @@ from typing import Annotated, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.decoder_config import DecoderConfig, read_json
-from baton.model.config.weight_files import expected_tensors, tensors_of
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.reading import read_json
+from baton.model.config.tensors import decoder_tensors
+from baton.model.config.weight_files import tensors_of
 from baton.protocol.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -126,7 +128,8 @@ def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> fr
     """Return the layers that the tensors change. Raises `ConfigError` unless all of them fit."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
-    shapes, parts = expected_tensors(config), {"A": set[str](), "B": set[str]()}
+    shapes = decoder_tensors(config).shapes()
+    parts = {"A": set[str](), "B": set[str]()}
     for tensor, entry in tensors_of(folder / WEIGHTS_FILE).items():
         match = _TENSOR.fullmatch(tensor)
         layer = match[1] if match else ""

@@ -8,27 +8,14 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import msgspec
-from msgspec import UNSET, Meta, UnsetType
+from msgspec import Meta
 
-from baton.model.config.latent_config import LATENT_FAMILIES
+from baton.model.config.families import Family
+from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
 RopeScaling = Literal["default", "linear", "llama3", "yarn", "longrope"]
 ROPE_THETA = 10000.0
-ROPE_THETA_OF = {"mixtral": 1e6, "gemma3_text": 1e6, "gpt_oss": 1.5e5, "minimax_m2": 5e6}
-# Where config.json says nothing.
-ROPE_OF: dict[str, dict[str, object]] = {
-    "gpt_oss": {
-        "rope_type": "yarn", "factor": 32.0, "truncate": False,
-        "original_max_position_embeddings": 4096,
-    }
-}  # fmt: skip
-# Families that rotate a part of each head, and which one where config.json says nothing.
-PARTIAL_OF = {"glm4_moe": 0.5, "minimax_m2": 1.0, "phi3": 1.0}
-# The original length where config.json says it beside no scaling, even if it does in one.
-ORIGINAL_OF = {"phi3": 4096}
-# Families in which layers with a window have a rotary embedding of their own.
-LOCAL_ROPE = ("gemma3_text",)
 # There is a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
 
@@ -79,7 +66,7 @@ class Rope(msgspec.Struct, frozen=True):
 class RawRope(msgspec.Struct):
     """The fields of config.json that describe the rotary embedding."""
 
-    rope_theta: float | UnsetType | None = UNSET
+    rope_theta: float | None = ROPE_THETA
     rope_local_base_freq: float = ROPE_THETA
     rope_scaling: dict[str, object] | None = None
     rope_parameters: dict[str, object] | None = None
@@ -110,9 +97,10 @@ class _Given(msgspec.Struct):
     long_factor: tuple[Annotated[float, Meta(gt=0)], ...] = ()
 
 
-def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | None]:
+def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple[Rope, Rope | None]:
     """Return the rotary embedding, and that of layers with a window where it is another one."""
-    if family not in LOCAL_ROPE:
+    raw = converted(file, fields, RawRope)
+    if family.windows is None or not family.windows.has_own_rope:
         return rope_config(file, family, raw), None
     by_kind = raw.rope_parameters or {}
     try:
@@ -123,7 +111,9 @@ def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | No
     except msgspec.ValidationError as error:
         raise ConfigError(f"{file}: rope_parameters: {error}") from None
     if by_kind:
-        raise ConfigError(f"{file}: rope_parameters must be by kind of layer in {family}")
+        raise ConfigError(
+            f"{file}: rope_parameters must be by kind of layer in {family.model_type}"
+        )
     whole = rope_config(file, family, msgspec.structs.replace(raw, rope_parameters=full))
     of_windows = RawRope(
         rope_theta=raw.rope_local_base_freq,
@@ -133,21 +123,23 @@ def ropes_config(file: Path, family: str, raw: RawRope) -> tuple[Rope, Rope | No
     return whole, rope_config(file, family, of_windows)
 
 
-def rope_config(file: Path, family: str, raw: RawRope) -> Rope:
+def rope_config(file: Path, family: Family, raw: RawRope) -> Rope:
     """Return the rotary embedding. Raises `ConfigError`."""
     given, field = _read(file, family, raw)
     shares = {given.partial_rotary_factor, raw.partial_rotary_factor} - {None}
-    if family == "minimax_m2" and raw.rotary_dim:
-        shares.add(raw.rotary_dim / (raw.head_dim or 128))
-    share = shares.pop() if shares else PARTIAL_OF.get(family, 1.0)
-    if shares or (share != 1.0 and family not in PARTIAL_OF):
-        what = "is there twice" if shares else f"other than 1 is not supported in {family}"
+    if family.partial_rotary_factor is not None and raw.rotary_dim and raw.head_dim:
+        shares.add(raw.rotary_dim / raw.head_dim)
+    share = shares.pop() if shares else family.partial_rotary_factor or 1.0
+    if shares or (share != 1.0 and family.partial_rotary_factor is None):
+        what = f"other than 1 is not supported in {family.model_type}"
+        if shares:
+            what = "is there twice"
         raise ConfigError(f"{file}: {field}.partial_rotary_factor {what}")
     rope = _scaled(file, family, given, field, raw)
     return msgspec.structs.replace(rope, partial_rotary_factor=share)
 
 
-def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
+def _read(file: Path, family: Family, raw: RawRope) -> tuple[_Given, str]:
     """Return what the folder says, and the field that says it."""
     fields = ("rope_parameters", "rope_scaling")
     field = next((name for name in fields if getattr(raw, name)), "rotary embedding")
@@ -155,16 +147,12 @@ def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
         raise ConfigError(
             f"{file}: rope_scaling and rope_parameters differ: put the scaling into rope_parameters"
         )
-    theta: object = raw.rope_theta
-    if isinstance(theta, UnsetType):
-        theta = ROPE_THETA_OF.get(family, ROPE_THETA)
-    values = {
-        "rope_theta": theta,
-        **(raw.rope_parameters or raw.rope_scaling or ROPE_OF.get(family, {})),
-    }
+    values: dict[str, object] = {"rope_theta": raw.rope_theta}
+    values |= raw.rope_parameters or raw.rope_scaling or {}
     values.setdefault("rope_type", values.get("type", "default"))
-    if family == "phi3" and values["rope_type"] in {"su", "yarn"}:  # its first folders' names
-        values["rope_type"] = "longrope"
+    rope_type = values["rope_type"]
+    if isinstance(rope_type, str):
+        values["rope_type"] = family.rope_types.get(rope_type, rope_type)
     if any(isinstance(value, dict) for value in values.values()):
         raise ConfigError(f"{file}: {field} by kind of layer is not supported")
     try:
@@ -173,14 +161,13 @@ def _read(file: Path, family: str, raw: RawRope) -> tuple[_Given, str]:
         raise ConfigError(f"{file}: {field}: {error}") from None
 
 
-def _scaled(file: Path, family: str, given: _Given, field: str, raw: RawRope) -> Rope:
+def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope) -> Rope:
     base, factor = given.rope_theta, given.factor
     is_scored = given.rope_type in {"default", "yarn"}
-    if family in LATENT_FAMILIES and given.mscale_all_dim and not is_scored:
+    if family.latent is not None and given.mscale_all_dim and not is_scored:
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
-    original = raw.original_max_position_embeddings or ORIGINAL_OF.get(family)
-    original = original or given.original_max_position_embeddings
+    original = raw.original_max_position_embeddings or given.original_max_position_embeddings
     if given.rope_type not in {"default", "longrope"} and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:

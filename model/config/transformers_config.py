@@ -13,12 +13,12 @@ from pathlib import Path
 import msgspec
 
 from baton.model.config.decoder_config import (
-    ARCHITECTURES,
     QUANTIZATION_FILES,
     DecoderConfig,
     DecoderDtype,
-    read_json,
 )
+from baton.model.config.families import BY_ARCHITECTURE
+from baton.model.config.reading import converted, read_fields
 from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
 
@@ -63,23 +63,23 @@ def runs_in_transformers(folder: Path, wanted: ModelImpl) -> bool:
     if wanted == "transformers":
         return True
     try:
-        raw = read_json(folder / "config.json", _Folder)
+        raw = _read(folder / "config.json")
     except ConfigError:
         return False  # the reader of baton's own models says what is wrong
     named = raw.architectures or ()
-    return bool(named) and not any(name in ARCHITECTURES for name in named)
+    return bool(named) and not any(name in BY_ARCHITECTURE for name in named)
 
 
 def check_for_transformers(folder: Path) -> tuple[str, str]:
     """Return the architecture and the checkpoint's dtype. Raises a one-line `ConfigError`."""
     file = folder / "config.json"
-    raw = read_json(file, _Folder)
+    raw = _read(file)
     known = _known_decoders()
     named = (raw.architectures or ("nothing",))[0]
     if named not in known.values():
         raise ConfigError(
-            f"{file}: architectures names {named}; baton runs {', '.join(ARCHITECTURES)}, and the "
-            f"decoders of transformers, whose version {version()} has none of that name"
+            f"{file}: architectures names {named}; baton runs {', '.join(BY_ARCHITECTURE)}, "
+            f"and the decoders of transformers, whose version {version()} has none of that name"
         )
     if known.get(raw.model_type) != named:
         raise ConfigError(
@@ -97,6 +97,10 @@ def check_for_transformers(folder: Path) -> tuple[str, str]:
     if dtype not in ("bfloat16", "float32", "float16"):
         raise ConfigError(f"{file}: dtype {dtype!r} is not supported")
     return named, dtype
+
+
+def _read(file: Path) -> _Folder:
+    return converted(file, read_fields(file), _Folder)
 
 
 def version() -> str:

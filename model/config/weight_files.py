@@ -1,4 +1,4 @@
-"""The tensors of a Hugging Face folder as its files declare them, and those that a decoder needs.
+"""The tensors of a Hugging Face folder as its files declare them, compared with its decoder's.
 
 Every tensor of every file must be one that the decoder reads, with the shape that config.json
 implies: a scale or a bias that nothing reads would give wrong text, and kernels trust the shapes.
@@ -6,7 +6,6 @@ It reads headers alone and never imports torch.
 """
 
 import re
-from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -14,26 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from baton.model.config.decoder_config import DecoderConfig, read_json
-from baton.model.config.expert_config import ExpertNames, ExpertsConfig
+from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import Packing, Quantization
+from baton.model.config.reading import read_json
+from baton.model.config.tensors import EMBEDDING, HEAD, Shape, decoder_tensors, has_stacked_experts
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-# As transformers keeps experts, and saves them with `save_original_format=False`.
-STACKED_BLOCK = "mlp"
-STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
-SINKS = "self_attn.sinks"
 _OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
 _CHUNK_BYTES = 1 << 24
-
-Shape = tuple[int, ...]
 
 
 class TensorEntry(msgspec.Struct):
@@ -129,111 +122,10 @@ def _text_name(name: str) -> str:
     return name.removeprefix("language_model.")
 
 
-def has_stacked_experts(names: Collection[str]) -> bool:
-    """Return whether one tensor holds all experts of a layer."""
-    return any(name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}") for name in names)
-
-
-def expected_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> dict[str, Shape]:
-    """Return the shape of each tensor that the decoder of `config` reads, by name.
-
-    `is_stacked` says that one tensor holds all experts of a layer.
-    """
-    hidden, width = config.hidden_size, config.intermediate_size
-    heads, kv_heads = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv, gate_up = (
-        [("q", heads), ("k", kv_heads), ("v", kv_heads)],
-        [("gate", width), ("up", width)],
-    )
-    if config.is_fused:
-        qkv, gate_up = [("qkv", heads + 2 * kv_heads)], [("gate_up", 2 * width)]
-    attention = (
-        *((f"self_attn.{name}_proj", size, hidden, config.qkv_bias) for name, size in qkv),
-        ("self_attn.o_proj", hidden, heads, config.output_bias),
-    ) if config.latent is None else ()  # fmt: skip
-    mlp = (
-        *((f"mlp.{name}_proj", size, hidden, config.mlp_bias) for name, size in gate_up),
-        ("mlp.down_proj", hidden, width, config.mlp_bias),
-    )  # fmt: skip
-    shapes: dict[str, Shape] = {EMBEDDING: (config.vocab_size, hidden)}
-    for number in range(config.num_layers):
-        layer = f"model.layers.{number}."
-        experts = config.experts_of(number)
-        if experts is not None:
-            of_experts = _expert_tensors(experts, hidden, is_stacked=is_stacked)
-            shapes |= {layer + name: shape for name, shape in of_experts.items()}
-        for name, outputs, inputs, has_bias in (*attention, *(() if experts else mlp)):
-            shapes[f"{layer}{name}.weight"] = (outputs, inputs)
-            if has_bias:
-                shapes[f"{layer}{name}.bias"] = (outputs,)
-        if config.latent is not None:
-            of_latent = config.latent.tensors(hidden, config.num_heads)
-            shapes |= {f"{layer}self_attn.{name}": shape for name, shape in of_latent.items()}
-        for name in norms_of(config).values():
-            shapes[f"{layer}{name}.weight"] = (hidden,)
-        if config.layers.has_sinks:
-            shapes[f"{layer}{SINKS}"] = (config.num_heads,)
-        for name, every in (("q_norm", heads), ("k_norm", kv_heads)) if config.qk_norm else ():
-            size = every if config.joins_qk_norm else config.head_dim
-            shapes[f"{layer}self_attn.{name}.weight"] = (size,)
-    shapes["model.norm.weight"] = (hidden,)
-    if not config.tie_word_embeddings:
-        shapes[HEAD] = (config.vocab_size, hidden)
-    return shapes
-
-
-def norms_of(config: DecoderConfig) -> dict[str, str]:
-    """Return what the files call the norms of a layer, by their names in `DecoderLayer`."""
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if config.layers.has_output_norms:
-        names["output_norm"] = names["mlp_norm"]
-        names["mlp_norm"] = "pre_feedforward_layernorm"
-        names["mlp_output_norm"] = "post_feedforward_layernorm"
-    return names
-
-
-def _expert_tensors(experts: ExpertsConfig, hidden: int, *, is_stacked: bool) -> dict[str, Shape]:
-    """Return the shapes of one layer's router and experts, by their names within the layer."""
-    count, width, names = experts.num_experts, experts.moe_intermediate_size, experts.names
-    shapes: dict[str, Shape] = {}
-    if names.are_turned:
-        gate_up, down = f"{names.block}.{STACKED_GATE_UP}", f"{names.block}.{STACKED_DOWN}"
-        router = f"{names.block}.{names.router}"
-        return {
-            f"{router}.weight": (count, hidden), f"{router}.bias": (count,),
-            gate_up: (count, hidden, 2 * width), f"{gate_up}_bias": (count, 2 * width),
-            down: (count, width, hidden), f"{down}_bias": (count, hidden),
-        }  # fmt: skip
-    if shared := experts.shared_expert_intermediate_size:
-        if names.shared_gate:
-            shapes[f"{names.block}.{names.shared_gate}.weight"] = (1, hidden)
-        expert = f"{names.block}.{names.shared}."
-        shapes |= _gated_tensors(expert, names, shared, hidden)
-    if experts.routing is not None and experts.routing.is_sigmoid:
-        block = STACKED_BLOCK if is_stacked else names.block
-        shapes[f"{block}.{names.router_bias}"] = (count,)
-    if is_stacked:
-        return shapes | {
-            f"{STACKED_BLOCK}.gate.weight": (count, hidden),
-            f"{STACKED_BLOCK}.{STACKED_GATE_UP}": (count, 2 * width, hidden),
-            f"{STACKED_BLOCK}.{STACKED_DOWN}": (count, hidden, width),
-        }
-    shapes[f"{names.block}.gate.weight"] = (count, hidden)
-    for number in range(count):
-        shapes |= _gated_tensors(f"{names.block}.experts.{number}.", names, width, hidden)
-    return shapes
-
-
-def _gated_tensors(expert: str, names: ExpertNames, width: int, hidden: int) -> dict[str, Shape]:
-    inner, outer = (width, hidden), (hidden, width)
-    parts = ((names.gate, inner), (names.up, inner), (names.down, outer))
-    return {f"{expert}{name}.weight": shape for name, shape in parts}
-
-
 def check_tensors(folder: Path, config: DecoderConfig) -> None:
     """Raise a one-line `ConfigError` unless the files hold what the decoder reads, and no more."""
     stored = stored_tensors(folder)
-    expected = expected_tensors(config, is_stacked=has_stacked_experts(stored))
+    expected = decoder_tensors(config, is_stacked=has_stacked_experts(frozenset(stored))).shapes()
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]

@@ -9,7 +9,7 @@ bits in chunks of any length.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,46 +71,45 @@ class LatentAttention:
         yield from self.values.linears()
 
 
-class ReadTensor(Protocol):
-    def __call__(self, name: str, /, *, rows: slice | None = None) -> Tensor: ...
+class LatentWeights(NamedTuple):
+    """The weights of latent attention, with this rank's heads of those that have any."""
+
+    q_down: Tensor | None  # [q_lora_rank, hidden]; None: `q_up` takes the hidden state
+    q_norm: Tensor | None  # [q_lora_rank]
+    q_up: Tensor  # [num_heads, qk_head_dim, inputs]
+    row_down: Tensor  # [row_dim, hidden]
+    row_norm: Tensor  # [kv_lora_rank]
+    row_up: Tensor  # [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]
 
 
-def load_latent(
+def make_latent(
     sizes: LatentConfig,
-    heads: slice,
-    read: ReadTensor,
+    weights: LatentWeights,
     make: Callable[[Tensor], Linear],
     group: Callable[[Iterator[Tensor]], GroupedLinear],
 ) -> tuple[Linear, LatentAttention]:
-    """Return a layer's first projection and the rest of its attention for some of its heads.
+    """Return a layer's first projection and the rest of its attention.
 
-    `read` takes a tensor's name within the attention, `make` and `group` one and several weights.
+    `make` takes one weight, `group` several.
     """
-    count, nope = heads.stop - heads.start, sizes.qk_nope_head_dim
-    is_latent = sizes.q_lora_rank is not None
+    nope = sizes.qk_nope_head_dim
 
-    def of_heads(name: str, width: int) -> Tensor:  # [count, width, inputs]
-        rows = slice(heads.start * width, heads.stop * width)
-        return read(name, rows=rows).view(count, width, -1)
-
-    def turned(weight: Tensor, plain: int) -> Tensor:
+    def in_halves(weight: Tensor, plain: int) -> Tensor:
         """Put what is rotated together half a row apart, as the kernels rotate it."""
         if not sizes.is_interleaved:
             return weight
-        ones, others = weight[..., plain::2, :], weight[..., plain + 1 :: 2, :]
-        return torch.cat((weight[..., :plain, :], ones, others), dim=-2)
+        firsts, seconds = weight[..., plain::2, :], weight[..., plain + 1 :: 2, :]
+        return torch.cat((weight[..., :plain, :], firsts, seconds), dim=-2)
 
-    queries = of_heads("q_b_proj.weight" if is_latent else "q_proj.weight", sizes.qk_head_dim)
-    queries = turned(queries, nope).flatten(0, 1)
-    row = turned(read("kv_a_proj_with_mqa.weight"), sizes.kv_lora_rank)
-    expand = of_heads("kv_b_proj.weight", nope + sizes.v_head_dim)
-    first = make(torch.cat((read("q_a_proj.weight") if is_latent else queries, row)))
+    queries = in_halves(weights.q_up, nope).flatten(0, 1)
+    row = in_halves(weights.row_down, sizes.kv_lora_rank)
+    first = make(torch.cat((queries if weights.q_down is None else weights.q_down, row)))
     return first, LatentAttention(
         sizes=sizes,
-        num_heads=count,
-        q_norm=read("q_a_layernorm.weight").float() if is_latent else None,
-        q_expand=make(queries) if is_latent else None,
-        row_norm=read("kv_a_layernorm.weight").float(),
-        keys=group(one[:nope].T.contiguous() for one in expand),
-        values=group(one[nope:].contiguous() for one in expand),
+        num_heads=len(weights.q_up),
+        q_norm=weights.q_norm,
+        q_expand=None if weights.q_down is None else make(queries),
+        row_norm=weights.row_norm,
+        keys=group(head[:nope].T.contiguous() for head in weights.row_up),
+        values=group(head[nope:].contiguous() for head in weights.row_up),
     )

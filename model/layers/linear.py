@@ -81,15 +81,3 @@ def packed(weight: Tensor) -> Tensor | None:
     if weight.dtype == torch.bfloat16 and not ops._is_mkldnn_bf16_supported():
         return None
     return ops._reorder_linear_weight(weight)
-
-
-def share(num_units: int, rank: int, size: int, width: int = 1) -> slice:
-    """Return the rows or columns, of `num_units` units of `width`, that belong to `rank`.
-
-    If there are fewer units (KV heads) than ranks, neighbouring ranks hold the same unit.
-    """
-    if num_units < size:
-        first = rank * num_units // size
-        return slice(first * width, (first + 1) * width)
-    per_rank = num_units // size * width
-    return slice(rank * per_rank, (rank + 1) * per_rank)

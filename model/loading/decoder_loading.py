@@ -4,35 +4,37 @@ Only the part of each tensor that the rank keeps is read.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from baton.model.batch_invariance.row_rule import RowThreads, at_once
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.config.expert_config import ExpertsConfig
 from baton.model.config.lora_files import Adapter
-from baton.model.config.transformers_config import AnyConfig
-from baton.model.config.weight_files import (
+from baton.model.config.tensors import (
     EMBEDDING,
     HEAD,
-    SINKS,
-    STACKED_BLOCK,
-    STACKED_DOWN,
-    STACKED_GATE_UP,
-    check_tensors,
-    norms_of,
+    ExpertTensors,
+    LatentTensors,
+    LayerTensors,
+    LinearTensors,
+    MlpTensors,
+    NormTensor,
+    share,
+    units_of_rank,
 )
+from baton.model.config.transformers_config import AnyConfig
+from baton.model.config.weight_files import check_tensors
 from baton.model.layers.attention import Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer, JoinedNorms
-from baton.model.layers.latent_attention import LatentAttention, load_latent
-from baton.model.layers.linear import Linear, share
+from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
+from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
     ExpertMlp,
     GatedMlp,
     GroupedRouter,
+    Mlp,
     Router,
     SharedExpert,
     SoftmaxRouter,
@@ -104,24 +106,18 @@ def check_split(config: DecoderConfig, size: int) -> None:
         )
 
 
-def in_turns(x: Tensor, own: slice) -> Tensor:
-    """Return gates, then ups, of `own` numbers, of `[…, 2 * width]` with gates and ups in turns."""
+def deinterleaved(x: Tensor, own: slice) -> Tensor:
+    """Return gates, then ups, of `own` numbers, of `[…, 2 * width]` with both interleaved."""
     return torch.cat((x[..., ::2][..., own], x[..., 1::2][..., own]), dim=-1)
 
 
 class _Loader:
     def __init__(self, weights: LayerWeights, place: RankDevice) -> None:
         self.weights, self.place = weights, place
-        self.config, self.ranks = config, ranks = weights.config, weights.ranks
+        self.config, self.ranks = config, _ = weights.config, weights.ranks
         self.folder = weights.checkpoint.folder
-        self.has_stacked_experts = weights.has_stacked_experts
         self.read, self.linear = weights.read, weights.linear
         self.grouped = weights.grouped
-        rank, size = ranks.rank, ranks.size
-        value_dim = config.head_dim if config.latent is None else config.latent.v_head_dim
-        self.heads = share(config.num_heads, rank, size, value_dim)
-        self.kv_heads = share(config.num_kv_heads, rank, size, config.head_dim)
-        self.features = share(config.intermediate_size, rank, size)
         self.head_order = (
             head_order(config.rope, config.head_dim) if config.latent is None else None
         )
@@ -129,12 +125,12 @@ class _Loader:
     def load(self, progress: Progress) -> Decoder:
         config, total = self.config, self.config.num_layers + 1
         layers = []
-        for number in range(config.num_layers):
+        for number, tensors in enumerate(self.weights.tensors.layers):
             progress("weights", number, total)
-            layers.append(self._layer(number))
+            layers.append(self._layer(number, tensors))
         progress("weights", config.num_layers, total)
         embedding = self.read(EMBEDDING)
-        norm = self._norm("model.norm")
+        norm = self._norm(self.weights.tensors.norm)
         scale = config.layers.embedding_scale
         if scale is not None:  # rounded, as transformers rounds it
             scale = float(torch.tensor(scale, dtype=self.place.dtype))
@@ -150,162 +146,151 @@ class _Loader:
             logit_cap=config.layers.logit_cap,
         )  # fmt: skip
 
-    def _layer(self, number: int) -> DecoderLayer:
-        config, name = self.config, f"model.layers.{number}."
-        attention, experts = name + "self_attn.", config.experts_of(number)
-        qkv, latent = self._into_attention(attention)
-        norms = {of: self._norm(name + norm) for of, norm in norms_of(config).items()}
+    def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
+        config, joins_norms = self.config, self.config.joins_qk_norm
+        latent = None
+        if tensors.latent is not None:
+            qkv, latent = self._latent(tensors.latent)
+        else:
+            qkv = self.weights.columns(tensors.qkv, self._order_of(tensors.qkv))
+        norms = {role: self._norm(norm) for role, norm in tensors.norms.items()}
+        qk_norms = (tensors.q_norm, tensors.k_norm)
         return DecoderLayer(
             attention_norm=norms["attention_norm"],
             qkv=qkv,
-            head_norms=(
-                self._head_norms(attention) if config.qk_norm and not config.joins_qk_norm else None
-            ),
-            joined_norms=self._joined_norms(attention) if config.joins_qk_norm else None,
-            output=self.weights.rows(attention + "o_proj", self.heads, has_bias=config.output_bias),
-            mlp=(
-                self._mlp(name + "mlp.", self.features)
-                if experts is None
-                else self._experts(name, experts)
-            ),
+            head_norms=None if joins_norms else self._head_norms(*qk_norms),
+            joined_norms=self._joined_norms(*qk_norms) if joins_norms else None,
+            output=self.weights.rows(tensors.output),
+            mlp=self._mlp_or_experts(tensors),
             mlp_norm=norms["mlp_norm"],
             latent=latent,
             output_norm=norms.get("output_norm"),
             mlp_output_norm=norms.get("mlp_output_norm"),
-            scoring=self._scoring(number, name + SINKS),
+            scoring=self._scoring(number, tensors.sinks),
             rotation=int(config.rope_of(number) is not config.rope),
         )
 
-    def _scoring(self, number: int, name: str) -> Scoring:
+    def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
         config, sinks = self.config, None
-        if config.layers.has_sinks:
-            own = share(config.num_heads, self.ranks.rank, self.ranks.size)
-            sinks = self.read(name, rows=own, dtype=torch.float32)
+        if sinks_name is not None:
+            heads = share(config.num_heads, self.ranks.rank, self.ranks.size)
+            sinks = self.read(sinks_name, rows=heads, dtype=torch.float32)
         cap = config.layers.score_cap
         return Scoring(config.attention_scale, config.window_of(number), cap, sinks)
 
-    def _norm(self, name: str) -> Tensor:
-        weight = self.read(name + ".weight", dtype=torch.float32)
+    def _norm(self, norm: NormTensor) -> Tensor:
+        weight = self.read(norm.name + ".weight", dtype=torch.float32)
         return weight + self.config.layers.norm_offset
 
-    def _into_attention(self, name: str) -> tuple[Linear, LatentAttention | None]:
-        config = self.config
-        if config.latent is not None:
-            heads = share(config.num_heads, self.ranks.rank, self.ranks.size)
+    def _latent(self, tensors: LatentTensors) -> tuple[Linear, LatentAttention]:
+        sizes = self.config.latent
+        assert sizes is not None, "the layer has latent attention"
+        q_down = None if tensors.q_down is None else self._whole(tensors.q_down)
+        weights = LatentWeights(
+            q_down=q_down,
+            q_norm=None if tensors.q_norm is None else self._latent_norm(tensors.q_norm),
+            q_up=self._of_heads(tensors.q_up),
+            row_down=self._whole(tensors.row_down),
+            row_norm=self._latent_norm(tensors.row_norm),
+            row_up=self._of_heads(tensors.row_up),
+        )
+        return make_latent(sizes, weights, self.linear, self.grouped)
 
-            def read(tensor: str, /, *, rows: slice | None = None) -> Tensor:
-                return self.read(name + tensor, rows=rows)
+    def _latent_norm(self, norm: NormTensor) -> Tensor:
+        return self.read(norm.name + ".weight").float()
 
-            return load_latent(config.latent, heads, read, self.linear, self.weights.grouped)
-        qkv = [
-            (name + "q_proj", self.heads),
-            (name + "k_proj", self.kv_heads),
-            (name + "v_proj", self.kv_heads),
-        ]
-        if config.is_fused:
-            sizes = (n * config.head_dim for n in (config.num_heads, *(config.num_kv_heads,) * 2))
-            qkv = self._fused(name + "qkv_proj", qkv, sizes)
-        return self.weights.columns(qkv, has_bias=config.qkv_bias, order=self._qkv_order()), None
+    def _whole(self, linear: LinearTensors) -> Tensor:
+        return self.read(linear.name + ".weight")
 
-    def _qkv_order(self) -> Tensor | None:
-        """Return the outputs of this rank's queries, keys and values as kernels rotate them."""
+    def _of_heads(self, linear: LinearTensors) -> Tensor:
+        """Return this rank's heads, `[num_heads, width, inputs]`."""
+        (heads,) = linear.outputs
+        rows = heads.of_rank(self.ranks.rank, self.ranks.size)
+        return self.read(linear.name + ".weight", rows=rows).view(
+            -1, heads.width, linear.inputs.size
+        )
+
+    def _order_of(self, linears: Sequence[LinearTensors]) -> Tensor | None:
+        """Return the outputs of this rank's joined layers as kernels rotate them."""
         if self.head_order is None:
             return None
-        num_heads, num_kv_heads = local_heads(self.config, self.ranks.size)
-        numbers = torch.arange((num_heads + 2 * num_kv_heads) * self.config.head_dim)
-        heads = numbers.view(-1, self.config.head_dim)
-        rotated, values = heads[: num_heads + num_kv_heads], heads[num_heads + num_kv_heads :]
-        return torch.cat((rotated[:, self.head_order].flatten(), values.flatten()))
+        order, first = [], 0
+        for count, units in units_of_rank(linears, self.ranks.rank, self.ranks.size):
+            numbers = torch.arange(first, first + count * units.width).view(count, units.width)
+            order.append((numbers[:, self.head_order] if units.is_rotated else numbers).flatten())
+            first += count * units.width
+        return torch.cat(order)
 
-    def _fused(
-        self, name: str, parts: list[tuple[str, slice]], sizes: Iterable[int]
-    ) -> list[tuple[str, slice]]:
-        """Return this rank's rows of a tensor that has `parts` of `sizes`, one under the other."""
-        if self.ranks.size == 1:
-            return [(name, slice(0, sum(sizes)))]
-        starts = accumulate(sizes, initial=0)
-        return [
-            (name, slice(start + own.start, start + own.stop))
-            for start, (_, own) in zip(starts, parts, strict=False)
-        ]
+    def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp:
+        if tensors.experts is not None:
+            return self._experts(tensors.experts)
+        assert tensors.mlp is not None, "a layer has an MLP or experts"
+        return self._mlp(tensors.mlp)
 
-    def _mlp(self, name: str, features: slice) -> GatedMlp:
-        has_bias = self.config.mlp_bias
-        parts = [(name + "gate_proj", features), (name + "up_proj", features)]
-        if self.config.is_fused:
-            parts = self._fused(name + "gate_up_proj", parts, [self.config.intermediate_size] * 2)
-        gate_up = self.weights.columns(parts, has_bias=has_bias)
-        down = self.weights.rows(name + "down_proj", features, has_bias=has_bias)
-        return GatedMlp(gate_up, down, self.config.layers.gate)
+    def _mlp(self, tensors: MlpTensors) -> GatedMlp:
+        gate_up = self.weights.columns(tensors.gate_up)
+        return GatedMlp(gate_up, self.weights.rows(tensors.down), self.config.layers.gate)
 
-    def _experts(self, layer: str, experts: ExpertsConfig) -> ExpertMlp:
+    def _experts(self, tensors: ExpertTensors) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
-        block = layer + (STACKED_BLOCK if self.has_stacked_experts else experts.names.block) + "."
-        numbers, biases, down_biases = range(experts.num_experts), None, None
-        if experts.names.are_turned:
-            own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
-            biases = in_turns(self.read(f"{block}{STACKED_GATE_UP}_bias"), own)
+        numbers, biases, down_biases = range(tensors.num_experts), None, None
+        if tensors.names.is_interleaved:
+            own = share(tensors.width, self.ranks.rank, self.ranks.size)
+            biases = deinterleaved(self.read(f"{tensors.stacked_gate_up}_bias"), own)
             # The ranks' results are summed, so one rank alone adds the other biases.
             if self.ranks.rank == 0:
-                down_biases = self.read(f"{block}{STACKED_DOWN}_bias")
+                down_biases = self.read(f"{tensors.stacked_down}_bias")
         return ExpertMlp(
-            router=self._router(block, experts),
-            numbers=torch.arange(experts.num_experts, device=self.place.device),
-            gate_up=self.grouped(
-                (self._gate_up_of(block, experts, one) for one in numbers), biases
-            ),
-            down=self.grouped((self._down_of(block, experts, one) for one in numbers), down_biases),
-            shared=self._shared(layer, experts),
+            router=self._router(tensors),
+            numbers=torch.arange(tensors.num_experts, device=self.place.device),
+            gate_up=self.grouped((self._gate_up_of(tensors, one) for one in numbers), biases),
+            down=self.grouped((self._down_of(tensors, one) for one in numbers), down_biases),
+            shared=self._shared(tensors),
             gate=self.config.layers.gate,
         )
 
-    def _router(self, block: str, experts: ExpertsConfig) -> Router:
+    def _router(self, tensors: ExpertTensors) -> Router:
+        experts, name = self.config.experts, tensors.router.name
+        assert experts is not None, "the layer has experts"
         how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
         if how is None:
-            name, names = block + experts.names.router, experts.names
-            bias = self.read(name + ".bias") if names.are_turned else None
+            bias = self.read(name + ".bias") if tensors.router.has_bias else None
             return SoftmaxRouter(self.linear(self.read(name + ".weight"), bias), *choice)
-        linear = self.linear(self.read(block + "gate.weight", dtype=torch.float32))
+        linear = self.linear(self.read(name + ".weight", dtype=torch.float32))
         bias = None
-        if how.is_sigmoid:
-            name = block + experts.names.router_bias
-            bias = self.read(name, dtype=torch.float32)
+        if tensors.score_bias is not None:
+            bias = self.read(tensors.score_bias, dtype=torch.float32)
             if not bias.isfinite().all():
-                raise ConfigError(f"{self.folder}: {name} is not finite")
+                raise ConfigError(f"{self.folder}: {tensors.score_bias} is not finite")
         return GroupedRouter(linear, bias, how, *choice)
 
-    def _shared(self, layer: str, experts: ExpertsConfig) -> SharedExpert | None:
-        ranks, width = self.ranks, experts.shared_expert_intermediate_size
-        if not width:
+    def _shared(self, tensors: ExpertTensors) -> SharedExpert | None:
+        if tensors.shared is None:
             return None
-        names, own = experts.names, share(width, ranks.rank, ranks.size)
-        block, gate = f"{layer}{names.block}.", None
-        if names.shared_gate:
-            gate = self.linear(self.read(f"{block}{names.shared_gate}.weight"))
-        return SharedExpert(gate, self._mlp(f"{block}{names.shared}.", own))
+        gate = None
+        if tensors.shared_gate is not None:
+            gate = self.linear(self._whole(tensors.shared_gate))
+        return SharedExpert(gate, self._mlp(tensors.shared))
 
-    def _gate_up_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
-        width = experts.moe_intermediate_size
+    def _gate_up_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
+        width, name = tensors.width, tensors.stacked_gate_up
         own = share(width, self.ranks.rank, self.ranks.size)
-        if experts.names.are_turned:
-            return in_turns(self.read(block + STACKED_GATE_UP, item=number), own).T.contiguous()
-        if self.has_stacked_experts:
-            places = own, slice(width + own.start, width + own.stop)
-            name = block + STACKED_GATE_UP
-            return torch.cat([self.read(name, rows=rows, item=number) for rows in places])
-        expert = f"{block}experts.{number}."
-        names = expert + experts.names.gate, expert + experts.names.up
+        if tensors.names.is_interleaved:
+            return deinterleaved(self.read(name, item=number), own).T.contiguous()
+        if tensors.is_stacked:
+            parts = own, slice(width + own.start, width + own.stop)
+            return torch.cat([self.read(name, rows=rows, item=number) for rows in parts])
+        names = [linear.name for linear in tensors.expert(number).gate_up]
         return self.weights.weight(names, (own, own), None, is_expert=True)
 
-    def _down_of(self, block: str, experts: ExpertsConfig, number: int) -> AnyWeight:
-        own = share(experts.moe_intermediate_size, self.ranks.rank, self.ranks.size)
-        if experts.names.are_turned:
-            return self.read(block + STACKED_DOWN, rows=own, item=number).T.contiguous()
-        if self.has_stacked_experts:
-            return self.read(block + STACKED_DOWN, columns=own, item=number)
-        name = f"{block}experts.{number}.{experts.names.down}"
-        every = slice(0, self.config.hidden_size)
-        return self.weights.weight([name], [every], own, is_expert=True)
+    def _down_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
+        own, name = share(tensors.width, self.ranks.rank, self.ranks.size), tensors.stacked_down
+        if tensors.names.is_interleaved:
+            return self.read(name, rows=own, item=number).T.contiguous()
+        if tensors.is_stacked:
+            return self.read(name, columns=own, item=number)
+        every = slice(0, tensors.hidden)
+        return self.weights.weight([tensors.expert(number).down.name], [every], own, is_expert=True)
 
     def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
         """Return the output projection, and whether it is split over the ranks.
@@ -335,16 +320,20 @@ class _Loader:
                 "numbers so large that logits would overflow: fetch the files again"
             )
 
-    def _head_norms(self, attention: str) -> Tensor:
+    def _head_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> Tensor | None:
+        if q_norm is None or k_norm is None:
+            return None
         num_heads, kv_heads = local_heads(self.config, self.ranks.size)
-        q = self._norm(attention + "q_norm").expand(num_heads, -1)
-        k = self._norm(attention + "k_norm").expand(kv_heads, -1)
+        q = self._norm(q_norm).expand(num_heads, -1)
+        k = self._norm(k_norm).expand(kv_heads, -1)
         norms = torch.cat((q, k))
         return norms if self.head_order is None else norms[:, self.head_order].contiguous()
 
-    def _joined_norms(self, attention: str) -> JoinedNorms:
+    def _joined_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> JoinedNorms:
+        assert q_norm is not None, "the family has norms of queries and keys"
+        assert k_norm is not None, "the family has norms of queries and keys"
         config, ranks = self.config, self.ranks
-        norms = [self._norm(f"{attention}{one}_norm") for one in "qk"]
+        norms = [self._norm(q_norm), self._norm(k_norm)]
         if (order := self.head_order) is not None:
             norms = [norm.view(-1, config.head_dim)[:, order].flatten() for norm in norms]
         copies = max(1, ranks.size // config.num_kv_heads)

@@ -15,7 +15,7 @@ from baton.kernels.reference import NarrowWeight
 from baton.model.batch_invariance.device_linears import OrderedLinears
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.config.weight_files import expected_tensors, has_stacked_experts
+from baton.model.config.tensors import LinearTensors, decoder_tensors, has_stacked_experts
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
@@ -82,36 +82,40 @@ class LayerWeights:
         linears: LinearMaker | None,
         loras: LoraLoader,
     ) -> None:
-        self.has_stacked_experts = has_stacked_experts(checkpoint.names())
-        self.shapes = expected_tensors(config, is_stacked=self.has_stacked_experts)
+        is_stacked = has_stacked_experts(checkpoint.names())
+        self.tensors = decoder_tensors(config, is_stacked=is_stacked)
+        self.shapes = self.tensors.shapes()
         self.config, self.checkpoint = config, checkpoint
         self.ranks, self.linears, self.loras = ranks, linears, loras
         self.dtype, self.device = place.dtype, place.device
         self.grouped_product, self.narrow = place.grouped, place.narrow
         self.made: list[Lora] = []  # the layers of adapters
 
-    def columns(
-        self, parts: list[tuple[str, slice]], *, has_bias: bool, order: Tensor | None = None
-    ) -> Linear:
-        """Return several column-parallel layers as one, whose outputs are in `order`."""
+    def columns(self, linears: Sequence[LinearTensors], order: Tensor | None = None) -> Linear:
+        """Return layers that ranks share by outputs as one, whose outputs are in `order`."""
+        rank, size = self.ranks.rank, self.ranks.size
+        parts = [(linear.name, rows) for linear in linears for rows in linear.rows(rank, size)]
         bias = None
-        if has_bias:
+        if linears[0].has_bias:
             bias = torch.cat([self.read(name + ".bias", rows=rows) for name, rows in parts])
             bias = in_order(bias, order)
         names, rows = zip(*parts, strict=True)
-        linear = self._of_bytes(names, rows, None, bias, order) or self.linear(
+        layer = self._of_bytes(names, rows, None, bias, order) or self.linear(
             in_order(self.weight(names, rows, None), order), bias
         )
-        return self._adapted(linear, names, rows, slice(0, self.config.hidden_size), order)
+        return self._adapted(layer, names, rows, slice(0, linears[0].inputs.size), order)
 
-    def rows(self, name: str, columns: slice, *, has_bias: bool) -> Linear:
+    def rows(self, linear: LinearTensors) -> Linear:
+        """Return a layer that ranks share by inputs."""
+        columns = linear.columns(self.ranks.rank, self.ranks.size)
         # The ranks' results are summed, so one rank alone adds the bias.
-        bias = self.read(name + ".bias") if has_bias and self.ranks.rank == 0 else None
-        rows = [slice(0, self.config.hidden_size)]
-        linear = self._of_bytes([name], rows, columns, bias) or self.linear(
-            self.weight([name], rows, columns), bias
+        has_bias = linear.has_bias and self.ranks.rank == 0
+        bias = self.read(linear.name + ".bias") if has_bias else None
+        rows = [slice(0, linear.num_outputs)]
+        layer = self._of_bytes([linear.name], rows, columns, bias) or self.linear(
+            self.weight([linear.name], rows, columns), bias
         )
-        return self._adapted(linear, [name], rows, columns)
+        return self._adapted(layer, [linear.name], rows, columns)
 
     def weight(
         self,

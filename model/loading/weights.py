@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.kernels.reference import NarrowWeight
-from baton.model.config.decoder_config import read_json
 from baton.model.config.quantization import Packing
+from baton.model.config.reading import read_json
 from baton.model.config.weight_files import Stored, stored_tensors
 from baton.protocol.errors import ConfigError
 

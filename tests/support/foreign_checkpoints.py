@@ -49,7 +49,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
     },
     "minimax_m2": {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "youtu": {key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
+    # transformers clears the row of a padding token
+    "youtu": {
+        "pad_token_id": None,
+        **{key: of for key, of in LATENT.items() if "_rank" in key or "head" in key},
+    },
+    "ministral": {"sliding_window": 24, "head_dim": 16},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
     "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24},

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.model.config.rope_config import Rope
+from baton.model.config.tensors import share
 from baton.model.layers.attention import Batch
 from baton.model.layers.decoder import Decoder
-from baton.model.layers.linear import Linear, share
+from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import ExpertMlp, GroupedProduct, SoftmaxRouter, StackedExperts
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.kv_cache import KVCache

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from baton.model.batch_invariance.row_rule import MIN_ROWS, num_threads
+from baton.model.config.families import FAMILIES as ROWS
 from baton.model.layers.decoder import Decoder
 from baton.model.runner.rank import is_batch_invariant, plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks
@@ -33,6 +34,7 @@ from tests.support.foreign_checkpoints import (
     reference,
     whole,
 )
+from tests.support.foreign_checkpoints import FAMILIES as FOREIGN
 from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
@@ -55,7 +57,6 @@ WHOLE_YARN = YARN | {
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
 TURNS = {"layer_types": ["sliding_attention", "full_attention"]}
-MINISTRAL = {"architectures": ["MinistralForCausalLM"], "model_type": "ministral"}
 LINEAR_4 = {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
 LINEAR = {"rope_type": "linear", "factor": 8.0}
 FACTORS = {
@@ -66,6 +67,7 @@ FIRST_1024 = {"original_max_position_embeddings": 1024}
 LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **FACTORS}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
+    **{row.model_type: (row.model_type, {}) for row in ROWS if row.model_type in FOREIGN},
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
     "a vocabulary that ranks cannot share": ("qwen2", {"vocab_size": 1023}),
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
@@ -89,11 +91,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "mistral",
         {"sliding_window": 50, "extra": json.dumps(TURNS)},
     ),
-    "ministral": (
-        "mistral",
-        {"sliding_window": 50, "extra": json.dumps(MINISTRAL | TURNS)},
+    "ministral with kinds of layers": (
+        "ministral",
+        {"layer_types": ("sliding_attention", "full_attention", "full_attention")},
     ),
-    "ministral with windows": ("mistral", {"sliding_window": 50, "extra": json.dumps(MINISTRAL)}),
     "yarn beyond a window": (
         "qwen3",
         {
@@ -105,9 +106,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "a head size of its own": ("qwen3", {"head_dim": 64}),
     "no grouped queries": ("llama", {"num_kv_heads": 4}),
     "one KV head": ("llama", {"num_kv_heads": 1}),
-    "qwen3_moe": ("qwen3_moe", {}),
-    "mixtral": ("mixtral", {}),
-    "qwen2_moe": ("qwen2_moe", {}),
     "a shared expert without biases": ("qwen2_moe", {"qkv_bias": False, "mlp_only_layers": (0,)}),
     "weights that sum to one": ("qwen3_moe", {"norm_topk_prob": True}),
     "a dense layer": ("qwen3_moe", {"mlp_only_layers": (1,)}),
@@ -121,7 +119,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "stacked qwen3_moe": ("qwen3_moe", {"save_original_format": False}),
     "stacked mixtral": ("mixtral", {"save_original_format": False}),
     "stacked qwen2_moe": ("qwen2_moe", {"save_original_format": False}),
-    "v3": ("deepseek_v3", {}),
     "v3 whose queries have no latent row": ("deepseek_v3", {"q_lora_rank": None}),
     "v3 with yarn": ("deepseek_v3", {"rope_parameters": DEEPSEEK_YARN}),
     "v3 with other factors": (
@@ -174,9 +171,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "longrope in llama": (
         "llama", {"head_dim": 16, "extra": json.dumps({"rope_scaling": LONGROPE})},
     ),
-    "youtu": ("youtu", {"pad_token_id": None}),  # transformers clears the row of a padding token
     "v2 of one expert in a group": ("deepseek_v2", {"n_group": 8, "topk_group": 3}),
-    "gemma2": ("gemma2", {}),
     "gemma2 with low caps": (
         "gemma2", {"attn_logit_softcapping": 0.5, "final_logit_softcapping": 2.0},
     ),
@@ -189,7 +184,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2 with windows at the end": (
         "gemma2", {"layer_types": ("full_attention", "full_attention", "sliding_attention")},
     ),
-    "gemma3": ("gemma3_text", {}),
     "gemma3 with angles of each kind": (
         "gemma3_text",
         {
@@ -205,7 +199,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 that sees images, as transformers names it": (
         "gemma3", {"save_original_format": False},
     ),
-    "gpt-oss": ("gpt_oss", {}),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
@@ -219,6 +212,10 @@ def folder_of(variant: str, tmp_path: Path) -> Path:
     rope = {name: of for name, of in fields.items() if name == "rope_parameters"}
     folder = foreign_folder(kind, **{k: of for k, of in fields.items() if k not in rope})
     return changed(tmp_path, folder, **rope) if rope else folder
+
+
+def test_every_family_has_a_checkpoint_that_is_compared_with_transformers():
+    assert {row.model_type for row in ROWS} <= {*FAMILIES, *FOREIGN}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -318,10 +315,10 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
     ("variant", "size"),
     [
         ("qwen3_moe", 2), ("stacked mixtral", 2), ("a dense layer", 2), ("qwen2_moe", 2),
-        ("v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
+        ("deepseek_v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
         ("qwen3", 2), ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
-        *((name, size) for name in ("gemma2", "gemma3", "gpt-oss") for size in (2, 4)),
+        *((name, size) for name in ("gemma2", "gemma3_text", "gpt_oss") for size in (2, 4)),
         *(("longrope of three quarters", size) for size in (2, 4)),
     ],
 )  # fmt: skip

@@ -1,0 +1,379 @@
+"""The families of baton's own decoder: a row says how one differs from Llama.
+
+What reads config.json, expects tensors, loads them and lists models in docs/models.md follows the
+row. `defaults` has the values that transformers takes for fields that config.json leaves out;
+tests compare them with transformers' own configuration classes, which commands cannot import
+because they load torch. This module never imports torch.
+"""
+
+from typing import Literal
+
+import msgspec
+
+from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
+
+ALWAYS = "always"  # instead of the name of a field that says whether
+Routing = Literal["softmax", "sigmoid", "grouped_softmax", "grouped_sigmoid"]
+WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
+
+
+class Windows(msgspec.Struct, frozen=True, kw_only=True):
+    """The layers in which a token sees itself and `sliding_window - 1` tokens before it.
+
+    `upper` are those from `max_window_layers` on; `alternate` every second one below that, from
+    the first on; `pattern` all but the last of each `period` layers.
+    """
+
+    layers: WindowedLayers = "all"
+    reads_layer_types: bool = True  # which then say it for each layer
+    period: int = 0
+    reads_period: bool = False  # from the field `sliding_window_pattern`
+    switch: str = ""  # a field without which no layer has a window
+    has_own_rope: bool = False  # the rotary embedding of these layers is another one
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True):
+    """A mixture of experts: how a token chooses, and what the tensors are called in a layer.
+
+    `sigmoid` scores have a bias that changes the choice alone. `grouped` is DeepSeek's choice,
+    among the experts of the best groups.
+    """
+
+    routing: Routing = "softmax"
+    block: str = "mlp"
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    router: str = "gate"
+    router_bias: str = "gate.e_score_correction_bias"
+    shared: str = ""  # the expert that every token takes
+    shared_gate: str = ""  # its own weight, if it has one
+    # All experts of a layer are in one tensor, [inputs, outputs] each, with gates and ups
+    # interleaved, and they and the router have biases.
+    is_interleaved: bool = False
+    # Experts are in every layer, as wide as `intermediate_size`, and their weights sum to 1.
+    fills_layers: bool = False
+    skips_first_layer: bool = False  # if config.json does not say which layers have experts
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True):
+    """Latent attention (MLA): one row of a token and layer stands for all keys and values."""
+
+    # Whether numbers that are rotated together are neighbours in the files; None: the field
+    # `rope_interleave` says so.
+    is_interleaved: bool | None = None
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True):
+    """One family. Biases and norms are `ALWAYS` there, or where a named field says so."""
+
+    title: str  # as people call its models
+    architecture: str
+    model_type: str
+    other_model_types: tuple[str, ...] = ()
+    wrapper: str = ""  # the architecture of models that see images, too; this is their text
+    defaults: dict[str, object] = {}
+    refused: tuple[str, ...] = ()  # fields that change the result and are not supported
+    qkv_bias: str = ""
+    output_bias: str = ""
+    mlp_bias: str = ""
+    qk_norm: str = ""
+    joins_qk_norm: bool = False  # over all heads together
+    is_fused: bool = False  # queries, keys and values are one tensor, and gates and ups
+    gate: Gate = SILU
+    norm_offset: float = 0.0  # added to the weights of all norms
+    has_output_norms: bool = False  # of attention and of the MLP, before they are added
+    scales_embeddings: bool = False  # by the root of the hidden size
+    has_scalar: bool = False  # query_pre_attn_scalar and the caps of logits count
+    has_sinks: bool = False  # a score of each head that no key has
+    windows: Windows | None = None
+    partial_rotary_factor: float | None = None  # None: whole heads are rotated
+    rope_types: dict[str, str] = {}  # other names of kinds of scaling
+    latent: Latent | None = None
+    experts: Experts | None = None
+    has_nextn_layers: bool = False  # num_nextn_predict_layers are in the files, and not read
+
+    def with_defaults(self, fields: dict[str, object]) -> dict[str, object]:
+        """Return the fields of config.json, completed as transformers completes them."""
+        complete = dict(fields)
+        for name, value in self.defaults.items():
+            names = _ALIASES.get(name, (name,))
+            if not any(_says_something(fields, alias) for alias in names):
+                complete[name] = value
+        return complete
+
+
+# Fields of which one is enough.
+_ALIASES = {
+    "num_experts": ("num_experts", "num_local_experts"),
+    "num_local_experts": ("num_experts", "num_local_experts"),
+    "torch_dtype": ("torch_dtype", "dtype"),
+    "rope_scaling": ("rope_scaling", "rope_parameters"),
+}
+# Fields in which null is a value: as many KV heads as heads, no window, no cap.
+_NULLABLE = {
+    "num_key_value_heads", "sliding_window", "attn_logit_softcapping", "final_logit_softcapping",
+}  # fmt: skip
+
+
+def _says_something(fields: dict[str, object], name: str) -> bool:
+    return fields.get(name) is not None or (name in fields and name in _NULLABLE)
+
+
+_DEEPSEEK_EXPERTS = Experts(routing="grouped_sigmoid", shared="shared_experts")
+_QWEN_WINDOWS = Windows(layers="upper", switch="use_sliding_window")
+
+FAMILIES = (
+    Family(
+        title="Llama",
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    Family(
+        title="Mistral",
+        architecture="MistralForCausalLM",
+        model_type="mistral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows(),
+    ),
+    Family(
+        title="Ministral",
+        architecture="MinistralForCausalLM",
+        model_type="ministral",
+        defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+        windows=Windows(),
+    ),
+    Family(
+        title="Qwen2, Qwen2.5",
+        architecture="Qwen2ForCausalLM",
+        model_type="qwen2",
+        defaults={"num_key_value_heads": 32, "sliding_window": 4096},
+        qkv_bias=ALWAYS,
+        windows=_QWEN_WINDOWS,
+    ),
+    Family(
+        title="Qwen3 (dense)",
+        architecture="Qwen3ForCausalLM",
+        model_type="qwen3",
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        windows=_QWEN_WINDOWS,
+    ),
+    Family(
+        title="Qwen2-MoE, Qwen1.5-MoE",
+        architecture="Qwen2MoeForCausalLM",
+        model_type="qwen2_moe",
+        defaults={
+            "num_key_value_heads": 16,
+            "sliding_window": 4096,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        qkv_bias="qkv_bias",
+        windows=Windows(layers="alternate", switch="use_sliding_window"),
+        experts=Experts(shared="shared_expert", shared_gate="shared_expert_gate"),
+    ),
+    Family(
+        title="Qwen3-MoE",
+        architecture="Qwen3MoeForCausalLM",
+        model_type="qwen3_moe",
+        defaults={
+            "num_key_value_heads": 4,
+            "sliding_window": 4096,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        windows=Windows(reads_layer_types=False, switch="use_sliding_window"),
+        experts=Experts(),
+    ),
+    Family(
+        title="Mixtral",
+        architecture="MixtralForCausalLM",
+        model_type="mixtral",
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        windows=Windows(reads_layer_types=False),
+        experts=Experts(block="block_sparse_moe", gate="w1", up="w3", down="w2", fills_layers=True),
+    ),
+    Family(
+        title="Gemma 2",
+        architecture="Gemma2ForCausalLM",
+        model_type="gemma2",
+        defaults={
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gate=GELU_TANH,
+        norm_offset=1.0,
+        has_output_norms=True,
+        scales_embeddings=True,
+        has_scalar=True,
+        windows=Windows(layers="pattern", period=2),
+    ),
+    Family(
+        title="Gemma 3 (of models that see images, the text)",
+        architecture="Gemma3ForCausalLM",
+        model_type="gemma3_text",
+        wrapper="Gemma3ForConditionalGeneration",
+        defaults={
+            "vocab_size": 262208,
+            "hidden_size": 2304,
+            "intermediate_size": 9216,
+            "num_hidden_layers": 26,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "max_position_embeddings": 131072,
+            "tie_word_embeddings": True,
+            "sliding_window": 4096,
+            "query_pre_attn_scalar": 256,
+            "rope_theta": 1e6,
+        },
+        refused=("attn_logit_softcapping",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        gate=GELU_TANH,
+        norm_offset=1.0,
+        has_output_norms=True,
+        scales_embeddings=True,
+        has_scalar=True,
+        windows=Windows(layers="pattern", period=6, reads_period=True, has_own_rope=True),
+    ),
+    Family(
+        title="gpt-oss",
+        architecture="GptOssForCausalLM",
+        model_type="gpt_oss",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": True,
+            "sliding_window": 128,
+            "torch_dtype": "bfloat16",  # its published folders name none
+            "rope_theta": 1.5e5,
+            "rope_scaling": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        refused=("attn_logit_softcapping",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        gate=CLAMPED,
+        has_scalar=True,
+        has_sinks=True,
+        windows=Windows(layers="pattern", period=2),
+        experts=Experts(router="router", is_interleaved=True, fills_layers=True),
+    ),
+    Family(
+        title="GLM-4.5, 4.6",
+        architecture="Glm4MoeForCausalLM",
+        model_type="glm4_moe",
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
+        qkv_bias="attention_bias",
+        qk_norm="use_qk_norm",
+        partial_rotary_factor=0.5,
+        experts=_DEEPSEEK_EXPERTS,
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="MiniMax-M2",
+        architecture="MiniMaxM2ForCausalLM",
+        model_type="minimax_m2",
+        defaults={
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5e6,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        qk_norm=ALWAYS,
+        joins_qk_norm=True,
+        partial_rotary_factor=1.0,
+        experts=Experts(
+            routing="sigmoid",
+            block="block_sparse_moe",
+            gate="w1",
+            up="w3",
+            down="w2",
+            router_bias="e_score_correction_bias",
+            fills_layers=True,
+        ),
+    ),
+    Family(
+        title="Phi-3, Phi-3.5-mini, Phi-4, Phi-4-mini",
+        architecture="Phi3ForCausalLM",
+        model_type="phi3",
+        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096},
+        is_fused=True,
+        windows=Windows(reads_layer_types=False),
+        partial_rotary_factor=1.0,
+        rope_types={"su": "longrope", "yarn": "longrope"},  # in its first folders
+    ),
+    Family(
+        title="DeepSeek-V2 (Lite, Coder)",
+        architecture="DeepseekV2ForCausalLM",
+        model_type="deepseek_v2",
+        latent=Latent(is_interleaved=True),
+        experts=Experts(routing="grouped_softmax", shared="shared_experts"),
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="DeepSeek-V3, R1, Kimi-K2",
+        architecture="DeepseekV3ForCausalLM",
+        model_type="deepseek_v3",
+        other_model_types=("kimi_k2",),
+        latent=Latent(),
+        experts=_DEEPSEEK_EXPERTS,
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="GLM-4.7-Flash",
+        architecture="Glm4MoeLiteForCausalLM",
+        model_type="glm4_moe_lite",
+        defaults={"rms_norm_eps": 1e-5},
+        latent=Latent(),
+        experts=Experts(routing="grouped_sigmoid", shared="shared_experts", skips_first_layer=True),
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="Youtu-LLM",
+        architecture="YoutuForCausalLM",
+        model_type="youtu",
+        defaults={"tie_word_embeddings": True},
+        latent=Latent(),
+        has_nextn_layers=True,
+    ),
+)
+BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
+BY_WRAPPER = {family.wrapper: family for family in FAMILIES if family.wrapper}

@@ -1,0 +1,398 @@
+"""The tensors of a decoder, declared once: their names, shapes, parts for ranks, and order.
+
+The check of a folder, the loader, adapters and quantized weights all read these declarations. This
+module never imports torch.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import msgspec
+
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.expert_config import ExpertsConfig
+from baton.model.config.families import Experts
+from baton.model.config.latent_config import LatentConfig
+
+EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
+# As transformers keeps experts, and saves them with `save_original_format=False`.
+STACKED_BLOCK = "mlp"
+STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+Shape = tuple[int, ...]
+
+
+def share(num_units: int, rank: int, size: int, width: int = 1) -> slice:
+    """Return the rows or columns, of `num_units` units of `width`, that belong to `rank`.
+
+    If there are fewer units (KV heads) than ranks, neighbouring ranks hold the same unit.
+    """
+    if num_units < size:
+        first = rank * num_units // size
+        return slice(first * width, (first + 1) * width)
+    per_rank = num_units // size * width
+    return slice(rank * per_rank, (rank + 1) * per_rank)
+
+
+class Units(msgspec.Struct, frozen=True):
+    """Inputs or outputs of a layer: `count` units, such as heads, each of which one rank has."""
+
+    count: int
+    width: int = 1
+    is_rotated: bool = False  # kernels take the numbers of each unit in the order of rotation
+
+    @property
+    def size(self) -> int:
+        return self.count * self.width
+
+    def of_rank(self, rank: int, size: int) -> slice:
+        return share(self.count, rank, size, self.width)
+
+
+class LinearTensors(msgspec.Struct, frozen=True):
+    """A linear layer: `NAME.weight` is `[outputs, inputs]`, and `NAME.bias` may be there.
+
+    Ranks share the outputs, or else the inputs if `splits_inputs`. Outputs may be several blocks,
+    one under the other, each of which is shared by itself.
+    """
+
+    name: str
+    outputs: tuple[Units, ...]
+    inputs: Units
+    has_bias: bool = False
+    splits_inputs: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        return sum(units.size for units in self.outputs)
+
+    def rows(self, rank: int, size: int) -> list[slice]:
+        """Return the rows of `weight` that a rank has, in order."""
+        if size == 1 or self.splits_inputs:
+            return [slice(0, self.num_outputs)]
+        rows, first = [], 0
+        for units in self.outputs:
+            part = units.of_rank(rank, size)
+            rows.append(slice(first + part.start, first + part.stop))
+            first += units.size
+        return rows
+
+    def columns(self, rank: int, size: int) -> slice:
+        """Return the columns of `weight` that a rank has."""
+        if self.splits_inputs:
+            return self.inputs.of_rank(rank, size)
+        return slice(0, self.inputs.size)
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        yield f"{self.name}.weight", (self.num_outputs, self.inputs.size)
+        if self.has_bias:
+            yield f"{self.name}.bias", (self.num_outputs,)
+
+
+class NormTensor(NamedTuple):
+    """The weight of a norm, over units whose order is that of the outputs it is of."""
+
+    name: str  # without `.weight`
+    size: int
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        yield f"{self.name}.weight", (self.size,)
+
+
+class MlpTensors(NamedTuple):
+    gate_up: tuple[LinearTensors, ...]  # gates first
+    down: LinearTensors
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for linear in (*self.gate_up, self.down):
+            yield from linear.shapes()
+
+
+class LatentTensors(msgspec.Struct, frozen=True):
+    """The tensors of latent attention, of which all ranks have those without heads."""
+
+    q_down: LinearTensors | None  # None: `q_up` takes the hidden state
+    q_norm: NormTensor | None
+    q_up: LinearTensors
+    row_down: LinearTensors
+    row_norm: NormTensor
+    row_up: LinearTensors
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        linears = (self.q_down, self.q_norm, self.q_up, self.row_down, self.row_norm, self.row_up)
+        for tensors in linears:
+            if tensors is not None:
+                yield from tensors.shapes()
+
+
+class ExpertTensors(msgspec.Struct, frozen=True):
+    """A router and its experts, each of which ranks share as they share a dense MLP."""
+
+    router: LinearTensors
+    score_bias: str | None  # changes the choice alone
+    shared: MlpTensors | None
+    shared_gate: LinearTensors | None
+    block: str  # before the names of the experts
+    names: Experts
+    num_experts: int
+    width: int  # of one expert
+    hidden: int
+    is_stacked: bool  # one tensor has all experts of a layer
+
+    @property
+    def stacked_gate_up(self) -> str:
+        return f"{self.block}{STACKED_GATE_UP}"
+
+    @property
+    def stacked_down(self) -> str:
+        return f"{self.block}{STACKED_DOWN}"
+
+    def expert(self, number: int) -> MlpTensors:
+        """Return the tensors of one expert, where each has its own."""
+        names, prefix = self.names, f"{self.block}experts.{number}."
+        return _mlp(prefix, (names.gate, names.up), names.down, self.hidden, self.width)
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        yield from self.router.shapes()
+        if self.score_bias is not None:
+            yield self.score_bias, (self.num_experts,)
+        if self.shared is not None:
+            yield from self.shared.shapes()
+        if self.shared_gate is not None:
+            yield from self.shared_gate.shapes()
+        if self.names.is_interleaved:
+            yield self.stacked_gate_up, (self.num_experts, self.hidden, 2 * self.width)
+            yield f"{self.stacked_gate_up}_bias", (self.num_experts, 2 * self.width)
+            yield self.stacked_down, (self.num_experts, self.width, self.hidden)
+            yield f"{self.stacked_down}_bias", (self.num_experts, self.hidden)
+        elif self.is_stacked:
+            yield self.stacked_gate_up, (self.num_experts, 2 * self.width, self.hidden)
+            yield self.stacked_down, (self.num_experts, self.hidden, self.width)
+        else:
+            for number in range(self.num_experts):
+                yield from self.expert(number).shapes()
+
+
+class LayerTensors(msgspec.Struct, frozen=True):
+    """The tensors of one layer."""
+
+    norms: dict[str, NormTensor]  # by their names in `DecoderLayer`
+    qkv: tuple[LinearTensors, ...]  # queries, keys and values; none with `latent`
+    output: LinearTensors
+    q_norm: NormTensor | None
+    k_norm: NormTensor | None
+    sinks: str | None
+    num_heads: int
+    latent: LatentTensors | None
+    mlp: MlpTensors | None  # None with `experts`
+    experts: ExpertTensors | None
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for norm in (*self.norms.values(), self.q_norm, self.k_norm):
+            if norm is not None:
+                yield from norm.shapes()
+        for linear in self.qkv:
+            yield from linear.shapes()
+        if self.latent is not None:
+            yield from self.latent.shapes()
+        yield from self.output.shapes()
+        if self.mlp is not None:
+            yield from self.mlp.shapes()
+        if self.experts is not None:
+            yield from self.experts.shapes()
+        if self.sinks is not None:
+            yield self.sinks, (self.num_heads,)
+
+
+class DecoderTensors(msgspec.Struct, frozen=True):
+    """All tensors that a decoder reads. A tied head is no tensor of its own."""
+
+    vocab_size: int
+    hidden: int
+    layers: tuple[LayerTensors, ...]
+    norm: NormTensor
+    is_tied: bool
+
+    def shapes(self) -> dict[str, Shape]:
+        """Return the shape of each tensor by name."""
+        shapes: dict[str, Shape] = {EMBEDDING: (self.vocab_size, self.hidden)}
+        for layer in self.layers:
+            shapes.update(layer.shapes())
+        shapes.update(self.norm.shapes())
+        if not self.is_tied:
+            shapes[HEAD] = (self.vocab_size, self.hidden)
+        return shapes
+
+
+def decoder_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> DecoderTensors:
+    """Return what the decoder of `config` reads.
+
+    `is_stacked` says that one tensor holds all experts of a layer.
+    """
+    return DecoderTensors(
+        vocab_size=config.vocab_size,
+        hidden=config.hidden_size,
+        layers=tuple(
+            _layer(config, number, is_stacked=is_stacked) for number in range(config.num_layers)
+        ),
+        norm=NormTensor(NORM, config.hidden_size),
+        is_tied=config.tie_word_embeddings,
+    )
+
+
+def has_stacked_experts(names: Sequence[str] | frozenset[str]) -> bool:
+    """Return whether one tensor holds all experts of a layer."""
+    return any(name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}") for name in names)
+
+
+def units_of_rank(
+    linears: Sequence[LinearTensors], rank: int, size: int
+) -> Iterator[tuple[int, Units]]:
+    """Return each block of the outputs of joined layers, with how many of its units a rank has."""
+    for units in chain.from_iterable(linear.outputs for linear in linears):
+        part = units.of_rank(rank, size)
+        yield (part.stop - part.start) // units.width, units
+
+
+def _layer(config: DecoderConfig, number: int, *, is_stacked: bool) -> LayerTensors:
+    layer = f"model.layers.{number}."
+    attention = f"{layer}self_attn."
+    hidden, width = Units(config.hidden_size), config.head_dim
+    latent = config.latent
+    value_dim = width if latent is None else latent.v_head_dim
+    output = LinearTensors(
+        f"{attention}o_proj", (hidden,), Units(config.num_heads, value_dim), config.output_bias,
+        splits_inputs=True,
+    )  # fmt: skip
+    experts = config.experts_of(number)
+    q_norm = k_norm = None
+    if config.qk_norm:
+        num_heads, kv_heads = config.num_heads, config.num_kv_heads
+        q_size, k_size = width, width
+        if config.joins_qk_norm:
+            q_size, k_size = num_heads * width, kv_heads * width
+        q_norm = NormTensor(f"{attention}q_norm", q_size)
+        k_norm = NormTensor(f"{attention}k_norm", k_size)
+    return LayerTensors(
+        norms=_norms(config, layer),
+        qkv=_qkv(config, attention) if latent is None else (),
+        output=output,
+        q_norm=q_norm,
+        k_norm=k_norm,
+        sinks=f"{attention}sinks" if config.layers.has_sinks else None,
+        num_heads=config.num_heads,
+        latent=None if latent is None else _latent(latent, attention, config),
+        mlp=_dense_mlp(config, layer) if experts is None else None,
+        experts=None if experts is None else _experts(config, experts, layer, is_stacked),
+    )
+
+
+def _norms(config: DecoderConfig, layer: str) -> dict[str, NormTensor]:
+    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if config.layers.has_output_norms:
+        names["output_norm"] = names["mlp_norm"]
+        names["mlp_norm"] = "pre_feedforward_layernorm"
+        names["mlp_output_norm"] = "post_feedforward_layernorm"
+    return {role: NormTensor(layer + name, config.hidden_size) for role, name in names.items()}
+
+
+def _qkv(config: DecoderConfig, attention: str) -> tuple[LinearTensors, ...]:
+    hidden, width = Units(config.hidden_size), config.head_dim
+    queries = Units(config.num_heads, width, is_rotated=True)
+    keys = Units(config.num_kv_heads, width, is_rotated=True)
+    values = Units(config.num_kv_heads, width)
+    if config.is_fused:
+        blocks = (queries, keys, values)
+        return (LinearTensors(f"{attention}qkv_proj", blocks, hidden, config.qkv_bias),)
+    return tuple(
+        LinearTensors(f"{attention}{name}_proj", (units,), hidden, config.qkv_bias)
+        for name, units in (("q", queries), ("k", keys), ("v", values))
+    )
+
+
+def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> LatentTensors:
+    hidden, heads = Units(config.hidden_size), config.num_heads
+    queries = Units(heads, latent.qk_head_dim)
+    expanded = Units(heads, latent.qk_nope_head_dim + latent.v_head_dim)
+    q_down = q_norm = None
+    q_up = LinearTensors(f"{attention}q_proj", (queries,), hidden)
+    if latent.q_lora_rank is not None:
+        rank = Units(1, latent.q_lora_rank)
+        q_down = LinearTensors(f"{attention}q_a_proj", (rank,), hidden)
+        q_norm = NormTensor(f"{attention}q_a_layernorm", latent.q_lora_rank)
+        q_up = LinearTensors(f"{attention}q_b_proj", (queries,), rank)
+    return LatentTensors(
+        q_down=q_down,
+        q_norm=q_norm,
+        q_up=q_up,
+        row_down=LinearTensors(
+            f"{attention}kv_a_proj_with_mqa", (Units(1, latent.row_dim),), hidden
+        ),
+        row_norm=NormTensor(f"{attention}kv_a_layernorm", latent.kv_lora_rank),
+        row_up=LinearTensors(f"{attention}kv_b_proj", (expanded,), Units(1, latent.kv_lora_rank)),
+    )
+
+
+def _dense_mlp(config: DecoderConfig, layer: str) -> MlpTensors:
+    hidden, width = Units(config.hidden_size), Units(config.intermediate_size)
+    if not config.is_fused:
+        names = ("gate_proj", "up_proj")
+        return _mlp(
+            f"{layer}mlp.", names, "down_proj", hidden.size, width.size, has_bias=config.mlp_bias
+        )
+    return MlpTensors(
+        (LinearTensors(f"{layer}mlp.gate_up_proj", (width, width), hidden, config.mlp_bias),),
+        LinearTensors(
+            f"{layer}mlp.down_proj", (hidden,), width, config.mlp_bias, splits_inputs=True
+        ),
+    )
+
+
+def _mlp(
+    prefix: str,
+    gate_up: tuple[str, str],
+    down: str,
+    hidden: int,
+    width: int,
+    *,
+    has_bias: bool = False,
+) -> MlpTensors:
+    inputs, outputs = Units(hidden), Units(width)
+    return MlpTensors(
+        tuple(LinearTensors(prefix + name, (outputs,), inputs, has_bias) for name in gate_up),
+        LinearTensors(prefix + down, (inputs,), outputs, has_bias, splits_inputs=True),
+    )
+
+
+def _experts(
+    config: DecoderConfig, experts: ExpertsConfig, layer: str, is_stacked: bool
+) -> ExpertTensors:
+    names, hidden = experts.names, config.hidden_size
+    block = f"{layer}{names.block}."
+    experts_block = f"{layer}{STACKED_BLOCK}." if is_stacked else block
+    shared = shared_gate = None
+    if width := experts.shared_expert_intermediate_size:
+        gate_up = (names.gate, names.up)
+        shared = _mlp(f"{block}{names.shared}.", gate_up, names.down, hidden, width)
+        if names.shared_gate:
+            gate = f"{block}{names.shared_gate}"
+            shared_gate = LinearTensors(gate, (Units(1),), Units(hidden))
+    is_scored = experts.routing is not None and experts.routing.is_sigmoid
+    return ExpertTensors(
+        router=LinearTensors(
+            f"{experts_block}{names.router}",
+            (Units(experts.num_experts),),
+            Units(hidden),
+            has_bias=names.is_interleaved,
+        ),
+        score_bias=f"{experts_block}{names.router_bias}" if is_scored else None,
+        shared=shared,
+        shared_gate=shared_gate,
+        block=experts_block,
+        names=names,
+        num_experts=experts.num_experts,
+        width=experts.moe_intermediate_size,
+        hidden=hidden,
+        is_stacked=is_stacked or names.is_interleaved,
+    )
