@@ -199,6 +199,15 @@ FAMILIES = (
         experts=Experts(),
     ),
     Family(
+        title="Seed-OSS",
+        architecture="SeedOssForCausalLM",
+        model_type="seed_oss",
+        defaults={"num_key_value_heads": 8, "head_dim": 128, "attention_bias": True},
+        qkv_bias="attention_bias",
+        output_bias="attention_out_bias",
+        mlp_bias="mlp_bias",
+    ),
+    Family(
         title="Mixtral",
         architecture="MixtralForCausalLM",
         model_type="mixtral",

@@ -35,6 +35,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**MoE, "head_dim": 16},
     "qwen2_moe": {**MoE, "shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "seed_oss": {"head_dim": 16},
     "olmo2": {},
     "gemma3_text": {**HALF_WINDOWS, "query_pre_attn_scalar": 16},
     "phi3": {},
