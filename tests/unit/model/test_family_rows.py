@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.families import FAMILIES, Family
+from baton.model.config.families import ALWAYS, FAMILIES, Family
 
 # What no folder leaves out. Sizes of latent attention and of DeepSeek's experts belong to these.
 NEEDED: dict[str, object] = {
@@ -63,6 +63,12 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
         assert config.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     assert config.rms_norm_eps == theirs.rms_norm_eps
     assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    for field, has_bias in (
+        (family.qkv_bias, config.qkv_bias),
+        (family.output_bias, config.output_bias),
+        (family.mlp_bias, config.mlp_bias),
+    ):
+        assert has_bias == (getattr(theirs, field) if field not in ("", ALWAYS) else bool(field))
     rope = theirs.rope_parameters
     full = rope.get("full_attention", rope)
     assert config.rope.theta == full["rope_theta"]
