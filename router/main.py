@@ -13,7 +13,7 @@ from baton.router.http.app import App
 from baton.router.http.metrics import StatsLine
 from baton.router.http.request_log import Tracer, exporter_to
 from baton.router.http.server import Server
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.host import AcceptErrors, raise_descriptor_limit
 from baton.runtime.log import logger, print_failure, setup_process_log

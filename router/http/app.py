@@ -30,7 +30,7 @@ from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog, Tracer
 from baton.router.http.status import StatusPage, named_nodes
 from baton.router.http.tokens import DetokenizeBody, TokenEndpoints, TokenizeBody
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger
 from baton.runtime.metrics import CONTENT_TYPE

@@ -85,8 +85,10 @@ class blaming:  # noqa: N801 - a function to its callers; a generator would take
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, RequestError):
-            error.param = self._sent.get(error.param or "", error.param)
+        if isinstance(error, RequestError) and error.param:
+            # The place within a field is that of the turn, not of what the client sent.
+            field = error.param.partition("[")[0]
+            error.param = self._sent.get(error.param) or self._sent.get(field) or error.param
 
 
 def _without_nulls(data: bytes) -> bytes:

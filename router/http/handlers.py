@@ -64,8 +64,8 @@ from baton.router.http.errors import FORM_PARAM, blaming
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import GONE, RUNNING, Running
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.response_parser import Parsing
-from baton.router.text.tokenizer import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import MAX_PROMPT_CHARS, clip, logger
 

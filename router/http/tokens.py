@@ -21,7 +21,7 @@ from baton.router.http.api.turns import (
 )
 from baton.router.http.connections import MIB, Bodies
 from baton.router.http.errors import blaming, decoded
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 
 # These bodies are parsed on the event loop.

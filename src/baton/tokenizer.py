@@ -13,7 +13,8 @@ import msgspec
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
 from baton.router.http.api.turns import ToolList, plain_tools
-from baton.router.text.tokenizer import ChatTemplate, Text
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.tokenizer import Text
 
 # A turn: "role", "content" and other fields that the template reads.
 ChatMessage = Mapping[str, object]
@@ -93,7 +94,7 @@ class ModelTokenizer:
 
 
 def _plain(index: int, message: ChatMessage) -> dict[str, object]:
-    """Return a message whose content is text, even if it came as OpenAI's list of parts."""
+    """Return a message whose content is text or a list of text parts."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         text = f"message {index} must be a dict with a role and a content"
         raise RequestError(text, param="messages")
@@ -103,7 +104,9 @@ def _plain(index: int, message: ChatMessage) -> dict[str, object]:
     if len(texts) < len(parts):
         text = f"the content of message {index} must be text or a list of text parts"
         raise RequestError(text, param="messages")
-    return {**message, "content": "\n".join(texts)}
+    if isinstance(content, str):
+        return {**message, "content": content}
+    return {**message, "content": [{"type": "text", "text": text} for text in texts]}
 
 
 def _plain_tools(tools: object) -> list[dict[str, object]] | None:

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from baton.protocol.config import ClusterConfig
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.http_bench import TEXT, HttpBench, hello, lost, served
 from tests.support.router_bench import PROMPT, REMOTE, RouterBench

@@ -23,8 +23,9 @@ from baton.router.core.stream import RequestStream
 from baton.router.http.app import App
 from baton.router.http.request_log import Tracer
 from baton.router.http.server import Server
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.response_parser import Parsing
-from baton.router.text.tokenizer import ChatTemplate, Text
+from baton.router.text.tokenizer import Text
 from baton.router.text_router import ReadForm
 from baton.runtime.tls import server_context
 from tests.support.async_tests import AsyncTest, Test, with_bench

@@ -16,11 +16,7 @@ END_OF_TEXT_ID, TURN_START_ID, TURN_END_ID = 0, 1, 2  # the trainer numbers them
 MAX_POSITIONS = 8192
 # Of a chat that sets no limit: text that the model was not taught may never come to an end.
 MAX_ANSWER_TOKENS = 256
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
-    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 
 def train_tokenizer(seed: int) -> Tokenizer:

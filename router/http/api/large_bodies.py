@@ -17,7 +17,8 @@ import msgspec
 
 from baton.protocol.errors import BatonError, ConfigError, Failure, Overloaded, from_failure
 from baton.router.http.api.prepare import Job, Prepared, prepare
-from baton.router.text.tokenizer import ChatTemplate, Text
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.tokenizer import Text
 from baton.runtime.clock import monotonic
 from baton.runtime.log import logger
 from baton.runtime.process import Child, Command, die_with_parent

@@ -25,9 +25,10 @@ from baton.router.http.api.turns import (
     ToolUse,
 )
 from baton.router.http.errors import blaming
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.grammars import WHITE_SPACE
 from baton.router.text.response_parser import END_THINK, Parsing, ToolFormat
-from baton.router.text.tokenizer import ChatTemplate, Text
+from baton.router.text.tokenizer import Text
 from baton.runtime.log import clip
 
 _PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], ParsedRequest]] = {
@@ -134,7 +135,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, config: RouterConfig, template: ChatTemplate | None) -> "ModelFormat":
         """Return the formats that the settings name, or those of the template."""
-        source = "" if template is None else template.source
+        source = "" if template is None else template.tools_source
         tools = config.tool_call_parser
         return cls(
             _tool_format(source) if tools == "auto" else tools,

@@ -279,7 +279,7 @@ def _add(turns: list[Object], place: str, item: Item) -> None:
         case MessageItem(role=role, content=content):
             # Templates know no developers, and many only one turn of the system.
             role = "system" if role == "developer" else role
-            turn = plain_turn(place, Turn(role, content))
+            turn = plain_turn(place, Turn(role, text_of(f"{place}.content", content)))
             if role == "system" == last.get("role"):
                 last["content"] = f"{last['content']}\n\n{turn['content']}"
             elif role == "assistant" and is_answer and _is_only_reasoning(last):

@@ -110,7 +110,7 @@ def unsupported(name: str) -> RequestError:
 
 
 def plain_turn(place: str, turn: Turn) -> dict[str, object]:
-    """Return a turn in the form that templates take, with text as its content.
+    """Return a turn in the form that templates take, with text or text parts as its content.
 
     `place` names the turn in errors.
 
@@ -126,7 +126,7 @@ def plain_turn(place: str, turn: Turn) -> dict[str, object]:
             raise unsupported(f"{place}.{name}")
     plain: dict[str, object] = {
         "role": turn.role,
-        "content": text_of(f"{place}.content", turn.content),
+        "content": content_of(f"{place}.content", turn.content),
     }
     if turn.name is not None:
         plain["name"] = turn.name
@@ -189,6 +189,15 @@ def tool_use_of(
 
 def text_of(place: str, content: str | list[ContentPart] | None) -> str:
     """Return the text of a content. Raises `RequestError` for any other part, at `place`."""
+    parts = content_of(place, content)
+    return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
+
+
+def content_of(place: str, content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
+    """Return a content as text, or as text parts if it came in parts.
+
+    Raises `RequestError` for any other part, at `place`.
+    """
     if not isinstance(content, list):
         return content or ""
     texts = []
@@ -201,7 +210,7 @@ def text_of(place: str, content: str | list[ContentPart] | None) -> str:
                 param=f"{place}[{index}]",
             )
         texts.append(text)
-    return "\n".join(texts)
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def plain_call(place: str, call: TurnCall) -> dict[str, object]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.protocol.errors import ConfigError, RequestError
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import TEXT, hello, served
 from tests.support.small_tokenizers import END
 
@@ -17,6 +17,16 @@ SOURCE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
 )
 TURNS: list[dict[str, object]] = [{"role": "user", "content": "hello <&>"}]
+BODY = "{% for m in messages %}{{ m.content }}{% endfor %}"
+TOOL: dict[str, object] = {
+    "type": "function",
+    "function": {"name": "add", "description": "", "parameters": {"type": "object"}},
+}
+OF_PARTS = "{% for m in messages %}{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endfor %}"
+OF_BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for p in m.content %}<{{ p.text }}>{% endfor %}{% endif %}{% endfor %}"
+)
 
 
 def folder_with(folder: Path, config: dict[str, object]) -> str:
@@ -56,41 +66,115 @@ def test_what_a_template_may_not_do_is_an_error_of_the_request(source):
 def test_templates_are_found_where_model_folders_keep_them(tmp_path):
     assert ChatTemplate.load(str(tmp_path)) is None
     token = {"content": "<s>", "lstrip": False}
-    path = folder_with(tmp_path, {"chat_template": "{{ bos_token }}A", "bos_token": token})
+    path = folder_with(tmp_path, {"chat_template": "{{ bos_token }}A" + BODY, "bos_token": token})
     found = ChatTemplate.load(path)
-    assert found.render(TURNS) == "<s>A"
-    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D"}]
+    assert found.render(TURNS) == "<s>Ahello <&>"
+    named = [{"name": "rag", "template": "R"}, {"name": "default", "template": "D" + BODY}]
     found = ChatTemplate.load(folder_with(tmp_path, {"chat_template": named}))
-    assert found.render(TURNS) == "D"
-    (tmp_path / "chat_template.jinja").write_text("J")
+    assert found.render(TURNS) == "Dhello <&>"
+    (tmp_path / "chat_template.jinja").write_text("J" + BODY)
     found = ChatTemplate.load(path)
-    assert found.render(TURNS) == "J"
+    assert found.render(TURNS) == "Jhello <&>"
 
 
 def test_named_tokens_are_those_of_the_files_that_transformers_reads(tmp_path):
-    source = "{{ bos_token }}|{{ sep_token }}|{{ pad_token is defined }}"
+    source = "{{ bos_token }}|{{ sep_token }}|{{ pad_token is defined }}" + BODY
     older = {"chat_template": source, "bos_token": "<old>"}
     map_file = tmp_path / "special_tokens_map.json"
     map_file.write_text('{"bos_token": "<s>", "sep_token": {"content": "<sep>"}}')
-    assert ChatTemplate.load(folder_with(tmp_path, older)).render(TURNS) == "<s>|<sep>|False"
+    assert (
+        ChatTemplate.load(folder_with(tmp_path, older)).render(TURNS) == "<s>|<sep>|Falsehello <&>"
+    )
     newer = {**older, "added_tokens_decoder": {}, "pad_token": "<pad>"}
-    assert ChatTemplate.load(folder_with(tmp_path, newer)).render(TURNS) == "<old>||True"
+    assert ChatTemplate.load(folder_with(tmp_path, newer)).render(TURNS) == "<old>||Truehello <&>"
 
 
 def test_json_in_a_template_takes_the_options_that_transformers_takes():
     source = "{{ {'b': 'é', 'a': 1} | tojson(ensure_ascii=True, sort_keys=True) }}"
-    assert ChatTemplate(source, {}).render(TURNS) == '{"a": 1, "b": "\\u00e9"}'
+    assert ChatTemplate(source, {}).render([]) == '{"a": 1, "b": "\\u00e9"}'
     plain = ChatTemplate("{{ ['é', 1] | tojson(separators=(',', ':')) }}", {})
-    assert plain.render(TURNS) == '["é",1]'
+    assert plain.render([]) == '["é",1]'
 
 
 def test_a_chosen_file_takes_the_place_of_the_folders_template(tmp_path):
     path = folder_with(tmp_path, {"chat_template": "T", "bos_token": "<s>"})
-    (tmp_path / "mine.jinja").write_text("{{ bos_token }}M")
+    (tmp_path / "mine.jinja").write_text("{{ bos_token }}M" + BODY)
     found = ChatTemplate.load(path, str(tmp_path / "mine.jinja"))
-    assert found.render(TURNS) == "<s>M"
+    assert found.render(TURNS) == "<s>Mhello <&>"
     with pytest.raises(ConfigError, match=r"no chat template .*none\.jinja"):
         ChatTemplate.load(path, str(tmp_path / "none.jinja"))
+
+
+@pytest.mark.parametrize("is_file", [False, True])
+def test_tools_take_the_template_that_a_folder_has_for_them(is_file, tmp_path):
+    with_tools = "{{ tools[0].function.name }}:" + BODY
+    named = [{"name": "default", "template": BODY}, {"name": "tool_use", "template": with_tools}]
+    path = folder_with(tmp_path, {"chat_template": BODY if is_file else named})
+    if is_file:
+        (tmp_path / "additional_chat_templates").mkdir()
+        (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text(with_tools)
+    found = ChatTemplate.load(path)
+    assert found.render(TURNS, tools=[TOOL]) == "add:hello <&>"
+    assert found.render(TURNS) == "hello <&>"
+    assert found.tools_source == with_tools
+
+
+def test_tools_that_a_template_does_not_show_are_refused():
+    with pytest.raises(RequestError, match="does not show tools") as caught:
+        ChatTemplate(BODY, {}).render(TURNS, tools=[TOOL])
+    assert caught.value.param == "tools"
+    after_two = "{% if messages | length > 1 %}{{ tools }}{% endif %}" + BODY
+    assert "add" in ChatTemplate(after_two, {}).render([*TURNS, *TURNS], tools=[TOOL])
+    with pytest.raises(RequestError, match="does not show tools"):
+        ChatTemplate(after_two, {}).render(TURNS, tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("source", "of_text", "of_parts"),
+    [(BODY, "a", "a\nb"), (OF_PARTS, "<a>", "<a><b>"), (OF_BOTH, "a", "<a><b>")],
+)
+def test_contents_have_the_form_that_the_template_reads(source, of_text, of_parts):
+    parts = [{"type": "text", "text": text} for text in "ab"]
+    template = ChatTemplate(source, {})
+    assert template.render([{"role": "user", "content": "a"}]) == of_text
+    assert template.render([{"role": "user", "content": parts}]) == of_parts
+
+
+ONLY_USERS = "{% for m in messages if m.role == 'user' %}{{ m.content | trim }}{% endfor %}"
+LOST: list[tuple[str, list[dict[str, object]], str]] = [
+    (ONLY_USERS, [{"role": "system", "content": "e"}, *TURNS], "messages[0].content"),
+    (ONLY_USERS, [*TURNS, {"role": "critic", "content": "hello"}], "messages[1].content"),
+    ("{{ messages[0].content }}", [*TURNS, *TURNS], "messages[1].content"),
+    (
+        BODY,
+        [*TURNS, {"role": "assistant", "content": "", "tool_calls": [TOOL]}],
+        "messages[1].tool_calls",
+    ),
+    ("{{ messages[0].content[0] }}", TURNS, "messages[0].content"),
+]
+
+
+@pytest.mark.parametrize(("source", "messages", "field"), LOST)
+def test_what_would_not_reach_the_prompt_is_refused_by_name(source, messages, field):
+    with pytest.raises(RequestError, match="leaves out") as caught:
+        ChatTemplate(source, {}).render(messages)
+    assert caught.value.param == field
+
+
+def test_what_a_template_changes_or_leaves_out_on_purpose_is_no_loss():
+    upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
+    assert ChatTemplate(upper, {}).render(TURNS) == "HELLO <&>"
+    answer = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+    thought = {"role": "assistant", "content": "<think>why</think>so", "reasoning": "why"}
+    assert ChatTemplate(answer, {}).render([*TURNS, thought]) == "hello <&>so"
+    assert ChatTemplate(ONLY_USERS, {}).render([{"role": "system", "content": " "}]) == ""
+
+
+def test_developers_are_the_system_of_templates_that_do_not_know_them():
+    turn: dict[str, object] = {"role": "developer", "content": "brief"}
+    assert ChatTemplate("{{ messages[0].role }}" + BODY, {}).render([turn]) == "systembrief"
+    knowing = "{# developer #}{{ messages[0].role }}" + BODY
+    assert ChatTemplate(knowing, {}).render([turn]) == "developerbrief"
 
 
 def test_marks_for_training_change_nothing():

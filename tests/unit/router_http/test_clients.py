@@ -2,7 +2,7 @@
 
 import json
 
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import TEXT, HttpBench, hello, served
 
 USAGE = {"include_usage": True, "continuous_usage_stats": True}

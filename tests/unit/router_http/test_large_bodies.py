@@ -14,7 +14,7 @@ import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.router.http.api import large_bodies
-from baton.router.text.tokenizer import ChatTemplate
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
 from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes

@@ -174,10 +174,10 @@ def test_what_a_body_leaves_out_comes_from_the_model_s_defaults():
     assert parse_completion(body_of(), defaults).params.max_tokens == 16
 
 
-def test_text_parts_are_joined_and_other_keys_of_a_turn_stay():
+def test_text_parts_and_other_keys_of_a_turn_stay():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     (chat,) = parse_chat(turn(content=parts, name="me")).prompts
-    assert chat.messages == [{"role": "user", "content": "a\nb", "name": "me"}]
+    assert chat.messages == [{"role": "user", "content": parts, "name": "me"}]
 
 
 def test_tools_and_their_turns_reach_the_template_as_objects():

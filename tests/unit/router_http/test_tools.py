@@ -12,9 +12,9 @@ from baton.router.core.stream import RequestStream
 from baton.router.http.api.prepare import ModelFormat, form_of_calls
 from baton.router.http.api.turns import Function, ToolUse
 from baton.router.outputs import CompletionOutput, ToolCall
+from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.grammars import after_reasoning, checked_grammar
 from baton.router.text.response_parser import Parsing, ResponseParser, ToolFormat
-from baton.router.text.tokenizer import ChatTemplate
 from tests.support.http_bench import QWEN, TEXT, served
 
 PATH = "/v1/chat/completions"
