@@ -45,8 +45,18 @@ GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
 LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
-ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral"]
-ReasoningParser = Literal["auto", "none", "qwen3", "deepseek_r1"]
+ToolCallParser = Literal[
+    "auto", "none", "kimi_k2", "deepseek_v32", "deepseekv32", "deepseek_v3", "deepseekv3",
+    "deepseek_v31", "deepseekv31", "minimax_m2", "minimax-m2", "openai", "gpt-oss", "qwen3_coder",
+    "qwen3_xml", "glm45", "glm47", "glm", "phi4_mini_json", "granite", "nemotron_json",
+    "llama_nemotron_json", "mistral", "cohere_command", "command_r", "hermes", "qwen", "qwen25",
+    "jamba", "pythonic", "llama4_pythonic", "llama3_json", "llama3", "llama4_json",
+]  # fmt: skip
+ReasoningParser = Literal[
+    "auto", "none", "think", "qwen3", "deepseek_r1", "deepseek-r1", "deepseek_v3", "deepseek-v3",
+    "glm45", "glm47", "kimi_k2", "kimi", "minimax_m2", "minimax", "hunyuan_a13b", "qwen3-thinking",
+    "step3", "mistral", "seed_oss", "cohere_command", "openai_gptoss", "gpt-oss",
+]  # fmt: skip
 LogLevel = Literal["debug", "info", "warning", "error"]
 
 DEFAULT_CONTROL = "tcp://127.0.0.1:5570"  # where a router listens for nodes, and where nodes dial
@@ -282,13 +292,16 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     tool_call_parser: Annotated[
         ToolCallParser,
-        about("format of the model's tool calls; auto takes the one that its chat template shows"),
+        about(
+            "format of the model's tool calls, by the name of vLLM's or SGLang's parser; auto "
+            "takes the one that the chat template shows"
+        ),
     ] = "auto"
     reasoning_parser: Annotated[
         ReasoningParser,
         about(
-            "part <think>...</think> from the content of chats; auto does so if the model's chat "
-            "template has the tag, and qwen3 and deepseek_r1 are the same"
+            "how the model writes reasoning, which is parted from the content of chats, by the "
+            "name of vLLM's or SGLang's parser; auto takes what the chat template shows"
         ),
     ] = "auto"
     api_keys: Annotated[

@@ -1,6 +1,6 @@
 """The results for a caller of the router: each choice's output, and how the request went."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,11 +21,24 @@ MAX_ATTEMPTS_KEPT = 256
 
 
 class ToolCall(msgspec.Struct, frozen=True):
-    """A call that the model made. `arguments` is the text of a JSON object."""
+    """A call that the model made. `arguments` is the text of a JSON object.
+
+    In a delta, a call that an earlier one began has no name, and more of its arguments.
+    """
 
     name: str
     arguments: str
     index: int = 0  # among the calls of its choice
+
+
+def merged_calls(calls: Sequence[ToolCall]) -> tuple[ToolCall, ...]:
+    """Return calls, of which the pieces follow one another, with each call's pieces joined."""
+    names: dict[int, str] = {}
+    arguments: dict[int, list[str]] = {}
+    for call in calls:
+        names.setdefault(call.index, call.name)
+        arguments.setdefault(call.index, []).append(call.arguments)
+    return tuple(ToolCall(names[index], "".join(arguments[index]), index) for index in names)
 
 
 class Logprob(msgspec.Struct, frozen=True):
@@ -226,13 +239,14 @@ class RequestOutput:
 class Merged:
     """Deltas merged per choice. The first `num_choices` choices are listed even without a delta."""
 
-    __slots__ = ("_outputs", "_reasonings", "_texts")
+    __slots__ = ("_calls", "_outputs", "_reasonings", "_texts")
 
     def __init__(self, num_choices: int = 0) -> None:
         self._outputs: dict[int, CompletionOutput] = {}
         # Texts are joined only when an output is needed, because `+=` copies the whole text.
         self._texts: dict[int, list[str]] = {}
         self._reasonings: dict[int, list[str]] = {}
+        self._calls: dict[int, list[ToolCall]] = {}
         for index in range(num_choices):
             self._open(index)
 
@@ -241,7 +255,8 @@ class Merged:
         self._texts[delta.index].append(delta.text)
         if delta.reasoning:
             self._reasonings[delta.index].append(delta.reasoning)
-        output.tool_calls += delta.tool_calls
+        if delta.tool_calls:
+            self._calls[delta.index] += delta.tool_calls
         output.token_ids.extend(delta.token_ids)
         if delta.logprobs is not None:
             if output.logprobs is None:
@@ -260,16 +275,18 @@ class Merged:
         self._outputs.clear()
         self._texts.clear()
         self._reasonings.clear()
+        self._calls.clear()
         return outputs
 
     def _open(self, index: int) -> CompletionOutput:
-        self._texts[index], self._reasonings[index] = [], []
+        self._texts[index], self._reasonings[index], self._calls[index] = [], [], []
         output = self._outputs[index] = CompletionOutput(index, "", [])
         return output
 
     def _snapshot(self, index: int) -> CompletionOutput:
         text, reasoning = "".join(self._texts[index]), "".join(self._reasonings[index])
         self._texts[index], self._reasonings[index] = [text], [reasoning]
+        calls = merged_calls(self._calls[index])
         now = self._outputs[index]
         return msgspec.structs.replace(
             now,
@@ -277,6 +294,7 @@ class Merged:
             token_ids=list(now.token_ids),
             logprobs=None if now.logprobs is None else list(now.logprobs),
             reasoning=reasoning,
+            tool_calls=calls,
         )
 
 

@@ -100,8 +100,8 @@ class TextRouter:
         keys = await self._keys_of(token_ids, scope.root) if is_cached else ()
         rules = await self._rules_of(params, scope)
         if rules.grammar and parsing is not None and parsing.reasoning:
-            is_open = self._text.opens_reasoning(token_ids)
-            grammar = after_reasoning(rules.grammar, is_open=is_open)
+            is_open = self._text.opens_reasoning(token_ids, parsing.reasoning)
+            grammar = after_reasoning(rules.grammar, parsing.reasoning, is_open=is_open)
             rules = msgspec.structs.replace(rules, grammar=grammar)
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)

@@ -25,6 +25,7 @@ from baton.router.core.reattach import Claim
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
 from baton.router.http.api.large_bodies import LargeBodies
+from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.openai_chunks import (
     ResponseWriter,
     ShownPrompt,
@@ -33,12 +34,11 @@ from baton.router.http.api.openai_chunks import (
 )
 from baton.router.http.api.prepare import (
     Job,
-    ModelFormat,
     Prepared,
     check_ids,
+    checked_prompt,
     packed,
     parse_body,
-    rendered,
     unpacked,
 )
 from baton.router.http.api.responses_events import ResponseEvents
@@ -289,7 +289,7 @@ class Handlers:
                 elif isinstance(prompt, str):
                     ids = await text.encode(prompt, max_tokens=max_tokens)
                 else:
-                    chat = await asyncio.to_thread(rendered, prompt, self._chat_template)
+                    chat = await asyncio.to_thread(checked_prompt, prompt, self._chat_template)
                     ids = await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
                 check_ids(ids, job.model)
             prompts.append(packed(ids))

@@ -11,7 +11,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import RequestError
 from baton.router.core.health import ServedModel
 from baton.router.http.api.anthropic import CountBody, chat_of, count_decoder
-from baton.router.http.api.prepare import check_ids, lora_of, rendered
+from baton.router.http.api.prepare import check_ids, checked_prompt, lora_of
 from baton.router.http.api.schema import Chat
 from baton.router.http.api.turns import (
     ToolList,
@@ -82,7 +82,7 @@ class TokenEndpoints:
                 raise RequestError("messages must not be empty", param="messages")
             tools = plain_tools(body.tools)
             chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
-            prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
+            prompt = await asyncio.to_thread(checked_prompt, chat, self._chat_template)
             adds_tokens = body.add_special_tokens is True
         with blaming({"prompt": "prompt" if body.messages is None else "messages"}):
             token_ids = await text.encode(
@@ -103,7 +103,7 @@ class TokenEndpoints:
         body = await self._read(request, model, count_decoder)
         (chat,) = chat_of(body, {}).prompts
         assert isinstance(chat, Chat)
-        prompt = await asyncio.to_thread(rendered, chat, self._chat_template)
+        prompt = await asyncio.to_thread(checked_prompt, chat, self._chat_template)
         with blaming({"prompt": "messages"}):
             token_ids = await self._engine.get_tokenizer().encode(
                 prompt, add_special_tokens=False, max_tokens=model.max_model_len

@@ -6,6 +6,8 @@ the prompt: a template that leaves out a message, a call or the tools is found b
 and without them, and the request is refused.
 """
 
+import base64
+import hashlib
 import json
 import re
 import time
@@ -32,6 +34,9 @@ _PROBE_TOOL: dict[str, object] = {
     "type": "function",
     "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
 }
+_PROBE_CALL, _PROBE_KEY = "batoncall", "batonkey"
+_SHORT_ID, _LONG_ID = "abcdefghi", "call_0123456789"
+_PROBE_ARGUMENTS = {_PROBE_KEY: 1}
 _ROLES = ("system", "user", "assistant", "tool")
 # Appended to texts that a prompt does not have as they are, to see whether they reach it.
 _MARK = "baton{}mark"
@@ -103,17 +108,29 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt as text, special tokens included.
 
-        A message's content is text or a list of text parts. Raises `RequestError`, also for what
-        would not reach the prompt.
+        A message's content is text or a list of text parts. Raises `RequestError`.
         """
         program = self._with_tools if tools else self._plain
-        adapted = [program.adapted(message) for message in messages]
+        values = {**(options or {}), "add_generation_prompt": add_generation_prompt}
+        return program.prompt(program.adapted(messages), tools, values)
+
+    def check_shown(
+        self,
+        prompt: str,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        add_generation_prompt: bool = True,
+        options: Mapping[str, object] | None = None,
+    ) -> None:
+        """Raise `RequestError` for what does not reach the prompt that `render` made of it."""
+        program = self._with_tools if tools else self._plain
+        adapted = program.adapted(messages)
 
         def prompt_of(messages: Sequence[Message], tools: Tools | None) -> str:
             values = {**(options or {}), "add_generation_prompt": add_generation_prompt}
             return program.prompt(messages, tools, values)
 
-        prompt = prompt_of(adapted, tools)
         if tools and not program.shows_tools and prompt_of(adapted, None) == prompt:
             raise RequestError(
                 "the model's chat template does not show tools to the model; model.chat_template "
@@ -124,7 +141,6 @@ class ChatTemplate:
         marked, fields = _with_marks(prompt, adapted, program.shown_roles)
         if fields:
             _check_marks(prompt_of(marked, tools), fields)
-        return prompt
 
 
 class _Program:
@@ -150,6 +166,13 @@ class _Program:
         self._takes_text = not self._takes_parts or self._shows([_user(_PROBE)])
         self.shown_roles = frozenset(filter(self._shows_role, _ROLES))
         self.shows_tools = self._shows([_user("")], [_PROBE_TOOL])
+        self._reads_thinking = ".thinking" in source or "'thinking'" in source
+        self._needs_null_content = self._takes_text_arguments = self._has_short_ids = False
+        self._find_form_of_calls()
+        # Whether the template takes the words of the system at the beginning alone.
+        later: Message = {"role": "system", "content": ""}
+        takes_later = self._shows([_user(_PROBE), later, _user("")])
+        self._system_is_first = {"system", "user"} <= self.shown_roles and not takes_later
 
     def prompt(
         self, messages: Sequence[Message], tools: Tools | None, values: Mapping[str, object]
@@ -168,8 +191,16 @@ class _Program:
             text = f"the model's chat template refused the messages: {clip(str(error))}"
             raise RequestError(text, param="messages") from error
 
-    def adapted(self, message: Message) -> Message:
-        """Return a message in the form that this template takes."""
+    def adapted(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages in the form that this template takes."""
+        adapted = [self._adapted(message) for message in messages]
+        if self._system_is_first:
+            for index, message in enumerate(adapted):
+                if index and message.get("role") == "system":
+                    adapted[index] = {**message, "role": "user"}
+        return adapted
+
+    def _adapted(self, message: Message) -> Message:
         content = message.get("content")
         if isinstance(content, list) and not self._takes_parts:
             message = {**message, "content": "\n".join(_texts_of(content))}
@@ -177,7 +208,63 @@ class _Program:
             message = {**message, "content": [{"type": "text", "text": content}]}
         if message.get("role") == "developer" and not self._knows_developers:
             message = {**message, "role": "system"}
+        if message.get("tool_calls"):
+            message = self._with_calls(message)
+        if self._has_short_ids and message.get("tool_call_id"):
+            message = {**message, "tool_call_id": _short_id(message["tool_call_id"])}
+        if message.get("reasoning") and not message.get("content") and self._reads_thinking:
+            message = {**message, "thinking": message["reasoning"]}
         return message
+
+    def _with_calls(self, message: Message) -> Message:
+        """Return a message with its calls in the form that this template reads."""
+        calls = []
+        for call in _calls_of(message):
+            function = call["function"]
+            assert isinstance(function, dict), "a call has a function"
+            arguments = function.get("arguments")
+            if self._takes_text_arguments and isinstance(arguments, dict):
+                arguments = json.dumps(arguments, ensure_ascii=False)
+            elif not self._takes_text_arguments and isinstance(arguments, str):
+                arguments = json.loads(arguments)
+            adapted = {**call, "function": {**function, "arguments": arguments}}
+            if self._has_short_ids and "id" in call:
+                adapted["id"] = _short_id(call["id"])
+            calls.append(adapted)
+        content = message.get("content")
+        if not content and self._needs_null_content:
+            content = None
+        return {**message, "content": content, "tool_calls": calls}
+
+    def _find_form_of_calls(self) -> None:
+        """Find how calls of earlier turns reach a prompt: arguments, content and ids."""
+        texts = (_PROBE_ARGUMENTS, json.dumps(_PROBE_ARGUMENTS))
+        forms = [(content, arguments) for content in ("", None) for arguments in texts]
+        prompts = [self._prompt_of_call(*form, _SHORT_ID) for form in forms]
+        # Best is a form whose arguments are shown as JSON, then one that is shown at all.
+        ranks = [_rank_of_call(prompt) for prompt in prompts]
+        best = ranks.index(max(ranks))
+        content, arguments = forms[best]
+        self._needs_null_content = content is None
+        self._takes_text_arguments = isinstance(arguments, str)
+        is_taken = prompts[best] is not None
+        self._has_short_ids = is_taken and self._prompt_of_call(*forms[best], _LONG_ID) is None
+
+    def _prompt_of_call(self, content: str | None, arguments: object, call_id: str) -> str | None:
+        """Return a prompt with the call of an earlier turn; None if the template refuses it."""
+        function = {"name": _PROBE_CALL, "arguments": arguments}
+        call = {"id": call_id, "type": "function", "function": function}
+        turn: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        result: Message = {
+            "role": "tool",
+            "content": "",
+            "tool_call_id": call_id,
+            "name": _PROBE_CALL,
+        }
+        try:
+            return self.prompt([_user(""), turn, result], [_PROBE_TOOL], {})
+        except RequestError:
+            return None
 
     def _shows_role(self, role: str) -> bool:
         content: object = _PROBE if self._takes_text else [{"type": "text", "text": _PROBE}]
@@ -194,6 +281,24 @@ class _Program:
             return False
         is_dumped = tools is None and ("'type'" in prompt or '"type"' in prompt)
         return _PROBE in prompt and not is_dumped
+
+
+def _rank_of_call(prompt: str | None) -> int:
+    """Return how well a prompt shows the probe's call: as JSON, at all, or not."""
+    if prompt is None:
+        return 0
+    is_dumped = f"'{_PROBE_KEY}'" in prompt or f'\\"{_PROBE_KEY}' in prompt
+    if _PROBE_KEY in prompt and not is_dumped:
+        return 3
+    return 2 if _PROBE_CALL in prompt else 1
+
+
+def _short_id(call_id: object) -> str:
+    """Return an id of nine letters and digits, which some templates insist on."""
+    text = str(call_id)
+    if len(text) == 9 and text.isalnum():
+        return text
+    return base64.b32encode(hashlib.sha256(text.encode()).digest())[:9].decode()
 
 
 def _user(content: object) -> Message:
@@ -276,7 +381,13 @@ def _with_marked_calls(message: Message, mark: str) -> Message:
     for call in _calls_of(message):
         function = call["function"]
         assert isinstance(function, dict)
-        calls.append({**call, "function": {**function, "name": f"{function['name']}{mark}"}})
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            arguments = json.dumps({**json.loads(arguments), mark: 0})
+        elif isinstance(arguments, dict):
+            arguments = {**arguments, mark: 0}
+        marked = {"name": f"{function['name']}{mark}", "arguments": arguments}
+        calls.append({**call, "function": {**function, **marked}})
     return {**message, "tool_calls": calls}
 
 

@@ -14,6 +14,7 @@ from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import StructuredOutputsParams
+from baton.router.text.formats import reasoning_format
 from baton.runtime.log import clip
 
 MAX_GRAMMAR_BYTES = 256 << 10
@@ -39,13 +40,15 @@ def checked_grammar(wanted: StructuredOutputsParams) -> str:
     return _checked(kind, text)
 
 
-def after_reasoning(grammar: str, *, is_open: bool) -> str:
+def after_reasoning(grammar: str, name: str, *, is_open: bool) -> str:
     """Return a grammar of reasoning up to its tag, then a text of `grammar`.
 
-    The reasoning may be missing unless the prompt has opened it.
+    The reasoning, in the format `name`, may be missing unless the prompt has opened it.
     """
-    begin = "think" if is_open else '("<think>" think)?'
-    lark = f'start: {begin} /\\n{{0,2}}/ @answer\nthink[suffix="</think>"]: /(?s:.*)/\n'
+    row = reasoning_format(name)
+    opening, end = (msgspec.json.encode(tag).decode() for tag in (row.begin, row.end))
+    begin = "think" if is_open else f"({opening} think)?"
+    lark = f"start: {begin} /\\n{{0,2}}/ @answer\nthink[suffix={end}]: /(?s:.*)/\n"
     if not grammar.lstrip().startswith("{"):
         answer: list[dict[str, object]] = [{"lark_grammar": grammar}]
     else:

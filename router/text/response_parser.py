@@ -1,47 +1,54 @@
 """Reasoning and tool calls in the text of a response, found while it streams.
 
-They do not depend on how the text was cut into deltas, so a resumed stream finds the same. A tool
-call is given out when it is whole; text that only looks like a call or a tag comes out unchanged.
-
-The formats of tool calls have the names of vLLM's parsers:
-
-- `hermes` (Qwen2.5, Qwen3): `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, repeated
-- `llama3_json` (Llama 3.x): the content is `{"name": …, "parameters": {…}}`, several apart by `;`
-- `mistral`: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{…}`, repeated
+One parser reads all formats of `formats.py`. It does not depend on how the text was cut into
+deltas, so a resumed stream finds the same. A call comes in pieces: its name first, then its
+arguments as they are written. Until its name is known, text may turn out only to look like a call,
+and then it comes out unchanged.
 """
 
+import ast
 import json
 import re
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Generator, Iterator, Mapping, Sequence
 
 import msgspec
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput, ToolCall
+from baton.router.outputs import CompletionOutput, ToolCall, merged_calls
 from baton.router.text.detokenizer import Detokenizer, TextStream, num_begun
+from baton.router.text.formats import CallFormat, call_format, reasoning_format
 
-ToolFormat = Literal["hermes", "llama3_json", "mistral"]
-THINK, END_THINK = "<think>", "</think>"
-
-_CALL, _END_CALL = "<tool_call>", "</tool_call>"
-_CALLS = "[TOOL_CALLS]"
-_LLAMA_STARTS = ('{"name"', '{"type"', '{"function"', '{"parameters"')
-_MAX_LLAMA_START = 100  # characters, white space included
-_MISTRAL_NAME = re.compile(r"\s*([\w.-]{1,128})(?:\[CALL_ID\]\w+)?\[ARGS\]", re.ASCII)
-_SEPARATORS = re.compile(r"[\s;]*")
-_decoder = json.JSONDecoder()
+# The longest text between a tag and the arguments of a call, of which a name is the most.
+_MAX_HEADER_CHARS = 400
+# Without a tag, a call begins with one of these, white space aside, in so many characters.
+_BARE_STARTS = ('{"name"', '{"type"', '{"function"', '{"parameters"')
+_MAX_BARE_START = 100
+_WHITE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[\s;,]*")
+_CONTROLS = re.compile(r"[\x00-\x1f]")
+_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
+_INSIDE_STRING = re.compile(r'["\\]')
+_CHANNEL = re.compile(
+    r"\s{0,8}(?:<\|start\|>(?P<role>[^<]{0,200}))?<\|channel\|>(?P<channel>\w{1,40})"
+    r"(?P<rest>[^<]{0,200})(?:<\|constrain\|>\w{0,40})?\s{0,8}<\|message\|>"
+)
+_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_CHANNEL_STARTS = ("<|start|>", "<|channel|>")
+_CHANNEL_ENDS = re.compile(r"<\|(?:end|return|call|start)\|>")
+_PYTHON_CALLS = re.compile(r"\s*\[\s*(?P<name>[A-Za-z_][\w.]{0,127})\s*\(")
 
 
 class Parsing(msgspec.Struct, frozen=True):
-    """What to find in the text of a response."""
+    """What to find in the text of a response. Formats have the names of `formats.py`."""
 
-    tools: ToolFormat | None = None
-    # llama3_json has no tag, so only the names of the request's tools make JSON a call.
+    tools: str = ""
+    # Where no tag begins a call, only the names of the request's tools make text a call.
     tool_names: tuple[str, ...] = ()
+    # The JSON schemas of each tool's arguments, for formats that write them without types.
+    schemas: dict[str, dict[str, object]] = {}
     parallel_tool_calls: bool = True  # otherwise, calls after the first are dropped
-    reasoning: bool = False
+    reasoning: str = ""
     include_reasoning: bool = True  # otherwise, reasoning is dropped
 
 
@@ -50,149 +57,611 @@ class Reasoning(msgspec.Struct, frozen=True):
 
 
 Part = str | Reasoning | ToolCall  # a str is content
+# Yields parts, and None where more text is needed. The result says whether there was a call.
+_Reader = Generator[Part | None, None, bool]
 
 
 class ResponseParser:
     """The parser of one choice.
 
-    With `parsing.reasoning`, a response that begins with `<think>` has reasoning up to `</think>`.
-    If the prompt opened it (`is_thinking`), the response begins inside.
+    With `parsing.reasoning`, a response that begins with its tag has reasoning up to the tag that
+    ends it. If the prompt opened it (`is_thinking`), the response begins inside.
     """
 
     __slots__ = (
-        "_drops_white", "_held", "_is_start", "_is_thinking", "_may_open", "_parsing",
-        "has_thought", "num_calls",
+        "_format", "_header", "_held", "_is_cut", "_is_end", "_is_start", "_is_thinking",
+        "_may_open", "_parsing", "_plain_until", "_reading", "_reasoning", "has_thought",
+        "num_calls",
     )  # fmt: skip
 
     def __init__(self, parsing: Parsing, *, is_thinking: bool = False) -> None:
         self._parsing = parsing
+        self._format = call_format(parsing.tools) if parsing.tools else None
+        self._header = re.compile(self._format.header) if self._format else None
+        self._reasoning = reasoning_format(parsing.reasoning) if parsing.reasoning else None
         self._held = ""
-        self._may_open = parsing.reasoning  # a tag may open the response
-        self._is_thinking = self.has_thought = parsing.reasoning and is_thinking
+        self._may_open = self._reasoning is not None  # a tag may open the response
+        self._is_thinking = self.has_thought = self._may_open and is_thinking
         self._is_start = True  # no content was given out
-        self._drops_white = False  # white space beside tags is no content
+        self._is_end = self._is_cut = False
+        # The character that may begin a tag, if all other text is content at once.
+        self._plain_until: str | None = None
         self.num_calls = 0
+        self._reading = self._read()
 
     @property
     def may_think(self) -> bool:
         """Return whether the text so far is reasoning, or may turn out to begin it."""
         return self._is_thinking or self._may_open
 
-    def push(self, text: str, *, is_end: bool = False) -> list[Part]:
-        """Return the parts that `text` completes. Text that may become a tag is held back."""
+    def push(self, text: str, *, is_end: bool = False, is_cut: bool = False) -> list[Part]:
+        """Return the parts that `text` completes. Text that may become a tag is held back.
+
+        `is_cut` says that the end is a limit, so what has begun is no content.
+        """
         if self._is_plain(text):  # almost every token
-            self._is_start = False
             return [text]
         self._held += text
-        return list(self._parts(is_end)) if self._held else []
+        self._is_end, self._is_cut = is_end, is_cut
+        parts = []
+        for part in self._reading:
+            if part is None:
+                break
+            parts.append(part)
+        return parts
 
     def _is_plain(self, text: str) -> bool:
         """Return whether `text` is content at once, whatever follows."""
-        if not text or self._held or self._drops_white or self.may_think:
+        until = self._plain_until
+        if until is None or not text or self._held:
             return False
-        match self._parsing.tools:
-            case "hermes" | "mistral" as tools:
-                tag = _CALL if tools == "hermes" else _CALLS
-                return tag[0] not in text and not text[-1].isspace()
-            case "llama3_json":
-                return not self._is_start
-        return True
+        return not until or (until not in text and not text[-1].isspace())
 
     # --- inside --------------------------------------------------------------------------------
 
-    def _parts(self, is_end: bool) -> Iterator[Part]:
-        if self._may_open:
+    def _read(self) -> Iterator[Part | None]:
+        if self._format is not None and self._format.body == "harmony":
+            yield from self._channels()
+            return
+        if self._reasoning is not None and self._reasoning.begin.startswith("<|channel|>"):
+            yield from self._channels()
+            return
+        yield from self._reasoned()
+        if self._format is not None and self._format.body == "pythonic":
+            yield from self._python_calls()
+        elif self._format is not None and not self._format.trigger:
+            yield from self._bare_calls()
+        trigger = self._format.trigger if self._format is not None else ""
+        while True:
+            yield from self._content_and_calls(trigger)
+
+    def _reasoned(self) -> Iterator[Part | None]:
+        """Read reasoning, and the white space after it."""
+        if self._reasoning is None:
+            return
+        begin, end = self._reasoning.begin, self._reasoning.end
+        start = self._held.lstrip()
+        while len(start) < len(begin) and begin.startswith(start) and not self._is_end:
+            yield None
             start = self._held.lstrip()
-            if len(start) < len(THINK) and THINK.startswith(start) and not is_end:
-                return
-            self._may_open = False
-            if start.startswith(THINK):
-                self._held = start.removeprefix(THINK)
-                self._is_thinking = self.has_thought = True
-        if self._is_thinking:
-            reasoning, tag, rest = self._held.partition(END_THINK)
-            if not tag and not is_end:
-                reasoning, rest = _cut_begun(reasoning, END_THINK)
+        self._may_open = False
+        if start.startswith(begin):
+            self._held = start.removeprefix(begin)
+            self._is_thinking = self.has_thought = True
+        elif start and self._is_cut and begin.startswith(start):
+            self._held = ""
+        if not self._is_thinking:
+            return
+        while True:
+            reasoning, tag, rest = self._held.partition(end)
+            if not tag:
+                reasoning, begun = _cut_begun(reasoning, end)
+                rest = begun if not self._is_end else ""
+                if self._is_end and not self._is_cut:
+                    reasoning += begun
             self._held = rest
             if reasoning:
                 yield Reasoning(reasoning)
-            if not tag:
-                return
-            self._is_thinking, self._drops_white = False, True
-        if self._drops_white:
+            if tag:
+                break
+            yield None
+        self._is_thinking = False
+        yield from self._skip(_WHITE, 0)
+        self._held = self._held.lstrip()
+
+    def _content_and_calls(self, trigger: str) -> Iterator[Part | None]:
+        """Read content up to a trigger, and the calls that it begins."""
+        start = self._held.find(trigger) if trigger else -1
+        if start < 0:
+            text = self._held
+            if trigger and not self._is_end:
+                text = _cut_begun(text, trigger)[0].rstrip()
+            elif trigger and self._is_cut:
+                text = _without_cut_tag(text, trigger)
+                self._held = text
+            yield from self._content(len(text))
+            if not self._held and not self._is_end:
+                self._plain_until = trigger[:1]
+            yield None
+            self._plain_until = None
+            return
+        yield from self._content(len(self._held[:start].rstrip()))
+        white = len(self._held) - len(self._held.lstrip())
+        if (yield from self._section(white + len(trigger))):
+            yield from self._skip(_WHITE, 0)
             self._held = self._held.lstrip()
-        match self._parsing.tools:
-            case "hermes":
-                yield from self._hermes(is_end)
-            case "llama3_json" if self._is_start:
-                yield from self._llama(is_end)
-            case "mistral":
-                yield from self._mistral(is_end)
-            case _:
-                yield from self._content(len(self._held))
+        elif self._is_end and self._is_cut:
+            self._held = ""
+        else:
+            yield from self._content(white + len(trigger))
 
     def _content(self, num_chars: int) -> Iterator[str]:
         """Yield the next characters as content."""
         text, self._held = self._held[:num_chars], self._held[num_chars:]
         if text:
-            self._is_start = self._drops_white = False
+            self._is_start = False
             yield text
 
-    def _plain(self, tag: str, is_end: bool) -> Iterator[str]:
-        """Yield text without `tag`, up to where a tag, or the white space before one, may begin."""
-        text = self._held if is_end else _cut_begun(self._held, tag)[0].rstrip()
-        yield from self._content(len(text))
-
-    def _calls(self, calls: list[ToolCall]) -> Iterator[ToolCall]:
-        self._is_start = False
-        for call in calls:
-            if self.num_calls == 0 or self._parsing.parallel_tool_calls:
-                yield msgspec.structs.replace(call, index=self.num_calls)
-                self.num_calls += 1
-
-    def _hermes(self, is_end: bool) -> Iterator[Part]:
-        while (start := self._held.find(_CALL)) >= 0:
-            end = self._held.find(_END_CALL, start)
-            if end < 0 and not is_end:
-                yield from self._content(len(self._held[:start].rstrip()))
-                return
-            calls = _calls_in(self._held[start + len(_CALL) : end]) if end >= 0 else []
-            if not calls:
-                yield from self._content(start + len(_CALL))
+    def _section(self, position: int) -> _Reader:
+        """Read the calls behind a trigger, which ends at `position`."""
+        row = self._format
+        assert row is not None, "a trigger belongs to a format"
+        if not row.section[0]:
+            return (yield from self._tagged_call(position))
+        tags = [text for text in (*row.section, row.call[0]) if text]
+        has_calls = False
+        while True:
+            position = yield from self._skip(_SEPARATORS, position)
+            tag = yield from self._starts_with(position, tags)
+            position += len(tag)
+            if tag and tag == row.section[1]:
+                break
+            if not tag and row.is_list and self._held[position : position + 1] in ("[", "]"):
+                position += 1
                 continue
-            yield from self._content(len(self._held[:start].rstrip()))
-            yield from self._calls(calls)
-            rest = self._held.partition(_END_CALL)[2]
-            self._held, self._drops_white = rest.lstrip(), True
-        yield from self._plain(_CALL, is_end)
+            if tag == row.section[0]:
+                continue
+            if row.call[0] and not tag:
+                break
+            if not (yield from self._tagged_call(position)):
+                break
+            has_calls, position = True, 0
+        if has_calls:
+            is_lost = self._is_end and self._is_cut
+            self._held = "" if is_lost else self._held[position:]
+        return has_calls
 
-    def _mistral(self, is_end: bool) -> Iterator[Part]:
-        """Everything behind the tag is calls, so they are read at the end."""
-        start = self._held.find(_CALLS)
-        if start < 0:
-            yield from self._plain(_CALLS, is_end)
-            return
-        if not is_end:
-            yield from self._content(len(self._held[:start].rstrip()))
-            return
-        calls = _mistral_calls(self._held[start:])
-        yield from self._content(len(self._held[:start].rstrip()) if calls else len(self._held))
-        yield from self._calls(calls)
-        self._held = ""
+    def _tagged_call(self, position: int) -> _Reader:
+        """Read one call up to the tag that ends it. Consume nothing if it is none."""
+        row = self._format
+        assert row is not None, "a call belongs to a format"
+        match row.body:
+            case "named_json":
+                is_call = yield from self._named_json(position)
+            case "parameters":
+                is_call = yield from self._parameters(position)
+            case _:
+                is_call = yield from self._json_or_named(position)
+        if is_call and row.call[1]:
+            position = yield from self._skip(_WHITE, 0)
+            if (yield from self._starts_with(position, [row.call[1]])):
+                self._held = self._held[position + len(row.call[1]) :]
+        return is_call
 
-    def _llama(self, is_end: bool) -> Iterator[Part]:
-        """The whole content is calls or none is, so they are read at the end."""
-        begun = "".join(self._held[:_MAX_LLAMA_START].split())
-        could_be_calls = any(
-            start.startswith(begun) or begun.startswith(start) for start in _LLAMA_STARTS
-        )
-        if not is_end and could_be_calls:
-            return
-        calls = _calls_in(self._held) if could_be_calls else []
-        if calls and all(call.name in self._parsing.tool_names for call in calls):
-            yield from self._calls(calls)
+    def _json_or_named(self, position: int) -> _Reader:
+        """Read JSON objects that hold a call each, or the arguments behind a name."""
+        row = self._format
+        assert row is not None, "a call belongs to a format"
+        position = yield from self._skip(_WHITE, position)
+        if row.header and not self._held.startswith(("{", "["), position):
+            return (yield from self._named_json(position))
+        if self._held.startswith("[", position):
+            return (yield from self._json_list(position))
+        return (yield from self._json_call(position))
+
+    def _json_list(self, position: int) -> _Reader:
+        """Read a list of calls where one is expected, once it is whole."""
+        scanner = _JsonScanner(position)
+        while (end := scanner.end_of(self._held)) is None:
+            if self._is_end:
+                return False
+            yield None
+        values = _json_or_none(self._held[position:end])
+        if not isinstance(values, list):
+            return False
+        calls = [_call_of(value, self._keys) for value in values]
+        if not calls or None in calls:
+            return False
+        for call in calls:
+            assert call is not None, "checked above"
+            yield from self._call(call)
+        self._held = self._held[end:]
+        return True
+
+    def _json_call(self, position: int) -> _Reader:
+        """Read one JSON object with a name and arguments."""
+        row = self._format
+        assert row is not None, "a call belongs to a format"
+        header = _json_header(row)
+        scanner = _JsonScanner(position)
+        while True:
+            if not self._begins_like_call(position):
+                return False
+            if (match := header.match(self._held, position)) is not None:
+                name = _json_or_none(match["name"])
+                if isinstance(name, str) and self._may_call(name):
+                    self._held = self._held[match.end() :]
+                    yield from self._call(ToolCall(name, ""))
+                    return (yield from self._json_arguments(num_open=1))
+            if (end := scanner.end_of(self._held)) is not None:
+                call = _call_of(_json_or_none(self._held[position:end]), self._keys)
+                if call is None or not self._may_call(call.name):
+                    return False
+                yield from self._call(call)
+                self._held = self._held[end:]
+                return True
+            if self._is_end:
+                return False
+            yield None
+
+    def _named_json(self, position: int) -> _Reader:
+        """Read a name and the JSON object behind it."""
+        row = self._format
+        match = yield from self._header_at(position)
+        if row is None or match is None:
+            return False
+        start = yield from self._skip(_WHITE, match.end())
+        if not self._held.startswith("{", start):
+            return False
+        self._held = self._held[start:]
+        yield from self._call(ToolCall(match["name"], ""))
+        yield from self._json_arguments(num_open=0)
+        if row.footer:
+            position = yield from self._skip(_WHITE, 0)
+            if (yield from self._starts_with(position, [row.footer])):
+                self._held = self._held[position + len(row.footer) :]
+        return True
+
+    def _json_arguments(self, num_open: int) -> _Reader:
+        """Give out a JSON object as it comes, then skip to the end of `num_open` others."""
+        scanner = _JsonScanner(0)
+        num_given, was_inside = 0, False
+        while True:
+            end = scanner.end_of(self._held)
+            stop = scanner.position if end is None else end
+            piece = _with_escapes(self._held[num_given:stop], is_inside=was_inside)
+            if piece:
+                yield from self._more_arguments(piece)
+            num_given, was_inside = stop, scanner.is_inside_string
+            if end is not None:
+                break
+            if self._is_end:
+                self._held = ""
+                return True
+            yield None
+        self._held = self._held[stop:]
+        if num_open:
+            scanner = _JsonScanner(0, depth=num_open)
+            while (end := scanner.end_of(self._held)) is None:
+                if self._is_end:
+                    self._held = ""
+                    return True
+                yield None
+            self._held = self._held[end:]
+        return True
+
+    def _parameters(self, position: int) -> _Reader:
+        """Read a name and a tag for each argument."""
+        row = self._format
+        match = yield from self._header_at(position)
+        if row is None or match is None:
+            return False
+        name = match["name"]
+        self._held = self._held[match.end() :]
+        yield from self._call(ToolCall(name, ""))
+        parameter = re.compile(row.parameter)
+        ends = [text for text in (row.footer, row.call[1], row.section[1]) if text]
+        num_arguments, is_cut = 0, False
+        while True:
+            position = yield from self._skip(_WHITE, 0)
+            found = self._match_now(parameter, position)
+            while found is None and not self._is_end:
+                if (yield from self._starts_with(position, ends, is_final=False)):
+                    break
+                yield None
+                found = self._match_now(parameter, position)
+            if found is None:
+                break
+            value, end = yield from self._until(row.parameter_end, found.end(), row.footer)
+            if value is None:
+                is_cut = True
+                break
+            typed = _typed(value, found, row, self._parsing.schemas.get(name, {}))
+            opening = "{" if num_arguments == 0 else ", "
+            key = json.dumps(found["key"], ensure_ascii=False)
+            yield from self._more_arguments(f"{opening}{key}: {typed}")
+            num_arguments += 1
+            self._held = self._held[end:]
+        is_ended = self._held.startswith(tuple(ends), position)
+        is_cut = is_cut or (self._is_cut and self._is_end and not is_ended)
+        if is_cut:
             self._held = ""
-        yield from self._content(len(self._held))
+            return True
+        yield from self._more_arguments("}" if num_arguments else "{}")
+        if row.footer and self._held.startswith(row.footer, position):
+            self._held = self._held[position + len(row.footer) :]
+        return True
+
+    def _bare_calls(self) -> Iterator[Part | None]:
+        """Read calls without a tag, of which the response consists if it begins with one."""
+        position = yield from self._skip(_WHITE, 0)
+        tag = yield from self._starts_with(position, ["<|python_tag|>"])
+        if tag:
+            position += len(tag)
+        position = yield from self._skip(_WHITE, position)
+        has_calls = False
+        while position < len(self._held) and self._begins_like_call(position):
+            if not (yield from self._json_call(position)):
+                break
+            has_calls = True
+            position = yield from self._skip(_SEPARATORS, 0)
+        if not has_calls and self._held.startswith("[", position):
+            has_calls = yield from self._json_list_of_known(position)
+        if has_calls:
+            self._held = self._held.lstrip("; \n")
+        elif self._is_cut and self._is_end and self._held.startswith("{", position):
+            self._held = ""
+
+    def _json_list_of_known(self, position: int) -> _Reader:
+        """Read a list if it begins like one of calls, so that other lists come as they are."""
+        start = yield from self._skip(_WHITE, position + 1)
+        if not self._held.startswith("{", start):
+            return False
+        header = re.compile(r'\{\s*"(?:name|type|function|parameters)"')
+        while (match := header.match(self._held, start)) is None:
+            if self._is_end or len(self._held) - start > _MAX_HEADER_CHARS // 4:
+                return False
+            yield None
+        assert match is not None, "the loop ends with a match"
+        return (yield from self._json_list(position))
+
+    def _python_calls(self) -> Iterator[Part | None]:
+        """Read a list of Python calls, of which the whole response consists, once it is whole."""
+        position = yield from self._skip(_WHITE, 0)
+        tag = yield from self._starts_with(position, ["<|python_start|>", "<|python_tag|>"])
+        if tag:
+            position += len(tag)
+        match = self._match_now(_PYTHON_CALLS, position)
+        while match is None:
+            rest = self._held[position:].lstrip()
+            is_begun = not rest or (rest.startswith("[") and len(rest) < _MAX_HEADER_CHARS)
+            if self._is_end or not is_begun:
+                return
+            yield None
+            match = self._match_now(_PYTHON_CALLS, position)
+        if not self._may_call(match["name"]):
+            return
+        while True:
+            end = _end_of_python(self._held, position)
+            calls = _python_calls_in(self._held[position:end]) if end is not None else []
+            if calls and all(self._may_call(call.name) for call in calls):
+                for call in calls:
+                    yield from self._call(call)
+                position = yield from self._skip(_WHITE, end or 0)
+                tag = yield from self._starts_with(position, ["<|python_end|>"])
+                self._held = self._held[position + len(tag) :]
+                return
+            if end is not None or self._is_end:
+                if self._is_end and self._is_cut:
+                    self._held = ""
+                return
+            yield None
+
+    def _channels(self) -> Iterator[Part | None]:
+        """Read the messages of channels: analysis, calls to recipients, and content."""
+        while len(self._held) < len(_CHANNEL_STARTS[1]) and not self._is_end:
+            yield None
+        self._may_open = False
+        if not self._held.lstrip().startswith(_CHANNEL_STARTS):
+            while True:
+                yield from self._content_and_calls("")
+        while True:
+            match = self._match_now(_CHANNEL, 0)
+            while match is None and not self._is_end and len(self._held) < 2 * _MAX_HEADER_CHARS:
+                yield None
+                match = self._match_now(_CHANNEL, 0)
+            if match is None:
+                if not self._is_cut:
+                    yield from self._content(len(self._held))
+                self._held = ""
+                yield None
+                continue
+            recipient = _RECIPIENT.search(f"{match['role'] or ''} {match['rest']}")
+            self._held = self._held[match.end() :]
+            self._is_thinking = match["channel"] == "analysis"
+            self.has_thought = self.has_thought or self._is_thinking
+            yield from self._message(recipient[1] if recipient else "")
+            self._is_thinking = False
+
+    def _message(self, recipient: str) -> Iterator[Part | None]:
+        """Read one message of a channel up to its end."""
+        is_call = bool(recipient) and not self._is_thinking
+        has_arguments = False
+        if is_call:
+            yield from self._call(ToolCall(recipient, ""))
+        while True:
+            end = _CHANNEL_ENDS.search(self._held)
+            text = self._held[: end.start()] if end else self._held
+            if end is None and not self._is_end:
+                text = text[: len(text) - _num_begun_end(text)]
+            self._held = self._held[len(text) :]
+            if is_call:
+                text = text if has_arguments else text.lstrip()
+                has_arguments = has_arguments or bool(text)
+                if text:
+                    yield from self._more_arguments(text)
+            elif self._is_thinking:
+                if text:
+                    yield Reasoning(text)
+            elif text:
+                self._is_start = False
+                yield text
+            if end is not None or self._is_end:
+                break
+            if not is_call and not self._is_thinking and not self._held:
+                self._plain_until = "<"
+            yield None
+            self._plain_until = None
+        if is_call and not has_arguments and not self._is_cut:
+            yield from self._more_arguments("{}")
+        if end is not None and end[0] != "<|start|>":
+            self._held = self._held[len(end[0]) :]
+
+    def _begins_like_call(self, position: int) -> bool:
+        """Return whether the text at a position may become a call in JSON."""
+        row = self._format
+        if row is None or row.trigger:
+            return self._held.startswith("{", position) or position >= len(self._held)
+        begun = "".join(self._held[position : position + _MAX_BARE_START].split())
+        return any(start.startswith(begun) or begun.startswith(start) for start in _BARE_STARTS)
+
+    # --- pieces of text ------------------------------------------------------------------------
+
+    def _skip(self, pattern: re.Pattern[str], position: int) -> Generator[None, None, int]:
+        """Return the position after what the pattern matches, once something else follows."""
+        while True:
+            match = pattern.match(self._held, position)
+            position = match.end() if match else position
+            if position < len(self._held) or self._is_end:
+                return position
+            yield None
+
+    def _starts_with(
+        self, position: int, texts: Sequence[str], *, is_final: bool = True
+    ) -> Generator[None, None, str]:
+        """Return which of the texts is at a position, or "" once it is none.
+
+        Unless the answer `is_final`, text that may become one of them is none for now.
+        """
+        while True:
+            rest = self._held[position : position + max(map(len, texts), default=0)]
+            for text in texts:
+                if rest.startswith(text):
+                    return text
+            may_become = any(text.startswith(rest) for text in texts)
+            if self._is_end or not may_become or not is_final:
+                return ""
+            yield None
+
+    def _header_at(self, position: int) -> Generator[None, None, re.Match[str] | None]:
+        assert self._header is not None, "the format has a header"
+        while (match := self._header.match(self._held, position)) is None:
+            if self._is_end or len(self._held) - position > _MAX_HEADER_CHARS:
+                return None
+            yield None
+        return match
+
+    def _match_now(self, pattern: re.Pattern[str], position: int) -> re.Match[str] | None:
+        return pattern.match(self._held, position)
+
+    def _until(
+        self, tag: str, position: int, other_end: str
+    ) -> Generator[None, None, tuple[str | None, int]]:
+        """Return the text up to a tag and the position after it; None if a limit cuts it.
+
+        A model may leave out the tag at the end of a response.
+        """
+        start = position
+        while (found := self._held.find(tag, start)) < 0:
+            if self._is_end:
+                if self._is_cut:
+                    return None, len(self._held)
+                last = self._held.find(other_end, position) if other_end else -1
+                end = last if last >= 0 else len(self._held)
+                return self._held[position:end], end
+            start = max(position, len(self._held) - len(tag))
+            yield None
+        return self._held[position:found], found + len(tag)
+
+    # --- calls ---------------------------------------------------------------------------------
+
+    @property
+    def _keys(self) -> tuple[str, tuple[str, ...]]:
+        row = self._format
+        assert row is not None, "a call belongs to a format"
+        return row.name_key, row.arguments_keys
+
+    def _may_call(self, name: str) -> bool:
+        row = self._format
+        needs_known = row is None or not row.trigger
+        return bool(name) and (not needs_known or name in self._parsing.tool_names)
+
+    @property
+    def _is_dropped(self) -> bool:
+        return self.num_calls > 1 and not self._parsing.parallel_tool_calls
+
+    def _call(self, call: ToolCall) -> Iterator[ToolCall]:
+        self._is_start = False
+        self.num_calls += 1
+        if not self._is_dropped:
+            yield msgspec.structs.replace(call, index=self.num_calls - 1)
+
+    def _more_arguments(self, text: str) -> Iterator[ToolCall]:
+        if not self._is_dropped:
+            yield ToolCall("", text, self.num_calls - 1)
+
+
+class _JsonScanner:
+    """Finds the end of a JSON value in text that grows."""
+
+    __slots__ = ("_depth", "is_inside_string", "position")
+
+    def __init__(self, position: int, depth: int = 0) -> None:
+        """Begin at a value, or inside `depth` objects whose end is looked for."""
+        self.position = position
+        self._depth = depth
+        self.is_inside_string = False
+
+    def end_of(self, text: str) -> int | None:
+        """Return the position after the value; None until it is whole."""
+        while self.position < len(text):
+            if self.is_inside_string:
+                found = _INSIDE_STRING.search(text, self.position)
+                if found is None:
+                    self.position = len(text)
+                elif found[0] == '"':
+                    self.is_inside_string = False
+                    self.position = found.end()
+                elif found.end() < len(text):
+                    self.position = found.end() + 1
+                else:
+                    self.position = found.start()  # what is escaped has not come
+                    return None
+                continue
+            found = _OUTSIDE_STRING.search(text, self.position)
+            if found is None:
+                self.position = len(text)
+                return None
+            self.position = found.end()
+            if found[0] == '"':
+                self.is_inside_string = True
+            elif found[0] in "{[":
+                self._depth += 1
+            else:
+                self._depth -= 1
+                if self._depth <= 0:
+                    return self.position
+        return None
+
+
+def _json_header(row: CallFormat) -> re.Pattern[str]:
+    """Return the pattern of a call in JSON up to its arguments, if the name is before them."""
+    keys = "|".join(map(re.escape, row.arguments_keys))
+    first = r'(?:"tool_call_id"\s*:\s*"[^"]{0,64}"\s*,\s*)?'
+    return re.compile(
+        rf'\{{\s*{first}"{re.escape(row.name_key)}"\s*:\s*(?P<name>"(?:[^"\\]|\\.){{1,128}}")\s*,'
+        rf'\s*"(?:{keys})"\s*:\s*(?=\{{)'
+    )
 
 
 def _cut_begun(text: str, tag: str) -> tuple[str, str]:
@@ -201,63 +670,168 @@ def _cut_begun(text: str, tag: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def _calls_in(text: str) -> list[ToolCall]:
-    """Return the calls of JSON objects, or of a list of them. Empty if there is anything else."""
-    calls: list[ToolCall] = []
-    position = _after_separators(text, 0)
-    while position < len(text):
-        value, position = _json_at(text, position)
-        for one in value if isinstance(value, list) else [value]:
-            call = _call_of(one)
-            if call is None:
-                return []
-            calls.append(call)
-        position = _after_separators(text, position)
-    return calls
+def _without_cut_tag(text: str, tag: str) -> str:
+    """Return the text without the tag that a limit cut, unless so little of it may be text."""
+    kept, begun = _cut_begun(text, tag)
+    return kept.rstrip() if len(begun) > len(tag) // 2 else text
 
 
-def _mistral_calls(text: str) -> list[ToolCall]:
-    """Return the calls in text of `[TOOL_CALLS]` parts. Empty if there is anything else."""
-    calls: list[ToolCall] = []
-    for part in text.split(_CALLS)[1:]:
-        if (named := _MISTRAL_NAME.match(part)) is None:
-            found = _calls_in(part)
-        else:
-            arguments, end = _json_at(part, _after_separators(part, named.end()))
-            call = _call_of({"name": named[1], "arguments": arguments})
-            found = [call] if call and not part[end:].strip() else []
-        if not found:
-            return []
-        calls += found
-    return calls
+def _num_begun_end(text: str) -> int:
+    """Return how many characters at the end may begin the end of a message."""
+    return max(num_begun(text, tag) for tag in ("<|end|>", "<|return|>", "<|call|>", "<|start|>"))
 
 
-def _after_separators(text: str, position: int) -> int:
-    found = _SEPARATORS.match(text, position)
-    return found.end() if found else position
+def _with_escapes(text: str, *, is_inside: bool) -> str:
+    """Return JSON with escapes for the control characters that some models write in strings."""
+    if _CONTROLS.search(text) is None:
+        return text
+    pieces, is_escaped = [], False
+    for char in text:
+        if is_inside and char < " ":
+            pieces.append(json.dumps(char)[1:-1])
+            is_escaped = False
+            continue
+        if is_inside and is_escaped:
+            is_escaped = False
+        elif is_inside and char == "\\":
+            is_escaped = True
+        elif char == '"':
+            is_inside = not is_inside
+        pieces.append(char)
+    return "".join(pieces)
 
 
-def _json_at(text: str, position: int) -> tuple[object, int]:
-    """Return the JSON value at `position` and its end, or None and the end of the text."""
+def _json_or_none(text: str) -> object:
     try:
-        value, end = _decoder.raw_decode(text, position)
-        return value, end
+        value: object = json.loads(text, strict=False)
+        return value
     except (ValueError, RecursionError):
-        return None, len(text)
+        return None
 
 
-def _call_of(value: object) -> ToolCall | None:
+def _call_of(value: object, keys: tuple[str, tuple[str, ...]]) -> ToolCall | None:
+    """Return the call that a JSON object describes; None if it describes none."""
+    name_key, arguments_keys = keys
     if not isinstance(value, dict):
         return None
-    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
+    function = value.get("function")
+    if isinstance(function, dict):
+        value = function
+    name = value.get(name_key) or value.get("name")
+    given: object = next((value[key] for key in arguments_keys if value.get(key) is not None), {})
+    if isinstance(given, str):
+        given = _json_or_none(given or "{}")
     if not isinstance(name, str) or not name or not isinstance(given, dict):
         return None
+    arguments = _json_text(given)
+    return None if arguments is None else ToolCall(name, arguments)
+
+
+def _json_text(value: object) -> str | None:
+    """Return a value as JSON; None for NaN, half a character, or what is too deep."""
     try:
-        arguments = json.dumps(given, ensure_ascii=False, allow_nan=False)
-        (name + arguments).encode()
-    except (ValueError, RecursionError):  # NaN, infinity, half a character, or too deep
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()
+        return text
+    except (ValueError, TypeError, RecursionError):
         return None
-    return ToolCall(name, arguments)
+
+
+def _typed(value: str, found: re.Match[str], row: CallFormat, schema: Mapping[str, object]) -> str:
+    """Return the value of an argument as JSON, by the schema of its tool."""
+    if row.has_line_breaks:
+        value = value.removeprefix("\n").removesuffix("\n")
+    is_text = found.groupdict().get("is_text")
+    if is_text == "true" or (is_text is None and _takes_text(schema, found["key"])):
+        return json.dumps(value, ensure_ascii=False)
+    stripped = value.strip()
+    parsed = {"True": True, "False": False, "None": None}.get(stripped, _json_or_none(stripped))
+    text = _json_text(parsed)
+    if text is None or (parsed is None and stripped not in ("null", "None")):
+        return json.dumps(value, ensure_ascii=False)
+    return text
+
+
+def _takes_text(schema: Mapping[str, object], key: str) -> bool:
+    """Return whether a schema says that an argument is text, and nothing else."""
+    properties = schema.get("properties")
+    wanted = properties.get(key) if isinstance(properties, dict) else None
+    if not isinstance(wanted, dict):
+        return False
+    kinds = wanted.get("type")
+    if kinds is None and isinstance(values := wanted.get("enum"), list):
+        return all(isinstance(value, str) for value in values)
+    return kinds in ("string", ["string"])
+
+
+def _end_of_python(text: str, start: int) -> int | None:
+    """Return the position after the list that begins there; None until it is whole."""
+    depth, quote, position = 0, "", start
+    while position < len(text):
+        char = text[position]
+        if quote:
+            if char == "\\":
+                position += 1
+            elif char == quote:
+                quote = ""
+        elif char in "'\"":
+            quote = char
+        elif char in "([{":
+            depth += 1
+        elif char in ")]}":
+            depth -= 1
+            if depth == 0:
+                return position + 1
+        position += 1
+    return None
+
+
+_PYTHON_NAMES = {"true": True, "false": False, "null": None}
+
+
+def _python_calls_in(text: str) -> list[ToolCall]:
+    """Return the calls of a Python list. Empty if there is anything else."""
+    try:
+        expression = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    if not isinstance(expression, ast.List):
+        return []
+    calls = []
+    for element in expression.elts:
+        call = _python_call(element)
+        if call is None:
+            return []
+        calls.append(call)
+    return calls
+
+
+def _python_call(node: ast.expr) -> ToolCall | None:
+    if not isinstance(node, ast.Call) or node.args:
+        return None
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:
+            return None
+        try:
+            arguments[keyword.arg] = _python_value(keyword.value)
+        except ValueError:
+            return None
+    text = _json_text(arguments)
+    return None if text is None else ToolCall(ast.unparse(node.func), text)
+
+
+def _python_value(node: ast.expr) -> object:
+    """Return a literal, in which JSON's names of constants are known, too. Raises `ValueError`."""
+    if isinstance(node, ast.Name) and node.id in _PYTHON_NAMES:
+        return _PYTHON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_python_value(element) for element in node.elts]
+    if isinstance(node, ast.Dict):
+        pairs = zip(node.keys, node.values, strict=True)
+        return {_python_value(key): _python_value(value) for key, value in pairs if key is not None}
+    value: object = ast.literal_eval(node)
+    return value
 
 
 class ParsingDetokenizer(Detokenizer):
@@ -289,7 +863,11 @@ class ParsingDetokenizer(Detokenizer):
             return None
         parser = self._parser
         may_think = parser.may_think
-        parts = parser.push(delta.text, is_end=delta.finish_reason is not None)
+        parts = parser.push(
+            delta.text,
+            is_end=delta.finish_reason is not None,
+            is_cut=delta.finish_reason == "length",
+        )
         if may_think:
             counted, end_id = delta.token_ids, self._end_think_id
             if not parser.may_think and end_id in counted and end_id is not None:
@@ -300,7 +878,7 @@ class ParsingDetokenizer(Detokenizer):
         delta.text = "".join([part for part in parts if isinstance(part, str)])
         if self._includes_reasoning:
             delta.reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
-        delta.tool_calls = tuple([part for part in parts if isinstance(part, ToolCall)])
+        delta.tool_calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
         if parser.num_calls and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return delta

@@ -14,7 +14,8 @@ from tokenizers import Encoding, Tokenizer
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.text.detokenizer import Decoding, Detokenizer, decoding_of
-from baton.router.text.response_parser import END_THINK, THINK, Parsing, ParsingDetokenizer
+from baton.router.text.formats import reasoning_format
+from baton.router.text.response_parser import Parsing, ParsingDetokenizer
 from baton.router.text.special_tokens import check_tokens
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
@@ -134,13 +135,16 @@ class Text:
         stream = self._decoding.stream(prompt_token_ids, params.skip_special_tokens)
         if parsing is None:
             return Detokenizer(index, stream, params)
-        is_thinking = self.opens_reasoning(prompt_token_ids)
-        end_id = self._tokenizer.token_to_id(END_THINK)
+        is_thinking, end_id = False, None
+        if parsing.reasoning:
+            is_thinking = self.opens_reasoning(prompt_token_ids, parsing.reasoning)
+            end_id = self._tokenizer.token_to_id(reasoning_format(parsing.reasoning).end)
         return ParsingDetokenizer(index, stream, params, parsing, is_thinking, end_id)
 
-    def opens_reasoning(self, prompt_token_ids: Sequence[int]) -> bool:
+    def opens_reasoning(self, prompt_token_ids: Sequence[int], name: str) -> bool:
+        """Return whether a prompt ends with the tag that begins reasoning in this format."""
         last = self.decode(prompt_token_ids[-_TOKENS_OF_TAG:], skip_special_tokens=False)
-        return last.rstrip().endswith(THINK)
+        return last.rstrip().endswith(reasoning_format(name).begin)
 
     def close(self) -> None:
         for lane in (self._short_lane, self._long_lane):

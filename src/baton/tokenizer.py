@@ -76,9 +76,16 @@ class ModelTokenizer:
             if options.pop(name, None) is not None:
                 text = f"{name} is not supported: leave it out"
                 raise RequestError(text, code="unsupported", param=name)
-        prompt = self._chat_template().render(
-            [_plain(index, message) for index, message in enumerate(conversation)],
-            tools=_plain_tools(options.pop("tools", None)),
+        template = self._chat_template()
+        messages = [_plain(index, message) for index, message in enumerate(conversation)]
+        tools = _plain_tools(options.pop("tools", None))
+        prompt = template.render(
+            messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
+        )
+        template.check_shown(
+            prompt,
+            messages,
+            tools=tools,
             add_generation_prompt=add_generation_prompt,
             options=options,
         )

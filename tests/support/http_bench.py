@@ -69,8 +69,10 @@ def lost(stream: RequestStream) -> None:
 
 # The tags that Qwen3's template has.
 QWEN = ChatTemplate(
-    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}<tool_call></think>"
-    "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}", {}
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{# </think> #}"
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}'
+    "</tool_call>{% endfor %}{% endfor %}", {}
 )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from baton.protocol.errors import BatonError, RequestError
 from baton.router.http.api.openai_chunks import ResponseWriter, call_id
 from baton.router.http.api.schema import (
     ChatBody,
+    Effort,
     Int,
     JsonSchema,
     ParsedRequest,
@@ -34,7 +35,7 @@ from baton.router.http.api.turns import (
     plain_call,
 )
 from baton.router.http.errors import decoded
-from baton.router.outputs import CompletionOutput, RequestMetrics
+from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
 Object = dict[str, object]
 # The names that the fields of a chat have here.
@@ -100,7 +101,7 @@ class MessageFormat(msgspec.Struct, tag_field="type", tag="json_schema"):
 
 class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
     format: MessageFormat | None = None
-    effort: str | None = None  # changes nothing
+    effort: Effort | None = None
 
 
 class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -164,7 +165,8 @@ def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object)
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=ResponseFormat("json_schema", JsonSchema(form.schema)) if form else None,
         include_reasoning=thinks,
-        chat_template_kwargs={"enable_thinking": thinks},
+        chat_template_kwargs={"enable_thinking": thinks, "thinking": thinks},
+        reasoning_effort=body.output_config.effort if body.output_config is not None else None,
         **settings,  # type: ignore[arg-type]
     )
     try:
@@ -247,13 +249,7 @@ class MessageEvents:
         self._add("thinking", delta.reasoning)
         self._add("text", delta.text)
         for call in delta.tool_calls:
-            self._close()
-            name = call_id(self._writer.id, 0, call.index)
-            block: Object = {"type": "tool_use", "id": name, "name": call.name, "input": {}}
-            self._open(block)
-            self._change({"type": "input_json_delta", "partial_json": call.arguments})
-            block["input"] = msgspec.Raw(call.arguments.encode())
-            self._close()
+            self._call(call)
         if delta.finish_reason is not None:
             reason, sequence = _STOP_REASONS[delta.finish_reason], None
             if reason == "end_turn" and isinstance(delta.stop_reason, str):
@@ -299,6 +295,16 @@ class MessageEvents:
         self._texts.append(text)
         self._change({"type": f"{kind}_delta", kind: text})
 
+    def _call(self, call: ToolCall) -> None:
+        """Begin a call, or go on with the arguments of the last one."""
+        if call.name:
+            self._close()
+            name = call_id(self._writer.id, 0, call.index)
+            self._open({"type": "tool_use", "id": name, "name": call.name, "input": {}})
+        if call.arguments:
+            self._texts.append(call.arguments)
+            self._change({"type": "input_json_delta", "partial_json": call.arguments})
+
     def _open(self, block: Object) -> None:
         self._blocks.append(block)
         self._is_open = True
@@ -310,9 +316,12 @@ class MessageEvents:
     def _close(self) -> None:
         if self._is_open:
             self._is_open = False
-            if self._texts:
-                self._blocks[-1][str(self._blocks[-1]["type"])] = "".join(self._texts)
-                self._texts.clear()
+            block, text = self._blocks[-1], "".join(self._texts)
+            if block["type"] == "tool_use":
+                block["input"] = _object_of(text)
+            elif text:
+                block[str(block["type"])] = text
+            self._texts.clear()
             self._emit("content_block_stop", index=len(self._blocks) - 1)
 
     def _emit(self, what: str, **fields: object) -> None:
@@ -324,6 +333,15 @@ class MessageEvents:
         events = b"".join(self._events)
         self._events.clear()
         return events
+
+
+def _object_of(arguments: str) -> msgspec.Raw | Object:
+    """Return the arguments of a call; nothing of those that a limit has cut."""
+    try:
+        msgspec.json.decode(arguments)
+    except msgspec.DecodeError:
+        return {}
+    return msgspec.Raw(arguments.encode())
 
 
 def message_error(error: BatonError) -> bytes:

@@ -13,7 +13,13 @@ import msgspec
 
 from baton.protocol import VERSION
 from baton.router.http.errors import FORM_PARAM
-from baton.router.outputs import CompletionOutput, Logprob, PromptScores, RequestMetrics
+from baton.router.outputs import (
+    CompletionOutput,
+    Logprob,
+    PromptScores,
+    RequestMetrics,
+    ToolCall,
+)
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Found = dict[int, Logprob]
@@ -318,15 +324,23 @@ def _parts_of(response_id: str, output: CompletionOutput, *, is_delta: bool) -> 
         parts["reasoning"] = parts["reasoning_content"] = output.reasoning
     if output.tool_calls:
         parts["tool_calls"] = [
-            {
-                **({"index": call.index} if is_delta else {}),
-                "id": call_id(response_id, output.index, call.index),
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
+            _call_of(response_id, output.index, call, is_delta=is_delta)
             for call in output.tool_calls
         ]
     return parts
+
+
+def _call_of(response_id: str, choice: int, call: ToolCall, *, is_delta: bool) -> dict[str, object]:
+    """Return a call, or more of its arguments."""
+    index: dict[str, object] = {"index": call.index} if is_delta else {}
+    if not call.name:
+        return {**index, "function": {"arguments": call.arguments}}
+    return {
+        **index,
+        "id": call_id(response_id, choice, call.index),
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
 
 
 def call_id(response_id: str, choice: int, index: int) -> str:

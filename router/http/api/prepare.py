@@ -5,9 +5,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import StructuredOutputsParams
 from baton.router.core.admission import check_prompt
 from baton.router.core.health import ServedModel
 from baton.router.http.api.anthropic import parse_message
@@ -20,14 +18,8 @@ from baton.router.http.api.schema import (
     parse_chat,
     parse_completion,
 )
-from baton.router.http.api.turns import (
-    Function,
-    ToolUse,
-)
 from baton.router.http.errors import blaming
 from baton.router.text.chat_template import ChatTemplate
-from baton.router.text.grammars import WHITE_SPACE
-from baton.router.text.response_parser import END_THINK, Parsing, ToolFormat
 from baton.router.text.tokenizer import Text
 from baton.runtime.log import clip
 
@@ -109,6 +101,20 @@ def rendered(chat: Chat, template: ChatTemplate | None) -> str:
     )
 
 
+def checked_prompt(chat: Chat, template: ChatTemplate | None) -> str:
+    """Return a chat as the text of a prompt, which has all that was sent. Raises `RequestError`."""
+    prompt = rendered(chat, template)
+    assert template is not None, "it has rendered the prompt"
+    template.check_shown(
+        prompt,
+        chat.messages,
+        tools=chat.tools,
+        add_generation_prompt=chat.add_generation_prompt,
+        options=chat.options,
+    )
+    return prompt
+
+
 def packed(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
@@ -124,149 +130,5 @@ def _ids_of(
     if isinstance(prompt, str):
         return text.encode_now(prompt, max_tokens=max_tokens)
     if isinstance(prompt, Chat):
-        return text.encode_now(rendered(prompt, template), False, max_tokens)
+        return text.encode_now(checked_prompt(prompt, template), False, max_tokens)
     return prompt
-
-
-class ModelFormat(msgspec.Struct, frozen=True):
-    tools: ToolFormat | None = None
-    reasoning: bool = False
-
-    @classmethod
-    def of(cls, config: RouterConfig, template: ChatTemplate | None) -> "ModelFormat":
-        """Return the formats that the settings name, or those of the template."""
-        source = "" if template is None else template.tools_source
-        tools = config.tool_call_parser
-        return cls(
-            _tool_format(source) if tools == "auto" else tools,
-            END_THINK in source
-            if config.reasoning_parser == "auto"
-            else config.reasoning_parser != "none",
-        )
-
-    def apply(self, parsed: ParsedRequest) -> tuple[ParsedRequest, Parsing | None]:
-        """Return a request in this format, and what to find in its response.
-
-        Raises `RequestError` for tools that the model cannot call.
-        """
-        if not parsed.is_chat or (parsed.tools is None and not self.reasoning):
-            return parsed, None
-        reasoning = Parsing(reasoning=self.reasoning, include_reasoning=parsed.include_reasoning)
-        if (tools := parsed.tools) is None:
-            return parsed, reasoning
-        if self.tools is None and not tools.is_required:
-            text = (
-                "the model's chat template shows no tool calls in a format that this server "
-                "knows; router.tool_call_parser can name the format"
-            )
-            raise RequestError(text, code="unsupported", param="tools")
-        written = self.tools or "hermes"  # a grammar makes any model write it
-        sampling = {**parsed.sampling}
-        if written == "mistral":  # its tags are special tokens
-            sampling["skip_special_tokens"] = False
-        if tools.is_required or tools.is_strict:
-            if "structured_outputs" in sampling:
-                text = f"{parsed.form_param} cannot be kept beside tool calls that must have a form"
-                raise RequestError(text, param=parsed.form_param)
-            sampling["structured_outputs"] = form_of_calls(tools, written)
-            parsed = msgspec.structs.replace(parsed, form_param="tools")
-        parsed = msgspec.structs.replace(parsed, sampling=sampling)
-        _ = parsed.params  # min_tokens and ignore_eos are refused beside a form
-        names = tuple(one.name for one in tools.functions) if written == "llama3_json" else ()
-        parsing = msgspec.structs.replace(
-            reasoning,
-            tools=written,
-            tool_names=names,
-            parallel_tool_calls=tools.parallel_tool_calls,
-        )
-        return parsed, parsing
-
-
-def _tool_format(source: str) -> ToolFormat | None:
-    """Return the format of the calls in a template's source; None if it has no tools."""
-    if "tools" not in source:
-        return None
-    if "[TOOL_CALLS]" in source:
-        return "mistral"
-    if "<tool_call>" in source and "<function=" not in source:  # Qwen3-Coder writes XML
-        return "hermes"
-    if "<|start_header_id|>" in source and '"parameters": ' in source:
-        return "llama3_json"
-    return None
-
-
-# A schema of only these keywords names all of its properties.
-_CLOSED_KEYWORDS = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
-
-
-class _Syntax(msgspec.Struct, frozen=True):
-    """How a format writes calls: `open`, calls apart by `between`, and `close`."""
-
-    begin: str  # of a call, up to the name
-    arguments: str  # between name and arguments
-    end: str
-    between: str
-    open: str = ""
-    close: str = ""
-
-
-_SYNTAX: dict[ToolFormat, _Syntax] = {
-    "hermes": _Syntax(
-        '<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>", between="\n"
-    ),
-    "llama3_json": _Syntax('{"name": "', '", "parameters": ', "}", between="; "),
-    "mistral": _Syntax(
-        '{"name": "', '", "arguments": ', "}", between=", ", open="[TOOL_CALLS][", close="]"
-    ),
-}
-
-
-def form_of_calls(tools: ToolUse, written: ToolFormat) -> StructuredOutputsParams:
-    """Return the form of a response in which calls fit the schemas of their tools.
-
-    Unless a call is required, there may be text before it, or no call.
-    """
-    syntax = _SYNTAX[written]
-    begin, end = syntax.open + syntax.begin, syntax.end + syntax.close
-    if not tools.is_required and written != "llama3_json":
-        structures = [
-            {
-                "begin": begin + one.name + syntax.arguments,
-                "schema": one.parameters if one.strict and one.parameters else {"type": "object"},
-                "end": end,
-            }
-            for one in tools.functions
-        ]
-        trigger = "<tool_call>" if written == "hermes" else syntax.open
-        form: dict[str, object] = {"structures": structures, "triggers": [trigger]}
-        return StructuredOutputsParams(structural_tag=form)
-    more = f" ({_literal(syntax.between)} call)*" if tools.parallel_tool_calls else ""
-    around = [_literal(text) if text else "" for text in (syntax.open, syntax.close)]
-    rules = [
-        f"start: calls{'' if tools.is_required else ' | FREE'}",
-        f"calls: {around[0]} call{more} {around[1]}",
-        "call: " + " | ".join(f"call_{number}" for number in range(len(tools.functions))),
-    ]
-    if not tools.is_required:
-        rules.append(r"FREE: /(?s:\s*([^{<\s].*)?)/")
-    for number, one in enumerate(tools.functions):
-        head, tail = syntax.begin + one.name + syntax.arguments, syntax.end
-        rules.append(f"call_{number}: {_literal(head)} args_{number} {_literal(tail)}")
-        rules.append(f"args_{number}: %json {_literal(_schema_of(one))}")
-    return StructuredOutputsParams(grammar="\n".join(rules))
-
-
-def _schema_of(function: Function) -> dict[str, object]:
-    """Return the schema of a call's arguments; only strict functions keep all of it.
-
-    A weak model goes on with arguments of its own invention where a schema does not exclude them.
-    """
-    parameters = function.parameters or {"type": "object", "properties": {}}
-    rules = {"whitespace_pattern": WHITE_SPACE, "lenient": not function.strict}
-    if parameters.keys() <= _CLOSED_KEYWORDS and not function.strict:
-        parameters = {**parameters, "additionalProperties": False}
-    return {**parameters, "x-guidance": rules}
-
-
-def _literal(value: object) -> str:
-    return msgspec.json.encode(value).decode()

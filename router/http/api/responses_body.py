@@ -13,6 +13,7 @@ from baton.protocol.errors import RequestError
 from baton.router.http.api.schema import (
     AnyBody,
     ChatBody,
+    Effort,
     Int,
     JsonSchema,
     ParsedRequest,
@@ -68,7 +69,7 @@ class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
-    effort: str | None = None  # changes nothing
+    effort: Effort | None = None
     # Reasoning is given out as it is, never as a summary.
     summary: Literal["auto"] | None = None
     generate_summary: Literal["auto"] | None = None
@@ -168,6 +169,7 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
         tool_choice=_choice_of(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
+        reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
     try:
         parsed = parsed_chat(chat, _turns_of(body), defaults, limit_name="max_output_tokens")

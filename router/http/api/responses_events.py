@@ -1,7 +1,7 @@
 """The object and the typed events of POST /v1/responses, made from the deltas of a choice.
 
-Items are in the order in which the model wrote them. Each is open until its kind changes, and a
-call comes whole.
+Items are in the order in which the model wrote them. Each is open until its kind changes or another
+call begins.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,17 @@ from baton.protocol.errors import BatonError
 from baton.router.http.api.openai_chunks import LogprobForms, ResponseWriter, call_id, usage_of
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
 
-Kind = Literal["message", "reasoning"]
+Kind = Literal["message", "reasoning", "function_call"]
 Status = Literal["in_progress", "completed", "incomplete", "failed"]
 Object = dict[str, object]
 
 _encode = msgspec.json.Encoder().encode
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_EVENTS: dict[Kind, str] = {"message": "output_text", "reasoning": "reasoning_text"}
+_EVENTS: dict[Kind, str] = {
+    "message": "output_text",
+    "reasoning": "reasoning_text",
+    "function_call": "function_call_arguments",
+}
 
 
 @dataclass(slots=True)
@@ -30,6 +34,7 @@ class _Open:
     kind: Kind
     texts: list[str] = field(default_factory=list)
     logprobs: list[object] = field(default_factory=list)
+    call: Object = field(default_factory=dict)  # its id and name
 
 
 class ResponseEvents:
@@ -125,6 +130,9 @@ class ResponseEvents:
         item = self._open
         if item is None:
             return
+        if item.kind == "function_call":
+            self._close_call(item, status)
+            return
         part = self._part()
         more = {"logprobs": item.logprobs} if item.kind == "message" else {}
         self._emit_part(f"{_EVENTS[item.kind]}.done", text=part["text"], **more)
@@ -133,15 +141,27 @@ class ResponseEvents:
         self._open = None
 
     def _call(self, call: ToolCall) -> None:
-        self._close("completed")
-        name, arguments = call.name, call.arguments
-        given = {"call_id": call_id(self._writer.id, 0, call.index), "name": name}
-        item = self._item("function_call", "completed", **given, arguments=arguments)
-        self._emit_item("added", {**item, "status": "in_progress", "arguments": ""})
-        place = {"item_id": item["id"], "output_index": len(self._output)}
-        self._emit("response.function_call_arguments.delta", **place, delta=arguments)
-        self._emit("response.function_call_arguments.done", **place, name=name, arguments=arguments)
-        self._emit_item("done", item)
+        """Begin a call, or go on with the arguments of the last one."""
+        if call.name:
+            self._close("completed")
+            named: Object = {"call_id": call_id(self._writer.id, 0, call.index), "name": call.name}
+            self._open = _Open("function_call", call=named)
+            item = self._item("function_call", "in_progress", **named, arguments="")
+            self._emit_item("added", item)
+        if self._open is not None and call.arguments:
+            self._open.texts.append(call.arguments)
+            self._emit_arguments("delta", delta=call.arguments)
+
+    def _close_call(self, item: _Open, status: Status) -> None:
+        arguments = "".join(item.texts)
+        self._emit_arguments("done", name=item.call["name"], arguments=arguments)
+        done = self._item("function_call", status, **item.call, arguments=arguments)
+        self._emit_item("done", done)
+        self._open = None
+
+    def _emit_arguments(self, what: str, **fields: object) -> None:
+        place = {"item_id": self._item_id("function_call"), "output_index": len(self._output)}
+        self._emit(f"response.{_EVENTS['function_call']}.{what}", **place, **fields)
 
     def _item(self, kind: str, status: Status, **fields: object) -> Object:
         """Return the next item of the output."""

@@ -111,6 +111,18 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     stream_interval: Int | None = None
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
+def options_of(effort: Effort | None) -> dict[str, object]:
+    """Return the variables that say to a template how much to reason."""
+    if effort is None:
+        return {}
+    if effort == "none":
+        return {"reasoning_effort": effort, "enable_thinking": False, "thinking": False}
+    return {"reasoning_effort": effort}
+
+
 class GenerationBody(AnyBody, kw_only=True):
     """The fields that completions and chats have."""
 
@@ -122,10 +134,10 @@ class GenerationBody(AnyBody, kw_only=True):
     prompt_logprobs: Int | None = None
     response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing.
+    reasoning_effort: Effort | None = None  # in chats, for templates that read it
     best_of: Int | None = None
     modalities: list[str] | None = None
     # These change nothing about a response.
-    reasoning_effort: str | None = None
     verbosity: str | None = None
     prediction: Anything = msgspec.UNSET
 
@@ -275,7 +287,8 @@ def parsed_chat(
     tools = plain_tools(body.tools)
     use = tool_use_of(body.tools, body.tool_choice, body.parallel_tool_calls)
     # With `none` the model must not call, so it does not see the tools.
-    chat = Chat(messages, generates, body.chat_template_kwargs, tools if use else None)
+    options = {**options_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
+    chat = Chat(messages, generates, options or None, tools if use else None)
     if body.max_completion_tokens is None:
         parsed = _parsed_request(body, defaults, [chat])
     else:

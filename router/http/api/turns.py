@@ -6,6 +6,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
+from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
 MAX_TOOLS = 1024
@@ -101,6 +102,11 @@ _ONLY_IN_ANSWERS = (
     "annotations", "reasoning", "tool_calls", "audio", "provider_specific_fields",
     "reasoning_details", "thinking_blocks", "citations",
 )  # fmt: skip
+# Those of OpenAI's API, and those that some model's template has.
+ROLES = (
+    "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
+    "observation", "document", "documents", "context",
+)  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _EMPTY = (b"null", b"[]", b"{}", b"")
 
@@ -121,6 +127,9 @@ def plain_turn(place: str, turn: Turn) -> dict[str, object]:
         refused += _ONLY_IN_ANSWERS
     if turn.role != "tool":
         refused.append("tool_call_id")
+    if turn.role not in ROLES:
+        text = f"there is no role {clip(turn.role)!r}{did_you_mean(turn.role, ROLES)}"
+        raise RequestError(text, param=f"{place}.role")
     for name in refused:
         if _is_given(getattr(turn, name)):
             raise unsupported(f"{place}.{name}")

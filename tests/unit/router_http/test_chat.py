@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,15 @@ SOURCE = (
     "[{{ m['role'] }}]{{ m['content'] }}" + END + "{% endfor %}\n"
     "{% if add_generation_prompt %}[assistant]{% endif %}{{ mood }}"
 )
+
+
+def shown(template: ChatTemplate, messages: list[dict[str, object]], **options: Any) -> str:
+    """Return a prompt that has all that was sent."""
+    prompt = template.render(messages, **options)
+    template.check_shown(prompt, messages, **options)
+    return prompt
+
+
 TURNS: list[dict[str, object]] = [{"role": "user", "content": "hello <&>"}]
 BODY = "{% for m in messages %}{{ m.content }}{% endfor %}"
 TOOL: dict[str, object] = {
@@ -121,12 +131,12 @@ def test_tools_take_the_template_that_a_folder_has_for_them(is_file, tmp_path):
 
 def test_tools_that_a_template_does_not_show_are_refused():
     with pytest.raises(RequestError, match="does not show tools") as caught:
-        ChatTemplate(BODY, {}).render(TURNS, tools=[TOOL])
+        shown(ChatTemplate(BODY, {}), TURNS, tools=[TOOL])
     assert caught.value.param == "tools"
     after_two = "{% if messages | length > 1 %}{{ tools }}{% endif %}" + BODY
-    assert "add" in ChatTemplate(after_two, {}).render([*TURNS, *TURNS], tools=[TOOL])
+    assert "add" in shown(ChatTemplate(after_two, {}), [*TURNS, *TURNS], tools=[TOOL])
     with pytest.raises(RequestError, match="does not show tools"):
-        ChatTemplate(after_two, {}).render(TURNS, tools=[TOOL])
+        shown(ChatTemplate(after_two, {}), TURNS, tools=[TOOL])
 
 
 @pytest.mark.parametrize(
@@ -157,17 +167,64 @@ LOST: list[tuple[str, list[dict[str, object]], str]] = [
 @pytest.mark.parametrize(("source", "messages", "field"), LOST)
 def test_what_would_not_reach_the_prompt_is_refused_by_name(source, messages, field):
     with pytest.raises(RequestError, match="leaves out") as caught:
-        ChatTemplate(source, {}).render(messages)
+        shown(ChatTemplate(source, {}), messages)
     assert caught.value.param == field
 
 
 def test_what_a_template_changes_or_leaves_out_on_purpose_is_no_loss():
     upper = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
-    assert ChatTemplate(upper, {}).render(TURNS) == "HELLO <&>"
+    assert shown(ChatTemplate(upper, {}), TURNS) == "HELLO <&>"
     answer = "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
     thought = {"role": "assistant", "content": "<think>why</think>so", "reasoning": "why"}
-    assert ChatTemplate(answer, {}).render([*TURNS, thought]) == "hello <&>so"
-    assert ChatTemplate(ONLY_USERS, {}).render([{"role": "system", "content": " "}]) == ""
+    assert shown(ChatTemplate(answer, {}), [*TURNS, thought]) == "hello <&>so"
+    assert shown(ChatTemplate(ONLY_USERS, {}), [{"role": "system", "content": " "}]) == ""
+
+
+CALLED: list[dict[str, object]] = [
+    *TURNS,
+    {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call_0123456789", "type": "function",
+         "function": {"name": "add", "arguments": {"a": 1}}},
+    ]},
+    {"role": "tool", "tool_call_id": "call_0123456789", "content": "2"},
+]  # fmt: skip
+OF_CALLS = (
+    "{%% for m in messages %%}{%% for c in m.tool_calls or [] %%}%s{%% endfor %%}"
+    "{{ m.content or '' }}{%% endfor %%}"
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "prompt"),
+    [
+        (OF_CALLS % "{{ c.function.name + c.function.arguments }}", 'hello <&>add{"a": 1}2'),
+        (OF_CALLS % "{{ c.function.name }}{{ c.function.arguments | tojson }}",
+         'hello <&>add{"a": 1}2'),
+        (OF_CALLS % "{{ c.function.name }}{{ c.function.arguments }}", 'hello <&>add{"a": 1}2'),
+        ("{% for m in messages %}{% if m.content is none %}{{ m.tool_calls[0].function.name }}"
+         "{% else %}{{ m.content }}{% endif %}{% endfor %}", "hello <&>add2"),
+        (OF_CALLS % "{{ c.function.name }}{% if c.id | length != 9 %}{{ raise_exception('9') }}"
+         "{% endif %}", "hello <&>add2"),
+    ],
+)  # fmt: skip
+def test_calls_of_earlier_turns_have_the_form_that_the_template_reads(source, prompt):
+    assert shown(ChatTemplate(source, {}), CALLED) == prompt
+
+
+def test_ids_of_calls_are_shortened_alike_in_calls_and_results():
+    source = OF_CALLS % "{{ c.id }}{% if c.id | length != 9 %}{{ raise_exception('9') }}{% endif %}"
+    source += "{{ messages[-1].tool_call_id }}"
+    prompt = ChatTemplate(source, {}).render(CALLED)
+    assert prompt[9:18] == prompt[-9:] != "call_0123456789"[:9]
+
+
+def test_words_of_the_system_behind_the_first_are_the_users_where_a_template_refuses_them():
+    first = (
+        "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+        "{{ raise_exception('first') }}{% endif %}{{ m.role }}:{{ m.content }} {% endfor %}"
+    )
+    turns = [{"role": "system", "content": "a"}, *TURNS, {"role": "system", "content": "b"}]
+    assert shown(ChatTemplate(first, {}), turns) == "system:a user:hello <&> user:b "
 
 
 def test_developers_are_the_system_of_templates_that_do_not_know_them():

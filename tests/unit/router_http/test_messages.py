@@ -74,10 +74,11 @@ def inside_call(stream: RequestStream) -> None:
 
 
 @served(script=inside_call, chat_template=QWEN)
-async def test_a_call_that_is_cut_is_no_call(bench):
+async def test_a_call_that_is_cut_has_no_input_and_is_no_text(bench):
     for choice in ("auto", "any"):
         whole: Any = (await bench.post({**BODY, "tool_choice": {"type": choice}}, PATH)).json
-        assert [block["type"] for block in whole["content"]] == ["text"]
+        (block,) = whole["content"]
+        assert (block["type"], block["input"]) == ("tool_use", {})
         assert whole["stop_reason"] == "max_tokens"
 
 
@@ -86,7 +87,7 @@ async def test_thinking_is_shown_only_if_it_is_asked_for(bench):
     for thinking in (None, {"type": "disabled"}):
         body = {**BODY, "thinking": thinking}
         (chat,) = parse_message(json.dumps(body).encode(), {}).prompts
-        assert chat.options == {"enable_thinking": False}
+        assert chat.options == {"enable_thinking": False, "thinking": False}
         whole: Any = (await bench.post(body, PATH)).json
         assert [block["type"] for block in whole["content"]] == ["text", "tool_use"]
 
@@ -166,7 +167,7 @@ def test_turns_become_those_of_a_chat():
         {"role": "tool", "content": "2", "tool_call_id": "t1"},
         {"role": "user", "content": "And now?"},
     ]  # fmt: skip
-    assert chat.options == {"enable_thinking": True}
+    assert chat.options == {"enable_thinking": True, "thinking": True}
     assert ask.tools is not None
     assert (ask.tools.is_required, ask.tools.parallel_tool_calls) == (True, False)
     assert (ask.params.max_tokens, ask.form_param) == (90, "output_config.format")

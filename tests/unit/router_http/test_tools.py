@@ -1,5 +1,7 @@
 """Tools and reasoning over HTTP: whole, streamed, and in a stream that is resumed."""
 
+# ruff: noqa: RUF001  (DeepSeek's tags have full-width bars)
+
 import json
 from typing import Any
 
@@ -9,12 +11,13 @@ from llguidance import LLMatcher, LLTokenizer
 from baton.protocol.config import RouterConfig
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.stream import RequestStream
-from baton.router.http.api.prepare import ModelFormat, form_of_calls
-from baton.router.http.api.turns import Function, ToolUse
-from baton.router.outputs import CompletionOutput, ToolCall
+from baton.router.http.api.model_format import ModelFormat
+from baton.router.outputs import CompletionOutput, ToolCall, merged_calls
+from baton.router.text.call_grammar import CallableTool, CallRules, form_of_calls
 from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.formats import call_format
 from baton.router.text.grammars import after_reasoning, checked_grammar
-from baton.router.text.response_parser import Parsing, ResponseParser, ToolFormat
+from baton.router.text.response_parser import Parsing, ResponseParser
 from tests.support.http_bench import QWEN, TEXT, served
 
 PATH = "/v1/chat/completions"
@@ -36,6 +39,19 @@ def token_by_token(stream: RequestStream) -> None:
     stream.finish()
 
 
+def merged(pieces: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the calls of a stream: each begins with a name, and the rest are arguments."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if "name" in piece["function"]:
+            assert (piece["type"], len(piece["id"])) == ("function", 9)
+            calls.append(piece)
+        else:
+            assert piece.keys() == {"index", "function"}
+            calls[piece["index"]]["function"]["arguments"] += piece["function"]["arguments"]
+    return calls
+
+
 def joined(events: list[tuple[str, str]]) -> dict[str, Any]:
     """Return what a client makes of the deltas of a stream."""
     chunks = [json.loads(data) for _, data in events if data != "[DONE]"]
@@ -43,7 +59,7 @@ def joined(events: list[tuple[str, str]]) -> dict[str, Any]:
     return {
         "content": "".join(delta.get("content") or "" for delta in deltas),
         "reasoning": "".join(delta.get("reasoning", "") for delta in deltas),
-        "calls": [call for delta in deltas for call in delta.get("tool_calls", ())],
+        "calls": merged([call for delta in deltas for call in delta.get("tool_calls", ())]),
         "finish": chunks[-1]["choices"][0]["finish_reason"],
     }
 
@@ -75,12 +91,12 @@ async def test_a_stream_has_the_parts_of_the_whole(bench):
     assert (whole["content"], whole["reasoning"]) == ("the", "hello")
     assert whole["finish"] == "tool_calls"
     (call,) = whole["calls"]
-    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert (call["index"], call["function"]) == (0, {"name": "add", "arguments": '{"a": 1}'})
 
 
 def test_a_resumed_stream_goes_on_with_the_same_parts():
     def stream() -> tuple[RequestStream, list[CompletionOutput]]:
-        params, parsing = SamplingParams(), Parsing("hermes", reasoning=True)
+        params, parsing = SamplingParams(), Parsing("hermes", reasoning="think")
         made = RequestStream("r", None, [1], params, [TEXT.detokenizer([1], params, 0, parsing)])
         deltas: list[CompletionOutput] = []
         made.send_to(deltas.append)
@@ -108,29 +124,98 @@ async def test_tools_that_the_model_cannot_call_are_refused(bench, engine):
 @pytest.mark.parametrize(
     ("source", "tools", "reasoning"),
     [
-        ("{{ tools }}<tool_call></think>", "hermes", True),
-        ("{{ tools }}<tool_call><function=f>", None, False),
-        ("{{ tools }}[TOOL_CALLS]", "mistral", False),
-        ('{{ tools }}<|start_header_id|>"parameters": ', "llama3_json", False),
-        ("<tool_call>", None, False),
+        ("{{ tools }}<tool_call></think>", "hermes", "think"),
+        ("{{ tools }}<tool_call><function=f>", "qwen3_coder", ""),
+        ("{{ tools }}<tool_call><arg_key></think>", "glm45", "think"),
+        ("{{ tools }}[TOOL_CALLS][/THINK]", "mistral", "mistral"),
+        ('{{ tools }}<|start_header_id|>"parameters": ', "llama3_json", ""),
+        ("{{ tools }}<|start_header_id|>[func_name1(params_name1=1)]", "pythonic", ""),
+        ("{{ tools }}<｜tool▁calls▁begin｜>```json</think>", "deepseek_v3", "think"),
+        ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v31", ""),
+        ("{{ tools }}<|tool_calls_section_begin|>", "kimi_k2", ""),
+        ("{{ tools }}<|channel|>analysis", "openai", "openai_gptoss"),
+        ("<tool_call>", "", ""),
     ],
 )
 def test_the_format_is_the_one_that_the_template_shows(source, tools, reasoning):
     template = ChatTemplate("{% raw %}" + source + "{% endraw %}", {})
     assert ModelFormat.of(RouterConfig(), template) == ModelFormat(tools, reasoning)
-    named = RouterConfig(tool_call_parser="mistral", reasoning_parser="none")
-    assert ModelFormat.of(named, template) == ModelFormat("mistral", False)
+    named = RouterConfig(tool_call_parser="qwen3_xml", reasoning_parser="deepseek_r1")
+    assert ModelFormat.of(named, template) == ModelFormat("qwen3_coder", "think")
+    none = RouterConfig(tool_call_parser="none", reasoning_parser="none")
+    assert ModelFormat.of(none, template) == ModelFormat()
 
 
-CALLS: dict[ToolFormat, tuple[str, str]] = {
+CALLS_OF_TURNS = "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+END_OF_TURNS = "{% endfor %}{% endfor %}"
+HERMES_CALL = (
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": '
+    "{{ c.function.arguments | tojson }}}</tool_call>"
+)
+
+
+def test_a_format_is_used_only_if_the_calls_of_the_template_are_read_in_it():
+    template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + HERMES_CALL + END_OF_TURNS, {})
+    assert ModelFormat.of(RouterConfig(), template).tools == "hermes"
+    for wrong in ("<tool_call>{{ c.function.name }}: {{ c.function.arguments }}</tool_call>",
+                  "calls {{ c.function.name }}{# <tool_call> #}"):  # fmt: skip
+        template = ChatTemplate("{{ tools }}" + CALLS_OF_TURNS + wrong + END_OF_TURNS, {})
+        assert ModelFormat.of(RouterConfig(), template).tools == ""
+
+
+# How each format writes add(a=1), and what is between two calls.
+CALLS: dict[str, tuple[str, str]] = {
     "hermes": ('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', "\n"),
     "llama3_json": ('{"name": "add", "parameters": {"a": 1}}', "; "),
     "mistral": ('[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]', ""),
-}
+    "phi4_mini_json": (
+        '<|tool_call|>[{"name": "add", "arguments": {"a": 1}}]<|/tool_call|>', "",
+    ),
+    "qwen3_coder": (
+        "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>",
+        "\n",
+    ),
+    "glm45": (
+        "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>", "\n",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'
+        "</minimax:tool_call>",
+        "",
+    ),
+    "deepseek_v31": (
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>add<｜tool▁sep｜>{\"a\": 1}<｜tool▁call▁end｜>"
+        "<｜tool▁calls▁end｜>",
+        "",
+    ),
+    "kimi_k2": (
+        "<|tool_calls_section_begin|><|tool_call_begin|>functions.add:0"
+        '<|tool_call_argument_begin|>{"a": 1}<|tool_call_end|><|tool_calls_section_end|>',
+        "",
+    ),
+    "openai": (
+        '<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>', "",
+    ),
+    "pythonic": ("[add(a=1)]", ""),
+}  # fmt: skip
 SCHEMA: dict[str, object] = {
     "type": "object", "properties": {"a": {"$ref": "#/$defs/x"}}, "required": ["a"],
     "$defs": {"x": {"type": "integer"}},
 }  # fmt: skip
+TOOLS = (CallableTool("add", SCHEMA, True), CallableTool("other", None, False))
+
+
+class Judge:
+    """Says which texts a grammar lets pass."""
+
+    def __init__(self, grammar: str) -> None:
+        self._grammar = grammar
+        self._tokenizer = LLTokenizer("byte")
+
+    def passes(self, text: str) -> bool:
+        matcher, token_ids = LLMatcher(self._tokenizer, self._grammar), text.encode()
+        ids = self._tokenizer.tokenize_bytes(token_ids)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
 @pytest.mark.parametrize("written", CALLS)
@@ -141,30 +226,56 @@ SCHEMA: dict[str, object] = {
 def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
     written, is_required, before, is_open
 ):
-    functions = (Function("add", parameters=SCHEMA, strict=True), Function("other"))
-    grammar = checked_grammar(form_of_calls(ToolUse(functions, is_required, True), written))
+    row = call_format(written)
+    rules = CallRules(TOOLS, is_required, is_parallel=True)
+    grammar = checked_grammar(form_of_calls(rules, row))
     if is_open is not None:
-        grammar = after_reasoning(grammar, is_open=is_open)
-    tokenizer = LLTokenizer("byte")
-
-    def is_let_pass(text: str) -> bool:
-        matcher, token_ids = LLMatcher(tokenizer, grammar), tokenizer.tokenize_str(before + text)
-        return matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting()
-
+        grammar = after_reasoning(grammar, "think", is_open=is_open)
+    judge = Judge(grammar)
     call, between = CALLS[written]
     text = call + between + call if between else call
-    assert is_let_pass(text)
-    parsing = Parsing(written, ("add",), reasoning=is_open is not None)
-    parts = ResponseParser(parsing, is_thinking=bool(is_open)).push(before + text, is_end=True)
-    calls = [part for part in parts if isinstance(part, ToolCall)]
-    assert calls == [ToolCall("add", '{"a": 1}', index) for index in range(2 if between else 1)]
-    assert not is_let_pass(call.replace("1", '"x"'))
-    assert not is_let_pass(call.replace("add", "sub"))
-    assert is_let_pass("free text") is not is_required
-    if is_required:  # a call of a function that is not strict has no arguments but its own
+    assert judge.passes(before + text)
+    reasoning = "" if is_open is None else "think"
+    parsing = Parsing(written, ("add",), {"add": SCHEMA}, reasoning=reasoning)
+    if written != "openai" or is_open is None:  # its reasoning has a channel, and no tag
+        parser = ResponseParser(parsing, is_thinking=bool(is_open))
+        parts = parser.push(before + text, is_end=True)
+        calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
+        expected = [("add", {"a": 1})] * (2 if between else 1)
+        assert [(one.name, json.loads(one.arguments)) for one in calls] == expected
+    assert not judge.passes(before + call.replace("1", '"x"'))
+    assert not judge.passes(before + call.replace("add", "sub"))
+    assert judge.passes(before + "free text") is not is_required
+    if is_required and row.body in ("json", "named_json"):
+        # A call of a function that is not strict has no arguments but its own.
         other = call.replace("add", "other")
-        assert is_let_pass(other.replace('{"a": 1}', "{}"))
-        assert not is_let_pass(other)
+        assert judge.passes(before + other.replace('{"a": 1}', "{}"))
+        assert not judge.passes(before + other)
+
+
+def test_texts_choices_and_optional_arguments_have_a_place_in_the_grammars():
+    schema = {
+        "type": "object",
+        "properties": {"why": {"type": "string"}, "unit": {"enum": ["C", "F"]}, "n": {}},
+        "required": ["unit"],
+    }
+    rules = CallRules((CallableTool("add", schema, False),), True, is_parallel=False)
+    judge = Judge(checked_grammar(form_of_calls(rules, call_format("glm45"))))
+    unit = "<arg_key>unit</arg_key>\n<arg_value>C</arg_value>\n"
+    why = "<arg_key>why</arg_key>\n<arg_value>a <b>\nc</arg_value>\n"
+    for arguments, passes in ((unit, True), (unit + why, True), (why, False), ("", False)):
+        assert judge.passes(f"<tool_call>add\n{arguments}</tool_call>") is passes
+
+
+@served(script=token_by_token, chat_template=QWEN)
+async def test_a_form_of_json_beside_tools_lets_calls_pass_too(bench, engine):
+    schema = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    assert (await bench.post({**BODY, "response_format": form}, PATH)).status == 200
+    judge = Judge(checked_grammar(engine.streams[0].params.structured_outputs))
+    assert judge.passes('{"x": 1}')
+    assert judge.passes('<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>')
+    assert not judge.passes("free text")
 
 
 @served(chat_template=QWEN)
