@@ -38,8 +38,9 @@ from baton.runtime.channels.wire import OPERATOR, name_of
 from baton.runtime.log import logger
 
 HEARTBEATS = b"heartbeats:"
-# The number of messages that are read before other work on the loop gets its turn.
+# A batch ends after this many messages or seconds, so that other work on the loop gets its turn.
 BATCH = 512
+BATCH_S = 0.02
 # The largest number of processes for which cancels are kept that were not confirmed.
 MAX_CANCELLED = 64
 
@@ -86,7 +87,7 @@ class NodeLink:
         self._again: asyncio.Handle | None = None
         self._outgoing: list[tuple[NodeSession, bytes]] = []
         self._is_open = True
-        self._loop.add_reader(self._listener.fileno(), self.read)
+        self._loop.add_reader(self._listener.fileno(), self._on_readable)
 
     @property
     def endpoint(self) -> str:
@@ -118,8 +119,16 @@ class NodeLink:
         if keys := self._open_cancels.pop(process, None):
             self.send(process[0], Cancel(tuple(keys), "node lost"))
 
+    @property
+    def has_backlog(self) -> bool:
+        """Return whether messages may have arrived that the last batch had no room for."""
+        return self._again is not None
+
     def read(self) -> None:
-        """Read the messages that have arrived, up to one batch."""
+        """Read the messages that have arrived, up to one batch. Later turns read the rest."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
         if self._is_open:
             self._on_batch(self._batch())
             self._log_refusals()
@@ -134,12 +143,19 @@ class NodeLink:
             self._listener.close()
             self._channels.close()
 
+    def _on_readable(self) -> None:
+        if self._again is None:  # else this turn or the next one reads anyway
+            self.read()
+
     def _batch(self) -> Heard:
+        ends_s = self._loop.time() + BATCH_S
         for _ in range(BATCH):
             received = self._listener.receive()
             if received is None:
                 return
             yield from self._heard(received)
+            if self._loop.time() > ends_s:
+                break
         # The descriptor only signals changes, so the rest must be read without another signal.
         self._again = self._loop.call_soon(self.read)
 

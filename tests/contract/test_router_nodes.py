@@ -1,5 +1,6 @@
 """Nodes that come, go, pause and do not fit, as the router sees them over real sockets."""
 
+import asyncio
 import json
 import time
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.protocol.blocks import block_hashes, pack_keys
+from baton.protocol.codec import to_router_codec
 from baton.protocol.config import ClusterConfig, RouterConfig
 from baton.protocol.errors import TransferError
 from baton.protocol.ids import Key, NodeId, RequestId
@@ -14,6 +16,7 @@ from baton.protocol.messages import (
     CacheChanges,
     Cancel,
     Decode,
+    DrainState,
     Failed,
     Peers,
     Prefill,
@@ -25,10 +28,14 @@ from baton.protocol.messages import (
     WatchCache,
 )
 from baton.protocol.sampling import SamplingParams, Scope
+from baton.router.core.node_link import BATCH, Heard, NodeLink
 from baton.router.outputs import RequestOutput
+from baton.runtime.channels.listener import Channels
+from baton.runtime.channels.wire import new_identity
+from tests.support.channel_ends import bare, encoded, frame
 from tests.support.http_bench import HttpBench
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
-from tests.support.scripted_nodes import BLOCK_SIZE, ScriptedNode, node_info, toy_answer
+from tests.support.scripted_nodes import BLOCK_SIZE, ScriptedNode, hello_of, node_info, toy_answer
 
 
 @routed()
@@ -276,3 +283,34 @@ async def test_a_message_that_cannot_be_sent_takes_no_other_with_it(bench):
         bench.core._send(decode.info.node_id, broken)
     bench.core._send(decode.info.node_id, last)
     assert [await decode.hear(Cancel) for _ in range(2)] == [first, last]
+
+
+def test_a_backlog_is_read_one_batch_in_a_turn_of_the_loop(tmp_path):
+    """A router that was stalled finds its channels full, and must not hold its loop for that."""
+    num_messages = 20 * BATCH
+    num_batches = num_heard = 0
+    info = node_info("d0", "decode")
+
+    def on_batch(heard: Heard) -> None:
+        nonlocal num_batches, num_heard
+        num_batches += 1
+        num_heard += sum(1 for _ in heard)
+
+    async def batches_of_each_turn() -> list[int]:
+        link = NodeLink(f"ipc://{tmp_path}/control", Channels(), on_batch, DrainState)
+        counts: list[int] = []
+        with bare(link.endpoint, new_identity(b"d0")) as node:
+            node.send(frame(7, 0, to_router_codec().encode(hello_of(info))))
+            for number in range(1, num_messages):
+                node.send(frame(7, number, encoded(number)))
+            while num_heard < num_messages:
+                before = num_batches
+                link.send(info.node_id, Cancel(()))  # sending signals what waits to be read again
+                await asyncio.sleep(0)
+                counts.append(num_batches - before)
+        link.close()
+        return counts
+
+    counts = asyncio.run(batches_of_each_turn())
+    assert max(counts) == 1
+    assert sum(counts) >= 20

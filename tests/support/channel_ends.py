@@ -168,6 +168,17 @@ def hello(number: int) -> ToNode:
 
 
 @contextmanager
+def bare(endpoint: str, identity: bytes) -> "Iterator[zmq.Socket[bytes]]":
+    """A socket without any of the rules, and without a bound on what it queues."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.setsockopt(zmq.ROUTING_ID, identity)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(endpoint)
+        yield socket
+
+
+@contextmanager
 def process(role: str, endpoint: str) -> "Iterator[subprocess.Popen[str]]":
     """The other end of a channel in a process of its own, which may be frozen or killed."""
     child = subprocess.Popen(
