@@ -18,6 +18,8 @@ LONGEST_S = 600.0
 # How long a node that was refused waits before it asks again.
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 10.0
+# How long a ready node waits for a router's answer before it introduces itself again.
+JOINING_S = 2.0
 
 log = logger("node")
 
@@ -65,8 +67,8 @@ class RouterStanding(msgspec.Struct, frozen=True):
 class RouterChannel:
     """A node's channel to one router. The node introduces itself in every new session.
 
-    If the router refuses the node, which may be over when nodes or routers change, the node asks
-    again after growing pauses.
+    It does so again while the router gives no answer. If the router refuses the node, which may be
+    over when nodes or routers change, the node asks again after growing pauses.
     """
 
     def __init__(
@@ -86,6 +88,7 @@ class RouterChannel:
     def ready(self, ready: Ready) -> None:
         self._ready = ready
         self.dialer.send(ready)
+        self._ask_at_s = self._clock() + JOINING_S
 
     def receive(self) -> Iterator[ToNode | Unreadable | Disconnected]:
         while (message := self.dialer.receive()) is not None:
@@ -100,8 +103,12 @@ class RouterChannel:
                 router=self.dialer.endpoint,
                 hint="keys.file must name a copy of the router's key, or neither side may have one",
             )
-        if self._clock() >= self._ask_at_s:
+        if self._clock() < self._ask_at_s:
+            pass
+        elif self.dialer.connected:
             self._introduce()
+        else:  # what was said last waits for the router
+            self._ask_at_s = self._clock() + JOINING_S
 
     def standing(self) -> RouterStanding:
         """Return what the router makes of this node. Any thread may call this."""
@@ -117,10 +124,10 @@ class RouterChannel:
         return self.dialer.refusals >= REFUSALS_TO_LOG
 
     def _introduce(self) -> None:
-        self._ask_at_s = math.inf  # until the answer
         self.dialer.send(self._hello)
+        self._ask_at_s = math.inf  # a router answers a node that is ready
         if self._ready is not None:
-            self.dialer.send(self._ready)
+            self.ready(self._ready)
 
     def _note(self, message: ToNode | Unreadable | Disconnected) -> None:
         router = self.dialer.endpoint
@@ -141,6 +148,7 @@ class RouterChannel:
         elif isinstance(message, Peers):
             state: RegistrationState = "out of service" if message.out_of_service else "in service"
             self._answer = RouterStanding(router, state, message.out_of_service)
+            self._ask_at_s = math.inf
             if self._backoff is not None:
-                self._backoff, self._ask_at_s = None, math.inf
+                self._backoff = None
                 log.info("the router took this node in", router=router)

@@ -24,6 +24,7 @@ from baton.protocol.messages import (
     Hello,
     Peers,
     Profile,
+    Ready,
     Refused,
     ResetPrefixCache,
     Role,
@@ -31,7 +32,7 @@ from baton.protocol.messages import (
     ToRouter,
     WatchCache,
 )
-from baton.router.core.registry import Change, Entered, Left, Notice, Refuse, Registry
+from baton.router.core.registry import Asked, Change, Entered, Left, Notice, Refuse, Registry
 from baton.router.core.request import DRAINING, HandoffEnded, NodeProcess
 from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import OPERATOR, name_of
@@ -181,6 +182,8 @@ class NodeLink:
             elif isinstance(message, CancelDone):
                 self.forget_cancels((node, session.epoch), message.keys)
             yield node, message
+        elif message is not None and not isinstance(message, Ready):  # it follows a refused Hello
+            self._listener.end(received.peer)  # so that it introduces itself
 
     def _open_session(self, node: NodeId, peer: bytes, hello: Hello) -> Heard:
         session = self._sessions.get(node)
@@ -197,6 +200,7 @@ class NodeLink:
                 return
             # This is the same process over a new connection, or the successor of a dead one.
             del self._sessions[node]
+            self._listener.end(session.peer)
             yield node, None
         self._sessions[node] = NodeSession(peer, hello.epoch)
         self._epochs[node] = hello.epoch
@@ -263,6 +267,8 @@ class NodeNotifier:
                 self._send(info.node_id, Peers(self._registry.peers_of(info.role)))
                 if self._watches_caches:
                     self._send(info.node_id, WatchCache())
+            case Asked(node=node, role=role):
+                self._send(node, Peers(self._registry.peers_of(role)))
             case Notice(message=text, node=node, other=other, reason=reason):
                 log.warning(text, node=node, other=other, **({"reason": reason} if reason else {}))
             case Left(node=node, role=role, failure=failure):

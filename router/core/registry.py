@@ -43,6 +43,13 @@ class Entered(msgspec.Struct, frozen=True):
     info: NodeInfo
 
 
+class Asked(msgspec.Struct, frozen=True):
+    """The node had no answer and introduced itself again, but it is in service or draining."""
+
+    node: NodeId
+    role: Role
+
+
 class Left(msgspec.Struct, frozen=True):
     """The node is out of service, and nothing will come of its work."""
 
@@ -60,7 +67,7 @@ class Notice(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-Change = Refuse | Entered | Left | Notice
+Change = Refuse | Entered | Asked | Left | Notice
 
 DIFFERENT_BITS = (
     "two nodes compute different bits: a stream that moves from one to the other is a valid "
@@ -196,6 +203,9 @@ class Registry:
         if message.node_id != peer:
             text = f"a node named {message.node_id} dialled in as {peer}"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
+        if (known := self._node(peer, message.epoch)) is not None:
+            known.heard_s = now_s  # it asks again in its session, and its work goes on
+            return []
         changes = self.gone(peer, "a new process replaced it")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
         self._lost.pop(peer, None)
@@ -213,6 +223,9 @@ class Registry:
         if node is None or info.node_id != peer or info.role != node.role:
             text = "Ready arrived without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
+        if node.info == info and node.state in ("ready", "draining"):
+            node.heard_s = now_s
+            return [Asked(peer, node.role)]
         if (failure := self._misfit(info)) is not None:
             self.gone(peer)
             return [self._refuse(peer, failure)]

@@ -23,13 +23,15 @@ from baton.runtime.channels.wire import (
     QUEUED_MESSAGES,
     SESSION_BITS,
     ConnectionChange,
+    OpenWire,
     Session,
     Verdict,
     Wire,
     log,
     new_identity,
+    probe_frame,
 )
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Clock, monotonic
 
 # After a refused handshake ZMQ tries again at once or never, so the dialer does it: soon with its
 # next key, and less and less often, down to this, once all keys were refused.
@@ -39,6 +41,8 @@ NEXT_KEY_S = 0.05
 # whether a lookup has ended.
 LOOK_AGAIN_S = 1.0
 LOOKUP_POLL_S = 0.02
+# How often a dialer that has nothing to send asks whether the listener still has its session.
+ASK_INTERVAL_S = 1.0
 
 Out = TypeVar("Out")
 In = TypeVar("In")
@@ -55,7 +59,16 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 class Dialer(Generic[Out, In]):
-    """The side that dials. It reconnects until it is closed, each time with a new session."""
+    """The side that dials. It reconnects until it is closed, each time with a new session.
+
+    libzmq reconnects by itself, too, and the listener may end a session without this side noticing.
+    So a dialer asks every second whether its session stands. A listener that does not have it, or
+    not all of its messages, answers with a reset.
+    """
+
+    # Sockets and time are simulated as a whole, or not at all.
+    open_wire: OpenWire = Wire
+    clock: Clock = staticmethod(monotonic)
 
     def __init__(
         self,
@@ -67,7 +80,7 @@ class Dialer(Generic[Out, In]):
         keys: Keys = NO_KEYS,
     ) -> None:
         """Begin to connect; the listener need not be there yet. Raises `ConfigError`."""
-        self._destination = Destination(endpoint, keys)
+        self._destination = Destination(endpoint, keys, self.clock)
         self.endpoint = str(self._destination.given)  # with the listener's name, if it has one
         self.connected = False  # as the last `receive` found it
         # Handshakes in a row that failed: wrong keys, not a channel, or a listener that ended.
@@ -76,6 +89,9 @@ class Dialer(Generic[Out, In]):
         self._session = Session(secrets.randbits(SESSION_BITS))
         self._lost: str | None = None
         self._retry_s: float | None = None
+        self._is_dialling = False  # a connection stands, or libzmq tries to make one
+        self._ask_at_s = self.clock() + ASK_INTERVAL_S
+        self._has_sent = False  # since it asked last
         self._keys = keys
         self._num_tried = 0  # keys whose handshake has failed since the last connection
         self._name = name
@@ -83,7 +99,7 @@ class Dialer(Generic[Out, In]):
         self._unsent: deque[bytes] = deque()  # until then
         with contextlib.ExitStack() as undo:
             try:
-                self._wire = Wire(context, zmq.DEALER, keys)
+                self._wire = self.open_wire(context, zmq.DEALER, keys)
                 undo.callback(self._wire.close)
                 self._wire.endpoint = self.endpoint
                 self.socket = self._wire.socket
@@ -112,6 +128,7 @@ class Dialer(Generic[Out, In]):
             self._wire.wake_if_readable(anything_else=True)
             return False
         self._session.sent()
+        self._has_sent = True
         self._wire.wake_if_readable()
         return True
 
@@ -132,11 +149,14 @@ class Dialer(Generic[Out, In]):
             elif changes := self._wire.changes():
                 for change in changes:
                     self._changed(change)
-            elif self._retry_s is not None and monotonic() >= self._retry_s:
+            elif self._retry_s is not None and self.clock() >= self._retry_s:
                 self._lost = "the handshake failed"
                 self._num_tried += 1
+            elif self.connected and self.clock() >= self._ask_at_s:
+                self._ask()
             elif self.connected or not self._destination.look():
-                times = (self._retry_s, None if self.connected else self._destination.look_at_s)
+                next_s = self._ask_at_s if self.connected else self._destination.look_at_s
+                times = (self._retry_s, next_s)
                 self._wire.clear_signal(
                     min((time for time in times if time is not None), default=None)
                 )
@@ -171,7 +191,20 @@ class Dialer(Generic[Out, In]):
                 assert_never(verdict)
         return None
 
+    def _ask(self) -> None:
+        """Let the listener answer with a reset if it has not got all of this session."""
+        self._ask_at_s = self.clock() + ASK_INTERVAL_S
+        has_sent, self._has_sent = self._has_sent, False
+        if has_sent or self._session.next_out == 0:
+            return  # each message asks the same, and a session begins with the first one
+        try:
+            self.socket.send(probe_frame(self._session.id, self._session.next_out), zmq.NOBLOCK)
+        except zmq.Again:  # there may be no connection, whatever its events said
+            self._lost = "the queue to the listener is full"
+
     def _changed(self, change: ConnectionChange) -> None:
+        if change == "up" and not self._is_dialling:
+            return  # libzmq had reconnected before this dialer disconnected
         if change == "up":
             self.refusals, self._retry_s, self._num_tried = 0, None, 0
         elif change == "lost" and self.connected:
@@ -180,7 +213,7 @@ class Dialer(Generic[Out, In]):
             # An immediate restart would be refused immediately, over and over.
             num_rounds, nth = divmod(self._num_tried + 1, max(1, len(self._keys.pairs)))
             wait_s = NEXT_KEY_S if nth else min(RETRY_S, NEXT_KEY_S * 2.0**num_rounds)
-            self._retry_s = monotonic() + wait_s
+            self._retry_s = self.clock() + wait_s
             if change == "refused":
                 self._disconnect()
         self.refusals += change == "refused"
@@ -194,10 +227,12 @@ class Dialer(Generic[Out, In]):
         self._lost = self._retry_s = None
         self.connected = False
         self._session = Session(secrets.randbits(SESSION_BITS))
+        self._wire.changes()  # they are of connections of the old session
         self._connect()
         return Disconnected(reason)
 
     def _disconnect(self) -> None:
+        self._is_dialling = False
         with contextlib.suppress(zmq.ZMQError):  # there may be no connection
             self.socket.disconnect(self._dialled)
 
@@ -210,8 +245,9 @@ class Dialer(Generic[Out, In]):
         self.socket.setsockopt(zmq.IPV6, int(":" in address.host))
         self.socket.setsockopt(zmq.ROUTING_ID, new_identity(self._name))
         self._dialled = address.dial_endpoint
-        self._destination.tried_s = monotonic()
+        self._destination.tried_s = self.clock()
         self.socket.connect(self._dialled)
+        self._is_dialling = True
         while self._unsent:
             self.socket.send(self._unsent.popleft(), zmq.NOBLOCK)
 
@@ -219,8 +255,9 @@ class Dialer(Generic[Out, In]):
 class Destination:
     """The numeric address of a listener, whose name may come to stand for another one."""
 
-    def __init__(self, text: str, keys: Keys) -> None:
+    def __init__(self, text: str, keys: Keys, clock: Clock = monotonic) -> None:
         """Raises `ConfigError` if the address cannot be dialled, or must not be without a key."""
+        self._clock = clock
         self.given = parse_endpoint(text)
         self._keys = keys
         if not self.given.is_name:  # the addresses of a name are checked once they are known
@@ -229,7 +266,7 @@ class Destination:
         # None until the name is resolved.
         self.address: Endpoint | None = None if self.given.is_name else self.given
         self.tried_s = 0.0  # when the dialer last began to connect
-        self._look_at_s = monotonic()
+        self._look_at_s = clock()
         self._is_looking = False
         self._found: list[Endpoint] | None = None  # by the thread that looks; empty: nothing
 
@@ -240,7 +277,7 @@ class Destination:
 
     def look(self) -> bool:
         """Begin or end a lookup, without waiting. Return whether `address` has changed."""
-        if not self.given.is_name or (now_s := monotonic()) < self._look_at_s:
+        if not self.given.is_name or (now_s := self._clock()) < self._look_at_s:
             return False
         if not self._is_looking:
             self._is_looking = True

@@ -17,13 +17,16 @@ from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
+    OpenWire,
     Session,
     Verdict,
     Wire,
+    has_all,
+    is_invented,
     probe_frame,
     reset_frame,
 )
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Clock, monotonic
 
 # When a listener tries its sessions' connections after a hint that one ended: libzmq gives the hint
 # shortly before it removes the connection.
@@ -60,6 +63,10 @@ class Listener(Generic[Out, In]):
     frame that dialers ignore.
     """
 
+    # Sockets and time are simulated as a whole, or not at all.
+    open_wire: OpenWire = Wire
+    clock: Clock = staticmethod(monotonic)
+
     def __init__(
         self,
         endpoint: str,
@@ -75,6 +82,7 @@ class Listener(Generic[Out, In]):
         address = parse_endpoint(endpoint)
         keys.check(address, "listening on")
         self.refusals = 0  # refused handshakes: a wrong key, or a peer that is not a channel
+        self.num_unnamed = 0  # frames under identities that no dialer chose
         self._encode, self._decode = outgoing.encode, incoming.decode
         self._sessions: dict[bytes, Session] = {}
         # Ended sessions whose dialers have not been told yet.
@@ -83,7 +91,7 @@ class Listener(Generic[Out, In]):
         self._hinted_s = -math.inf  # the first try after the last hint
         self._num_read = 0  # frames since the last look at the connections
         self._events: deque[Received[In]] = deque()
-        self._wire = Wire(context, zmq.ROUTER, keys)
+        self._wire = self.open_wire(context, zmq.ROUTER, keys)
         self.socket = self._wire.socket
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         # libzmq may reconnect a dialer under its old identity before the dialer takes a new one.
@@ -170,7 +178,7 @@ class Listener(Generic[Out, In]):
 
     def _check_connections(self) -> bool:
         """Answer handshakes and try connections that may be gone. Return whether there were any."""
-        if self._probes_at_s and self._probes_at_s[0] <= monotonic():  # before a hint puts it off
+        if self._probes_at_s and self._probes_at_s[0] <= self.clock():  # before a hint puts it off
             self._probes_at_s.popleft()
             self._probe()
             return True
@@ -183,7 +191,7 @@ class Listener(Generic[Out, In]):
 
     def _schedule_probes(self) -> None:
         """Note a hint that a connection ended: try all of them soon, and again a bit later."""
-        now_s = monotonic()
+        now_s = self.clock()
         if self._hinted_s > now_s:
             return  # the first try of an earlier hint is still to come
         self._hinted_s = max(now_s, self._hinted_s + HINTS_APART_S)
@@ -192,6 +200,10 @@ class Listener(Generic[Out, In]):
     def _read(self) -> None:
         peer = self.socket.recv(zmq.NOBLOCK)
         if (frame := self._wire.read()) is None:
+            return
+        if is_invented(peer):
+            # An answer could not reach the dialer. It asks by itself whether its session stands.
+            self.num_unnamed += 1
             return
         session_id, sequence, payload = frame
         session = self._sessions.get(peer)
@@ -209,6 +221,8 @@ class Listener(Generic[Out, In]):
             case Verdict.STALE:
                 self._unsent_resets[peer] = session_id
                 self._send_resets()
+                return
+            case Verdict.PROBE if session is not None and has_all(session, payload):
                 return
             case Verdict.GAP | Verdict.RESET | Verdict.PROBE:
                 self.end(peer)
@@ -235,7 +249,7 @@ class Listener(Generic[Out, In]):
                 self.socket.send_multipart((peer, reset_frame(session_id)), zmq.NOBLOCK)
             except zmq.Again:
                 if not self._probes_at_s:
-                    self._probes_at_s.append(monotonic() + PROBE_DELAYS_S[-1])
+                    self._probes_at_s.append(self.clock() + PROBE_DELAYS_S[-1])
                 continue
             except zmq.ZMQError:
                 pass

@@ -16,6 +16,7 @@ import secrets
 import select
 import struct
 import time
+from collections.abc import Callable
 from enum import Enum
 from typing import Literal
 
@@ -32,9 +33,11 @@ log = logger("channel")
 
 HEADER = struct.Struct("<QQ")
 HEADER_BYTES = HEADER.size
+COUNT = struct.Struct("<Q")
 SESSION_BITS = 64
 # These take the place of a sequence number. The first says that the listener does not know this
-# session (any more). The second only tests whether the connection still takes frames.
+# session (any more). The second asks: a listener tests with it whether a connection still takes
+# frames, and a dialer whether the listener has got all frames of the session so far.
 RESET = (1 << 64) - 1
 PROBE = (1 << 64) - 2
 SEPARATOR = b"/"  # in an identity
@@ -114,14 +117,31 @@ def reset_frame(session_id: int) -> bytes:
     return HEADER.pack(session_id, RESET)
 
 
-def probe_frame(session_id: int) -> bytes:
-    """Return a frame that dialers ignore. Sending it shows whether the connection still exists."""
-    return HEADER.pack(session_id, PROBE)
+def probe_frame(session_id: int, num_sent: int = 0) -> bytes:
+    """Return a frame that asks whether the peer has got all `num_sent` frames of a session.
+
+    Dialers ignore it. Sending it shows whether the connection still exists.
+    """
+    return HEADER.pack(session_id, PROBE) + COUNT.pack(num_sent)
+
+
+def has_all(session: Session, probe: memoryview) -> bool:
+    """Return whether this end of a session has got every frame that the other one has sent."""
+    return len(probe) == COUNT.size and COUNT.unpack(probe)[0] == session.next_in
 
 
 def new_identity(name: bytes) -> bytes:
     """Return an identity that was never used before."""
     return name + SEPARATOR + secrets.token_hex(NONCE_BYTES).encode()
+
+
+def is_invented(identity: bytes) -> bool:
+    """Return whether libzmq made up this identity, which no dialer's begins like.
+
+    It does so for a dialer without one, and for a connection whose identity a newer one took over:
+    what is still unread of the older connection comes under the invented identity.
+    """
+    return identity[:1] == b"\0"
 
 
 def name_of(identity: bytes) -> bytes:
@@ -305,6 +325,10 @@ class Wire:
         if not self.socket.closed:
             self.socket.setsockopt(zmq.LINGER, linger_ms)
             self._opened.close()
+
+
+# Opens the socket of a dialer or listener.
+OpenWire = Callable[["zmq.Context[zmq.Socket[bytes]]", zmq.SocketType, Keys], Wire]
 
 
 def _descriptor_of(socket: "zmq.Socket[bytes]") -> int:

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import select
 import signal
 import socket
 import struct
@@ -17,10 +18,17 @@ import zmq
 from baton.protocol.codec import MAX_MESSAGE_BYTES
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Cancel, ToRouter
+from baton.runtime.channels import dialer as dialer_module
 from baton.runtime.channels.dialer import Destination, Disconnected
 from baton.runtime.channels.keys import NO_KEYS
 from baton.runtime.channels.listener import Received
-from baton.runtime.channels.wire import HEADER, HEARTBEAT_INTERVAL_MS, HEARTBEAT_TIMEOUT_MS, RESET
+from baton.runtime.channels.wire import (
+    HEADER,
+    HEARTBEAT_INTERVAL_MS,
+    HEARTBEAT_TIMEOUT_MS,
+    RESET,
+    new_identity,
+)
 from baton.runtime.clock import monotonic
 from tests.support.channel_ends import (
     DEADLINE_S,
@@ -36,9 +44,13 @@ from tests.support.channel_ends import (
     speaking,
     stranger,
     wait,
+    work,
 )
 
 MANY = 3000
+# ZMTP 3.1: the signature, the version, the mechanism NULL, and who listens.
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
@@ -182,6 +194,92 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path):
         assert numbers(pair.hear(1)) == [4]
 
 
+def test_a_dialer_that_gave_a_handshake_up_begins_anew_although_libzmq_had_reconnected(tmp_path):
+    """Its process was stalled, so it reads of the failure and of the next success together."""
+    endpoint = f"ipc://{tmp_path}/late"
+    with ends(tmp_path) as pair:
+        with socket.socket(socket.AF_UNIX) as ending:
+            ending.bind(f"{tmp_path}/late")
+            ending.listen()
+            dialer = pair.dial("d0", endpoint)
+            dialer.send(note(1))
+            connection, _ = ending.accept()
+            with connection:
+                connection.sendall(GREETING)
+                time.sleep(0.1)
+        os.unlink(f"{tmp_path}/late")
+        pair.listener.close()
+        pair.listener = pair.listen(endpoint)
+        assert numbers(pair.hear(1)) == [1]  # libzmq has reconnected, and the dialer knows nothing
+        assert isinstance(*answers(dialer, 1), Disconnected)
+        dialer.send(note(2))
+        heard = pair.hear(2)
+        assert GONE in heard
+        assert numbers(heard) == [2]
+
+
+def test_what_is_left_of_a_connection_that_another_one_replaced_begins_no_session(tmp_path):
+    """libzmq reconnects under the same identity, and gives the older connection an invented one."""
+    identity = new_identity(b"d0").decode()
+    with ends(tmp_path) as pair:
+        before = pair.bare(identity)
+        for number in range(3):
+            before.send(frame(7, number, encoded(number)))
+        time.sleep(0.2)  # the listener's process is stalled while libzmq's thread reads
+        before.close()
+        time.sleep(0.2)
+        after = pair.bare(identity)
+        after.send(frame(7, 3, encoded(3)))
+        after.send(frame(8, 0, encoded(4)))
+        time.sleep(0.2)
+        assert numbers(pair.hear(1)) == [4]
+        assert pair.listener.receive() is None
+        assert pair.listener.num_unnamed == 3
+        assert HEADER.unpack(after.recv()) == (7, RESET)
+
+
+@pytest.fixture
+def _asks_often(monkeypatch):
+    monkeypatch.setattr(dialer_module, "ASK_INTERVAL_S", 0.05)
+
+
+@pytest.mark.usefixtures("_asks_often")
+def test_a_dialer_without_news_learns_that_the_listener_lacks_its_last_message(tmp_path):
+    with ends(tmp_path) as pair:
+        dialer = pair.dial()
+        dialer.send(note(1))
+        pair.hear(1)
+        dialer._session.next_out += 1  # a message that was lost with its connection
+        work(pair, dialer, lambda: dialer._session.next_out == 0)
+        dialer.send(note(2))
+        assert numbers(pair.hear(1)) == [2]
+
+
+@pytest.mark.usefixtures("_asks_often")
+def test_a_dialer_without_news_learns_that_the_listener_has_forgotten_it(tmp_path):
+    with ends(tmp_path) as pair:
+        dialer = pair.dial()
+        dialer.send(note(1))
+        pair.hear(1)
+        pair.listener._sessions.clear()  # as after a reset that could not be sent
+        work(pair, dialer, lambda: dialer._session.next_out == 0)
+        dialer.send(note(2))
+        assert numbers(pair.hear(1)) == [2]
+
+
+@pytest.mark.usefixtures("_asks_often")
+def test_a_dialer_without_news_keeps_its_session(tmp_path):
+    with ends(tmp_path) as pair:
+        dialer = pair.dial()
+        dialer.send(note(1))
+        pair.hear(1)
+        for _ in range(20):
+            select.select([dialer.fileno()], [], [], 0.05)
+            assert dialer.receive() is None
+            assert pair.listener.receive() is None
+        assert pair.answer(b"d0", hello(1))
+
+
 def test_what_is_no_message_is_counted_and_costs_nothing_else(tmp_path, caplog):
     with ends(tmp_path) as pair:
         bare = speaking(pair)
@@ -277,9 +375,6 @@ def test_an_address_that_is_taken_is_a_config_error(tmp_path):
         pair.listen(pair.listener.endpoint)
 
 
-# ZMTP 3.1: the signature, the version, the mechanism NULL, and who listens.
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
-READY = b"\x04\x1c\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
 SAID = (
     b"",
     GREETING[:11],

@@ -31,7 +31,7 @@ from baton.protocol.sampling import SamplingParams, Scope
 from baton.router.core.node_link import BATCH, Heard, NodeLink
 from baton.router.outputs import RequestOutput
 from baton.runtime.channels.listener import Channels
-from baton.runtime.channels.wire import new_identity
+from baton.runtime.channels.wire import HEADER, RESET, new_identity
 from tests.support.channel_ends import bare, encoded, frame
 from tests.support.http_bench import HttpBench
 from tests.support.router_bench import GREEDY, PROMPT, RouterBench, collected, routed, whole
@@ -201,6 +201,26 @@ async def test_a_successor_is_taken_in_although_the_router_reads_late(bench):
     await bench.until(
         lambda: [n.epoch for n in bench.core.registry.in_service("decode")] == ["another"]
     )
+
+
+@routed()
+async def test_of_two_connections_of_a_process_the_one_that_is_not_taken_is_told(bench):
+    """A stalled router may read of the older connection last."""
+    info = node_info("d0", "decode")
+    introduction = to_router_codec().encode(hello_of(info))
+    registry = bench.core.registry
+    identities = new_identity(b"d0"), new_identity(b"d0")
+    with bare(bench.endpoint, identities[0]) as newer, bare(bench.endpoint, identities[1]) as older:
+        newer.send(frame(7, 0, introduction))
+        await bench.until(lambda: registry.node(info.node_id) is not None)
+        older.send(frame(8, 0, introduction))
+        await bench.until(lambda: bool(newer.poll(0)))
+        assert HEADER.unpack(newer.recv()) == (7, RESET)
+        # Until it introduces itself, a connection is nobody's.
+        older.send(frame(9, 0, encoded(1)))
+        await bench.until(lambda: registry.node(info.node_id) is None)
+        assert HEADER.unpack(older.recv()) == (8, RESET)
+        assert HEADER.unpack(older.recv()) == (9, RESET)
 
 
 async def until_silent(bench: RouterBench, silent: str, *others: ScriptedNode) -> None:

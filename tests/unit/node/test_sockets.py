@@ -10,7 +10,12 @@ import pytest
 import zmq
 
 from baton.kv_transfer.interfaces import DialPeer, DropPeer, FromPeer, ToPeer
-from baton.node.router_channel import FIRST_S, LONGEST_S, RouterWatch
+from baton.node.router_channel import (
+    FIRST_S,
+    JOINING_S,
+    LONGEST_S,
+    RouterWatch,
+)
 from baton.node.sockets import EngineSockets, FromRouter, LinkEvent
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.errors import Failure, NodeError
@@ -157,6 +162,26 @@ def test_a_ready_node_that_is_refused_says_so_once_and_asks_until_it_is_taken_in
             "the router refused this node, which asks again from time to time"
         ]
         assert said[-1] == "the router took this node in"
+    finally:
+        sockets.close()
+
+
+def test_a_node_without_an_answer_introduces_itself_again_until_it_has_one(router):
+    clock = VirtualClock()
+    sockets = EngineSockets((router.endpoint,), INTRODUCTION, Channels(), clock)
+    try:
+        sockets.ready(node("d0", "decode"))
+        for _ in range(3):
+            assert router.hear(sockets) == INTRODUCTION
+            assert router.hear(sockets) == Ready(node("d0", "decode"))
+            while [one.state for one in sockets.standings()] != ["joining"]:
+                assert sockets.receive() == []
+            clock.advance(JOINING_S)
+        router.say(Peers(()))
+        hear(sockets, 1)
+        clock.advance(10 * JOINING_S)
+        sockets.receive()
+        assert [one.state for one in sockets.standings()] == ["in service"]
     finally:
         sockets.close()
 

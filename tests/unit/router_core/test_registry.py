@@ -23,6 +23,7 @@ from baton.router.core.registry import (
     DIFFERENT_BITS,
     LOST_KEPT_S,
     SILENCE_S,
+    Asked,
     Change,
     Entered,
     Left,
@@ -66,6 +67,21 @@ def test_a_node_is_in_service_from_ready_to_the_end_of_its_channel():
     assert left.failure.retryable
     assert registry.gone(peer) == []
     assert registry.model == info
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work(is_draining):
+    registry, info = Registry(), node_info("d0", "decode")
+    peer, key = info.node_id, Key(RequestId("r"), 0, 0)
+    join(registry, info)
+    registry.reserve(peer, key, ReservedLoad(1, 1))
+    if is_draining:
+        registry.drains(peer)
+    assert registry.hello(1.0, peer, hello_of(info)) == []
+    assert registry.ready(1.0, peer, Ready(info)) == [Asked(peer, info.role)]
+    (health,) = nodes_health(1.0, registry)
+    assert (health.num_attempts, health.heartbeat_age_s) == (1, 0.0)
+    assert health.state == ("draining" if is_draining else "ready")
 
 
 def test_three_missed_heartbeats_and_no_less_put_a_node_out():
