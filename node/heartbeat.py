@@ -5,6 +5,7 @@ ready and `Heartbeat` from then on, over its own socket to every router. It neve
 other channels and never waits for the loop, because the heartbeats must show that a loop hangs.
 """
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,13 +16,13 @@ from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, ToNode, ToRouter, Totals
 from baton.runtime.channels.dialer import Dialer
-from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.listener import Channels
 from baton.runtime.clock import Clock
 
 HEARTBEAT_INTERVAL_S = 1.0
 TICK_S = 0.1
 JOIN_TIMEOUT_S = 2.0
+STANDSTILL_S = 2.0
 
 
 class VitalSigns(msgspec.Struct, frozen=True):
@@ -69,14 +70,16 @@ class HeartbeatThread:
         epoch: Epoch,
         endpoints: Sequence[str],
         clock: Clock,
-        keys: Keys = NO_KEYS,
+        open_channels: Callable[[], Channels] = Channels,
     ) -> None:
         self._vitals = vitals
         self._node_id = node_id
         self._epoch = epoch
         self._endpoints = tuple(endpoints)
         self._clock = clock
-        self._keys = keys
+        self._open_channels = open_channels
+        self._ran_s = clock()
+        self._resumed_s = -math.inf  # when the process last went on after it had stood still
         self._stopping = threading.Event()
         self._dialers: list[Dialer[ToRouter, ToNode]] = []
         self._watch = RouterWatch()
@@ -86,7 +89,7 @@ class HeartbeatThread:
     def start(self) -> None:
         """Start the thread. Raises `ConfigError` if an endpoint cannot or must not be dialled."""
         # A separate context has its own I/O thread, so the node's traffic delays no heartbeat.
-        self._channels = Channels(self._keys)
+        self._channels = self._open_channels()
         identity = f"heartbeats:{self._node_id}".encode()
         self._dialers = [
             self._channels.dial(endpoint, identity, to_router_codec(), to_node_codec())
@@ -100,6 +103,16 @@ class HeartbeatThread:
         if self._thread.is_alive():
             self._thread.join(JOIN_TIMEOUT_S)
 
+    def note_running(self, now_s: float) -> None:
+        """Note that this thread runs. After a gap, the node's loop gets its time anew.
+
+        Only a process that stands still as a whole holds this thread for so long, and its loop
+        cannot have turned meanwhile.
+        """
+        if now_s - self._ran_s > STANDSTILL_S:
+            self._resumed_s = now_s
+        self._ran_s = now_s
+
     def message(self, now_s: float) -> Starting | Heartbeat:
         """Return the message that would be sent at `now_s`."""
         signs = self._vitals.signs
@@ -109,9 +122,9 @@ class HeartbeatThread:
             self._node_id,
             self._epoch,
             signs.load,
-            signs.step_age_s(now_s),
+            min(signs.step_age_s(now_s), now_s - self._resumed_s),
             signs.predicted_s,
-            signs.loop_age_s(now_s),
+            min(signs.loop_age_s(now_s), now_s - self._resumed_s),
             signs.is_draining,
             self._vitals.totals(),
             signs.unreachable,
@@ -122,6 +135,7 @@ class HeartbeatThread:
         try:
             while not self._stopping.wait(TICK_S):
                 now_s = self._clock()
+                self.note_running(now_s)
                 everyone = now_s >= due_s
                 if everyone:
                     due_s = now_s + HEARTBEAT_INTERVAL_S

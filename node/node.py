@@ -9,6 +9,7 @@ import secrets
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -109,13 +110,16 @@ class EngineNode:
     def serve(self) -> None:
         """Start, then work until `stop`. Raises the `BatonError` that ends this node."""
         keys = load_keys(self.config.keys)
+        timeout_s = self.config.router.heartbeat_timeout_s
+        open_channels = partial(Channels, keys, timeout_s)
+        routers = self.config.node.routers
         heartbeats = HeartbeatThread(
-            self._vitals, self.node_id, self.epoch, self.config.node.routers, boottime, keys
+            self._vitals, self.node_id, self.epoch, routers, boottime, open_channels
         )
         executor = self._make_executor(self.config, self.epoch)
         observer = NodeObserver(self._vitals, self.node_id, self.config.log)
         hello = Hello(PROTOCOL_VERSION, self.node_id, self.role, self.epoch)
-        sockets = EngineSockets(self.config.node.routers, hello, Channels(keys))
+        sockets = EngineSockets(routers, hello, open_channels())
         http: NodeHttp | None = None
         try:
             http = self._start_http(sockets.standings)

@@ -272,6 +272,15 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         about("how long a router that gets SIGTERM may take to finish its requests", "s", ge=0),
     ] = 30.0
+    heartbeat_timeout_s: Annotated[
+        float,
+        about(
+            "how long a node may be silent, or its connection dead, before its requests go on at "
+            "other nodes; raise it on hosts that pause processes for seconds",
+            "s",
+            ge=2,
+        ),
+    ] = 3.5
     max_attempts: Annotated[
         int, about("a request fails after this many attempts in a row that brought no token", ge=1)
     ] = 3

@@ -138,7 +138,10 @@ def _health_of_node(now_s: float, registry: Registry, node: Node) -> NodeHealth:
 
 
 def _lack_of(now_s: float, registry: Registry, node: Node) -> str:
-    """Return why a ready node has no partner although there are nodes of the other role."""
+    """Return why a ready node is slow, or has no partner although there are nodes for it."""
+    silent_s = now_s - node.heard_s
+    if node.state == "ready" and silent_s > registry.heartbeat_timeout_s:
+        return f"{node.node_id} has been silent for {silent_s:.0f} s, as this router stood still"
     others = registry.in_service("decode" if node.role == "prefill" else "prefill")
     if node.state != "ready" or not others:
         return ""

@@ -100,6 +100,7 @@ class Node:
     role: Role
     epoch: Epoch
     heard_s: float
+    excused_s: float = 0.0  # of the time since then, in which this router could hear no node
     phase: str = "starting"
     done: int = 0
     total: int = 0
@@ -121,6 +122,10 @@ class Node:
     @property
     def process(self) -> NodeProcess:
         return self.node_id, self.epoch
+
+    def heard(self, now_s: float) -> None:
+        """Note that the node lives."""
+        self.heard_s, self.excused_s = now_s, 0.0
 
     def has_room(self, num_blocks: int) -> bool:
         """Return whether the node could soon begin work that takes that many blocks on decode.
@@ -168,7 +173,7 @@ class Node:
 
 
 # Three heartbeats of one second each, and half a second for a busy router.
-SILENCE_S = 3.5
+HEARTBEAT_TIMEOUT_S = 3.5
 STUCK_S = 10.0
 STUCK_FACTOR = 8.0
 MAX_REFUSED = 256  # nodes whose last refusal the router remembers
@@ -180,7 +185,8 @@ MAX_LOST = 256
 class Registry:
     """`pairs` holds the handoffs between nodes, `caches` the contents of their prefix caches."""
 
-    def __init__(self) -> None:
+    def __init__(self, heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S) -> None:
+        self.heartbeat_timeout_s = heartbeat_timeout_s
         self._nodes: dict[NodeId, Node] = {}
         # The node whose model all others must serve; None until one has been ready. The model
         # stays the same for as long as the router runs, so no stream changes its model.
@@ -204,7 +210,7 @@ class Registry:
             text = f"a node named {message.node_id} dialled in as {peer}"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         if (known := self._node(peer, message.epoch)) is not None:
-            known.heard_s = now_s  # it asks again in its session, and its work goes on
+            known.heard(now_s)  # it asks again in its session, and its work goes on
             return []
         changes = self.gone(peer, "a new process replaced it")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)
@@ -214,7 +220,7 @@ class Registry:
     def starting(self, now_s: float, message: Starting) -> None:
         node = self._node(message.node_id, message.epoch)
         if node is not None:
-            node.heard_s = now_s
+            node.heard(now_s)
             node.phase, node.done, node.total = message.phase, message.done, message.total
 
     def ready(self, now_s: float, peer: NodeId, message: Ready) -> list[Change]:
@@ -224,13 +230,14 @@ class Registry:
             text = "Ready arrived without a Hello from the same process"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
         if node.info == info and node.state in ("ready", "draining"):
-            node.heard_s = now_s
+            node.heard(now_s)
             return [Asked(peer, node.role)]
         if (failure := self._misfit(info)) is not None:
             self.gone(peer)
             return [self._refuse(peer, failure)]
         self._refused.pop(peer, None)
-        node.info, node.heard_s, node.state = info, now_s, "ready"
+        node.heard(now_s)
+        node.info, node.state = info, "ready"
         node.phase, node.done, node.total = "ready", 0, 0  # the last message was of the start
         self._changed()
         return [Entered(info), *self._differences(info), *self._pair_up(node, info)]
@@ -239,7 +246,8 @@ class Registry:
         node = self._node(message.node_id, message.epoch)
         if node is None:
             return []
-        node.heard_s, node.load, node.step_age_s = now_s, message.load, message.step_age_s
+        node.heard(now_s)
+        node.load, node.step_age_s = message.load, message.step_age_s
         node.totals = message.totals
         if node.unreachable != message.unreachable:
             for other in set(node.unreachable) - set(message.unreachable):
@@ -298,13 +306,20 @@ class Registry:
             failure = _lost(f"{peer} is lost: {why}")
         return [Left(peer, node.role, failure)]
 
-    def tick(self, now_s: float) -> list[Change]:
+    def tick(self, now_s: float, deaf_s: float = 0.0) -> list[Change]:
+        """Put silent nodes out of service.
+
+        This router could hear none for `deaf_s` since the last tick, so that time counts for no
+        node. Nodes that have been silent in all for longer than allowed are slow, and serve on.
+        """
         changes: list[Change] = []
         for node in self._nodes.values():
-            if node.state in ("ready", "draining") and now_s - node.heard_s > SILENCE_S:
+            node.excused_s = min(node.excused_s + deaf_s, now_s - node.heard_s)
+            silent_s = now_s - node.heard_s - node.excused_s
+            if node.state in ("ready", "draining") and silent_s > self.heartbeat_timeout_s:
                 node.state = "silent"
                 self._changed()
-                failure = _lost(f"{node.node_id} has been silent for {SILENCE_S:g} s")
+                failure = _lost(f"{node.node_id} has been silent for {silent_s:.1f} s")
                 changes.append(Left(node.node_id, node.role, failure))
         return changes
 

@@ -95,6 +95,7 @@ from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import logger
 
 TICK_S = 0.25
+STALL_TO_LOG_S = 1.0
 ROUND_S = 2.0  # each request is looked at once in this time
 LEAST_LOOKS = 64  # requests in a tick
 
@@ -122,10 +123,10 @@ class RouterCore:
         self,
         config: ClusterConfig,
         clock: Clock = monotonic,
-        open_channels: Callable[[Keys], Channels] = Channels,
+        open_channels: Callable[[Keys, float], Channels] = Channels,
     ) -> None:
         self.epoch = Epoch(secrets.token_hex(8))
-        self.registry = Registry()
+        self.registry = Registry(config.router.heartbeat_timeout_s)
         self._config = config.router
         self._keys = config.keys
         self._open_channels = open_channels
@@ -156,7 +157,7 @@ class RouterCore:
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
-        channels = self._open_channels(load_keys(self._keys))
+        channels = self._open_channels(load_keys(self._keys), self._config.heartbeat_timeout_s)
         self._link = NodeLink(endpoint, channels, self._read, self.notifier.drain)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return self._link.endpoint
@@ -536,12 +537,15 @@ class RouterCore:
             self._feed(active, selected)
 
     def _tick(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         assert self._link is not None
+        assert self._timer is not None
+        loop = asyncio.get_running_loop()
+        late_s = loop.time() - self._timer.when()
+        self._timer = loop.call_later(TICK_S, self._tick)
         # If this loop was delayed, heartbeats are waiting in the socket, so it is read first.
         self._link.read()
         self._now_s = now_s = self._clock()
-        self._apply(self.registry.tick(now_s))
+        self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
         self._reattaching.tick(now_s)
         for key, failure in self._queue.take_overdue(now_s):
             if (active := self._requests.get(key.request_id)) is not None:
@@ -549,6 +553,18 @@ class RouterCore:
         for active in self._to_look_at(now_s):
             self._feed(active, Tick())
         self._select_waiting()
+
+    def _deaf_s(self, late_s: float) -> float:
+        """Return for how long since the last tick no node could make itself heard here."""
+        assert self._link is not None
+        if self._link.has_backlog:  # heartbeats may be in it
+            return TICK_S + late_s
+        if late_s > STALL_TO_LOG_S:
+            log.warning(
+                "this router stood still, so its nodes may be silent longer",
+                seconds=round(late_s, 1),
+            )
+        return late_s if late_s > TICK_S else 0.0
 
     def _to_look_at(self, now_s: float) -> list[ActiveRequest]:
         """Return the requests whose turn it is to look whether their time has run out.

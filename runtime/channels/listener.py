@@ -17,6 +17,7 @@ from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.channels.keys import NO_KEYS, Keys
 from baton.runtime.channels.wire import (
+    HEARTBEAT_INTERVAL_MS,
     OpenWire,
     Session,
     Verdict,
@@ -36,6 +37,8 @@ PROBE_DELAYS_S = (0.0, 0.01, 0.05, 0.25)
 HINTS_APART_S = 0.1
 SKIPPED_FRAMES = 1000  # at most, in one call of `receive`
 FRAMES_PER_LOOK = 256  # a flooding peer must not delay the handshakes of newcomers
+# A connection ends this long before its peer counts as silent.
+MARGIN_MS = 300
 # The flags of the two frames of a message, as numbers, because combining flags is slow.
 _MORE, _LAST = int(zmq.NOBLOCK | zmq.SNDMORE), int(zmq.NOBLOCK)
 
@@ -259,9 +262,12 @@ class Listener(Generic[Out, In]):
 class Channels:
     """One ZMQ context with its I/O thread. Only `wait` blocks."""
 
-    def __init__(self, keys: Keys = NO_KEYS) -> None:
+    def __init__(self, keys: Keys = NO_KEYS, heartbeat_timeout_s: float = 3.5) -> None:
+        """A silent peer is noticed before `heartbeat_timeout_s` have passed."""
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        timeout_ms = int(1000 * heartbeat_timeout_s) - HEARTBEAT_INTERVAL_MS - MARGIN_MS
+        self._context.setsockopt(zmq.HEARTBEAT_TIMEOUT, timeout_ms)  # of its sockets
         self._epoll = select.epoll()
 
     def dial(

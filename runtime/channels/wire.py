@@ -44,10 +44,11 @@ SEPARATOR = b"/"  # in an identity
 # The name of a command that a person runs. No node has this name, because node ids have no spaces.
 OPERATOR = b"an operator"
 NONCE_BYTES = 8
-# A silent peer is noticed after interval + timeout = 3.2 s. A peer that pauses for 2 s keeps its
-# connection, because the timeout alone is longer than that.
+# A silent peer is noticed after interval + timeout = 3.2 s, if `Channels` sets no other timeout. A
+# peer that pauses for 2 s keeps its connection, because the timeout alone is longer than that.
 HEARTBEAT_INTERVAL_MS = 700
 HEARTBEAT_TIMEOUT_MS = 2500
+UNSET = -1  # of a socket's option
 QUEUED_MESSAGES = 4096
 RECONNECT_MS = 50
 RECONNECT_MAX_MS = 1000
@@ -241,12 +242,13 @@ class Wire:
             (zmq.RCVHWM, 0),
             (zmq.MAXMSGSIZE, max_bytes),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS),
-            (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.RECONNECT_IVL, RECONNECT_MS),
             (zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS),
             (zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS),
         ):
             self.socket.setsockopt(option, value)
+        if self.socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == UNSET:
+            self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
 
     def fileno(self) -> int:
         return self._epoll.fileno()

@@ -15,13 +15,13 @@ from itertools import cycle
 import pytest
 import zmq
 
-from baton.protocol.codec import MAX_MESSAGE_BYTES
+from baton.protocol.codec import MAX_MESSAGE_BYTES, to_node_codec, to_router_codec
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Cancel, ToRouter
 from baton.runtime.channels import dialer as dialer_module
 from baton.runtime.channels.dialer import Destination, Disconnected
 from baton.runtime.channels.keys import NO_KEYS
-from baton.runtime.channels.listener import Received
+from baton.runtime.channels.listener import Channels, Received
 from baton.runtime.channels.wire import (
     HEADER,
     HEARTBEAT_INTERVAL_MS,
@@ -325,6 +325,15 @@ def test_a_session_that_lost_a_message_sends_no_later_one(tmp_path):
         assert not dialer.send(note(-1))
         assert answers(dialer, 1) == [Disconnected("the queue to the listener is full")]
         assert dialer.send(note(-1))
+
+
+def test_how_long_a_peer_may_be_silent_is_a_setting(tmp_path):
+    channels = Channels(heartbeat_timeout_s=20.0)
+    codecs = to_router_codec(), to_node_codec()
+    dialer = channels.dial(f"ipc://{tmp_path}/absent", b"d0", *codecs)
+    assert dialer.socket.getsockopt(zmq.HEARTBEAT_TIMEOUT) == 19_000
+    dialer.close()
+    channels.close()
 
 
 @pytest.mark.release

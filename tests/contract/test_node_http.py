@@ -16,7 +16,7 @@ from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import Heartbeat, Load, Starting, Totals
 from baton.runtime.channels.listener import Received
-from baton.runtime.clock import monotonic
+from baton.runtime.clock import Clock, monotonic
 from baton.runtime.metrics import NODE_FAMILIES
 from tests.support.channel_ends import ends
 from tests.support.scripted_nodes import node_info
@@ -133,8 +133,8 @@ def test_an_address_that_cannot_be_served_is_named(address):
 NODE, EPOCH = NodeId("d0"), Epoch("e")
 
 
-def thread(vitals: Vitals, *endpoints: str) -> HeartbeatThread:
-    return HeartbeatThread(vitals, NODE, EPOCH, endpoints, monotonic)
+def thread(vitals: Vitals, *endpoints: str, clock: Clock = monotonic) -> HeartbeatThread:
+    return HeartbeatThread(vitals, NODE, EPOCH, endpoints, clock)
 
 
 def test_a_starting_node_says_how_far_it_is():
@@ -167,6 +167,18 @@ def test_a_loop_that_hangs_outside_of_a_step_shows_in_the_heartbeats():
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load(), loop_age_s=12.0)
     vitals.note(turned_s=clock())
     assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
+
+
+def test_a_process_that_stood_still_as_a_whole_does_not_say_that_its_loop_hangs():
+    clock, vitals = VirtualClock(10.0), Vitals()
+    heartbeats = thread(vitals, clock=clock)
+    vitals.note(is_ready=True, turned_s=clock(), step_started_s=clock())
+    heartbeats.note_running(clock.advance(25.0))  # this thread is the first that goes on
+    assert heartbeats.message(clock()) == Heartbeat(NODE, EPOCH, Load())
+    for _ in range(11):
+        heartbeats.note_running(clock.advance(1.0))
+    hanging = Heartbeat(NODE, EPOCH, Load(), step_age_s=11.0, loop_age_s=11.0)
+    assert heartbeats.message(clock()) == hanging
 
 
 def test_heartbeats_reach_the_router_without_the_loop(tmp_path):

@@ -255,6 +255,18 @@ async def test_a_silent_node_is_out_and_back_with_its_next_heartbeat(bench):
 
 
 @routed()
+async def test_a_router_that_stood_still_itself_calls_a_silent_node_slow(bench):
+    await bench.pair()
+    bench.clock.advance(3.8)
+    time.sleep(1.0)  # noqa: ASYNC251  (the router's loop stands still)
+    await asyncio.sleep(0.1)
+    assert {(n.state, n.heartbeat_age_s) for n in bench.core.health().nodes} == {("degraded", 3.8)}
+    assert len(bench.core.registry.in_service("decode")) == 1
+    bench.clock.advance(3.8)
+    await bench.until(lambda: not bench.core.registry.in_service("decode"))
+
+
+@routed()
 async def test_a_head_that_no_node_in_service_can_hold_lets_smaller_requests_pass(bench):
     """The largest pool is that of a node that is silent just now, so the request is no error."""
     prefill = await bench.toy(node_info("p0", "prefill"))

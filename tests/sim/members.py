@@ -285,7 +285,9 @@ class SimNode(Member):
     async def _beat(self) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            message = self._heartbeat.message(self.process.clock())
+            now_s = self.process.clock()
+            self._heartbeat.note_running(now_s)
+            message = self._heartbeat.message(now_s)
             for dialer in self._heartbeats:
                 while dialer.receive() is not None:
                     pass
@@ -335,7 +337,7 @@ class SimRouter(Member):
         )
         process, network = self.process, self.world.network
         self.core = RouterCore(
-            config, process.clock, lambda _: SimChannels(network, process, lambda: None)
+            config, process.clock, lambda *_: SimChannels(network, process, lambda: None)
         )
         self.router = TextRouter(config, self.core, Text(TOKENIZER, DECODING))
         self.app = App(self.router, config)

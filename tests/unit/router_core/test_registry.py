@@ -21,8 +21,8 @@ from baton.protocol.messages import (
 from baton.router.core.health import nodes_health
 from baton.router.core.registry import (
     DIFFERENT_BITS,
+    HEARTBEAT_TIMEOUT_S,
     LOST_KEPT_S,
-    SILENCE_S,
     Asked,
     Change,
     Entered,
@@ -87,11 +87,36 @@ def test_a_node_that_asks_again_in_its_session_gets_an_answer_and_keeps_its_work
 def test_three_missed_heartbeats_and_no_less_put_a_node_out():
     registry, info = Registry(), node_info("d0", "decode")
     join(registry, info)
-    assert registry.tick(SILENCE_S) == []
-    assert [type(change) for change in registry.tick(SILENCE_S + 0.01)] == [Left]
-    assert registry.tick(SILENCE_S + 1) == []
+    assert registry.tick(HEARTBEAT_TIMEOUT_S) == []
+    assert [type(change) for change in registry.tick(HEARTBEAT_TIMEOUT_S + 0.01)] == [Left]
+    assert registry.tick(HEARTBEAT_TIMEOUT_S + 1) == []
     assert ids(registry, "decode") == []
     assert registry.heartbeat(9.0, heartbeat(info)) == [Entered(info)]
+
+
+def test_the_time_in_which_the_router_hears_no_node_counts_for_none():
+    registry, info = Registry(), node_info("d0", "decode")
+    join(registry, info)
+    assert registry.tick(20.0, deaf_s=17.0) == []
+    (health,) = nodes_health(20.0, registry)
+    assert (health.state, health.reason) == (
+        "degraded", "d0 has been silent for 20 s, as this router stood still",
+    )  # fmt: skip
+    assert ids(registry, "decode") == ["d0"]
+    registry.heartbeat(20.0, heartbeat(info))
+    assert nodes_health(20.0, registry)[0].state == "ready"
+    assert registry.tick(20.0, deaf_s=17.0) == []  # what came meanwhile was read first
+    assert registry.tick(23.0) == []
+    (left,) = registry.tick(24.0)
+    assert isinstance(left, Left)
+    assert left.failure.message == "d0 has been silent for 4.0 s"
+
+
+def test_how_long_a_node_may_be_silent_is_a_setting():
+    registry, info = Registry(heartbeat_timeout_s=20.0), node_info("d0", "decode")
+    join(registry, info)
+    assert registry.tick(20.0) == []
+    assert [type(change) for change in registry.tick(20.1)] == [Left]
 
 
 @pytest.mark.parametrize(
