@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     given = parser.parse_args()
     seeds = range(given.first, (given.first if given.last is None else given.last) + 1)
-    num_bad, gap_s, began_s = 0, 0.0, time.monotonic()
+    num_bad, gap_s, turn_s, began_s = 0, 0.0, 0.0, time.monotonic()
     fates: Counter[str] = Counter()
     met: Counter[tuple[str, str]] = Counter()
     # A process for each schedule: it ends sooner than a collector would find what is left.
@@ -31,11 +31,13 @@ def main() -> int:
             fates += result.fates
             met += result.met
             gap_s = max(gap_s, result.longest_gap_s)
+            turn_s = max(turn_s, result.longest_turn_s)
             num_bad += bool(result.problems)
             _report(result, is_verbose=given.verbose)
     took_s = time.monotonic() - began_s
     print(f"{len(seeds)} schedules, {num_bad} with problems, {len(seeds) / took_s:.1f} a second")
     print(f"longest gap of an attached stream {gap_s:.1f} s; {dict(fates.most_common())}")
+    print(f"longest wait of other work on a router's loop {turn_s:.3f} s")
     print(f"{len(met)} pairs of a message and the state of its request and session met:")
     for (kind, state), number in sorted(met.items()):
         print(f"    {kind}, {state}: {number}" if state else f"    {kind}: {number}")

@@ -24,6 +24,9 @@ class Process:
         self.loop = loop
         self.name = name
         self.is_dead = self.is_frozen = False
+        self.is_stalled = False  # its loop stands still, and its I/O threads work
+        self.resumed_s = loop.time()  # when it last went on
+        self._busy_until_s = 0.0
         self.clock_offset_s = clock_offset_s
         self.tasks: set[asyncio.Task[Any]] = set()  # that have not ended
         self.state_of: Callable[[str], str] = lambda _: ""  # of a request, here
@@ -45,15 +48,29 @@ class Process:
 
     def admits(self, handle: "_Handle") -> bool:
         """Return whether a callback may run now. One of a frozen process is kept."""
-        if self.is_frozen and not self.is_dead:
+        if self.is_dead:
+            return False
+        is_busy = self.loop.time() < self._busy_until_s
+        if is_busy and not self._waiting:
+            self.loop.run_at(self._busy_until_s, self._go_on)
+        if is_busy or self.is_frozen or self.is_stalled:
             self._waiting.append(handle)
-        return not self.is_frozen and not self.is_dead
+            return False
+        return True
+
+    def spend(self, seconds: float) -> None:
+        """Let the callback that runs take time: later ones wait for it."""
+        self._busy_until_s = max(self._busy_until_s, self.loop.time()) + seconds
 
     def freeze(self) -> None:
         self.is_frozen = True
 
     def thaw(self) -> None:
-        self.is_frozen = False
+        self.is_frozen = self.is_stalled = False
+        self.resumed_s = self.loop.time()
+        self._go_on()
+
+    def _go_on(self) -> None:
         waiting, self._waiting = self._waiting, []
         self.loop.run_again(waiting)
 
@@ -76,6 +93,8 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._timers: list[tuple[float, int, _Handle]] = []
         self._numbers = itertools.count()  # of two timers of one moment the older goes first
         self._readers: dict[int, Callable[[], None]] = {}
+        self._are_due: set[int] = set()  # readers that are about to run
+        self.are_signalled: set[int] = set()  # descriptors that stay readable until they are read
         self.listen: Callable[[Process, Callable[[], asyncio.Protocol]], Any]  # at the only port
 
     def time(self) -> float:
@@ -97,6 +116,10 @@ class SimLoop(asyncio.SelectorEventLoop):
             ready.append(heapq.heappop(timers)[2])
         for _ in range(len(ready)):
             ready.popleft()._run()
+
+    def run_at(self, at_s: float, callback: Callable[[], None]) -> None:
+        """Call a function of no process."""
+        self.call_at(at_s, callback, context=_NOWHERE.copy())
 
     def run_again(self, handles: "list[_Handle]") -> None:
         self._ready.extend(handles)  # type: ignore[attr-defined]
@@ -146,7 +169,10 @@ class SimLoop(asyncio.SelectorEventLoop):
         assert process is not None
 
         def read() -> None:
+            self._are_due.discard(fd)
             callback(*args)
+            if fd in self.are_signalled:
+                self.is_readable(fd)
 
         self._readers[fd] = partial(process.call, read)
 
@@ -160,9 +186,11 @@ class SimLoop(asyncio.SelectorEventLoop):
 
     def is_readable(self, fd: int) -> bool:
         """Tell the reader of a descriptor, if it has one."""
-        if (reader := self._readers.get(fd)) is not None:
+        reader = self._readers.get(fd)
+        if reader is not None and fd not in self._are_due:
+            self._are_due.add(fd)
             reader()
-        return fd in self._readers
+        return reader is not None
 
 
 class _Handle:

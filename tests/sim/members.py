@@ -86,7 +86,8 @@ class Member:
 
     @property
     def is_up(self) -> bool:
-        return not self.process.is_dead and not self.process.is_frozen
+        process = self.process
+        return not (process.is_dead or process.is_frozen or process.is_stalled)
 
     def kill(self) -> None:
         if not self.process.is_dead:
@@ -99,10 +100,22 @@ class Member:
             self.process.freeze()
             self.world.network.frozen(self.process)
 
-    def thaw(self, clock_jump_s: float = 0.0) -> None:
-        """Go on, after a suspend with a clock that jumped."""
-        if self.process.is_frozen:
-            self.process.clock_offset_s += clock_jump_s
+    def thaw(self, clock_jump_s: float = 0.0, stalled_s: float = 0.0) -> None:
+        """Go on, after a suspend with a clock that jumped. The loop may go on later than that."""
+        process = self.process
+        if process.is_frozen:
+            process.clock_offset_s += clock_jump_s
+            process.is_frozen, process.is_stalled = False, True
+            self.world.loop.run_at(self.world.loop.time() + stalled_s, self.unstall)
+
+    def stall(self) -> None:
+        """Let the loop stand still, and the threads that read and write its sockets work."""
+        if self.is_up:
+            self.process.is_stalled = True
+
+    def unstall(self) -> None:
+        """Let the loop go on, unless the whole process stands still."""
+        if self.process.is_stalled and not self.process.is_frozen:
             self.process.thaw()
 
 
@@ -294,6 +307,10 @@ class SimNode(Member):
                 if dialer.connected:
                     dialer.send(message)
 
+    @property
+    def is_draining(self) -> bool:
+        return self._drain_by_s is not None
+
     def drain(self) -> None:
         if self.is_up and self._drain_by_s is None:
             self.process.run(self._drain)
@@ -380,6 +397,14 @@ class SimRouter(Member):
         """Say whether this process has joined this router, not another one of its name."""
         joined = self.core.registry.node(NodeId(node.name))
         return joined is not None and joined.epoch == node.epoch
+
+    def state_of(self, node: SimNode) -> str:
+        """Return what this router makes of a node's process."""
+        joined = self.core.registry.node(NodeId(node.name))
+        return joined.state if joined is not None and joined.epoch == node.epoch else "unknown"
+
+    def serves(self, node: SimNode) -> bool:
+        return self.state_of(node) == "ready"
 
 
 def word(token: int) -> str:

@@ -3,12 +3,14 @@
 A mutant that survives says what the simulation does not see.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
 from baton.kv_transfer.receive import BlockRangeReads, KVReceive
+from baton.node import router_channel as registration
 from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.requests import Outputs
@@ -19,11 +21,15 @@ from baton.protocol.messages import TokenEntry
 from baton.router.core.node_link import NodeLink
 from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
 from baton.router.core.registry import Node, Registry
+from baton.router.core.router_core import node_link
 from baton.router.core.stream import RequestStream
+from baton.runtime.channels import listener
+from baton.runtime.channels.dialer import Dialer
+from baton.runtime.channels.wire import ConnectionChange
 from tests.sim.transports import SimShm
 from tests.sim.world import Fault, Result, simulate
 
-Patch = tuple[type, str, object]
+Patch = tuple[object, str, object]
 
 
 def _store_all(sequence: Sequence, pool: BlockPool) -> None:
@@ -66,7 +72,22 @@ def _twice(search: Search, node: NodeId, entry: TokenEntry) -> None:
         found.held.token_ids.extend(entry.token_ids)
 
 
+def _believe(channel: Dialer[object, object], change: ConnectionChange) -> None:
+    channel._is_dialling = True
+    _CHANGED(channel, change)
+
+
+def _ask_nothing(channel: Dialer[object, object]) -> None:
+    channel._ask_at_s = math.inf
+
+
+def _read_once_more(link: NodeLink) -> None:
+    if link._is_open:
+        link._on_batch(link._batch())
+
+
 _RELEASE = Node.release
+_CHANGED = Dialer._changed
 
 
 def _nothing(*_: object) -> None:
@@ -80,6 +101,9 @@ def _always(*_: object) -> bool:
 LEASES: tuple[Patch, ...] = (
     (ReaderLease, "covers", _always), (ReaderLease, "may_cover", _always),
     (ReaderLease, "limit_s", float("inf")),
+)  # fmt: skip
+UNASKED: tuple[Patch, ...] = (
+    (Dialer, "_ask", _ask_nothing), (registration, "JOINING_S", math.inf),
 )  # fmt: skip
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "free blocks before their reads have ended": ((KVReceive, "_fail", _finish_at_once),),
@@ -99,6 +123,14 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "keep the channels of lost peers": ((EngineSockets, "_drop", _drop_open),),
     "answer into the next session": ((Outputs, "drop", _nothing),),
     "forget the cancels of a lost session": ((NodeLink, "send_kept_cancels", _nothing),),
+    "take an old success of libzmq for a new one": (*UNASKED, (Dialer, "_changed", _believe)),
+    "hear an older connection as a stranger": (
+        *UNASKED, (listener, "is_invented", lambda _: False),
+    ),
+    "read a backlog once more in each turn": (
+        (node_link, "BATCH_S", math.inf), (NodeLink, "read", _read_once_more),
+        (NodeLink, "_on_readable", _read_once_more),
+    ),
 }  # fmt: skip
 
 

@@ -1,28 +1,49 @@
-"""Channels between simulated processes: sessions, heartbeats, cuts and silent drops.
+"""The sockets below the channels of simulated processes: connections, cuts and silent drops.
 
-Messages go through the codecs and the framing of production. A connection carries them in order. A
-link that drops silently loses nothing at first, as TCP sends again; after the time-out of
-heartbeats, each end learns in its own time that the connection is lost, with all that was under
-way.
+Dialers and listeners are production's; what libzmq and its I/O thread do is simulated here. That
+thread works while the loop of its process is stalled: it notices that a connection ended, dials
+again under the same identity, and takes what comes. A listener's socket learns of new connections
+when its loop uses it next. If such a connection has the identity of an older one, what is unread of
+the older one is dropped, or comes under an invented identity if that connection had ended.
+
+A connection carries messages in order. A link that drops silently loses nothing at first, as TCP
+sends again; after the time-out of heartbeats, each end learns in its own time that the connection
+is lost, with all that was under way.
 """
 
+import errno
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TypeVar
 
-from baton.protocol.codec import Codec, MalformedMessage
+import zmq
+
+from baton.protocol.codec import Codec
 from baton.protocol.messages import Attach, Attached, Cancel, CancelDone, NotAttached
-from baton.runtime.channels.dialer import Disconnected
-from baton.runtime.channels.listener import Channels, Received
-from baton.runtime.channels.wire import HEADER, HEADER_BYTES, SEPARATOR, Session, Verdict
+from baton.runtime.channels.dialer import Dialer, Disconnected
+from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.listener import Channels, Listener, Received
+from baton.runtime.channels.wire import (
+    HEADER,
+    HEADER_BYTES,
+    QUEUED_MESSAGES,
+    ConnectionChange,
+    Wire,
+    name_of,
+)
 from tests.sim.clock import PROCESS, Process, SimLoop
 
 Out = TypeVar("Out")
 In = TypeVar("In")
 Pair = tuple[str, str]  # the names of two processes, in the direction of the bytes
 HEARTBEAT_TIMEOUT_S = (2.5, 3.2)  # that of libzmq, as the channels set it
+RECONNECT_S = (0.05, 0.5)
+# What a message costs the loop that sends or handles it, on a core that is several times slower
+# than those on which a router took 20 to 35 µs for a heartbeat.
+MESSAGE_S = 100e-6
+BYTE_S = 10e-9
 
 
 class Network:
@@ -33,7 +54,7 @@ class Network:
 
     def __init__(self, loop: SimLoop, rng: random.Random, complain: Callable[[str], None]) -> None:
         self.loop, self.rng = loop, rng
-        self.listeners: dict[str, SimListener] = {}  # type: ignore[type-arg]
+        self.listeners: dict[str, RouterSocket] = {}
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
         self.resolving_s = 0.0  # how long a name server takes
@@ -61,6 +82,11 @@ class Network:
         pairs = (dialer.name, listener.name), (listener.name, dialer.name)
         blocked = any(pair in self.cut or pair in self.silent for pair in pairs)
         return not (blocked or dialer.is_frozen or listener.is_frozen or listener.is_dead)
+
+    def is_calm(self, one: Process, other: Process) -> bool:
+        """Return whether nothing hinders the bytes between two processes."""
+        pairs = {(one.name, other.name), (other.name, one.name)}
+        return not (pairs & self.cut or pairs & self.silent or self.resolving_s)
 
     def of(self, process: Process) -> "list[Connection]":
         return [one for one in self.connections if process in one.ends]
@@ -107,17 +133,18 @@ class Network:
 class Connection:
     """One connection of one dialer. What is sent after its end vanishes."""
 
-    def __init__(self, dialer: "SimDialer[object, object]", listener: "SimListener[object, object]",
-                 identity: bytes) -> None:  # fmt: skip
-        self.dialer, self.listener, self.identity = dialer, listener, identity
-        self.network = dialer.network
-        self.ends = dialer.process, listener.process
+    def __init__(self, link: "Link", router: "RouterSocket") -> None:
+        self.link, self.router = link, router
+        self.network = router.network
+        self.ends = link.socket.process, router.process
         self.began_s = self.network.loop.time()
         self.is_lost = False
         self._last_s = [0.0, 0.0]
         self._stalled: list[tuple[int, Callable[[], None]]] = []
         self.network.connections[self] = None
         self.network.have_met.add(frozenset(self.ends))
+        self.pipe = Pipe(link.identity, self)
+        router.attach(self.pipe)
 
     def carry(self, side: int, deliver: Callable[[], None]) -> None:
         """Deliver after what was sent before. Side 0 is the dialer's."""
@@ -159,8 +186,8 @@ class Connection:
         self.is_lost = True
         del self.network.connections[self]
         loop = self.network.loop
-        world_call_at(loop, loop.time() + dialer_after_s, lambda: self.dialer.lost(self))
-        world_call_at(loop, loop.time() + listener_after_s, lambda: self.listener.lost(self))
+        world_call_at(loop, loop.time() + dialer_after_s, lambda: self.link.lost(self))
+        world_call_at(loop, loop.time() + listener_after_s, lambda: self.router.lost(self.pipe))
 
 
 def _asked_by(message: object) -> set[object]:
@@ -194,7 +221,6 @@ class SimChannels(Channels):
     """The channels of one thread of a process. `wait` only notes how long the thread would wait."""
 
     def __init__(self, network: Network, process: Process, wake: Callable[[], None]) -> None:
-        self.has_keys = False
         self.network, self.process, self.wake = network, process, wake
         self.timeout_s = 0.0
         self.opened: list[SimDialer | SimListener] = []  # type: ignore[type-arg]
@@ -213,6 +239,9 @@ class SimChannels(Channels):
         self.opened.append(listener)
         return listener
 
+    def open_wire(self, _context: object, kind: int, _keys: Keys) -> "SimWire":
+        return SimWire(self, DealerSocket(self) if kind == zmq.DEALER else RouterSocket(self))
+
     def watch(self, fileno: int) -> None: ...
 
     def unwatch(self, fileno: int) -> None: ...
@@ -223,198 +252,355 @@ class SimChannels(Channels):
     def close(self) -> None: ...
 
 
-class SimDialer(Generic[Out, In]):
-    """Behaves as `Dialer` to its owner."""
+class SimDialer(Dialer[Out, In]):
+    """A dialer that checks what its owner says in which session, and takes its owner's time."""
 
     def __init__(
         self, channels: SimChannels, endpoint: str, name: bytes, outgoing: Codec[Out],
         incoming: Codec[In],
     ) -> None:  # fmt: skip
-        self.endpoint = endpoint
-        self.connected = False
-        self.refusals = self.num_malformed = 0
         self.process, self.network = channels.process, channels.network
-        self._wake, self._name = channels.wake, name
-        self._encode, self._decode = outgoing.encode, incoming.decode
-        self._number = next(self.network.numbers)
-        self._inbox: deque[bytes | str] = deque()
-        self._connection: Connection | None = None
+        self.open_wire = channels.open_wire  # type: ignore[assignment]
+        self.clock = self.network.loop.time
         self.is_closed = False
-        self._begin(0.0)
-
-    def fileno(self) -> int:
-        return self._number
+        self._asked: set[object] = set()  # what must be answered in this session
+        super().__init__(endpoint, name, outgoing, incoming, None, NO_KEYS)  # type: ignore[arg-type]
 
     def send(self, message: Out) -> bool:
         if not self._asked.issuperset(_answered_by(message)):
             self.network.complain(f"{self.process.name} answers what another session asked")
-        if self._is_full:
-            return False
-        frame = self._session.frame(self._encode(message))
-        if self._connection is not None and self._connection.is_full(0):
-            self._is_full = True
-            self._connection.close(0)
-            self._push("the queue to the listener is full")
-            return False
-        self._session.sent()
-        if self._connection is None:
-            self._unsent.append(frame)
-        else:
-            self._carry(self._connection, frame)
-        return True
+        self.process.spend(MESSAGE_S)
+        return super().send(message)
 
     def receive(self) -> In | Disconnected | None:
-        while self._inbox:
-            item = self._inbox.popleft()
-            if item == "up":
-                self.connected = True
-            elif isinstance(item, str):
-                self.connected = False
-                self._inbox.clear()
-                self._begin(self.network.rng.uniform(0.05, 0.3))
-                return Disconnected(item)
-            else:
-                assert self._session.accept(*HEADER.unpack_from(item)) is Verdict.NEXT
-                message = self._decode(item[HEADER_BYTES:])
-                self._asked |= _asked_by(message)
-                is_over = self._connection is None or self._connection.is_lost
-                self.network.meet(self.process, message, is_over=is_over)
-                return message
-        return None
+        message = super().receive()
+        if isinstance(message, Disconnected):
+            self._asked = set()
+        elif message is not None:
+            self._asked |= _asked_by(message)
+            self.process.spend(MESSAGE_S)
+            link = self.socket.link
+            is_over = link is None or link.connection is None
+            self.network.meet(self.process, message, is_over=is_over)
+        return message
 
     def close(self, linger_ms: int = 0) -> None:
         self.is_closed = True
-        if self._connection is not None:
-            self._connection.close(0)
-
-    def lost(self, connection: Connection) -> None:
-        if connection is self._connection and not self.is_closed:
-            self._push("the connection was lost")
-
-    def take(self, connection: Connection, frame: bytes) -> None:
-        if connection is self._connection and not self.is_closed:
-            self._push(frame)
-
-    def _push(self, item: bytes | str) -> None:
-        self._inbox.append(item)
-        if not self.process.is_dead:
-            self._wake()
-
-    def _begin(self, after_s: float) -> None:
-        self._connection, self._is_full = None, False
-        self._session = Session(next(self.network.numbers))
-        self._unsent: list[bytes] = []
-        self._asked: set[object] = set()  # what must be answered in this session
-        session = self._session
-        loop = self.network.loop
-        at_s = loop.time() + after_s + self.network.resolving_s
-        world_call_at(loop, at_s, lambda: self._try(session))
-
-    def _try(self, session: Session) -> None:
-        if self.is_closed or self.process.is_dead or session is not self._session:
-            return
-        network = self.network
-        listener = network.listeners.get(self.endpoint)
-        if listener is None or not network.can_connect(self.process, listener.process):
-            at_s = network.loop.time() + network.rng.uniform(0.05, 0.5) + network.resolving_s
-            world_call_at(network.loop, at_s, lambda: self._try(session))
-            return
-        identity = self._name + SEPARATOR + str(next(network.numbers)).encode()
-        self._connection = connection = Connection(self, listener, identity)  # type: ignore[arg-type]
-        listener.known[identity] = connection
-        self._push("up")
-        for frame in self._unsent:
-            self._carry(connection, frame)
-        self._unsent = []
-
-    def _carry(self, connection: Connection, frame: bytes) -> None:
-        connection.carry(0, lambda: connection.listener.arrive(connection, frame))
+        super().close(linger_ms)
 
 
-class SimListener(Generic[Out, In]):
-    """Behaves as `Listener` to its owner."""
+class SimListener(Listener[Out, In]):
+    """A listener that takes its owner's time."""
 
     def __init__(
         self, channels: SimChannels, endpoint: str, outgoing: Codec[Out], incoming: Codec[In]
     ) -> None:
-        self.endpoint = endpoint
-        self.refusals = self.num_malformed = 0
         self.process, self.network = channels.process, channels.network
-        self.known: dict[bytes, Connection] = {}  # as libzmq knows them
-        self._wake = channels.wake
-        self._encode, self._decode = outgoing.encode, incoming.decode
-        self._number = next(self.network.numbers)
-        self._sessions: dict[bytes, tuple[Connection, Session]] = {}
-        self._events: deque[tuple[Connection, bytes | None]] = deque()
+        self.open_wire = channels.open_wire  # type: ignore[assignment]
+        self.clock = self.network.loop.time
         self.is_closed = False
-        self.network.listeners[endpoint] = self
+        super().__init__(endpoint, outgoing, incoming, None, NO_KEYS)  # type: ignore[arg-type]
+
+    def receive(self) -> Received[In] | None:
+        received = super().receive()
+        if received is not None and received.message is not None:
+            self.process.spend(MESSAGE_S)
+            if not name_of(received.peer):
+                self.network.complain(f"{self.process.name} hears a peer that no dialer is")
+            pipe = self.socket.routes.get(received.peer)
+            is_over = pipe is None or pipe.is_closed
+            self.network.meet(self.process, received.message, is_over=is_over)
+        return received
+
+    def send_encoded(self, peer: bytes, encoded: bytes) -> bool:
+        self.process.spend(MESSAGE_S)
+        return super().send_encoded(peer, encoded)
+
+    def close(self) -> None:
+        self.is_closed = True
+        super().close()
+
+
+class SimWire(Wire):
+    """A wire on a simulated socket.
+
+    Its descriptor signals an arrival once, until its owner looks, and stays readable from
+    `wake_if_readable` to `clear_signal`.
+    """
+
+    def __init__(self, channels: SimChannels, socket: "DealerSocket | RouterSocket") -> None:
+        self.socket = socket  # type: ignore[assignment]
+        self._sim = socket
+        self.endpoint = ""
+        self.num_malformed = 0
+        self._network, self._process = channels.network, channels.process
+        self._wake = channels.wake  # type: ignore[assignment]
+        self._number = next(self._network.numbers)
+        self._is_awake = False
+        self._is_told = False  # of what has come since its owner looked
+        self._timer_at_s: float | None = None
+        socket.notify = self._notify
 
     def fileno(self) -> int:
         return self._number
 
-    def arrive(self, connection: Connection, frame: bytes) -> None:
-        self._note(connection, frame)
+    def readable(self) -> bool:
+        self._is_told = False
+        return self._sim.is_readable()
+
+    def changes(self) -> list[ConnectionChange]:
+        changes, self._sim.changes = self._sim.changes, []
+        return changes
+
+    def wake_if_readable(self, anything_else: bool = False) -> None:
+        if not self._is_awake and (anything_else or self.readable()):
+            self._is_awake = True
+            self._network.loop.are_signalled.add(self._number)
+            self._notify()
+
+    def clear_signal(self, wake_at_s: float | None = None) -> None:
+        self._is_awake = False
+        self._network.loop.are_signalled.discard(self._number)
+        if wake_at_s is None:
+            return
+        loop = self._network.loop
+        if self._timer_at_s is None or not loop.time() < self._timer_at_s <= wake_at_s:
+            self._timer_at_s = wake_at_s
+            world_call_at(loop, max(wake_at_s, loop.time()), lambda: self._ring(wake_at_s))
+
+    def read(self) -> tuple[int, int, memoryview] | None:
+        frame = self._sim.read()
+        self._process.spend(BYTE_S * len(frame))
+        return *HEADER.unpack_from(frame), memoryview(frame)[HEADER_BYTES:]
+
+    def drop(self, reason: str) -> None:
+        self.num_malformed += 1
+
+    def close(self, linger_ms: int = 0) -> None:
+        self._sim.close()
+
+    def _ring(self, at_s: float) -> None:
+        if self._timer_at_s == at_s:
+            self._timer_at_s = None
+            self._notify()
+
+    def _notify(self) -> None:
+        if self._is_told or self._process.is_dead or self._sim.is_closed:
+            return
+        self._is_told = True
+        if not self._network.loop.is_readable(self._number):
+            self._wake()  # type: ignore[operator]
+
+
+class Link:
+    """What libzmq makes of one `connect`: a queue, and a connection that it makes again."""
+
+    def __init__(self, socket: "DealerSocket", endpoint: str, identity: bytes) -> None:
+        self.socket, self.endpoint, self.identity = socket, endpoint, identity
+        self.network = socket.network
+        self.connection: Connection | None = None
+        self.unsent: deque[bytes] = deque()
+        self.is_over = False
+        self.retry_in(0.0)
+
+    def retry_in(self, seconds: float) -> None:
+        loop = self.network.loop
+        world_call_at(loop, loop.time() + seconds + self.network.resolving_s, self._try)
+
+    def end(self) -> None:
+        self.is_over = True
+        self.unsent.clear()
+        if self.connection is not None:
+            self.connection.close(0)
 
     def lost(self, connection: Connection) -> None:
-        self.known.pop(connection.identity, None)
-        self._note(connection, None)
+        if self.connection is connection:
+            self.connection = None
+            if not self.is_over:
+                self.socket.changed("lost")
+                self.retry_in(self.network.rng.uniform(*RECONNECT_S))
 
-    def _note(self, connection: Connection, frame: bytes | None) -> None:
-        if not self.is_closed and not self.process.is_dead:
-            self._events.append((connection, frame))
-            if not self.network.loop.is_readable(self._number):
-                self._wake()
+    def _try(self) -> None:
+        process, network = self.socket.process, self.network
+        if self.is_over or process.is_dead or self.connection is not None:
+            return
+        router = network.listeners.get(self.endpoint)
+        if router is None or not network.can_connect(process, router.process):
+            if router is not None and not process.is_frozen and network.rng.random() < 0.3:
+                # The handshake failed. libzmq reports that twice, and tries again.
+                self.socket.changed("refused")
+                self.socket.changed("lost")
+            self.retry_in(network.rng.uniform(*RECONNECT_S))
+            return
+        self.connection = Connection(self, router)
+        self.socket.changed("up")
+        while self.unsent:
+            self.carry(self.connection, self.unsent.popleft())
 
-    def receive(self) -> Received[In] | None:
-        while self._events:
-            connection, frame = self._events.popleft()
-            peer = connection.identity
-            if frame is None:
-                if self._sessions.pop(peer, None) is not None:
-                    return Received(peer, None, disconnected=True)
-                continue
-            session_id, sequence = HEADER.unpack_from(frame)
-            if peer not in self._sessions:
-                if sequence:
-                    continue  # of a session that this end has given up
-                self._sessions[peer] = connection, Session(session_id)
-            assert self._sessions[peer][1].accept(session_id, sequence) is Verdict.NEXT
-            try:
-                message = self._decode(frame[HEADER_BYTES:])
-            except MalformedMessage:
-                self.num_malformed += 1
-                continue
-            self.network.meet(self.process, message, is_over=connection.is_lost)
-            return Received(peer, message)
-        return None
+    def carry(self, connection: Connection, frame: bytes) -> None:
+        connection.carry(0, lambda: connection.router.arrive(connection.pipe, frame))
 
-    def encode(self, message: Out) -> bytes:
-        return self._encode(message)
 
-    def send(self, peer: bytes, message: Out) -> bool:
-        return self.send_encoded(peer, self._encode(message))
+class DealerSocket:
+    """The socket of a dialer."""
 
-    def send_encoded(self, peer: bytes, data: bytes) -> bool:
-        if peer not in self._sessions or self.is_closed:
-            return False
-        connection, session = self._sessions[peer]
-        if connection.is_full(1):
-            connection.close(1)
-            self.known.pop(peer, None)
-        if peer not in self.known:
-            self._note(connection, None)
-            return False
-        frame = session.frame(data)
-        session.sent()
-        connection.carry(1, lambda: connection.dialer.take(connection, frame))
-        return True
+    def __init__(self, channels: SimChannels) -> None:
+        self.network, self.process = channels.network, channels.process
+        self.link: Link | None = None
+        self.changes: list[ConnectionChange] = []
+        self.notify: Callable[[], None]
+        self.is_closed = False
+        self._identity = b""
+        self._inbox: deque[bytes] = deque()
 
-    def is_connected(self, peer: bytes) -> bool:
-        return peer in self.known
+    def setsockopt(self, option: int, value: int | bytes) -> None:
+        if option == zmq.ROUTING_ID and isinstance(value, bytes):
+            self._identity = value
+
+    def connect(self, endpoint: str) -> None:
+        self.link = Link(self, endpoint, self._identity)
+
+    def disconnect(self, _endpoint: str) -> None:
+        if self.link is not None:
+            self.link.end()
+            self.link = None
+        self._inbox.clear()
+
+    def send(self, frame: bytes, _flags: int) -> None:
+        link = self.link
+        if link is None:
+            raise zmq.Again
+        if link.connection is None:
+            if len(link.unsent) >= QUEUED_MESSAGES:
+                raise zmq.Again
+            link.unsent.append(frame)
+        elif link.connection.is_full(0):
+            raise zmq.Again
+        else:
+            link.carry(link.connection, frame)
+
+    def is_readable(self) -> bool:
+        return bool(self._inbox)
+
+    def read(self) -> bytes:
+        return self._inbox.popleft()
+
+    def take(self, link: Link, frame: bytes) -> None:
+        if link is self.link:
+            self._inbox.append(frame)
+            self.notify()
+
+    def changed(self, change: ConnectionChange) -> None:
+        self.changes.append(change)
+        self.notify()
 
     def close(self) -> None:
         self.is_closed = True
-        for connection in list(self.known.values()):
-            connection.close(1)
-        if self.network.listeners.get(self.endpoint) is self:
-            del self.network.listeners[self.endpoint]
+        self.disconnect("")
+
+
+class Pipe:
+    """What a listener's socket has of one connection."""
+
+    def __init__(self, identity: bytes, connection: Connection) -> None:
+        self.identity, self.connection = identity, connection
+        self.frames: deque[bytes] = deque()
+        self.is_closed = False  # its connection has ended; its frames can still be read
+
+
+class RouterSocket:
+    """The socket of a listener, with ROUTER_MANDATORY and ROUTER_HANDOVER."""
+
+    def __init__(self, channels: SimChannels) -> None:
+        self.network, self.process = channels.network, channels.process
+        self.changes: list[ConnectionChange] = []
+        self.notify: Callable[[], None]
+        self.is_closed = False
+        self.routes: dict[bytes, Pipe] = {}
+        self._endpoint = ""
+        self._new: deque[Pipe] = deque()
+        self._readable: deque[Pipe] = deque()  # in the order in which they are read
+        self._frame = b""  # the second part of the message that is being read
+        self._receiver: Pipe
+
+    def setsockopt(self, option: int, value: int) -> None: ...
+
+    def getsockopt(self, _option: int) -> bytes:
+        return self._endpoint.encode()
+
+    def bind(self, endpoint: str) -> None:
+        self._endpoint = endpoint
+        self.network.listeners[endpoint] = self
+
+    # What the I/O thread does.
+
+    def attach(self, pipe: Pipe) -> None:
+        self._new.append(pipe)
+        self.changes.append("up")
+        self.notify()
+
+    def arrive(self, pipe: Pipe, frame: bytes) -> None:
+        if not self.is_closed:
+            pipe.frames.append(frame)
+            self.notify()
+
+    def lost(self, pipe: Pipe) -> None:
+        pipe.is_closed = True
+        self.changes.append("lost")
+        self.notify()
+
+    # What the loop does.
+
+    def is_readable(self) -> bool:
+        self._learn()
+        return any(pipe.frames for pipe in self.routes.values())
+
+    def recv(self, _flags: int) -> bytes:
+        """Return the identity of the next message, and keep its frame for `read`."""
+        self._learn()
+        pipe = next(pipe for pipe in self.routes.values() if pipe.frames)
+        self._frame = pipe.frames.popleft()
+        if self.routes.pop(pipe.identity) is pipe:
+            self.routes[pipe.identity] = pipe  # the others come first
+        return pipe.identity
+
+    def read(self) -> bytes:
+        return self._frame
+
+    def send(self, part: bytes, flags: int) -> None:
+        if not flags & zmq.SNDMORE:
+            connection, link = self._receiver.connection, self._receiver.connection.link
+            connection.carry(1, lambda: link.socket.take(link, part))
+            return
+        self._learn()
+        pipe = self.routes.get(part)
+        if pipe is None or pipe.is_closed:
+            raise zmq.ZMQError(errno.EHOSTUNREACH)
+        if pipe.connection.is_full(1):
+            raise zmq.Again
+        self._receiver = pipe
+
+    def send_multipart(self, parts: tuple[bytes, bytes], flags: int) -> None:
+        self.send(parts[0], flags | zmq.SNDMORE)
+        self.send(parts[1], flags)
+
+    def close(self) -> None:
+        self.is_closed = True
+        for pipe in (*self.routes.values(), *self._new):
+            pipe.connection.close(1)
+        if self.network.listeners.get(self._endpoint) is self:
+            del self.network.listeners[self._endpoint]
+
+    def _learn(self) -> None:
+        """Learn of the connections that came and went."""
+        while self._new:
+            pipe = self._new.popleft()
+            before = self.routes.pop(pipe.identity, None)
+            if before is not None and before.is_closed:
+                before.identity = b"\0" + next(self.network.numbers).to_bytes(4, "big")
+                self.routes[before.identity] = before
+            elif before is not None:
+                before.connection.close(1)
+            self.routes[pipe.identity] = pipe
+        for pipe in [one for one in self.routes.values() if one.is_closed and not one.frames]:
+            del self.routes[pipe.identity]

@@ -9,17 +9,19 @@ import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
-from baton.protocol.ids import Key
-from baton.protocol.messages import PROTOCOL_VERSION
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.ids import Epoch, Key, NodeId
+from baton.protocol.messages import PROTOCOL_VERSION, Heartbeat, Load
 from tests.sim.clients import Client
 from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
 from tests.sim.http import Port
 from tests.sim.members import Member, SimNode, SimRouter
-from tests.sim.network import Network, Pair
+from tests.sim.network import Network, Pair, SimChannels
 from tests.sim.transports import Pools
 
 NUM_FAULTS = 10  # in each lane
@@ -27,6 +29,10 @@ HEALING_S = 150.0  # after the last fault, every client has its tokens, also of 
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
+LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
+LONGEST_TURN_S = 0.15  # that other work of a router's loop waits for its turn
+PULSE_S = 0.1  # between two looks at how long it waits
+NUM_FLOODING = 12_000  # messages at once, of one peer
 LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
@@ -52,7 +58,7 @@ KINDS = (
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
     "strand node", "double node", "drain silent node", "isolate node", "refuse", "slow names",
-    "other version",
+    "other version", "pause all", "slow motion", "stall router", "flood",
 )  # fmt: skip
 
 
@@ -74,6 +80,7 @@ class Result:
     met: Counter[tuple[str, str]]
     longest_gap_s: float
     virtual_s: float
+    longest_turn_s: float
     num_faults: int = 0
     lanes: list[list[Fault]] = field(default_factory=list)
 
@@ -114,6 +121,8 @@ class World:
         self.lanes = own if lanes is None else lanes
         self.healed_s = float("inf")
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
+        self._calm_since_s: dict[tuple[Process, Process], float] = {}
+        self.longest_turn_s = 0.0
 
     def problem(self, text: str) -> None:
         self.problems.append(self._stamped(text))
@@ -131,6 +140,7 @@ class World:
         await asyncio.sleep(1.0)
         asking = [self.loop.create_task(self._client(one)) for one in self.clients]
         audit = self.loop.create_task(self._audit())
+        pulses = self.loop.create_task(self._feel_pulses())
         async with asyncio.timeout(600):  # each fault has an end
             await asyncio.gather(*map(self._lane, self.lanes))
         self.note("no more faults")
@@ -149,6 +159,7 @@ class World:
         if audit.done():
             audit.result()  # it ends early only by a problem or an error
         audit.cancel()
+        pulses.cancel()
         if not self.problems:
             await self._settle()
 
@@ -172,6 +183,43 @@ class World:
                 if not node.process.is_dead:
                     node.check_ownership()
                     (self._check_outlived if node.role == "decode" else self._check_offers)(node)
+
+            for router in self.routers:
+                for node in self.nodes:
+                    self._check_joined(node, router)
+
+    async def _feel_pulses(self) -> None:
+        """Measure how long a callback waits for its turn on each router's loop."""
+        while True:
+            await asyncio.sleep(PULSE_S)
+            for router in self.routers:
+                if router.is_up:
+                    due_s, process = self.loop.time(), router.process
+                    process.call(partial(self._feel_pulse, router, process, due_s))
+
+    def _feel_pulse(self, router: SimRouter, process: Process, due_s: float) -> None:
+        late_s = self.loop.time() - max(due_s, process.resumed_s)
+        self.longest_turn_s = max(self.longest_turn_s, late_s)
+        if late_s > LONGEST_TURN_S:
+            self.problem(f"the loop of {router.name} was held for {late_s:.2f} s")
+
+    def _check_joined(self, node: SimNode, router: SimRouter) -> None:
+        """Check that a living node in touch with a router is in service there."""
+        pair, now_s = (node.process, router.process), self.loop.time()
+        is_calm = (
+            node.is_up
+            and router.is_up
+            and not node.is_draining
+            and node.speaks == PROTOCOL_VERSION
+            and now_s > node.hung_until_s
+            and self.network.is_calm(*pair)
+            and not any(twin.name == node.name for twin in self.twins if not twin.process.is_dead)
+        )
+        if not is_calm or router.serves(node):
+            self._calm_since_s[pair] = now_s
+        elif now_s - self._calm_since_s.setdefault(pair, now_s) > LONGEST_ABSENCE_S:
+            state = router.state_of(node)
+            self.problem(f"{node.name} lives and is {state} at {router.name}")
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with a router runs nothing that no client of it wants."""
@@ -277,6 +325,8 @@ class World:
                     await router.died.wait()
                     await asyncio.sleep(seconds / 2)
                     router.start()
+            case "pause all" | "slow motion" | "stall router" | "flood":
+                await self._hold_up(fault, router)
             case "freeze router":
                 router.freeze()
                 await asyncio.sleep(seconds)
@@ -291,6 +341,62 @@ class World:
                 await self._double(node, seconds)
             case _:
                 await self._cut(fault, node, router)
+
+    async def _hold_up(self, fault: Fault, router: SimRouter) -> None:
+        match fault.kind:
+            case "pause all":
+                await self._pause_all(fault.seconds * self.rng.choice((1, 4)))
+            case "slow motion":
+                await self._slow_motion(3 * fault.seconds)
+            case "stall router":
+                router.stall()
+                await asyncio.sleep(fault.seconds)
+                router.unstall()
+            case "flood":
+                await self._flood(router)
+
+    async def _pause_all(self, seconds: float) -> None:
+        """Let the host stand still. Then threads go on in any order."""
+        for member in (*self.routers, *self.nodes):
+            member.freeze()
+        await asyncio.sleep(seconds)
+        await self._thaw_all()
+
+    async def _slow_motion(self, seconds: float) -> None:
+        """Let each process, or its threads alone, run for moments only, as on a host that swaps."""
+        rng, members = self.rng, [*self.routers, *self.nodes]
+        ends_s = self.loop.time() + seconds
+        for member in members:
+            member.freeze()
+        while self.loop.time() < ends_s:
+            member = rng.choice(members)
+            member.thaw(stalled_s=rng.choice((0.0, 0.02, seconds)))
+            await asyncio.sleep(rng.choice((0.005, 0.02, 0.2, 1.0)))
+            member.freeze()
+            await asyncio.sleep(rng.choice((0.0, 0.05, 0.3, 1.0)))
+        await self._thaw_all()
+
+    async def _thaw_all(self) -> None:
+        members = [*self.routers, *self.nodes]
+        self.rng.shuffle(members)
+        for member in members:
+            member.thaw(stalled_s=self.rng.choice((0.0, 0.0, 0.1, 1.0, 3.0)))
+            await asyncio.sleep(self.rng.choice((0.0, 0.1, 1.0)))
+
+    async def _flood(self, router: SimRouter) -> None:
+        """Let a peer say more than the router can hear at once."""
+        process = Process(self.loop, "flood")
+        channels = SimChannels(self.network, process, lambda: None)
+        name = NodeId("flood")
+        dialer = channels.dial(
+            router.endpoint, f"heartbeats:{name}".encode(), to_router_codec(), to_node_codec()
+        )
+        await asyncio.sleep(1.0)
+        for number in range(NUM_FLOODING):
+            dialer.send(Heartbeat(name, Epoch("flood"), Load(number)))
+        await asyncio.sleep(3.0)
+        dialer.close()
+        process.kill()
 
     async def _kill_before_freezing(self, node: SimNode, router: SimRouter, seconds: float) -> None:
         """Let a router die, and its node answer to no other for a while."""
@@ -402,6 +508,7 @@ def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     try:
         with (
             mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
+            mock.patch.object(secrets, "randbits", world.rng.getrandbits),
             mock.patch.object(time, "time", loop.time),
         ):
             loop.run_until_complete(world.run())
@@ -413,5 +520,5 @@ def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
         seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,
-        loop.time() - 1000.0, len(world.log) - 1, world.lanes,
+        loop.time() - 1000.0, world.longest_turn_s, len(world.log) - 1, world.lanes,
     )  # fmt: skip
