@@ -21,6 +21,26 @@ RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_unknown",
 )  # fmt: skip
+# An attempt may be lost to a fault that takes its nodes, its channels or their time away, and a
+# request ends with the reason for which it lost the last of its attempts. Nothing else may end it.
+PAUSES = frozenset((
+    "freeze node", "suspend node", "hang node", "kill router, freeze node", "pause all",
+    "slow motion",
+))  # fmt: skip
+PARTINGS = frozenset((
+    "cut peers", "drop peers", "drop peers one way", "isolate node", "slow names",
+))  # fmt: skip
+LOSSES = frozenset((
+    "kill node", "drain node", "drain silent node", "strand node", "double node", "other version",
+    "kill router", "end router", "freeze router", "stall router", "cut", "drop", "drop one way",
+    "refuse",
+))  # fmt: skip
+EXCUSES = {
+    "node_lost": PAUSES | PARTINGS | LOSSES,
+    "lease_expired": PAUSES | PARTINGS | LOSSES,
+    "transfer_timeout": PAUSES | PARTINGS,
+}
+BLAME_S = 5.0  # for so long after its end, a fault may still cost an attempt
 
 
 class Client:
@@ -49,6 +69,7 @@ class Client:
         self.queued_s = 0.0  # when it last waited in the queue of its router
         self.longest_gap_s = 0.0
         self._has_lied = False  # what it gets then is worth nothing
+        self.asked_s = 0.0  # when it began the request
         self._root = world.root.extended(self.prompt)
         self._forget()
 
@@ -118,6 +139,7 @@ class Client:
     def _first(self) -> Exchange:
         self._has_lied = False
         self._forget()
+        self.asked_s = self.world.loop.time()
         body = {
             "model": "sim", "prompt": self.prompt, "n": self.n, "max_tokens": self.max_tokens,
             "seed": self.seed, "ignore_eos": self.ignores_eos, "stop": self.stops,
@@ -233,10 +255,16 @@ class Client:
         if code == "stream_gone":
             self._check_gone()
             self._forget()
-        elif code not in RETRIED:
-            self.world.fates[f"unexpected {code}"] += 1
-            if 400 <= error.get("status", status) < 500 and status not in (409, 429):
-                self._complain(f"{code}: {error['message']}")
+        elif code not in RETRIED and not self._is_excused(code):
+            self._complain(f"{code} (status {status}) without a cause: {error['message']}")
+
+    def _is_excused(self, code: str) -> bool:
+        """Return whether a fault in the time of this request explains its end."""
+        world = self.world
+        if code == "lease_expired" and max(world.landing_s) > world.lease_s:
+            return True  # most reads are made again until one is quick
+        causes = EXCUSES.get(code, frozenset())
+        return any(kind in causes for kind in world.faults_since(self.asked_s - BLAME_S))
 
     def check_queued(self) -> None:
         """Note whether it waits in the queue for a node that has room."""

@@ -47,7 +47,7 @@ def test_without_a_fault_every_handoff_lands():
 CUT_S, HEALED_S = 1005.0, 1026.0
 
 
-@pytest.mark.parametrize("seed", [187, 191])
+@pytest.mark.parametrize("seed", [191, 200])
 def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(seed):
     """Prefill tries the channel by itself, and the pair gets requests again once it is open."""
     told: list[tuple[str, object, float]] = []

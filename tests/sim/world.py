@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import math
 import random
 import secrets
 import time
@@ -30,9 +31,9 @@ SETTLING_S = 120.0  # after the last client, all memory is given back, at the la
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
-LONGEST_TURN_S = 0.15  # that other work of a router's loop waits for its turn
+LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
-NUM_FLOODING = 12_000  # messages at once, of one peer
+NUM_FLOODING = 24_000  # messages at once, of one peer
 LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
@@ -123,6 +124,7 @@ class World:
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
         self._calm_since_s: dict[tuple[Process, Process], float] = {}
         self.longest_turn_s = 0.0
+        self.struck: list[tuple[str, float, float]] = []  # each fault, when it began and ended
 
     def problem(self, text: str) -> None:
         self.problems.append(self._stamped(text))
@@ -227,12 +229,14 @@ class World:
         for key in node.running():
             client = asked.get(key.request_id)
             router = None if client is None else client.deserter_of(key)
-            if router is None or not router.knows(node):  # it may have let a double in
+            is_heard = router is not None and router.is_up and node.is_up
+            if router is None or not is_heard or not router.knows(node):  # it may know a double
                 self._unwanted_since_s.pop((node.process, key), None)
                 continue
             since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
             in_touch_s = self.network.in_touch_since_s(node.process, router.process)
-            since_s = max(since_s, in_touch_s, node.hung_until_s)
+            resumed_s = max(node.process.resumed_s, router.process.resumed_s)
+            since_s = max(since_s, in_touch_s, node.hung_until_s, resumed_s)
             if self.loop.time() - since_s > LONGEST_DETOUR_S:
                 self.problem(f"{node.name} still runs {key}, which nobody wants")
 
@@ -246,7 +250,9 @@ class World:
                 continue
             since_s = self._unwanted_since_s.setdefault((node.process, key), self.loop.time())
             in_touch_s = self.network.in_touch_since_s(node.process, peer.process, num=1)
-            since_s = max(since_s, in_touch_s, node.hung_until_s, peer.hung_until_s)
+            resumed_s = max(node.process.resumed_s, peer.process.resumed_s)
+            hung_s = max(node.hung_until_s, peer.hung_until_s)
+            since_s = max(since_s, in_touch_s, hung_s, resumed_s)
             if self.loop.time() - since_s > LONGEST_OFFER_S:
                 self.problem(f"{node.name} still holds {key}, which {peer.name} has ended")
 
@@ -291,7 +297,14 @@ class World:
             node = self.nodes[fault.node % len(self.nodes)]
             router = self.routers[fault.router % len(self.routers)]
             self.note(f"{fault.kind}: {node.name} {router.name} {fault.seconds:g} s")
+            index, now_s = len(self.struck), self.loop.time()
+            self.struck.append((fault.kind, now_s, math.inf))
             await self._strike(fault, node, router)
+            self.struck[index] = fault.kind, now_s, self.loop.time()
+
+    def faults_since(self, at_s: float) -> list[str]:
+        """Return the faults that lasted at this time or later."""
+        return [kind for kind, _, ended_s in self.struck if ended_s >= at_s]
 
     async def _strike(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
         seconds = fault.seconds
