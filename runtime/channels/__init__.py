@@ -2,7 +2,9 @@
 
 A channel delivers every message of a session once and in order, or reports the end of the session:
 a lost connection, a gap, a peer that restarted and a full queue are all the same event, and nothing
-is resent. Either side notices a dead peer within 3.5 s (at once if the process ended).
+is resent. Either side notices a dead peer within 3.5 s (at once if the process ended), or within
+the time that `Channels` is given. A dialer notices within seconds that the listener does not have
+its session, or not all of it.
 
 Watch `fileno()` for reading (asyncio's `add_reader`, or register the channel itself with a
 `zmq.Poller`) and, whenever it fires, call `receive` until it returns None: the descriptor signals

@@ -24,6 +24,7 @@ from baton.runtime.channels.wire import (
     Wire,
     has_all,
     is_invented,
+    log,
     probe_frame,
     reset_frame,
 )
@@ -207,6 +208,9 @@ class Listener(Generic[Out, In]):
         if is_invented(peer):
             # An answer could not reach the dialer. It asks by itself whether its session stands.
             self.num_unnamed += 1
+            if self.num_unnamed.bit_count() == 1:  # the 1st, 2nd, 4th, 8th …
+                log.warning("dropped what was left of a connection that a newer one has replaced",
+                            endpoint=self.endpoint, so_far=self.num_unnamed)  # fmt: skip
             return
         session_id, sequence, payload = frame
         session = self._sessions.get(peer)

@@ -40,6 +40,7 @@ In = TypeVar("In")
 Pair = tuple[str, str]  # the names of two processes, in the direction of the bytes
 HEARTBEAT_TIMEOUT_S = (2.5, 3.2)  # that of libzmq, as the channels set it
 RECONNECT_S = (0.05, 0.5)
+LATE_CHANGES: tuple[ConnectionChange, ...] = ("up", "lost", "refused")  # after a `disconnect`
 # What a message costs the loop that sends or handles it, on a core that is several times slower
 # than those on which a router took 20 to 35 µs for a heartbeat.
 MESSAGE_S = 100e-6
@@ -58,6 +59,7 @@ class Network:
         self.cut: set[Pair] = set()  # refuses connections
         self.silent: set[Pair] = set()  # drops bytes
         self.resolving_s = 0.0  # how long a name server takes
+        self.resolved_s = 0.0  # when the last look-up that took long has ended
         self.max_queued = rng.choice(
             (20, 10_000)
         )  # frames that a connection keeps for a silent peer
@@ -86,7 +88,8 @@ class Network:
     def is_calm(self, one: Process, other: Process) -> bool:
         """Return whether nothing hinders the bytes between two processes."""
         pairs = {(one.name, other.name), (other.name, one.name)}
-        return not (pairs & self.cut or pairs & self.silent or self.resolving_s)
+        is_slow = self.resolving_s or self.loop.time() < self.resolved_s
+        return not (pairs & self.cut or pairs & self.silent or is_slow)
 
     def of(self, process: Process) -> "list[Connection]":
         return [one for one in self.connections if process in one.ends]
@@ -464,6 +467,10 @@ class DealerSocket:
         if self.link is not None:
             self.link.end()
             self.link = None
+            if self.network.rng.random() < 0.1:
+                # The I/O thread has just noticed something, and hears of this a moment later.
+                loop, late = self.network.loop, self.network.rng.choice(LATE_CHANGES)
+                world_call_at(loop, loop.time() + 0.0002, lambda: self.changed(late))
         self._inbox.clear()
 
     def send(self, frame: bytes, _flags: int) -> None:

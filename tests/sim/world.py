@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, cast
 from unittest import mock
 
+from baton.node.router_channel import LONGEST_WAIT_S
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Heartbeat, Load
@@ -123,6 +124,7 @@ class World:
         self.healed_s = float("inf")
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
         self._calm_since_s: dict[tuple[Process, Process], float] = {}
+        self._doubled_s: dict[str, float] = {}  # when a node last had a double
         self.longest_turn_s = 0.0
         self.struck: list[tuple[str, float, float]] = []  # each fault, when it began and ended
 
@@ -215,13 +217,20 @@ class World:
             and node.speaks == PROTOCOL_VERSION
             and now_s > node.hung_until_s
             and self.network.is_calm(*pair)
-            and not any(twin.name == node.name for twin in self.twins if not twin.process.is_dead)
+            and not self._has_double(node)
         )
         if not is_calm or router.serves(node):
             self._calm_since_s[pair] = now_s
         elif now_s - self._calm_since_s.setdefault(pair, now_s) > LONGEST_ABSENCE_S:
             state = router.state_of(node)
             self.problem(f"{node.name} lives and is {state} at {router.name}")
+
+    def _has_double(self, node: SimNode) -> bool:
+        """Return whether a router may refuse a node, which then asks again after a while."""
+        for twin in self.twins:
+            if twin.name == node.name and not twin.process.is_dead:
+                self._doubled_s[node.name] = self.loop.time()
+        return self.loop.time() < self._doubled_s.get(node.name, -math.inf) + LONGEST_WAIT_S
 
     def _check_outlived(self, node: SimNode) -> None:
         """Check that a node in touch with a router runs nothing that no client of it wants."""
@@ -478,6 +487,7 @@ class World:
                 self.network.resolving_s = seconds
                 await asyncio.sleep(seconds)
                 self.network.resolving_s = 0.0
+                self.network.resolved_s = self.loop.time() + seconds
                 return None
         if "peers" in fault.kind:
             role = "decode" if node.role == "prefill" else "prefill"
