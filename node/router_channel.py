@@ -103,12 +103,8 @@ class RouterChannel:
                 router=self.dialer.endpoint,
                 hint="keys.file must name a copy of the router's key, or neither side may have one",
             )
-        if self._clock() < self._ask_at_s:
-            pass
-        elif self.dialer.connected:
-            self._introduce()
-        else:  # what was said last waits for the router
-            self._ask_at_s = self._clock() + JOINING_S
+        if self._clock() >= self._ask_at_s:
+            self._ask_again()
 
     def standing(self) -> RouterStanding:
         """Return what the router makes of this node. Any thread may call this."""
@@ -128,6 +124,12 @@ class RouterChannel:
         self._ask_at_s = math.inf  # a router answers a node that is ready
         if self._ready is not None:
             self.ready(self._ready)
+
+    def _ask_again(self) -> None:
+        if self.dialer.connected:
+            self._introduce()
+        else:  # the last introduction still waits for the router
+            self._ask_at_s = self._clock() + JOINING_S
 
     def _note(self, message: ToNode | Unreadable | Disconnected) -> None:
         router = self.dialer.endpoint

@@ -209,8 +209,9 @@ class Registry:
         if message.node_id != peer:
             text = f"a node named {message.node_id} dialled in as {peer}"
             return [Refuse(peer, _mismatch("identity_mismatch", text))]
-        if (known := self._node(peer, message.epoch)) is not None:
-            known.heard(now_s)  # it asks again in its session, and its work goes on
+        known = self._node(peer, message.epoch)
+        if known is not None:  # it asks again in its session, and its work goes on
+            known.heard(now_s)
             return []
         changes = self.gone(peer, "a new process replaced it")
         self._nodes[peer] = Node(peer, message.role, message.epoch, now_s)

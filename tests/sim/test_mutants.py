@@ -12,6 +12,8 @@ COMMON = (
     "leak the load of later attempts",
     "introduce half of a node in a new session",
     "keep the channels of lost peers",
+    "take an old success of libzmq for a new one",
+    "read a backlog once more in each turn",
 )
 MAX_SEEDS = 2_000
 MAX_EVENTS = 30  # of what is left of a schedule
