@@ -6,7 +6,6 @@ nodes dial in on their own. It never loads torch.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -21,7 +20,7 @@ from baton.router.core.health import Health, ServedModel
 from baton.router.core.reattach import Claim, FoundRequest
 from baton.router.core.router_core import RouterCore
 from baton.router.core.stream import RequestStream
-from baton.router.text.grammars import after_reasoning, checked_grammar
+from baton.router.text.grammars import Forms, after_reasoning
 from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text, too_long
 
@@ -50,8 +49,7 @@ class TextRouter:
         self._sampling = sampling or {}
         self._served: ServedModel | None = None
         self._served_at = 0  # the version of the registry
-        # Hostile grammars take a second each: they delay no other work than that of grammars.
-        self._checks = ThreadPoolExecutor(2, thread_name_prefix="grammar")
+        self._forms = Forms()
 
     @classmethod
     def from_config(cls, config: ClusterConfig) -> "TextRouter":
@@ -125,8 +123,7 @@ class TextRouter:
         words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
         grammar = ""
         if (form := params.structured_outputs) is not None:
-            loop = asyncio.get_running_loop()
-            grammar = await loop.run_in_executor(self._checks, checked_grammar, form)
+            grammar = await self._forms.grammar_of(form)
         bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
         return OutputRules(grammar, bad_words, scope)
 
@@ -166,7 +163,7 @@ class TextRouter:
         self._is_closed = True
         self.core.close()
         self._text.close()
-        self._checks.shutdown(wait=False, cancel_futures=True)
+        self._forms.close()
 
     def health(self) -> Health:
         return self.core.health()

@@ -67,6 +67,17 @@ def _num_cpus() -> int:
     return count
 
 
+def available_bytes() -> int:
+    """Return how much memory is left on this host, or all that its container may have if less.
+
+    What a container uses tells little, since most of it are pages of files.
+    """
+    available = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # without a limit, the file says "max"
+        available = min(available, int((CGROUP / "memory.max").read_text()))
+    return available
+
+
 def num_gpus(devices: Path = DEVICES) -> int:
     """Return how many NVIDIA GPUs this process could open."""
     return len(list(devices.glob("nvidia[0-9]*")))

@@ -22,6 +22,7 @@ from baton.router.http.api.anthropic import CountBody, MessageBody, message_erro
 from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.api.sse import EXTRA_HEADERS, SILENCE_S
+from baton.router.http.api.tokens import DetokenizeBody, TokenizeBody
 from baton.router.http.auth import Access, Cors, refuse_pages
 from baton.router.http.connections import Bodies, Connection, connection_of
 from baton.router.http.errors import error_of, retry_headers
@@ -29,7 +30,6 @@ from baton.router.http.handlers import Handlers, request_id_of
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import RUNNING, RequestLog, Tracer
 from baton.router.http.status import StatusPage, named_nodes
-from baton.router.http.tokens import DetokenizeBody, TokenEndpoints, TokenizeBody
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.log import clip, logger
@@ -68,7 +68,6 @@ class App:
         )
         bodies = Bodies(config.router.max_body_mib)
         self._handlers = Handlers(engine, config, bodies, self.metrics, chat_template, silence_s)
-        self._tokens = TokenEndpoints(engine, config, bodies, chat_template)
         self._request_log = RequestLog(config.log)
         self._access = Access(config.router)
         self._engine = engine
@@ -91,7 +90,7 @@ class App:
         router.add_post("/v1/chat/completions", handlers.chat)
         router.add_post("/v1/responses", handlers.responses)
         router.add_post(MESSAGES, handlers.messages)
-        router.add_post(f"{MESSAGES}/count_tokens", self._tokens.of_message)
+        router.add_post(f"{MESSAGES}/count_tokens", handlers.count_tokens)
         router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
@@ -100,9 +99,9 @@ class App:
         router.add_post("/ping", self._health)
         router.add_get("/load", self._load)
         router.add_get("/live", self._live)
-        router.add_post("/tokenize", self._tokens.tokenize)
-        router.add_post("/detokenize", self._tokens.detokenize)
-        router.add_get("/tokenizer_info", self._tokens.info)
+        router.add_post("/tokenize", handlers.tokenize)
+        router.add_post("/detokenize", handlers.detokenize)
+        router.add_get("/tokenizer_info", handlers.tokenizer_info)
         router.add_get("/metrics", self._metrics)
         router.add_get("/version", self._version)
         router.add_get("/openapi.json", self._openapi)
@@ -225,6 +224,7 @@ class App:
         self._idle.clear()
         status, began_s, name = CLIENT_GONE, time.monotonic(), request_id_of(request)
         connection = connection_of(request)
+        connection.handles(request)
         if request.content.is_eof():
             connection.began()
         if self._cors is not None:
@@ -288,8 +288,16 @@ class App:
             running.request_id = running.request_id or name
             self._tracer.record(request.headers, route, status, took_s, running)
 
+    def refused(self, request: web.BaseRequest, error: BatonError) -> web.Response:
+        """Count, log and answer what is no request."""
+        self.metrics.answered(UNKNOWN, error.http_status)
+        self._request_log.refused(request, error)
+        response = self._error(request, error)
+        response.headers["X-Request-Id"] = f"req-{secrets.token_hex(12)}"
+        return response
+
     def _error(
-        self, request: web.Request, error: BatonError, headers: dict[str, str] | None = None
+        self, request: web.BaseRequest, error: BatonError, headers: dict[str, str] | None = None
     ) -> web.Response:
         self.metrics.failed(error)
         headers = {**retry_headers(error), **(headers or {})}

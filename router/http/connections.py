@@ -1,8 +1,10 @@
 """The limits on what clients may take: connections, time to read, and the size of their bodies.
 
-The number of connections is bounded by the descriptors of the process. At the limit, a new
-connection replaces the one that has waited longest without a whole request, so probes of /live are
-answered even among many half-sent requests. A client that reads its response too slowly is cut off.
+The number of connections is bounded by the descriptors of the process, and that of connections
+without a whole request by its memory. At the limit, a new connection replaces the one that has
+waited longest without a whole request, so probes of /live are answered even among many half-sent
+requests. A client that reads its response too slowly is cut off. The head of a request may have
+`MAX_HEAD_BYTES`.
 
 A body that is not small reserves memory of a limited budget as it arrives, and gives it back when
 its prompts have become token ids, so that clients cannot fill the memory of the router.
@@ -12,14 +14,17 @@ import asyncio
 import logging
 import resource
 import socket
+import zlib
+from collections.abc import Callable, Iterator
 
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import Overloaded, RequestError
+from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.router.core.health import ServedModel
 from baton.runtime.clock import monotonic
-from baton.runtime.host import RareWarning
+from baton.runtime.host import RareWarning, available_bytes
 from baton.runtime.log import clip, logger
 
 # Descriptors that are reserved for nodes, files and connections that are being closed.
@@ -29,14 +34,45 @@ MIN_BYTES_PER_S = 256
 # Connections above the limit, on which only /live, /health and /metrics are answered.
 SPARE = 16
 _MIN_CONNECTIONS = 8
+MIB = 1024 * 1024
+# What a client that has not sent a whole request can make its connection hold, with and without
+# TLS, as measured: most of it are the objects of many small headers.
+_WAITING_BYTES = 64 * 1024
+_TLS_WAITING_BYTES = 128 * 1024
+# The memory of all such connections together, and their share of what the host has left.
+_ALL_WAITING_BYTES = 512 * MIB
+_MEMORY_SHARE = 4
+MIN_WAITING = 256
+# A request's line and headers. Cookies and tokens of identity providers may take ten thousand.
+MAX_HEAD_BYTES = 16 * 1024
+MAX_HEADERS = 128
+# The most that is read, and so parsed, in one turn of the loop; less of a body in chunks, because
+# each of them costs as much as a kilobyte.
+_READ_BYTES = 32 * 1024
+_FEW_BYTES = 4 * 1024
+# How long to wait for requests to begin before what came ahead of them counts as one head.
+_HOLD_S = 0.1
+# No request can go on like this.
+_NO_HEAD = b"\0\r\n\r\n"
+
+Refuse = Callable[[web.BaseRequest, BatonError], web.Response]
 
 log = logger("router")
 
 
-class Connection(web.RequestHandler):
-    """One connection of a client. `is_spare` means that it came above the limit."""
+class Connection(web.RequestHandler, asyncio.BufferedProtocol):
+    """One connection of a client. `is_spare` means that it came above the limit.
 
-    __slots__ = ("_connections", "_num_left", "_room", "_timer", "is_spare")
+    It reads into a buffer that all connections share, and counts what it reads: `num_body_bytes`
+    are those of the body of the latest request, its chunks' heads included. What comes ahead of
+    that request's end is a head or a pipelined request, of which only so much is read at a time.
+    """
+
+    __slots__ = (
+        "_connections", "_content", "_had_late_body", "_has_begun", "_hold_timer", "_is_busy",
+        "_is_chunked", "_is_head_too_large", "_num_ahead_bytes", "_num_left", "_room", "_timer",
+        "is_spare", "num_body_bytes",
+    )  # fmt: skip
 
     def __init__(
         self, connections: "Connections", server: web.Server, loop: asyncio.AbstractEventLoop
@@ -47,15 +83,31 @@ class Connection(web.RequestHandler):
             keepalive_timeout=connections.idle_s,
             logger=connections.http_log,
             access_log=None,  # type: ignore[arg-type]  # aiohttp takes None, but does not say so
+            max_line_size=MAX_HEAD_BYTES,
+            max_field_size=MAX_HEAD_BYTES,
+            max_headers=MAX_HEADERS,
+            read_bufsize=_READ_BYTES,
+            auto_decompress=False,  # `Bodies` does it, within limits
         )
         self._connections = connections
         self.is_spare = False
         self._num_left = 0  # bytes that the client had not taken at the last check
         self._timer: asyncio.TimerHandle | None = None
         self._room: asyncio.Future[None] | None = None  # exists while output piles up
+        self._content: StreamReader | None = None  # the body of the latest request
+        self._is_busy = False  # with a request
+        self._is_chunked = False  # the body
+        self._had_late_body = False
+        self.num_body_bytes = 0
+        self._num_ahead_bytes = 0
+        self._hold_timer: asyncio.TimerHandle | None = None  # exists while reading is paused
+        self._has_begun = False  # whether a request has begun since reading was paused
+        self._is_head_too_large = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
+        if hasattr(transport, "set_read_buffer_limits"):  # that of TLS has a buffer of its own
+            transport.set_read_buffer_limits(_READ_BYTES)
         self.is_spare = self._connections.opened(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
@@ -63,7 +115,93 @@ class Connection(web.RequestHandler):
         if isinstance(exc, TimeoutError):
             _log_cut()
         self._end_wait()
+        self._end_hold()
+        self._content = None
         super().connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return the buffer to read into, which all connections share."""
+        if self._content is not None and not self._content.is_eof():
+            return self._connections.buffer[: _FEW_BYTES if self._is_chunked else _READ_BYTES]
+        num_bytes = max(MAX_HEAD_BYTES + 1 - self._num_ahead_bytes, _FEW_BYTES)
+        return self._connections.buffer[:num_bytes]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Parse what was read."""
+        if self._is_head_too_large:
+            return
+        is_ahead = self._content is None or self._content.is_eof()
+        self.data_received(bytes(self._connections.buffer[:nbytes]))
+        if not is_ahead:
+            self.num_body_bytes += nbytes
+            self._had_late_body = True
+            return
+        self._num_ahead_bytes += nbytes
+        if self._num_ahead_bytes > MAX_HEAD_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+            if self._hold_timer is None:  # else aiohttp went on, which has begun what it had
+                self._has_begun = False
+                self._check_ahead_later()
+
+    def handles(self, request: web.Request) -> None:
+        """Note that the next request is being handled, though its body may not have come."""
+        self._content = request.content
+        self._is_busy = self._has_begun = True
+        self.num_body_bytes = 0
+        if not self._content.is_eof():
+            self._is_chunked = request.content_length is None
+        if self._hold_timer is None:
+            self._num_ahead_bytes = 0
+            return
+        self._num_ahead_bytes -= self._content.total_bytes
+        if not self._content.is_eof() or self._num_ahead_bytes <= MAX_HEAD_BYTES // 2:
+            self._read_on()
+
+    def _check_ahead_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._hold_timer = loop.call_later(_HOLD_S, self._check_ahead)
+
+    def _check_ahead(self) -> None:
+        """Go on reading if requests have begun; otherwise what came is one head, and too large."""
+        if self.transport is None:
+            return
+        if self._is_busy or self.transport.get_write_buffer_size():
+            self._check_ahead_later()
+        elif self._has_begun:
+            self._read_on()
+        else:
+            # A client that still sends when its connection is closed would lose the response.
+            self._is_head_too_large = True
+            self.transport.resume_reading()
+            loop = asyncio.get_running_loop()
+            self._hold_timer = loop.call_later(_HOLD_S, self.data_received, _NO_HEAD)
+
+    def _read_on(self) -> None:
+        self._end_hold()
+        self._num_ahead_bytes = 0
+        if self.transport is not None:
+            self.transport.resume_reading()
+
+    def _end_hold(self) -> None:
+        if self._hold_timer is not None:
+            self._hold_timer.cancel()
+            self._hold_timer = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Return the response to what is no request, in the form of all errors."""
+        if not isinstance(exc, HttpProcessingError):
+            return super().handle_error(request, status, exc, message)
+        if request.writer.output_size > 0:
+            raise ConnectionError("an error came after the response had begun")
+        response = self._connections.refuse(request, _refusal_of(exc, self._is_head_too_large))
+        response.force_close()
+        return response
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -116,6 +254,11 @@ class Connection(web.RequestHandler):
 
     def ended(self) -> None:
         """Note that the request was answered."""
+        self._is_busy = False
+        if self._had_late_body and self.transport is not None:
+            # aiohttp 3.14 counts a request twice that began before its body had come, and then may
+            # leave requests behind it unparsed until more bytes come.
+            self.data_received(b"")
         self._connections.ended(self)
 
 
@@ -128,10 +271,16 @@ def connection_of(request: web.Request) -> Connection:
 class Connections:
     """The open connections of one server."""
 
-    def __init__(self, config: RouterConfig, http_log: logging.Logger) -> None:
+    def __init__(self, config: RouterConfig, http_log: logging.Logger, refuse: Refuse) -> None:
+        """`refuse` makes the response to what is no request, and counts it."""
         self.idle_s = config.idle_s
         self.http_log = http_log
+        self.refuse = refuse
+        self.buffer = memoryview(bytearray(_READ_BYTES))
         self._max_open = _affordable(config.max_connections)
+        each_bytes = _TLS_WAITING_BYTES if config.speaks_tls else _WAITING_BYTES
+        all_bytes = min(_ALL_WAITING_BYTES, available_bytes() // _MEMORY_SHARE)
+        self._max_waiting = max(all_bytes // each_bytes, MIN_WAITING)
         self.unread_s = config.unread_s
         self._open: set[Connection] = set()
         # Connections without a whole request; the one that has waited longest is first.
@@ -151,14 +300,10 @@ class Connections:
             all_taken = len(self._open) >= self._max_open + SPARE
             oldest = next((one for one in self._waiting if all_taken or not one.is_spare), None)
             if oldest is not None:
-                self._warn(
-                    "there are too many connections, so those that are idle longest are closed"
-                )
-                self.closed(oldest)
-                _abort(oldest)
+                self._close_idle(oldest)
         is_spare = len(self._open) >= self._max_open
         self._open.add(connection)
-        self._waiting[connection] = None
+        self._waits(connection)
         if len(self._open) > self._max_open + SPARE:
             self._warn("there are too many connections, so new ones are closed")
             _abort(connection)
@@ -173,7 +318,17 @@ class Connections:
 
     def ended(self, connection: Connection) -> None:
         if connection in self._open:
-            self._waiting[connection] = None
+            self._waits(connection)
+
+    def _waits(self, connection: Connection) -> None:
+        self._waiting[connection] = None
+        if len(self._waiting) > self._max_waiting:
+            self._close_idle(next(iter(self._waiting)))
+
+    def _close_idle(self, connection: Connection) -> None:
+        self._warn("there are too many connections, so those that are idle longest are closed")
+        self.closed(connection)
+        _abort(connection)
 
 
 def _affordable(max_connections: int) -> int:
@@ -185,6 +340,15 @@ def _affordable(max_connections: int) -> int:
     return min(max_connections, max(limit - others - SPARE, _MIN_CONNECTIONS))
 
 
+def _refusal_of(error: HttpProcessingError, is_head_too_large: bool) -> RequestError:
+    """Return what is wrong with a request that cannot be parsed, without what may be secret."""
+    if is_head_too_large or isinstance(error, LineTooLong):
+        text = f"the line and headers of the request are larger than {MAX_HEAD_BYTES // 1024} KiB"
+        return RequestError(text, code="headers_too_large", http_status=431)
+    what = clip(error.message.partition("\n")[0].partition(":")[0])
+    return RequestError(f"the request is not valid HTTP/1.1: {what}", code="invalid_http")
+
+
 def _abort(connection: Connection) -> None:
     if connection.transport is not None:
         connection.transport.abort()
@@ -194,9 +358,6 @@ def _log_cut() -> None:
     log.info("a client was cut off because it did not read its response")
 
 
-MIB = 1024 * 1024
-# A body up to this size is parsed on the event loop, which takes a few milliseconds at most.
-SMALL_BYTES = 128 * 1024
 BODY_TIMEOUT_S = 60.0
 # A body that brings nothing for so long has stalled: it must not keep its memory for a minute.
 STALLED_S = 10.0
@@ -208,6 +369,11 @@ _ESCAPED_BYTES = 6
 _FREE_BYTES = 4 * 1024
 # The number of bodies of the largest size that may be in memory at once.
 _LARGE_BODIES = 16
+# Chunks need as many bytes around them as in them, and no more; so much is free.
+_FREE_CHUNK_BYTES = 64 * 1024
+# The most that is made of compressed data before other connections have their turn.
+_PIECE_BYTES = 256 * 1024
+_WINDOWS = {"gzip": 16 + zlib.MAX_WBITS, "x-gzip": 16 + zlib.MAX_WBITS, "deflate": zlib.MAX_WBITS}
 
 
 class Room:
@@ -265,38 +431,74 @@ class Bodies:
 
     async def _read_in_time(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
         _check_type(request)
+        encoding = _encoding_of(request)
         length, content = request.content_length, request.content
         if length is not None and length > max_bytes:
             raise _too_large(max_bytes)
         try:
             is_small = length is not None and length <= _FREE_BYTES
-            if is_small and content.is_eof() and "Content-Encoding" not in request.headers:
+            if is_small and content.is_eof() and not encoding:
                 return content.read_nowait()  # the body is complete
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read(request, room, max_bytes)
+                return await self._read(request, room, max_bytes, encoding)
         except TimeoutError:
             text = (
                 f"the body did not arrive within {BODY_TIMEOUT_S:g} s, or nothing of it for "
                 f"{STALLED_S:g} s"
             )
             raise RequestError(text, code="timeout", http_status=408) from None
-        except web.RequestPayloadError as error:
+        except (web.RequestPayloadError, zlib.error) as error:
             text = "the body is not encoded as its headers say"
             raise RequestError(text, code="invalid_body") from error
 
-    async def _read(self, request: web.Request, room: Room, max_bytes: int) -> bytes:
+    async def _read(self, request: web.Request, room: Room, max_bytes: int, encoding: str) -> bytes:
+        connection, content = connection_of(request), request.content
+        inflating = _Inflating(_WINDOWS[encoding]) if encoding else None
+        # If the body is compressed, the rest may be of any size.
+        most_bytes = max_bytes if encoding else request.content_length or max_bytes
         chunks: list[bytes] = []
         num_bytes = 0
         while True:
             async with asyncio.timeout(STALLED_S):
-                chunk = await request.content.readany()
+                chunk = await content.readany()
             if not chunk:
+                if inflating is not None:
+                    chunks.append(inflating.end())
                 return b"".join(chunks)
-            chunks.append(chunk)
-            num_bytes += len(chunk)
-            if num_bytes > max_bytes:
-                raise _too_large(max_bytes)
-            room.hold(num_bytes, request.content_length or max_bytes)
+            if connection.num_body_bytes > 2 * content.total_bytes + _FREE_CHUNK_BYTES:
+                text = "the chunks of the body are too small: send larger ones"
+                raise RequestError(text, code="invalid_body")
+            for piece in (chunk,) if inflating is None else inflating.pieces(chunk):
+                chunks.append(piece)
+                num_bytes += len(piece)
+                if num_bytes > max_bytes:
+                    raise _too_large(max_bytes)
+                room.hold(num_bytes, most_bytes)
+                if inflating is not None:
+                    await asyncio.sleep(0)
+
+
+class _Inflating:
+    """Inflates a body piece by piece. Raises `zlib.error` for data that is not so compressed."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self._inflater = zlib.decompressobj(window)
+
+    def pieces(self, data: bytes) -> Iterator[bytes]:
+        """Return what more data brings, in pieces of a bounded size."""
+        while data:
+            if self._inflater.eof:  # gzip files may follow one another
+                self._inflater = zlib.decompressobj(self._window)
+            yield self._inflater.decompress(data, _PIECE_BYTES)
+            data = self._inflater.unconsumed_tail or self._inflater.unused_data
+
+    def end(self) -> bytes:
+        """Return the last bytes, of which there are few."""
+        rest = self._inflater.flush()
+        if not self._inflater.eof:
+            raise zlib.error("the data ends too early")
+        return rest
 
 
 def _too_large(max_bytes: int) -> RequestError:
@@ -305,6 +507,17 @@ def _too_large(max_bytes: int) -> RequestError:
         f"prompt of this model or router.max_body_mib allows"
     )
     return RequestError(text, code="body_too_large", http_status=413)
+
+
+def _encoding_of(request: web.Request) -> str:
+    """Return how a body is compressed, or "". Raises `RequestError` if baton cannot inflate it."""
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return ""
+    if encoding not in _WINDOWS:
+        text = f"the Content-Encoding {clip(encoding)!r} is not supported; gzip and deflate are"
+        raise RequestError(text, code="unsupported_media_type", http_status=415)
+    return encoding
 
 
 def _check_type(request: web.Request) -> None:

@@ -1,4 +1,4 @@
-"""The endpoints that generate text: completions and chats.
+"""The endpoints that read bodies: completions, chats and the tokenizer's.
 
 A handler parses the body, submits one request per prompt, and responds with one body or a stream of
 events. Every request that it submitted is closed, however the handler ends. Handlers know nothing
@@ -12,7 +12,9 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
+import msgspec
 from aiohttp import web
 
 from baton.protocol.config import ClusterConfig
@@ -21,26 +23,18 @@ from baton.protocol.ids import RequestId
 from baton.protocol.messages import ResumeState
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import check_num_logprobs
+from baton.router.core.health import ServedModel
 from baton.router.core.reattach import Claim
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
-from baton.router.http.api.large_bodies import LargeBodies
-from baton.router.http.api.model_format import ModelFormat
+from baton.router.http.api.large_bodies import BodyWork
 from baton.router.http.api.openai_chunks import (
     ResponseWriter,
     ShownPrompt,
     clamped_to,
     system_fingerprint,
 )
-from baton.router.http.api.prepare import (
-    Job,
-    Prepared,
-    check_ids,
-    checked_prompt,
-    packed,
-    parse_body,
-    unpacked,
-)
+from baton.router.http.api.prepare import unpacked
 from baton.router.http.api.responses_events import ResponseEvents
 from baton.router.http.api.schema import Endpoint, ParsedRequest
 from baton.router.http.api.sse import (
@@ -58,8 +52,9 @@ from baton.router.http.api.sse import (
     start_of,
     wants_ids,
 )
+from baton.router.http.api.tokens import TokenEndpoint
 from baton.router.http.auth import authorization_of
-from baton.router.http.connections import SMALL_BYTES, Bodies
+from baton.router.http.connections import Bodies
 from baton.router.http.errors import FORM_PARAM, blaming
 from baton.router.http.metrics import HttpMetrics
 from baton.router.http.request_log import GONE, RUNNING, Running
@@ -73,6 +68,8 @@ MAX_REQUEST_ID_CHARS = 128
 
 # A prompt is echoed once per choice, which no engine limits.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
+# The largest body of the tokenizer's endpoints.
+MAX_TOKENS_BYTES = 4 * 1024 * 1024
 
 _ID_PREFIXES: dict[Endpoint, str] = {
     "completions": "cmpl-",
@@ -119,23 +116,45 @@ class Handlers:
         self.is_draining = False
         self._engine = engine
         self._metrics = metrics
-        self._chat_template = chat_template
-        self._format = ModelFormat.of(config.router, chat_template)
         self._silence_s = silence_s
         self._logs_prompts = config.log.prompts
         self._wants_key = config.router.wants_key
         self._bodies = bodies
         # Held while a body with the log probabilities of prompts is made, which takes much memory.
         self._scoring = asyncio.Lock()
-        self._large = LargeBodies(config.model.path, config.model.chat_template)
+        self._work = BodyWork(config, engine.get_tokenizer(), chat_template)
+        self._tokenizer_config = Path(config.model.path) / "tokenizer_config.json"
         # Answer a POST to /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages.
         self.completions = partial(self._serve, endpoint="completions")
         self.chat = partial(self._serve, endpoint="chat")
         self.responses = partial(self._serve, endpoint="responses")
         self.messages = partial(self._serve, endpoint="messages")
+        # Answer a POST to /tokenize, /detokenize or /v1/messages/count_tokens.
+        self.tokenize = partial(self._tokens, endpoint="tokenize")
+        self.detokenize = partial(self._tokens, endpoint="detokenize")
+        self.count_tokens = partial(self._tokens, endpoint="count_tokens")
 
     def close(self) -> None:
-        self._large.close()
+        self._work.close()
+
+    async def _tokens(self, request: web.Request, *, endpoint: TokenEndpoint) -> web.Response:
+        model = self._engine.get_model_config()
+        token_bytes = self._engine.get_tokenizer().max_token_bytes
+        max_bytes = min(self._bodies.limit(model, token_bytes), MAX_TOKENS_BYTES)
+        with self._bodies.room() as room:
+            body = await self._bodies.read(request, room, max_bytes)
+            response = await self._work.token_response(endpoint, model, body)
+        return web.Response(body=response, content_type="application/json")
+
+    async def tokenizer_info(self, request: web.Request) -> web.Response:
+        try:
+            data = await asyncio.to_thread(self._tokenizer_config.read_bytes)
+            settings = msgspec.json.decode(data, type=dict[str, object])
+        except (OSError, msgspec.DecodeError):
+            text = "the model has no tokenizer_config.json"
+            raise RequestError(text, code="unknown_url", http_status=404) from None
+        body = msgspec.json.encode(settings)
+        return web.Response(body=body, content_type="application/json")
 
     async def _serve(self, request: web.Request, *, endpoint: Endpoint) -> web.StreamResponse:
         """Answer a POST, which resumes a broken stream if it has `Last-Event-ID`."""
@@ -215,7 +234,7 @@ class Handlers:
         max_bytes = self._bodies.limit(model, token_bytes)
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
-            work = await self._prepare(request, body, Job(endpoint, model))
+            work = await self._prepare(request, body, endpoint, model)
             del body
             running.request_id = work.request_id
             num_logprobs = 0
@@ -240,17 +259,17 @@ class Handlers:
                     check_num_logprobs(num_logprobs)
         return work
 
-    async def _prepare(self, request: web.Request, body: bytes, job: Job) -> Work:
-        is_large = len(body) > SMALL_BYTES
-        prepared = await (self._large.prepare if is_large else self._prepare_small)(job, body)
-        echoes = prepared.echoes
-        parsed, parsing = self._format.apply(prepared.parsed)
+    async def _prepare(
+        self, request: web.Request, body: bytes, endpoint: Endpoint, model: ServedModel
+    ) -> Work:
+        prepared = await self._work.prepare(endpoint, model, body)
+        parsed, parsing, echoes = prepared.parsed, prepared.parsing, prepared.echoes
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
         writer = ResponseWriter(
             id=f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}",
-            model=parsed.scope.lora or job.model.name,
+            model=parsed.scope.lora or model.name,
             created=int(time.time()),
             is_chat=parsed.is_chat,
             include_usage=parsed.include_usage,
@@ -260,7 +279,7 @@ class Handlers:
             names_ids=parsed.names_ids,
             continuous_usage=parsed.continuous_usage,
             form_param=parsed.form_param,
-            system_fingerprint=system_fingerprint(job.model.fingerprint),
+            system_fingerprint=system_fingerprint(model.fingerprint),
         )
         # A client with the id of a response can take over the stream, so logs do not show it.
         name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
@@ -274,28 +293,6 @@ class Handlers:
                 Form(writer, parsed.kept_sampling, name, parsing), owner, parsed.params.n
             )
         return Work(parsed, writer, prepared.prompts, echoes, name, kept, parsing)
-
-    async def _prepare_small(self, job: Job, body: bytes) -> Prepared:
-        """Do the same as `prepare`, without blocking the event loop for long."""
-        parsed, text = parse_body(job, body), self._engine.get_tokenizer()
-        prompts, echoes = [], []
-        max_tokens = job.model.max_model_len - 1
-        for index, prompt in enumerate(parsed.prompts):
-            if index:  # a long list of prompts must not delay other requests
-                await asyncio.sleep(0)
-            with blaming(parsed.sent):
-                if isinstance(prompt, list):
-                    ids = prompt
-                elif isinstance(prompt, str):
-                    ids = await text.encode(prompt, max_tokens=max_tokens)
-                else:
-                    chat = await asyncio.to_thread(checked_prompt, prompt, self._chat_template)
-                    ids = await text.encode(chat, add_special_tokens=False, max_tokens=max_tokens)
-                check_ids(ids, job.model)
-            prompts.append(packed(ids))
-            if parsed.echo:
-                echoes.append(prompt if isinstance(prompt, str) else text.decode(ids))
-        return Prepared(parsed, prompts, echoes)
 
     # --- answering ------------------------------------------------------------------------------
 

@@ -90,6 +90,14 @@ class RequestLog:
         elif any(one.metrics.num_retries for one in running.streams):
             log.info("request tried again after a loss", request=request_id, **_fields_of(running))
 
+    def refused(self, request: web.BaseRequest, error: BatonError) -> None:
+        """Log that a client sent what is no request."""
+        if self._has_room():
+            log.info(
+                "a malformed request was refused", client=request.remote, status=error.http_status,
+                reason=error.message,
+            )  # fmt: skip
+
     def _failed(self, failure: Failure, running: Running, request_id: str) -> None:
         """Log a request that failed without a mistake of its client."""
         if failure.http_status < 422:

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import logging
 import ssl
+from asyncio import sslproto
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -21,6 +22,8 @@ ACCEPTS = 16
 CLOSE_S = 0.3
 # How long a client may take to agree on TLS.
 HANDSHAKE_S = 10
+# asyncio's buffer of each connection with TLS; its own size is 256 KiB. A record has 16 KiB.
+TLS_BUFFER_BYTES = 16 * 1024
 
 
 class Server:
@@ -37,7 +40,9 @@ class Server:
         self._runner = web.AppRunner(
             app.application, handler_cancellation=True, access_log=None, shutdown_timeout=CLOSE_S
         )
-        self._connections = Connections(config, http_log)
+        if tls is not None:
+            sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
+        self._connections = Connections(config, http_log, app.refused)
         self._listeners: list[asyncio.Server] = []
 
     async def start(self) -> str:

@@ -1,12 +1,13 @@
 """Turn the form that a client asks of a response into a grammar for the engines, and check it.
 
 Grammars are those of llguidance, as text. The nodes apply them to tokens; no vocabulary is needed
-here. A check may take a second, so it runs off the event loop.
+here. What a check costs cannot be told from a form: the intersection of twenty short patterns takes
+gigabytes. So `Forms` has each form checked by a process with limits.
 """
 
 import re
+import sys
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Annotated
 
 import msgspec
@@ -15,21 +16,76 @@ from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import StructuredOutputsParams
 from baton.router.text.formats import reasoning_format
+from baton.router.worker import Lane, TooMuchWork, Worker, serve
 from baton.runtime.log import clip
 
 MAX_GRAMMAR_BYTES = 256 << 10
+# Of checked forms and their grammars.
+MAX_KEPT = 64
+MAX_KEPT_BYTES = 8 << 20
 # With free white space, a weak model writes line breaks until it is cut off.
 WHITE_SPACE = r"( |\n[ ]{0,40})?"
 # A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 
 
-def checked_grammar(wanted: StructuredOutputsParams) -> str:
-    """Return the grammar of a form.
+class Form(msgspec.Struct, frozen=True):
+    """What a client asks of a response, with schemas as JSON text."""
 
-    Raises a `RequestError` for a value that is none, an unsupported keyword of a schema, and a
-    grammar that takes too much work.
-    """
+    kind: str
+    text: str
+
+
+class Forms:
+    """Checks forms, each in a process with limits. Call `close` in the end."""
+
+    def __init__(self) -> None:
+        self._worker = Worker[Form, str](
+            "baton.router.text.grammars", (), msgspec.msgpack.Decoder(str)
+        )
+        # Nearly every form is checked within some milliseconds. Those that take longer wait for one
+        # another, and not the others for them.
+        self._quick = Lane(2, cpu_s=0.1, memory_mib=128, wall_s=10.0)
+        self._long = Lane(2, cpu_s=1.0, memory_mib=256, wall_s=10.0)
+        self._grammars: dict[Form, str] = {}  # agents send the same schema again and again
+
+    async def grammar_of(self, wanted: StructuredOutputsParams) -> str:
+        """Return the grammar of a form.
+
+        Raises a `RequestError` for a value that is none, an unsupported keyword of a schema, and a
+        grammar that takes too much work; `Overloaded` if it cannot be checked now.
+        """
+        form = form_of(wanted)
+        grammar = self._grammars.pop(form, None)
+        if grammar is None:
+            grammar = await self._checked(form)
+            self._make_room(len(form.text) + len(grammar))
+        self._grammars[form] = grammar  # the latest is last
+        return grammar
+
+    def close(self) -> None:
+        self._worker.close()
+
+    async def _checked(self, form: Form) -> str:
+        try:
+            return await self._worker.run(form, self._quick)
+        except TooMuchWork:
+            pass
+        try:
+            return await self._worker.run(form, self._long)
+        except TooMuchWork:
+            raise _wrong(form.kind, "the form takes too much work to check") from None
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Drop the oldest grammars, as long as there are too many or they are too large."""
+        num_bytes += sum(len(form.text) + len(text) for form, text in self._grammars.items())
+        while self._grammars and (len(self._grammars) >= MAX_KEPT or num_bytes > MAX_KEPT_BYTES):
+            oldest = next(iter(self._grammars))
+            num_bytes -= len(oldest.text) + len(self._grammars.pop(oldest))
+
+
+def form_of(wanted: StructuredOutputsParams) -> Form:
+    """Return a form as text. Raises a `RequestError` for one that is too large or no JSON."""
     kind, value = wanted.form
     try:
         text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -37,7 +93,25 @@ def checked_grammar(wanted: StructuredOutputsParams) -> str:
         raise _wrong(kind, str(error)) from error
     if len(text) > MAX_GRAMMAR_BYTES:
         raise _wrong(kind, f"it is larger than {MAX_GRAMMAR_BYTES} bytes")
-    return _checked(kind, text)
+    return Form(kind, text)
+
+
+def checked_grammar(wanted: StructuredOutputsParams) -> str:
+    """Return the grammar of a form, at a cost that nothing bounds. Raises a `RequestError`."""
+    return _checked(form_of(wanted))
+
+
+def _checked(form: Form) -> str:
+    kind = form.kind
+    try:
+        grammar = _GRAMMARS[kind](form.text)
+    except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise _wrong(kind, str(error)) from error
+    if len(grammar) > 2 * MAX_GRAMMAR_BYTES:
+        raise _wrong(kind, f"its grammar is larger than {2 * MAX_GRAMMAR_BYTES} bytes")
+    if problem := LLMatcher.validate_grammar(grammar, limits=_LIMITS):
+        raise _wrong(kind, problem)
+    return grammar
 
 
 def after_reasoning(grammar: str, name: str, *, is_open: bool) -> str:
@@ -59,19 +133,6 @@ def after_reasoning(grammar: str, name: str, *, is_open: bool) -> str:
 
 class _Grammars(msgspec.Struct):
     grammars: list[dict[str, object]]
-
-
-@lru_cache(maxsize=64)  # agents send the same schema again and again
-def _checked(kind: str, text: str) -> str:
-    try:
-        grammar = _GRAMMARS[kind](text)
-    except (ValueError, TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise _wrong(kind, str(error)) from error
-    if len(grammar) > 2 * MAX_GRAMMAR_BYTES:
-        raise _wrong(kind, f"its grammar is larger than {2 * MAX_GRAMMAR_BYTES} bytes")
-    if problem := LLMatcher.validate_grammar(grammar, limits=_LIMITS):
-        raise _wrong(kind, problem)
-    return grammar
 
 
 def _wrong(kind: str, problem: str) -> RequestError:
@@ -126,3 +187,7 @@ _GRAMMARS: Mapping[str, Callable[[str], str]] = {
     "grammar": lambda text: grammar_from("grammar", text),
     "structural_tag": _structural_tag,
 }
+
+
+if __name__ == "__main__":
+    serve(int(sys.argv[1]), Form, _checked)

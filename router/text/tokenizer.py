@@ -5,9 +5,11 @@ tokenizer.json: torch and transformers must never load here.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 from tokenizers import Encoding, Tokenizer
 
@@ -22,7 +24,7 @@ from baton.router.text.special_tokens import check_tokens
 _THREADS_PER_LANE = 2
 _SHORT_CHARS = 16 * 1024
 # Encoding a prompt up to this length takes less time than handing it to a thread.
-_MAX_CHARS_ON_LOOP = 200
+MAX_CHARS_ON_LOOP = 200
 # An encoding takes about 150 bytes per token. Prompts that could exceed the model's length are
 # counted in parts, each of which takes a few milliseconds and a few MB.
 _PART_CHARS = 16 * 1024
@@ -31,6 +33,8 @@ _USUAL_BYTES_PER_TOKEN = 4
 _TOKENS_PER_CUT = 32
 # The most tokens of a tag and the white space after it.
 _TOKENS_OF_TAG = 16
+
+T = TypeVar("T")
 
 
 class Text:
@@ -74,13 +78,15 @@ class Text:
         Raises `RequestError` for text that is not Unicode. `max_tokens` bounds the cost: a longer
         prompt may be refused before it is encoded whole, and the caller checks the exact length.
         """
-        if len(prompt) <= _MAX_CHARS_ON_LOOP:
+        if len(prompt) <= MAX_CHARS_ON_LOOP:
             return self.encode_now(prompt, add_special_tokens)
-        lane = self._short_lane if len(prompt) <= _SHORT_CHARS else self._long_lane
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            lane, self.encode_now, prompt, add_special_tokens, max_tokens
-        )
+        work = partial(self.encode_now, prompt, add_special_tokens, max_tokens)
+        return await self.in_thread(len(prompt), work)
+
+    async def in_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Return the result of work that encodes so many characters."""
+        lane = self._short_lane if num_chars <= _SHORT_CHARS else self._long_lane
+        return await asyncio.get_running_loop().run_in_executor(lane, work)
 
     def encode_now(
         self, prompt: str, add_special_tokens: bool = True, max_tokens: int | None = None

@@ -9,8 +9,8 @@ import sys
 from baton.protocol.config import ClusterConfig
 from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
+from baton.router.http.api.tokens import DetokenizeBody, TokenizeBody
 from baton.router.http.app import document
-from baton.router.http.tokens import DetokenizeBody, TokenizeBody
 from baton.runtime.fields import fields_of
 from tests.support.sources import REPOSITORY, name_of, sources, tree
 

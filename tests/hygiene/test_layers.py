@@ -71,10 +71,11 @@ WITHIN = {
         "model/config", "model/layers", "model/batch_invariance", "model/loading",
         "model/transformers_code", "model/sampling", "model/tensor_parallel.py",
     ),
-    "router/text": ("router/outputs.py",),
+    "router/text": ("router/outputs.py", "router/worker.py"),
     "router/core": ("router/outputs.py", "router/text/detokenizer.py"),
     "router/http/api": (
         "router/outputs.py", "router/text_router.py", "router/text", "router/core",
+        "router/worker.py",
         "router/http/errors.py", "router/http/connections.py", "router/http/metrics.py",
     ),
 }  # fmt: skip

@@ -23,6 +23,7 @@ from baton.router.http.api.schema import (
 )
 from baton.router.http.api.turns import (
     MAX_TOOLS,
+    MAX_TURNS,
     Anything,
     CalledFunction,
     Function,
@@ -108,7 +109,7 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages/count_tokens."""
 
     model: str | None = None
-    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=10_000)]
+    messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_TURNS)]
     system: str | list[TextBlock] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None

@@ -9,6 +9,7 @@ from baton.protocol.errors import RequestError
 from baton.router.core.admission import check_prompt
 from baton.router.core.health import ServedModel
 from baton.router.http.api.anthropic import parse_message
+from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.responses_body import parse_response
 from baton.router.http.api.schema import (
     BodyPrompt,
@@ -20,6 +21,8 @@ from baton.router.http.api.schema import (
 )
 from baton.router.http.errors import blaming
 from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.grammars import form_of
+from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text
 from baton.runtime.log import clip
 
@@ -31,42 +34,54 @@ _PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], ParsedRequest]]
 }
 
 
-class Job(msgspec.Struct, frozen=True):
-    """A body to prepare for the model that is served."""
-
-    endpoint: Endpoint
-    model: ServedModel
-
-
 class Prepared(msgspec.Struct, frozen=True):
     """A checked body whose prompts are token ids, each packed by `packed`."""
 
     parsed: ParsedRequest
+    parsing: Parsing | None  # what to find in the response
     prompts: list[bytes]
     echoes: list[str]
 
 
-def prepare(job: Job, data: bytes, text: Text, template: ChatTemplate | None) -> Prepared:
-    """Return what a body asks for. Raises `RequestError`."""
-    parsed = parse_body(job, data)
+def parse_body(
+    endpoint: Endpoint, data: bytes, model: ServedModel, model_format: ModelFormat
+) -> tuple[ParsedRequest, Parsing | None]:
+    """Return the checked body of a request to the model, and what to find in the response.
+
+    Raises `RequestError`. A form is text, however large the schema in the body is.
+    """
+    parsed = _PARSERS[endpoint](data, model.sampling)
+    if lora := lora_of(parsed.model, model):
+        scope = msgspec.structs.replace(parsed.scope, lora=lora)
+        parsed = msgspec.structs.replace(parsed, scope=scope)
+    parsed, parsing = model_format.apply(parsed)
+    wanted = parsed.params.structured_outputs
+    if wanted is not None:
+        with blaming(parsed.sent):
+            form = form_of(wanted)
+        if form.kind in ("json", "structural_tag"):
+            sampling = {**parsed.sampling, "structured_outputs": {form.kind: form.text}}
+            parsed = msgspec.structs.replace(parsed, sampling=sampling)
+    return parsed, parsing
+
+
+def tokenized(
+    parsed: ParsedRequest,
+    parsing: Parsing | None,
+    model: ServedModel,
+    text: Text,
+    template: ChatTemplate | None,
+) -> Prepared:
+    """Return the prompts of a body as token ids. Raises `RequestError`."""
     prompts, echoes = [], []
     for prompt in parsed.prompts:
         with blaming(parsed.sent):
-            token_ids = _ids_of(prompt, job.model, text, template)
-            check_ids(token_ids, job.model)
+            token_ids = _ids_of(prompt, model, text, template)
+            check_ids(token_ids, model)
         prompts.append(packed(token_ids))
         if parsed.echo:
             echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
-    return Prepared(msgspec.structs.replace(parsed, prompts=()), prompts, echoes)
-
-
-def parse_body(job: Job, data: bytes) -> ParsedRequest:
-    """Return the checked body of a request to the model. Raises `RequestError`."""
-    parse, model = _PARSERS[job.endpoint], job.model
-    parsed = parse(data, model.sampling)
-    if not (lora := lora_of(parsed.model, model)):
-        return parsed
-    return msgspec.structs.replace(parsed, scope=msgspec.structs.replace(parsed.scope, lora=lora))
+    return Prepared(parsed, parsing, prompts, echoes)
 
 
 def lora_of(name: str | None, model: ServedModel) -> str:

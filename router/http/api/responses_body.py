@@ -22,6 +22,7 @@ from baton.router.http.api.schema import (
 )
 from baton.router.http.api.turns import (
     MAX_TOOLS,
+    MAX_TURNS,
     Anything,
     CalledFunction,
     ContentPart,
@@ -83,7 +84,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponseBody(AnyBody, kw_only=True):
     """The body of POST /v1/responses."""
 
-    input: str | Annotated[list[Object], Meta(max_length=10_000)]
+    input: str | Annotated[list[Object], Meta(max_length=MAX_TURNS)]
     instructions: str | None = None
     max_output_tokens: Int | None = None
     text: TextSettings | None = None

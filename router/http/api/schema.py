@@ -16,6 +16,7 @@ from msgspec import Meta
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import EVERYONE, MAX_BIASES, NEUTRAL, SamplingParams, Scope
 from baton.router.http.api.turns import (
+    MAX_TURNS,
     Anything,
     ToolChoice,
     ToolList,
@@ -155,7 +156,7 @@ class CompletionBody(GenerationBody, kw_only=True):
 class ChatBody(GenerationBody, kw_only=True):
     """The body of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Turn], Meta(max_length=10_000)]
+    messages: Annotated[list[Turn], Meta(max_length=MAX_TURNS)]
     max_completion_tokens: Int | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None

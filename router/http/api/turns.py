@@ -9,6 +9,7 @@ from baton.protocol.errors import RequestError
 from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
+MAX_TURNS = 10_000
 MAX_TOOLS = 1024
 Anything = msgspec.Raw | msgspec.UnsetType
 ToolName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,128}\Z")]

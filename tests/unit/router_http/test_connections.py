@@ -3,20 +3,24 @@
 import asyncio
 import contextlib
 import gc
+import gzip
 import json
 import os
 import resource
 import signal
 import socket
 import urllib.request
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, RouterConfig
-from baton.router.http.connections import Connection
+from baton.router.http import connections
+from baton.router.http.connections import MAX_HEAD_BYTES, MIB, Connection
 from baton.runtime.clock import monotonic
 from tests.support.http_bench import posted, served, well
 from tests.support.router_process import WAIT_S, ask, wait_until_ready, with_toy_nodes
@@ -246,3 +250,141 @@ async def test_a_client_that_reads_its_answer_too_slowly_is_cut_off(reads, bench
                     client.recv(1)
             await asyncio.sleep(0.01)
     assert (await bench.get("/live")).status == 200
+
+
+def large_head(num_bytes: int) -> bytes:
+    """A head without its end, of fields that are short enough each."""
+    fields = b"".join(b"X-%d: %b\r\n" % (i, b"y" * 1000) for i in range(num_bytes // 1000 + 1))
+    return HALF + fields[: num_bytes - len(HALF)]
+
+
+@pytest.fixture
+def no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "available_bytes", lambda: 0)
+    monkeypatch.setattr(connections, "MIN_WAITING", 8)
+
+
+@pytest.mark.usefixtures("no_memory")
+@served()
+async def test_little_memory_bounds_connections_without_a_request_alone(bench, engine):
+    streaming = []
+    for number in range(9):
+        streaming.append(await bench.dial())
+        streaming[-1][1].write(posted({"prompt": [5], "stream": True}))
+        engine.say(await engine.stream(number), " hello")
+    waiting = [await bench.dial() for _ in range(9)]
+    assert await waiting[0][0].read() == b""
+    for stream in engine.streams:
+        engine.say(stream, " world", "stop")
+        stream.finish()
+    for reader, _ in streaming:
+        await reader.readuntil(b"[DONE]")
+    for _, writer in streaming + waiting:
+        writer.close()
+
+
+@served()
+async def test_a_head_may_be_large_but_one_without_an_end_is_refused(bench, caplog):
+    caplog.set_level("INFO")
+    reader, writer = await bench.dial()
+    writer.write(large_head(MAX_HEAD_BYTES - 10) + b"\r\n\r\n")
+    assert (await reader.readline()).split()[1] == b"200"
+    writer.close()
+    reader, writer = await bench.dial()
+    writer.write(large_head(10 * MAX_HEAD_BYTES))
+    head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+    assert head.split()[1] == b"431"
+    assert b"X-Request-Id: req-" in head
+    assert json.loads(body)["error"]["code"] == "headers_too_large"
+    writer.close()
+    assert 'status="431"' in (await bench.get("/metrics")).text
+    assert "a malformed request was refused" in caplog.text
+
+
+@served()
+async def test_what_http_does_not_allow_is_refused_without_repeating_secrets(bench):
+    wrong = [
+        (b"Authorization: Bearer " + b"secret" * 3000, b"431", "headers_too_large"),
+        (b"".join(b"X-%d: secret\r\n" % i for i in range(140)), b"400", "invalid_http"),
+        (b"Content-Type: a\r\ncontent-type: a", b"400", "invalid_http"),
+        (b"Authorization: Bearer secret\0", b"400", "invalid_http"),
+    ]
+    for fields, status, code in wrong:
+        reader, writer = await bench.dial()
+        writer.write(HALF + fields + b"\r\n\r\n")
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        assert (head.split()[1], json.loads(body)["error"]["code"]) == (status, code)
+        assert b"secret" not in body
+        writer.close()
+
+
+@served(script=well)
+async def test_many_requests_at_once_are_answered_in_order_however_large_they_are(bench):
+    """More bytes than a head may have can be many requests, or one with a body."""
+    large = posted({"prompt": [5], "user": "x" * 3 * MAX_HEAD_BYTES})
+    reader, writer = await bench.dial()
+    writer.write(large + LIVE * 2000 + large + LIVE)
+    for number, response in ((1, b'"usage"'), (2000, IS_LIVE), (1, b'"usage"'), (1, IS_LIVE)):
+        for _ in range(number):
+            await reader.readuntil(response)
+    writer.close()
+
+
+def compressed(data: bytes, window: int = zlib.MAX_WBITS) -> bytes:
+    return zlib.compress(data, wbits=window)
+
+
+@served(script=well)
+async def test_bodies_may_be_compressed_but_only_so_far(bench):
+    body = json.dumps({"prompt": [5], "user": "x" * 100_000}).encode()
+    halves = gzip.compress(body[:50_000]) + gzip.compress(body[50_000:])
+    for data, encoding in (
+        (gzip.compress(body), "gzip"),
+        (halves, "gzip"),
+        (compressed(body), "deflate"),
+    ):
+        reply = await bench.post(data, **{"Content-Encoding": encoding})
+        assert reply.status == 200, reply.text
+    wrong = [
+        (gzip.compress(body)[:-9], "gzip", 400, "invalid_body"),
+        (body, "gzip", 400, "invalid_body"),
+        (body, "br", 415, "unsupported_media_type"),
+        (gzip.compress(b" " * 64 * MIB), "gzip", 413, "body_too_large"),
+    ]
+    for data, encoding, status, code in wrong:
+        reply = await bench.post(data, **{"Content-Encoding": encoding})
+        assert (reply.status, reply.error["code"]) == (status, code)
+
+
+@served()
+async def test_a_body_of_tiny_chunks_is_refused_before_it_is_whole(bench):
+    reader, writer = await bench.dial()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    writer.write(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 50_000)
+    assert (await reader.readline()).split()[1] == b"400"
+    assert b"chunks" in await reader.readuntil(b"}}")
+    writer.close()
+
+
+def test_unfinished_heads_hold_little_memory(config, start):
+    router = start(config)
+    url = router.wait_for_url()
+    host, port = url.removeprefix("http://").split(":")
+    process = psutil.Process(router.process.pid)
+    before = process.memory_info().rss
+    flood = [socket.create_connection((host, int(port)), WAIT_S) for _ in range(300)]
+    try:
+        for connection in flood:
+            connection.sendall(large_head(MAX_HEAD_BYTES - 1000))
+        assert is_live(url)
+        assert process.memory_info().rss - before < len(flood) * 64 * 1024
+        for connection in flood[:100]:
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connection.send(large_head(MIB))
+        assert is_live(url)
+        assert process.memory_info().rss - before < len(flood) * 64 * 1024
+    finally:
+        for connection in flood:
+            connection.close()
+    router.end_well()

@@ -13,7 +13,6 @@ import psutil
 import pytest
 
 from baton.protocol.config import ClusterConfig, ModelConfig
-from baton.router.http.api import large_bodies
 from baton.router.text.chat_template import ChatTemplate
 from tests.support.async_tests import on_a_loop
 from tests.support.http_bench import JSON, HttpBench, Reply, ScriptedEngine, hello
@@ -77,6 +76,10 @@ BODIES: list[dict[str, object]] = [
     {"prompt": [[1, 2], [3]], "return_token_ids": True},
     {"prompt": ["the", "end"], "echo": True, "max_tokens": 0},
     {"messages": [{"role": "user", "content": "hello"}]},
+    {"prompt": [5], "structured_outputs": {"json": {"type": "object"}}},
+    {"prompt": [5], "structured_outputs": {"choice": ["a", "b"]}},
+    {"prompt": [5], "structured_outputs": {"structural_tag": {"structures": [], "triggers": []}}},
+    {"prompt": [5], "structured_outputs": {"json": {"a": "x" * 300_000}}},
     {"input": "hello", "instructions": "the end"},
     {"input": "hello", "store": True},
     {"prompt": "x", "model": "other"},
@@ -130,22 +133,6 @@ async def test_others_are_served_while_a_large_body_is_read(tmp_path):
 
 
 @on_a_loop
-async def test_a_process_that_hangs_is_given_up_even_if_its_client_has_left(tmp_path, monkeypatch):
-    async with Bench(tmp_path) as bench:
-        assert (await bench.large({"prompt": [5]})).status == 200
-        (process,) = body_processes(os.getpid())
-        process.suspend()
-        monkeypatch.setattr(large_bodies, "TIMEOUT_S", 0.5)
-        leaving = asyncio.create_task(bench.large({"prompt": [5]}))
-        await bench.http.post({"prompt": [5]})
-        leaving.cancel()
-        while (answer := await bench.large({"prompt": [5]})).status != 200:
-            assert answer.error["code"] in ("body_timeout", "body_process_lost")
-            monkeypatch.setattr(large_bodies, "TIMEOUT_S", 60.0)
-        assert body_processes(os.getpid()) != [process]
-
-
-@on_a_loop
 async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path):
     async with Bench(tmp_path) as bench:
         (tmp_path / "tiny" / "chat_template.jinja").write_text("{% foo %}")
@@ -153,21 +140,24 @@ async def test_a_template_that_cannot_be_used_leaves_completions(tmp_path):
 
 
 @on_a_loop
-async def test_the_loss_of_the_process_is_one_refusal(tmp_path):
+async def test_bodies_of_the_tokenizers_endpoints_get_the_answers_of_small_ones(tmp_path):
+    turns = [{"role": "user", "content": "hello"}]
+    bodies: list[tuple[str, dict[str, object]]] = [
+        ("/tokenize", {"prompt": "the end", "return_token_strs": True}),
+        ("/tokenize", {"messages": turns}),
+        ("/tokenize", {"prompt": "the end", "messages": turns}),
+        ("/detokenize", {"tokens": [5, 6]}),
+        ("/detokenize", {"tokens": [400]}),
+        ("/v1/messages/count_tokens", {"messages": turns}),
+        ("/v1/messages/count_tokens", {"messages": [], "model": "x"}),
+    ]
     async with Bench(tmp_path) as bench:
-        assert (await bench.large({"prompt": [5]})).status == 200
-        (process,) = body_processes(os.getpid())
-        process.suspend()
-        waiting = asyncio.create_task(bench.large({"prompt": [5]}))
-        # Another large body has to wait for its turn, and is read by the next process.
-        other = asyncio.create_task(bench.large({"prompt": [5]}))
-        await bench.http.post({"prompt": [5]})
-        process.kill()
-        lost = await waiting
-        assert (await other).status == 200
-        assert (lost.status, lost.error["code"]) == (503, "body_process_lost")
-        assert "Retry-After" in lost.headers
-        assert (await bench.large({"prompt": [5]})).status == 200
+        for path, body in bodies:
+            data = json.dumps(body)
+            small = await bench.http.post(data.encode(), path)
+            large = await bench.http.post((data + " " * len(PADDING)).encode(), path)
+            assert (small.status, small.text) == (large.status, large.text), body
+        assert len(body_processes(os.getpid())) == 1
 
 
 def test_hostile_bodies_leave_a_router_small_and_serving(config, start):

@@ -21,6 +21,8 @@ from tests.support.http_bench import HttpBench, ScriptedEngine, well
 
 RESPONSE = re.compile(rb"HTTP/1\.[01] (\d{3})[^\n]*\n((?:[^\r\n]+\r\n)*)\r\n")
 NAME = re.compile(rb"(?i)x-request-id: ([^\r]*)")
+# The router's answer to what is no request has a name, and plain aiohttp's has none.
+NO_REQUEST = b'{"error":{"message":"the request is not valid HTTP'
 SETTLED_S = 15.0
 
 COMPLETION = b'{"prompt": [5, 6], "max_tokens": 3}'
@@ -108,14 +110,26 @@ class Wire(asyncio.Transport):
         raise AssertionError("nobody takes a connection over")
 
     def receive(self, data: bytes) -> None:
-        if self.is_open:
-            self._protocol.data_received(data)
+        if not isinstance(self._protocol, asyncio.BufferedProtocol):
+            if self.is_open:
+                self._protocol.data_received(data)
+            return
+        while data and self.is_open:
+            buffer = self._protocol.get_buffer(-1)
+            part, data = data[: len(buffer)], data[len(buffer) :]
+            buffer[: len(part)] = part
+            self._protocol.buffer_updated(len(part))
 
     @property
     def answered(self) -> Answered:
         """Return the name of each request with an answer, or its status if it has no name."""
-        responses = [one for one in RESPONSE.finditer(self.sent) if one[1] != b"100"]
-        names = [found[1] if (found := NAME.search(one[2])) else one[1] for one in responses]
+        names = []
+        for response in RESPONSE.finditer(self.sent):
+            status, headers = response[1], response[2]
+            is_no_request = self.sent.startswith(NO_REQUEST, response.end())
+            name = None if is_no_request else NAME.search(headers)
+            if status != b"100":
+                names.append(status if name is None else name[1])
         return [b"" if name.startswith(b"req-") else name for name in names], self.is_open
 
 

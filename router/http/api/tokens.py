@@ -1,0 +1,116 @@
+"""What /tokenize, /detokenize and /v1/messages/count_tokens compute, in vLLM's form."""
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from baton.protocol.errors import RequestError
+from baton.router.core.health import ServedModel
+from baton.router.http.api.anthropic import CountBody, chat_of, count_decoder
+from baton.router.http.api.prepare import check_ids, checked_prompt, lora_of
+from baton.router.http.api.schema import Chat
+from baton.router.http.api.turns import (
+    MAX_TURNS,
+    ToolList,
+    Turn,
+    plain_tools,
+    plain_turn,
+)
+from baton.router.http.errors import blaming, decoded
+from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.tokenizer import (
+    Text,
+)
+
+TokenEndpoint = Literal["tokenize", "detokenize", "count_tokens"]
+
+
+class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /tokenize, with either a prompt or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[Turn], Meta(max_length=MAX_TURNS)] | None = None
+    tools: ToolList | None = None
+    add_special_tokens: bool | None = None  # true for a prompt, false for messages
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, object] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The body of POST /detokenize."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+_tokenize_decoder = msgspec.json.Decoder(TokenizeBody)
+_detokenize_decoder = msgspec.json.Decoder(DetokenizeBody)
+
+
+def token_response(
+    endpoint: TokenEndpoint,
+    data: bytes,
+    model: ServedModel,
+    text: Text,
+    template: ChatTemplate | None,
+) -> bytes:
+    """Return the response to a body. Raises `RequestError`."""
+    match endpoint:
+        case "tokenize":
+            return _tokenized(decoded(_tokenize_decoder, data), model, text, template)
+        case "detokenize":
+            return _detokenized(decoded(_detokenize_decoder, data), model, text)
+        case "count_tokens":
+            return _counted(decoded(count_decoder, data), model, text, template)
+
+
+def _tokenized(
+    body: TokenizeBody, model: ServedModel, text: Text, template: ChatTemplate | None
+) -> bytes:
+    lora_of(body.model, model)
+    if (body.prompt is None) == (body.messages is None):
+        raise RequestError("give either prompt or messages", param="prompt")
+    prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
+    if prompt is None:
+        turns = [
+            plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages or [])
+        ]
+        if not turns:
+            raise RequestError("messages must not be empty", param="messages")
+        tools = plain_tools(body.tools)
+        chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
+        prompt = checked_prompt(chat, template)
+        adds_tokens = body.add_special_tokens is True
+    with blaming({"prompt": "prompt" if body.messages is None else "messages"}):
+        token_ids = text.encode_now(prompt, adds_tokens, model.max_model_len)
+    return msgspec.json.encode(
+        {
+            "count": len(token_ids),
+            "max_model_len": model.max_model_len,
+            "tokens": token_ids,
+            "token_strs": text.spellings(token_ids) if body.return_token_strs else None,
+        }
+    )
+
+
+def _detokenized(body: DetokenizeBody, model: ServedModel, text: Text) -> bytes:
+    lora_of(body.model, model)
+    if body.tokens:
+        with blaming({"prompt": "tokens"}):
+            check_ids(body.tokens, model)
+    prompt = text.decode(body.tokens, skip_special_tokens=False)
+    return msgspec.json.encode({"prompt": prompt})
+
+
+def _counted(
+    body: CountBody, model: ServedModel, text: Text, template: ChatTemplate | None
+) -> bytes:
+    lora_of(body.model, model)
+    (chat,) = chat_of(body, {}).prompts
+    assert isinstance(chat, Chat)
+    with blaming({"prompt": "messages"}):
+        token_ids = text.encode_now(checked_prompt(chat, template), False, model.max_model_len)
+    return msgspec.json.encode({"input_tokens": len(token_ids)})
