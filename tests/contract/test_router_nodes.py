@@ -344,6 +344,6 @@ def test_a_backlog_is_read_one_batch_in_a_turn_of_the_loop(tmp_path):
         return counts
 
     counts = asyncio.run(batches_of_each_turn())
-    # The callback that reads may come before this test's own in one turn, and behind it in the next.
+    # In a turn, the callback that reads may come before this test's own, and then behind it.
     assert max(counts) <= 2
     assert sum(counts) >= 20

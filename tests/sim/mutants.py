@@ -18,10 +18,10 @@ from baton.node.scheduling.sequence import Sequence
 from baton.node.sockets import EngineSockets, PeerName
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import TokenEntry
+from baton.router.core import node_link
 from baton.router.core.node_link import NodeLink
 from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
 from baton.router.core.registry import Node, Registry
-from baton.router.core import node_link
 from baton.router.core.stream import RequestStream
 from baton.runtime.channels import listener
 from baton.runtime.channels.dialer import Dialer
