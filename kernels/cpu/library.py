@@ -11,18 +11,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import hashlib
 import importlib.metadata
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-LOCK_WAIT_S, LOCK_POLL_S = 60.0, 0.1
+from baton.runtime.private_cache import cache_folder, check_owner, lock, make_private
+
+LOCK_WAIT_S = 60.0
 SOURCES = (
     "attention.py", "int8_products.py", "compile.py", "fp8_pool.py", "narrow_products.py",
     "pair_attention.py", "pairs.py", "products.py", "rows.py", "sampling.py",
@@ -148,22 +148,11 @@ def _compiling_alone() -> Iterator[None]:
     with contextlib.ExitStack() as held:
         with contextlib.suppress(OSError, RuntimeError, ValueError):
             folder = _folder()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            _check_owner(folder)  # another user could hold the lock for ever
+            make_private(folder)
             descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             held.callback(os.close, descriptor)
-            _lock(descriptor)
+            lock(descriptor, LOCK_WAIT_S)
         yield
-
-
-def _lock(descriptor: int) -> None:
-    """Lock a file, but give up if another process, which may be stopped, holds it for too long."""
-    give_up_s = time.monotonic() + LOCK_WAIT_S
-    while time.monotonic() < give_up_s:
-        with contextlib.suppress(BlockingIOError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        time.sleep(LOCK_POLL_S)
 
 
 def _fingerprint() -> str:
@@ -189,11 +178,7 @@ def _fingerprint() -> str:
 
 
 def _folder() -> Path:
-    """Return the user's cache folder. Raises `RuntimeError` if there is none."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The XDG specification says to ignore a relative path.
-    cache = cache if cache.is_absolute() else Path("~/.cache").expanduser()
-    return cache / "baton" / "kernels"
+    return cache_folder("kernels")
 
 
 def why_not_kept() -> str:
@@ -201,8 +186,7 @@ def why_not_kept() -> str:
     try:
         _fingerprint()
         folder = _folder()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(folder)
+        make_private(folder)
         descriptor, name = tempfile.mkstemp(dir=folder)
         os.close(descriptor)
         Path(name).unlink()
@@ -213,8 +197,8 @@ def why_not_kept() -> str:
 
 def _read(file: Path, *, in_pairs: bool) -> CpuLibrary:
     """Return a file's code. Raises `OSError` without a file, `ValueError` if it is not trusted."""
-    _check_owner(file.parent)
-    _check_owner(file)
+    check_owner(file.parent)
+    check_owner(file)
     digest, _, content = file.read_bytes().partition(b"\n")
     if digest != _digest(content):
         raise ValueError(f"{file} is damaged")
@@ -223,8 +207,7 @@ def _read(file: Path, *, in_pairs: bool) -> CpuLibrary:
 
 
 def _write(file: Path, content: bytes) -> None:
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _check_owner(file.parent)
+    make_private(file.parent)
     descriptor, temporary = tempfile.mkstemp(dir=file.parent)
     try:
         with os.fdopen(descriptor, "wb") as target:
@@ -233,13 +216,6 @@ def _write(file: Path, content: bytes) -> None:
     except OSError:
         Path(temporary).unlink(missing_ok=True)
         raise
-
-
-def _check_owner(path: Path) -> None:
-    """Raise `ValueError` if another user owns `path` or may write to it."""
-    status = path.stat()
-    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
-        raise ValueError(f"other users can write to {path}")
 
 
 def _digest(content: bytes) -> bytes:

@@ -261,8 +261,9 @@ def _combined(infos: Sequence[ExecutorInfo]) -> ExecutorInfo:
         "compute": "+".join(dict.fromkeys(info.compute for info in infos)),
     }
     info = msgspec.structs.replace(infos[0], **shared)
+    # Only the first rank has read all weights, so the models of the others are not compared.
     for rank, other in enumerate(infos):
-        if msgspec.structs.replace(other, **shared) != info:
+        if msgspec.structs.replace(other, model=info.model, **shared) != info:
             raise InvariantBroken(f"rank {rank} loaded another model or pool than rank 0")
     return info
 

@@ -6,6 +6,7 @@ settings that cannot work before anything large is allocated.
 
 import ctypes
 import hashlib
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from baton.engine.compute.weight_digests import WeightDigest
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
@@ -124,27 +126,21 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         )
     keep_freed_memory()
     torch.set_num_threads(thread_counts(config.engine)[0])
-    if plan.device.type == "cuda":
-        # Parts of a sum are added in fp32.
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-        if config.engine.deterministic:
-            keep_sums_whole()
-        with one_line_errors(plan.device, "while it loads the model"):
-            runner, pool = load_runner(plan, config, ranks, progress)
-        with one_line_errors(plan.device, "while it captures its steps"):
-            graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
-            num_decoding = plan.max_num_seqs if graphs == "all" else 0
-            num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
-            prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
-    else:
-        runner, pool = load_runner(plan, config, ranks, progress)
+    # Ranks load one folder, so one of them reads all of it.
+    with WeightDigest(plan.folder) if ranks.rank == 0 else nullcontext() as digest:
+        runner, pool = _loaded(plan, config, ranks, progress)
+        try:
+            weights = b"" if digest is None else digest.result(progress)
+        except ConfigError:
+            pool.close()
+            raise
     port = make_port(pool, epoch, config.transfer)
     dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
         num_blocks=len(runner.cache.pool),
         layout=plan.layout,
         ranks=(port.address(),),
-        model=fingerprint(plan.folder, dtype, fingerprint_of(plan.adapters)),
+        model=fingerprint(plan.folder, dtype, weights, fingerprint_of(plan.adapters)),
         max_model_len=plan.max_model_len,
         vocab_size=plan.decoder.vocab_size,
         eos_token_ids=plan.decoder.eos_token_ids,
@@ -159,6 +155,26 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         ),
     )
     return LoadedRank(runner, pool, port, info)
+
+
+def _loaded(
+    plan: RankPlan, config: ClusterConfig, ranks: Ranks, progress: Progress
+) -> tuple[Runner, HostPool | DevicePool]:
+    """Load a runner; on a GPU, capture its steps too."""
+    if plan.device.type != "cuda":
+        return load_runner(plan, config, ranks, progress)
+    # Parts of a sum are added in fp32.
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    if config.engine.deterministic:
+        keep_sums_whole()
+    with one_line_errors(plan.device, "while it loads the model"):
+        runner, pool = load_runner(plan, config, ranks, progress)
+    with one_line_errors(plan.device, "while it captures its steps"):
+        graphs = config.engine.graphs if isinstance(runner.decoder, Decoder) else "none"
+        num_decoding = plan.max_num_seqs if graphs == "all" else 0
+        num_tokens = plan.max_num_batched_tokens if graphs != "none" else 0
+        prepare(runner, buckets_up_to(num_decoding, num_tokens), progress)
+    return runner, pool
 
 
 def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:

@@ -478,6 +478,8 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
         )
         found["model_mismatch"] = (
             f"it serves another model (config.json, weights or dtype): {ours}, not {theirs}"
+            if ours != theirs
+            else f"its copy of {ours} differs from theirs, in config.json or in the weights"
         )
     if info.layout.fingerprint != model.layout.fingerprint:
         stored = [

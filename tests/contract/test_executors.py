@@ -26,7 +26,6 @@ from baton.model.executors import worker_executor
 from baton.model.executors.local_executor import InProcessExecutor
 from baton.model.executors.worker_executor import WorkerExecutor
 from baton.model.executors.worker_messages import FromWorker, Loading, MessageSocket, ToWorker
-from baton.model.loading.weights import fingerprint
 from baton.node.executor import RANK_KILLED, Executor, ExecutorInfo
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.config import ClusterConfig
@@ -35,7 +34,7 @@ from baton.protocol.ids import Epoch, Key, RequestId
 from baton.protocol.sampling import Sampling
 from tests.support import gloo_worker
 from tests.support.checkpoints import model_folder, tiny_cluster
-from tests.support.compute import no_progress
+from tests.support.compute import model_fingerprint, no_progress
 from tests.support.node_threads import block_bytes
 from tests.support.oracle import Oracle, count_ties
 
@@ -193,7 +192,7 @@ def test_start_reports_progress_and_what_was_loaded(kind):
         info = executor.start(lambda *report: phases.append(report[0]))
         ranks = 2 if kind == "two ranks" else 1
         assert phases
-        assert info.model == fingerprint(model_folder("qwen3"), "float32")
+        assert info.model == model_fingerprint(model_folder("qwen3"))
         assert (info.num_blocks, info.layout.block_size) == (NUM_BLOCKS, BLOCK)
         assert (info.vocab_size, info.max_model_len) == (1024, 8192)
         assert info.layout.block_bytes * ranks == block_bytes(model_folder("qwen3"), BLOCK)

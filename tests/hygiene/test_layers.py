@@ -22,7 +22,7 @@ from tools import house
 BELOW = {
     "protocol": (),
     "runtime": ("protocol",),
-    "kernels": (),
+    "kernels": ("runtime",),
     "kv_transfer": ("protocol", "runtime"),
     "node": ("protocol", "runtime", "kv_transfer"),
     "model": ("protocol", "runtime", "kernels", "kv_transfer", "node"),

@@ -9,7 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from baton.engine.compute.weight_digests import WeightDigest
 from baton.kv_transfer.pools import HostPool
+from baton.model.loading.weights import fingerprint
 from baton.model.runner.rank import load_runner, plan_rank
 from baton.model.runner.runner import Runner
 from baton.model.tensor_parallel import Ranks, SingleRank
@@ -44,6 +46,16 @@ def compute_config(
 
 def no_progress(phase: str, done: int, total: int) -> None:
     """For those who do not watch."""
+
+
+def weight_digest(folder: Path) -> bytes:
+    with WeightDigest(folder) as digest:
+        return digest.result(no_progress)
+
+
+def model_fingerprint(folder: Path, dtype: str = "float32") -> str:
+    """What a node publishes of a model without adapters."""
+    return fingerprint(folder, dtype, weight_digest(folder))
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from baton.model.config.decoder_config import read_decoder_config
 from baton.model.config.weight_files import check_tensors
 from baton.model.layers.linear import Product
 from baton.model.loading import decoder_loading as loading
-from baton.model.loading.weights import Checkpoint, fingerprint
+from baton.model.loading.weights import Checkpoint
 from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
@@ -26,6 +26,7 @@ from tests.support.compute import (
     compute_config,
     loaded,
     logits,
+    model_fingerprint,
     no_progress,
     random_tokens,
 )
@@ -79,7 +80,7 @@ def test_quantized_weights_have_the_bits_of_their_numbers(name):
     expected = computed(plain)
     assert torch.equal(computed(ours), expected)
     assert not torch.equal(expected, computed(model()))
-    assert fingerprint(ours, "float32") != fingerprint(plain, "float32")
+    assert model_fingerprint(ours) != model_fingerprint(plain)
     if name not in CONFIGS and name != "gptq":
         return
     with thread_ranks(2) as members:

@@ -12,11 +12,11 @@ from baton.model.config.tensors import decoder_tensors
 from baton.model.config.weight_files import check_tensors
 from baton.model.loading.decoder_loading import load_decoder
 from baton.model.loading.layer_weights import RankDevice
-from baton.model.loading.weights import Checkpoint, fingerprint
+from baton.model.loading.weights import Checkpoint
 from baton.model.tensor_parallel import SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import FAMILIES, model_folder, write_checkpoint
-from tests.support.compute import no_progress
+from tests.support.compute import model_fingerprint, no_progress
 
 EMBEDDING = "model.embed_tokens.weight"
 
@@ -92,30 +92,30 @@ def test_a_file_that_lost_its_end_is_a_config_error(tmp_path):
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
         Checkpoint(folder).read(EMBEDDING)
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
-        fingerprint(folder, "float32")
+        model_fingerprint(folder)
 
 
 def test_equal_models_have_one_fingerprint_however_they_are_stored(tmp_path):
-    one = fingerprint(model_folder("qwen3"), "float32")
-    assert fingerprint(model_folder("qwen3", shards=3), "float32") == one
+    one = model_fingerprint(model_folder("qwen3"))
+    assert model_fingerprint(model_folder("qwen3", shards=3)) == one
     copy = write_checkpoint(tmp_path / "copy", "qwen3")
     config = json.loads((copy / "config.json").read_text())
     config |= {"transformers_version": "9.9", "_name_or_path": "elsewhere"}
     (copy / "config.json").write_text(json.dumps(config))
-    assert fingerprint(copy, "float32") == one
+    assert model_fingerprint(copy) == one
 
 
 def test_models_of_equal_shape_have_other_fingerprints(tmp_path):
     folder = write_checkpoint(tmp_path / "m", "qwen3")
-    seen = {fingerprint(folder, "float32"), fingerprint(folder, "bfloat16")}
-    seen.add(fingerprint(model_folder("qwen3", seed=1), "float32"))
+    seen = {model_fingerprint(folder), model_fingerprint(folder, "bfloat16")}
+    seen.add(model_fingerprint(model_folder("qwen3", seed=1)))
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.2.mlp.up_proj.weight"] += 1e-3
+    tensors["model.layers.2.mlp.up_proj.weight"][100, 50] += 1e-3  # one number of a large one
     save_file(tensors, folder / "model.safetensors")
-    seen.add(fingerprint(folder, "float32"))
+    seen.add(model_fingerprint(folder))
     config = json.loads((folder / "config.json").read_text()) | {"rope_theta": 20000.0}
     (folder / "config.json").write_text(json.dumps(config))
-    seen.add(fingerprint(folder, "float32"))
+    seen.add(model_fingerprint(folder))
     assert len(seen) == 5
 
 
