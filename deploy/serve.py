@@ -9,6 +9,7 @@ dials them all.
 import json
 import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
-from baton.runtime.log import is_json, logger
+from baton.runtime.log import is_json, logger, say
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
 from baton.runtime.settings import to_yaml
 
@@ -64,7 +65,7 @@ def _greet(url: str, config: ClusterConfig) -> None:
         log.info("ready", model=config.model.served_model_name, url=f"{url}/v1")
     else:
         text = greeting(url, config.model.served_model_name, wants_key=config.router.wants_key)
-        print(text, flush=True)
+        say(text, sys.stdout)
 
 
 class LocalServer:

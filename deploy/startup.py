@@ -8,7 +8,6 @@ import errno
 import http.client
 import socket
 import ssl
-import sys
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
@@ -18,7 +17,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import bracketed, parse_endpoint
 from baton.runtime.channels.keys import load_keys
-from baton.runtime.log import is_json, logger
+from baton.runtime.log import is_json, logger, say
 from baton.runtime.tls import trusting
 
 PORT_HINT = "choose another with --port N (make serve PORT=N)"
@@ -193,4 +192,4 @@ class StartProgress:
             if is_json():
                 log.info("starting", node=name, phase=words)
             else:
-                print(f"{name}: {words}", file=sys.stderr, flush=True)
+                say(f"{name}: {words}")

@@ -182,10 +182,14 @@ class EngineNode:
         self._log_ready(info)
         try:
             self._work(loop, sockets)
-        except (InvariantBroken, AssertionError, LookupError):  # each of these exceptions is a bug
-            path = folder_for_dumps(self.config.log.records)
-            path /= f"{self.node_id}-{self.epoch}.events.jsonl"
-            loop.ring.dump(path)
+        except (InvariantBroken, AssertionError, LookupError) as broken:  # each of these is a bug
+            try:
+                path = folder_for_dumps(self.config.log.records)
+                path /= f"{self.node_id}-{self.epoch}.events.jsonl"
+                loop.ring.dump(path)
+            except OSError as error:
+                log.error("an invariant broke; its events cannot be kept", reason=error.strerror)
+                raise broken from None
             log.error(
                 "an invariant broke; the events before it, with prompts, are in a private file",
                 file=str(path),

@@ -9,7 +9,7 @@ import os
 import tempfile
 from collections import deque
 from dataclasses import asdict
-from io import TextIOWrapper
+from io import RawIOBase
 from pathlib import Path
 
 import msgspec
@@ -28,7 +28,7 @@ from baton.node.scheduling.block_pool import PoolCounts
 from baton.node.scheduling.plan import StepPlan, StepResult
 from baton.protocol.config import LogConfig
 from baton.protocol.errors import Cancelled
-from baton.protocol.ids import Key, NodeId
+from baton.protocol.ids import Key, NodeId, shown_id
 from baton.protocol.messages import Load, Totals
 from baton.runtime.clock import Clock, boottime
 from baton.runtime.log import logger
@@ -100,11 +100,15 @@ class NodeObserver:
         self._next_stats_s = clock() + self._stats_s
         self._last = (0, 0, 0)
         self._encoder = msgspec.json.Encoder()
-        self._file: TextIOWrapper | None = None
+        self._is_failing = False  # the file of records
+        self._file: RawIOBase | None = None
         if settings.records:
             path = Path(settings.records)
             path.mkdir(parents=True, exist_ok=True)
-            self._file = (path / f"{node_id}.jsonl").open("a", encoding="utf-8")
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            # Records hold the ids of requests, which are secrets of clients.
+            descriptor = os.open(path / f"{node_id}.jsonl", flags, 0o600)
+            self._file = os.fdopen(descriptor, "ab", buffering=0)
 
     def step_started(self, at_s: float, predicted_s: float) -> None:
         self._vitals.note(step_started_s=at_s, predicted_s=predicted_s)
@@ -149,7 +153,7 @@ class NodeObserver:
             what = "broke off" if isinstance(report, OfferBroken) else "failed"
             log.warning(
                 f"a handoff {what}",
-                request=key.request_id,
+                request=shown_id(key.request_id),
                 attempt=key.attempt,
                 code=failure.code,
                 reason=failure.message,
@@ -169,8 +173,14 @@ class NodeObserver:
 
     def _write(self, record: Record) -> None:
         assert self._file is not None
-        self._file.write(self._encoder.encode(record).decode() + "\n")
-        self._file.flush()
+        try:
+            self._file.write(self._encoder.encode(record) + b"\n")
+        except OSError as error:
+            if not self._is_failing:
+                log.error("records are lost: their file cannot be written", reason=error.strerror)
+            self._is_failing = True
+        else:
+            self._is_failing = False
 
     def _log_stats(self, load: Load) -> None:
         c = self.counters

@@ -5,6 +5,7 @@ that choose the same name cannot collide in a node's tables. Decoding refuses a 
 of range, so that no number from outside can overflow an array, a clock or an allocation.
 """
 
+import hashlib
 from typing import Annotated, NewType
 
 import msgspec
@@ -37,6 +38,11 @@ Epoch = NewType("Epoch", str)
 ATTEMPTS_PER_ROUTER = 1 << 16
 
 
+def shown_id(request_id: RequestId) -> str:
+    """Return how logs name a request, because a client that knows its id can take the stream."""
+    return hashlib.blake2b(request_id.encode(errors="surrogatepass"), digest_size=4).hexdigest()
+
+
 class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
     """One attempt at one choice of one request.
 
@@ -64,4 +70,7 @@ class Key(msgspec.Struct, frozen=True, order=True, array_like=True, gc=False):
         )
 
     def __str__(self) -> str:
-        return f"{self.request_id}/{self.choice}.{self.attempt}"
+        return f"{shown_id(self.request_id)}/{self.choice}.{self.attempt}"
+
+    def __repr__(self) -> str:
+        return f"Key({self})"

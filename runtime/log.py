@@ -5,6 +5,7 @@ process that only imports baton they are left alone. Prompts are never logged un
 asks for it, and then only through `clip`.
 """
 
+import contextlib
 import json
 import logging
 import sys
@@ -83,12 +84,18 @@ def is_json() -> bool:
     return any(isinstance(one, LineFormatter) and one.is_json for one in formatters)
 
 
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write lines for people to `stream` (default: stderr). A full disk there ends nothing."""
+    with contextlib.suppress(OSError):
+        print(text, file=stream or sys.stderr, flush=True)
+
+
 def print_failure(message: str, code: str) -> None:
     """Write the one line that says why a command ends."""
     if is_json():
         Log("command").error(message, code=code)
     else:
-        print(f"baton: {message}", file=sys.stderr)
+        say(f"baton: {message}")
 
 
 def print_warning(message: str) -> None:
@@ -96,7 +103,7 @@ def print_warning(message: str) -> None:
     if is_json():
         Log("command").warning(message)
     else:
-        print(f"baton: warning: {message}", file=sys.stderr)
+        say(f"baton: warning: {message}")
 
 
 def relayed(name: str, line: str) -> str:

@@ -172,11 +172,19 @@ class Child:
             os.killpg(self.pid, signal.SIGKILL)
 
     def _read(self, output: IO[bytes], relay: RelayLine) -> None:
+        num_lost = 0
         with output:
             for raw in output:
                 line = raw.decode(errors="replace").rstrip("\n")
                 self._tail.append(line)
-                relay(self.name, line)
+                # The child blocks once its pipe is full, so a full disk must not end the reading.
+                try:
+                    if num_lost:
+                        relay(self.name, f"{num_lost} lines are missing: the log was not writable")
+                    num_lost = 0
+                    relay(self.name, line)
+                except OSError:
+                    num_lost += 1
 
 
 def _program_of(command: Command) -> tuple[str, ...]:

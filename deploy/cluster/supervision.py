@@ -93,7 +93,7 @@ class HostProcesses:
     def _relay(self, name: str, line: str) -> None:
         """Pass on a line of a process."""
         text = relayed(name, line)
-        # The process blocks once its pipe is full, so a full disk must not end the reading.
+        # The file below may be on another disk.
         with contextlib.suppress(OSError):
             print(text, flush=True)
         if name not in self._files:

@@ -128,6 +128,22 @@ def test_a_child_that_dies_is_started_again_after_its_delay():
         supervisor.stop(0.0)
 
 
+def test_a_log_that_is_full_for_a_while_loses_only_the_lines_of_that_while():
+    lines: list[str] = []
+    tries = iter(range(100))
+    with open("/dev/full", "wb", buffering=0) as full:
+
+        def relay(_name: str, line: str) -> None:
+            if next(tries) in (1, 2):
+                full.write(line.encode())
+            lines.append(line)
+
+        child = Child(command("c", "lines", "5"), relay)
+        until(lambda: child.poll() is not None)
+    assert lines == ["0", "2 lines are missing: the log was not writable", "3", "4"]
+    assert child.tail == ("0", "1", "2", "3", "4")
+
+
 def test_a_child_that_was_told_to_end_may_stay_away():
     clock = VirtualClock()
     supervisor = Supervisor((command("a", "exit", "0"),), clock, may_leave=True)

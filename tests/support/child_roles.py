@@ -17,6 +17,8 @@ def main(role: str, *rest: str) -> int:
             print("first line")
             print("last line", file=sys.stderr)
             return int(rest[0])
+        case "lines":
+            print(*range(int(rest[0])), sep="\n")
         case "wait":
             print("ready")
             time.sleep(FOREVER_S)

@@ -13,6 +13,7 @@ from baton.kv_transfer.interfaces import (
     DropPeer,
     FromPeer,
     OfferBroken,
+    ReadEnded,
     ReceiveEnded,
     Released,
     ToPeer,
@@ -35,7 +36,7 @@ from baton.node.scheduling.scheduler import NodeLimits
 from baton.node.sockets import FromRouter, LinkEvent, RouterLost
 from baton.protocol.config import LogConfig, TransferConfig
 from baton.protocol.errors import Cancelled, Failure, NodeError, TransferError
-from baton.protocol.ids import NodeId
+from baton.protocol.ids import NodeId, RequestId, shown_id
 from baton.protocol.messages import (
     Attach,
     Attached,
@@ -270,6 +271,27 @@ def test_a_pool_with_many_quarantined_blocks_ends_the_process():
     assert bench.loop.crashed_in is None, "no request is to blame"
 
 
+def test_no_log_shows_the_id_with_which_a_client_takes_a_stream_over():
+    secret = "cmpl-6f1091883d57f164f7cf7ec7-0"
+    names = {str(key(secret)), repr(key(secret)), shown_id(key(secret).request_id)}
+    assert len(names) == 3
+    assert not any(part in name for name in names for part in secret.split("-")[1:2])
+    assert shown_id(RequestId("a")) != shown_id(RequestId("b"))
+
+
+def test_a_full_disk_under_the_records_ends_no_step(tmp_path, caplog):
+    (tmp_path / "d0.jsonl").symlink_to("/dev/full")
+    settings = LogConfig(stats_s=0.0, records=str(tmp_path))
+    observer = NodeObserver(Vitals(), NodeId("d0"), settings)
+    for _ in range(3):
+        observer.read_ended(0, ReadEnded(1, 0.0, 1.0, 4096, None))
+    observer.close()
+    assert observer.counters.reads == 3
+    assert [record.message for record in caplog.records] == [
+        "records are lost: their file cannot be written"
+    ]
+
+
 def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     observer = NodeObserver(Vitals(), NodeId("d0"), LogConfig(stats_s=0.0))
     lost = TransferError("the channel to node p0 broke", code="node_lost").to_failure()
@@ -280,5 +302,6 @@ def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
     observer.reported(ReceiveEnded(key("c"), lost))
     found = [(record.message, vars(record)["fields"]["request"]) for record in caplog.records]
     broken, failed = "a handoff broke off", "a handoff failed"
-    assert found == [(broken, "a"), (failed, "b"), (failed, "c")]
+    names = {name: shown_id(key(name).request_id) for name in "abc"}
+    assert found == [(broken, names["a"]), (failed, names["b"]), (failed, names["c"])]
     assert vars(caplog.records[0])["fields"]["code"] == "node_lost"

@@ -1,5 +1,6 @@
 """Log lines that cannot be forged, and the event ring."""
 
+import contextlib
 import io
 import json
 import shutil
@@ -17,7 +18,7 @@ from baton.protocol.config import LogConfig
 from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import Keep, Load, Prefill, ResumeState, TokenLogprobs
 from baton.protocol.sampling import Sampling
-from baton.runtime.log import logger, setup
+from baton.runtime.log import logger, say, setup
 
 
 def test_a_line_names_its_process_and_its_fields():
@@ -70,6 +71,13 @@ def test_with_json_every_line_of_a_process_is_json():
     assert "ZeroDivisionError" in lines[-2]["traceback"]
     assert "ValueError: the end" in lines[-1]["traceback"]
     assert done.returncode == 1
+
+
+def test_a_line_for_people_on_a_full_disk_ends_nothing():
+    with open("/dev/full", "w") as full:
+        say("baton serves", full)
+        with contextlib.suppress(OSError):
+            full.close()
 
 
 def test_a_ring_keeps_the_latest_events(tmp_path):
