@@ -30,7 +30,7 @@ from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import is_json, logger, say
 from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
-from baton.runtime.settings import to_yaml
+from baton.runtime.settings import SettingsInMemory
 
 WATCH_S = 0.1
 ROUTER_GRACE_S = 2.0  # the time to end, beyond the time that a drain may take
@@ -74,16 +74,23 @@ class LocalServer:
     def __init__(self, config: ClusterConfig) -> None:
         """Raises `ConfigError` if the port is taken."""
         self._config = config = fitted_to_gpus(config)
-        num_routers = config.router_processes
         router = config.router
         check_port(router.host, router.port)  # routers of another command may share theirs
-        self._reserved = reserve_port(router.host, router.port, is_shared=num_routers > 1)
+        self._reserved = reserve_port(router.host, router.port)
         self._port: int = self._reserved.getsockname()[1]
         self._folder = private_folder()
         self._routers = _router_configs(config, self._port, self._folder)
+        self._settings = [
+            SettingsInMemory(msgspec.structs.replace(config, router=one)) for one in self._routers
+        ]
         commands = [
-            Command(one.name, ("router", "--config", str(self._settings_of(one.name))))
-            for one in self._routers
+            # `ps` shows the name, which tells several routers apart.
+            Command(
+                one.name,
+                ("router", "--config", settings.path, "--set", f"router.name={one.name}"),
+                pass_fds=settings.descriptors,
+            )
+            for one, settings in zip(self._routers, self._settings, strict=True)
         ]
         self._router = Supervisor(tuple(commands))
         first, *others = [one.control for one in self._routers if one.control is not None]
@@ -98,9 +105,6 @@ class LocalServer:
 
     def start(self) -> None:
         """Spawn the routers and the nodes."""
-        for router in self._routers:
-            config = msgspec.structs.replace(self._config, router=router)
-            self._settings_of(router.name).write_text(to_yaml(config))
         self._router.start()
         self._nodes.start()
 
@@ -140,6 +144,8 @@ class LocalServer:
         self._router.stop(shutdown_timeout_s + ROUTER_GRACE_S, is_hurried=is_hurried)
         self._nodes.stop()
         self._reserved.close()
+        for settings in self._settings:
+            settings.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def kill(self) -> None:
@@ -159,9 +165,6 @@ class LocalServer:
     def _poll(self) -> list[Exit]:
         """Restart the processes that are due and return the exits since the last call."""
         return [*self._router.poll(), *self._nodes.poll()]
-
-    def _settings_of(self, router: str) -> Path:
-        return self._folder / f"{router}.yaml"
 
     def _ask_health(self) -> dict[str, str]:
         """Return the phase of each node from a router, and note a router that is ready."""
@@ -199,7 +202,7 @@ def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[Rout
     router, num_routers = config.router, config.router_processes
     control = router.control or f"ipc://{folder}/control"
     if num_routers == 1:
-        return [msgspec.structs.replace(router, port=port, control=control)]
+        return [msgspec.structs.replace(router, port=port, port_is_held=True, control=control)]
     return [
         msgspec.structs.replace(
             router,

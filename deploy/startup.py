@@ -29,7 +29,8 @@ log = logger("start")
 def check_router_ports(config: ClusterConfig) -> None:
     """Raise `ConfigError` if the router could not listen on its configured addresses."""
     router = config.router
-    check_port(router.host, router.port, is_shared=router.shares_port)
+    is_shared = router.shares_port or router.port_is_held
+    check_port(router.host, router.port, is_shared=is_shared)
     check_port(router.host, router.own_port, "choose another with --router-own-port N")
     control = parse_endpoint(config.control)
     if not control.path:
@@ -55,36 +56,41 @@ def check_reach(config: ClusterConfig, setting: str, *endpoints: str) -> None:
         )
 
 
-def reserve_port(
-    host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False
-) -> socket.socket:
+def reserve_port(host: str, port: int, hint: str = PORT_HINT) -> socket.socket:
     """Bind `port`, or a free one if it is 0, so that a restarted router finds it free.
 
-    The socket never listens, so it gets no connections, and routers can also bind the port: one
-    router as usual, or several if the port is shared. Raises `ConfigError`.
+    The socket never listens, so it gets no connections. Only routers of this user that share their
+    port can bind it too. Raises `ConfigError`.
     """
+    reserved = _bound(host, port, hint, is_shared=True)
+    # Without this, any process could bind the port whenever no router listens.
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+    return reserved
+
+
+def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
+    """Raise `ConfigError` if the port cannot be bound; port 0 is always free."""
+    _bound(host, port, hint, is_shared=is_shared).close()
+
+
+def _bound(host: str, port: int, hint: str, *, is_shared: bool) -> socket.socket:
     family, address = _address(host, port)
-    reserved = socket.socket(family, socket.SOCK_STREAM)
+    bound = socket.socket(family, socket.SOCK_STREAM)
     # Without it, a port with lingering connections of a server that has ended is not free.
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     if is_shared:
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
-        reserved.bind(address)
+        bound.bind(address)
     except OSError as error:
-        reserved.close()
+        bound.close()
         why = f"cannot listen on {host}:{port}: {error.strerror}"
         if error.errno == errno.EADDRINUSE:
             why = f"port {port} is in use: {hint}"
         elif error.errno == errno.EACCES:
             why = f"port {port} needs privileges, a port above 1023 does not: {hint}"
         raise ConfigError(why) from error
-    return reserved
-
-
-def check_port(host: str, port: int, hint: str = PORT_HINT, *, is_shared: bool = False) -> None:
-    """Raise `ConfigError` if the port cannot be bound; port 0 is always free."""
-    reserve_port(host, port, hint, is_shared=is_shared).close()
+    return bound
 
 
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:

@@ -219,6 +219,13 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shares_port: Annotated[
         bool, about("let other routers of this user listen on the same port")
     ] = False
+    port_is_held: Annotated[
+        bool,
+        about(
+            "listen on a port that another process of this user holds, so that no stranger takes "
+            "it while the router restarts; `serve` sets it"
+        ),
+    ] = False
     own_port: Annotated[
         int,
         about(

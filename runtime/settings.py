@@ -80,6 +80,24 @@ def to_yaml(config: ClusterConfig) -> str:
     return yaml.safe_dump(msgspec.to_builtins(config, builtin_types=()), sort_keys=False)
 
 
+class SettingsInMemory:
+    """Settings that children inherit, as a file that is gone with the last process that has it.
+
+    A file on disk, with secrets in it, would stay behind if this process is killed.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        descriptor = os.memfd_create("baton-settings", os.MFD_CLOEXEC)
+        self._file = os.fdopen(descriptor, "w", encoding="utf-8")
+        self._file.write(to_yaml(config))
+        self._file.flush()
+        self.descriptors = (descriptor,)  # that a child must be given, with the same number
+        self.path = f"/proc/self/fd/{descriptor}"
+
+    def close(self) -> None:
+        self._file.close()
+
+
 def checked(config: ClusterConfig) -> ClusterConfig:
     """Return `config` if its settings can work together. Raises `ConfigError` if not."""
     if config.prefill == 0 and config.router.local_prefill == "never":

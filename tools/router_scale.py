@@ -104,7 +104,7 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
     """Start routers that share a port, and a player whose nodes dial them all."""
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        reserved = stack.enter_context(reserve_port("127.0.0.1", 0, is_shared=num_routers > 1))
+        reserved = stack.enter_context(reserve_port("127.0.0.1", 0))
         port = reserved.getsockname()[1]
         controls = [f"ipc://{folder}/control-{index}" for index in range(num_routers)]
         routers = []
@@ -113,7 +113,7 @@ def scene(model: str, num_routers: int) -> Iterator[Scene]:
                 model=ModelConfig(path=str(Path(model).resolve())),
                 router=RouterConfig(
                     name=f"router-{index}", port=port, shares_port=num_routers > 1,
-                    control=control, local_prefill="never", max_inflight=1 << 16,
+                    port_is_held=True, control=control, local_prefill="never", max_inflight=1 << 16,
                     shutdown_timeout_s=0.0,
                 ),
                 log=LogConfig(level="error"),

@@ -49,7 +49,7 @@ class Server:
         """Start to listen, and return the URL. Raises a `NodeError` that says what to do."""
         config = self._config
         await self._runner.setup()
-        await self._listen(config.port, is_shared=config.shares_port)
+        await self._listen(config.port, is_shared=config.shares_port or config.port_is_held)
         if config.own_port:
             await self._listen(config.own_port, is_shared=False)
         port = self._listeners[0].sockets[0].getsockname()[1]

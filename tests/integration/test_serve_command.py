@@ -23,13 +23,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 
+from baton.deploy.startup import reserve_port
 from tests.support.certificates import make_certificate
 from tests.support.completions import ask
 from tests.support.waiting import until
 
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 30.0
+API_KEY = "a-secret-of-clients"
 ROLES = {"router", "prefill", "decode"}
 
 
@@ -103,13 +106,43 @@ def test_what_serve_prints_works_as_pasted(tmp_path):
         assert "Traceback" not in serve.text
 
 
+def test_no_stranger_takes_the_port_while_a_router_starts_again():
+    def bound(**options: bool) -> socket.socket:
+        return socket.create_server(("127.0.0.1", port), **options)
+
+    with reserve_port("127.0.0.1", 0) as reserved:
+        port = reserved.getsockname()[1]
+        for _ in range(2):
+            with bound(reuse_port=True) as router, closing(socket.socket()) as client:
+                client.connect(router.getsockname())
+                router.accept()[0].close()  # this end closes first, so the port has a leftover
+            # It sets SO_REUSEADDR, as most servers do.
+            with pytest.raises(OSError, match="in use"):
+                bound()
+    with bound():
+        pass
+
+
+def files_of(serve: Serve) -> list[Path]:
+    """The files in the folders of its router and its nodes, which a killed `serve` leaves."""
+    settings = Path(serve.children["prefill"].cmdline()[-1])
+    (control,) = yaml.safe_load(settings.read_text())["node"]["routers"]
+    folders = settings.parent, Path(control.removeprefix("ipc://")).parent
+    files = [path for folder in folders for path in folder.iterdir() if path.is_file()]
+    assert settings in files
+    return files
+
+
 def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(tmp_path):
     made = make_certificate(tmp_path)
     flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key), "--log-json")
+    flags += ("--api-key", API_KEY)
     with serving(tmp_path, *flags) as serve:
         url = serve.wait_for(r"https://[^/\"]+(?=/v1)")
         question = "The code of Lima is 4071. What is the code of Lima?"
-        trusting = chat("--url", url, "--ca-file", str(made.cert), question)
+        assert not [file for file in files_of(serve) if API_KEY.encode() in file.read_bytes()]
+        words = ("--url", url, "--ca-file", str(made.cert), "--api-key", API_KEY)
+        trusting = chat(*words, question)
         assert "4071" in trusting.stdout, trusting.stderr
         refusing = chat("--url", url, question)
         assert (refusing.returncode, refusing.stderr.count("\n")) == (1, 1)
@@ -166,7 +199,7 @@ def test_router_processes_share_one_port_and_die_alone(tmp_path):
         next(
             child
             for child in psutil.Process(serve.process.pid).children()
-            if child.cmdline()[-1].endswith("router-0.yaml")
+            if child.cmdline()[-1] == "router.name=router-0"
         ).kill()
         serve.wait_for("process=router-0 code=-9")
         assert "".join([text, *spared]) == completed(connected_to("router-1"), 0, 300)
