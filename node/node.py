@@ -88,9 +88,9 @@ class EngineNode:
     def run(self) -> int:
         """Serve until SIGTERM, drain, and return the exit code. Ctrl-C ends without a drain."""
         die_with_parent()
-        raise_descriptor_limit()
         setup_process_log(self.config.log, str(self.node_id))
         try:
+            raise_descriptor_limit()
             with Interrupts(on_first=self.drain) as self._interrupts:
                 self.serve()
         except BatonError as error:

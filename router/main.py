@@ -36,8 +36,8 @@ def run(config: ClusterConfig) -> int:
     second. A second signal ends the process at once.
     """
     setup_process_log(config.log, config.router.name)
-    raise_descriptor_limit()
     try:
+        raise_descriptor_limit()
         with Interrupts() as interrupts:
             return asyncio.run(_serve(config, interrupts))
     except BatonError as error:

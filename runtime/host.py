@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from baton.protocol.config import EngineConfig, NodeConfig
+from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import Endpoint, parse_endpoint
 from baton.runtime.log import logger
 
@@ -114,8 +115,17 @@ def nodes_on_gpu(number: int, num_nodes: int, num_known: int, gpus_each: int = 1
     return max(sum(gpu in taken(node) for node in range(num_nodes)) for gpu in own)
 
 
+# With fewer, a router could not accept a probe beside its nodes and a flood of clients.
+MIN_DESCRIPTORS = 128
+
+
 def raise_descriptor_limit() -> None:
+    """Raises `ConfigError` if this process may open too few files and connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < MIN_DESCRIPTORS:
+        raise ConfigError(
+            f"this process may open {hard} files, and needs {MIN_DESCRIPTORS}: raise `ulimit -n`"
+        )
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 

@@ -55,15 +55,16 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raise `RequestError` if the request may not be answered."""
-        if request.path in OPEN_PATHS:
-            return
-        if (self._hosts or self._wants_local) and not self._answers_to(request.headers):
+        is_open = request.path in OPEN_PATHS
+        # Probes of other hosts name any address, but a page must not read the nodes' names.
+        is_checked = self._wants_local or (self._hosts and not is_open)
+        if is_checked and not self._answers_to(request.headers):
             text = (
                 f"this router does not answer to the host {clip(request.host)!r}: name it in "
                 "router.allowed_hosts"
             )
             raise RequestError(text, code="wrong_host", http_status=421)
-        if self._wants_key and not self._is_known(authorization_of(request)):
+        if self._wants_key and not is_open and not self._is_known(authorization_of(request)):
             text = "send a valid API key in the header `Authorization: Bearer KEY`"
             raise RequestError(text, code="invalid_api_key", http_status=401)
 

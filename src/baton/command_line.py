@@ -90,6 +90,7 @@ def run(arguments: Sequence[str]) -> int:
     die_with_parent()
     end_by_signal()
     try:
+        _check_folder()
         return _run(list(arguments))
     except ConfigError as error:
         print_failure(error.message, error.code)
@@ -101,6 +102,14 @@ def run(arguments: Sequence[str]) -> int:
         # The reader of our output is gone, so flushing stdout at exit would fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
+
+
+def _check_folder() -> None:
+    """Raise `ConfigError` in a folder that was removed, where libraries end with riddles."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise ConfigError("the working directory was removed: change to another one") from None
 
 
 def _run(words: list[str]) -> int:

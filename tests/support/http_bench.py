@@ -238,8 +238,8 @@ class HttpBench:
         host, port = self.url.removeprefix("http://").split(":")
         return await asyncio.open_connection(host, int(port), limit=limit)
 
-    async def get(self, path: str) -> "Reply":
-        async with self.session.get(path) as reply:
+    async def get(self, path: str, **headers: str) -> "Reply":
+        async with self.session.get(path, headers=headers) as reply:
             return Reply(reply.status, reply.headers, await reply.text())
 
 

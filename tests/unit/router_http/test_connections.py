@@ -66,6 +66,12 @@ def test_a_flood_of_half_sent_requests_leaves_the_probes_answered(config, start)
     assert len(router.lines) < 10, router.lines
 
 
+def test_too_few_descriptors_for_probes_are_refused_at_the_start(config, start):
+    router = start(config, files=(64, 64))
+    router.wait_for("needs 128: raise `ulimit -n`")
+    assert router.process.wait(WAIT_S) == 1
+
+
 def test_running_out_of_descriptors_is_one_line_and_not_the_end(config, start):
     router = start(config)
     url = router.wait_for_url()

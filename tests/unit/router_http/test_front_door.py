@@ -72,6 +72,8 @@ def test_a_page_that_rebinds_its_name_to_this_host_is_refused(router, is_refused
         for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example"):
             reply = await ask(bench, Host=host, Authorization="Bearer secret")
             assert reply.status == (421 if is_refused else 200)
+            probe = await bench.get("/health", Host=host)
+            assert probe.status == (421 if is_refused else 200), "it names the nodes"
         for host in (
             "localhost:8000",
             "127.0.0.1",

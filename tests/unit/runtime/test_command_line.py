@@ -73,6 +73,16 @@ def test_a_port_that_is_taken_is_named(capsys):
     assert f"port {port} is in use: choose another with --port" in line
 
 
+def test_a_working_directory_that_was_removed_is_one_line(tmp_path):
+    folder = tmp_path / "removed"
+    script = f"mkdir {folder} && cd {folder} && rmdir {folder} && exec $0 -m baton serve"
+    ended = subprocess.run(
+        ["sh", "-c", script, sys.executable], capture_output=True, text=True, check=False
+    )
+    assert ended.stderr == "baton: the working directory was removed: change to another one\n"
+    assert ended.returncode == 2
+
+
 def test_ctrl_c_is_one_line_also_while_modules_are_loaded():
     done = subprocess.run(
         [sys.executable, "-c", CTRL_C_ON_IMPORT, "baton.bench.cli"],
