@@ -14,10 +14,11 @@ from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError, RequestError
 from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
+from baton.protocol.sampling import SamplingParams, Scope
 from baton.router.core.admission import OutputRules, check_num_logprobs, check_prompt
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.reattach import Claim, FoundRequest
+from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.router_core import RouterCore
 from baton.router.core.stream import RequestStream
 from baton.router.text.grammars import Forms, after_reasoning
@@ -75,14 +76,14 @@ class TextRouter:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
-        scope: Scope = EVERYONE,
+        caller: Caller = NO_CALLER,
     ) -> RequestStream:
         """Check, tokenize and queue a request. Raises `RequestError` or `Overloaded`.
 
         The caller must wait for the end of the stream or `close` it. The outputs have `request_id`,
         which is the caller's name for the request or, by default, the router's. With `kept`, a
         client that knows the id can resume the stream (`reattach`). `parsing` says what the outputs
-        have apart from their text. Only requests with the same `scope` share cached blocks.
+        have apart from their text.
         """
         limits = self.core.limits()
         max_tokens = limits.max_model_len - 1
@@ -95,8 +96,8 @@ class TextRouter:
         check_prompt(token_ids, limits.vocab_size, limits.max_model_len)
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
-        keys = await self._keys_of(token_ids, scope.root) if is_cached else ()
-        rules = await self._rules_of(params, scope)
+        keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
+        rules = await self._rules_of(params, caller.scope)
         if rules.grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids, parsing.reasoning)
             grammar = after_reasoning(rules.grammar, parsing.reasoning, is_open=is_open)
@@ -107,7 +108,7 @@ class TextRouter:
         spell = self._text.token_text
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
         check_num_logprobs(stream.num_prompt_logprobs)
-        minted = self.core.submit(stream, kept, keys, rules)
+        minted = self.core.submit(stream, kept, keys, rules, caller.tenant)
         stream.request_id = request_id or minted
         return stream
 

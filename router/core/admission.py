@@ -6,8 +6,9 @@ waited already and its blocks may be cached somewhere.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
 import msgspec
@@ -27,7 +28,7 @@ from baton.protocol.sampling import (
 )
 from baton.router.core.policy import CheapestPair, Decision
 from baton.router.core.registry import Registry
-from baton.router.core.request import SelectNodes
+from baton.router.core.request import ANYONE, SelectNodes, Tenant
 
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 MAX_RETRY_AFTER_S = 60.0
@@ -66,9 +67,104 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
 class QueuedAttempt:
     selection: SelectNodes
     since_s: float
+    work: float = 1.0  # in tokens, per weight of its tenant
     unplaceable_at: int = -1  # the version of the registry at which no node could take it
     # The roles whose nodes were full when it was looked at last; None before that.
     waits_for: frozenset[Role] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Share:
+    """The new attempts of one tenant in the order of their arrival."""
+
+    tenant: Tenant
+    due: float  # the virtual time of its next attempt
+    attempts: dict[Key, QueuedAttempt] = field(default_factory=dict)
+    num_tokens: int = 0  # of their prompts
+
+    def fill(self, max_queued: int, num_more: int = 0, more_tokens: int = 0) -> float:
+        """Return which part of the queue it takes, by number or by bytes, per weight.
+
+        `num_more` attempts with `more_tokens` are counted as if they waited too.
+        """
+        number = (len(self.attempts) + num_more) / max(max_queued, 1)
+        tokens = (self.num_tokens + more_tokens) / MAX_QUEUED_TOKENS
+        return max(number, tokens) / self.tenant.weight
+
+
+class FairQueue:
+    """New attempts, in which tenants take turns by work per weight, while each waits in order.
+
+    This is start-time fair queueing (Goyal, Vin and Cheng, 1996): an attempt is due when the one
+    before it was, plus the work of that one, and a tenant that did not wait saves nothing up.
+    """
+
+    def __init__(self) -> None:
+        self.attempts: dict[Key, QueuedAttempt] = {}  # of all, in the order of their arrival
+        self._shares: dict[str, Share] = {}
+        self._virtual = 0.0  # when the last attempt that got nodes was due
+
+    def add(self, waiting: QueuedAttempt) -> None:
+        selection = waiting.selection
+        share = self._shares.get(selection.tenant.name)
+        if share is None:
+            self._forget_idle()
+            share = self._shares[selection.tenant.name] = Share(selection.tenant, self._virtual)
+        if not share.attempts:
+            share.due = max(share.due, self._virtual)
+        share.attempts[selection.key] = self.attempts[selection.key] = waiting
+        share.num_tokens += selection.num_tokens
+
+    def pop(self, key: Key, default: None = None) -> QueuedAttempt | None:
+        waiting = self.attempts.pop(key, default)
+        if waiting is not None:
+            share = self._shares[waiting.selection.tenant.name]
+            del share.attempts[key]
+            share.num_tokens -= waiting.selection.num_tokens
+            if not self.attempts:  # whoever comes next finds nobody to be fair to
+                self._shares.clear()
+        return waiting
+
+    def _forget_idle(self) -> None:
+        """Drop the tenants that are due no later than one that comes for the first time."""
+        busy = {
+            name: share
+            for name, share in self._shares.items()
+            if share.attempts or share.due > self._virtual
+        }
+        self._shares = busy
+
+    def charge(self, key: Key) -> None:
+        """Note that an attempt gets nodes."""
+        if (waiting := self.attempts.get(key)) is not None:
+            share = self._shares[waiting.selection.tenant.name]
+            self._virtual = max(self._virtual, share.due)
+            share.due += waiting.work
+
+    def in_turn(self) -> Iterator[QueuedAttempt]:
+        """Yield the attempts as they are due. They may leave meanwhile."""
+        turns = [
+            (share.due, number, iter(tuple(share.attempts.values())))
+            for number, share in enumerate(self._shares.values())
+            if share.attempts
+        ]
+        heapify(turns)
+        while turns:
+            due, number, attempts = turns[0]
+            waiting = next(attempts, None)
+            if waiting is None:
+                heappop(turns)
+                continue
+            yield waiting
+            heapreplace(turns, (due + waiting.work, number, attempts))
+
+    def largest(self, max_queued: int) -> Share | None:
+        """Return the tenant that takes most of the queue; None if nothing waits."""
+        shares = [share for share in self._shares.values() if share.attempts]
+        return max(shares, key=lambda share: share.fill(max_queued), default=None)
+
+    def share_of(self, tenant: Tenant) -> Share:
+        return self._shares.get(tenant.name) or Share(tenant, self._virtual)
 
 
 class Admission:
@@ -84,7 +180,8 @@ class Admission:
         self._inflight: set[RequestId] = set()
         self._resumes: dict[Key, QueuedAttempt] = {}
         self._again: dict[Key, QueuedAttempt] = {}
-        self._new: dict[Key, QueuedAttempt] = {}
+        self._fair = FairQueue()
+        self._new = self._fair.attempts
         self._queues = (self._resumes, self._again, self._new)
         self._num_tokens = 0  # of the prompts of all waiting attempts
         self._num_changes = 0  # grows whenever another attempt may be the next one
@@ -114,20 +211,41 @@ class Admission:
                 counts[role] += 1
         return counts
 
-    def check_room(self, now_s: float, num_tokens: int, *, could_serve: bool) -> None:
-        """Raise `Overloaded` if a new request would have to wait in a full queue."""
+    def check_room(
+        self, now_s: float, num_tokens: int, tenant: Tenant = ANYONE, *, could_serve: bool
+    ) -> list[tuple[Key, Failure]]:
+        """Raise `Overloaded` if a new request would have to wait in a full queue.
+
+        In a queue that others fill, a tenant gets its selection from the one that has most: then the
+        attempts that the caller must end first are returned, each with the reason.
+        """
         num_new = len(self._new)
         is_busy = num_new > 0 or len(self._inflight) >= self._config.max_inflight
         if could_serve and not is_busy:
-            return
-        if num_new >= self._config.max_queued:
-            text = f"{num_new} requests are waiting already"
-        elif num_new and self._num_tokens + num_tokens > MAX_QUEUED_TOKENS:
+            return []
+        max_queued = self._config.max_queued
+        too_many = num_new + 1 - max_queued
+        too_long = self._num_tokens + num_tokens - MAX_QUEUED_TOKENS if num_new else 0
+        if too_many <= 0 and too_long <= 0:
+            return []
+        text = f"{num_new} requests are waiting already"
+        if too_many <= 0:
             text = f"requests with {self._num_tokens} prompt tokens are waiting already"
-        else:
-            return
         retry_s = self._retry_after_s(now_s)
-        raise Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+        full = Overloaded(text, code="queue_full", http_status=429, retry_after_s=retry_s)
+        largest, own = self._fair.largest(max_queued), self._fair.share_of(tenant)
+        if largest is None:
+            raise full
+        if own.fill(max_queued, 1, num_tokens) >= largest.fill(max_queued):
+            raise full
+        pushed_out: list[tuple[Key, Failure]] = []
+        for key, waiting in reversed(largest.attempts.items()):
+            if too_many <= 0 and too_long <= 0:
+                break
+            pushed_out.append((key, full.to_failure()))
+            too_many -= 1
+            too_long -= waiting.selection.num_tokens
+        return pushed_out
 
     def _retry_after_s(self, now_s: float) -> float:
         """Return how long the first new request has waited, in whole seconds."""
@@ -136,17 +254,22 @@ class Admission:
 
     def wait(self, now_s: float, selection: SelectNodes) -> None:
         """Put an attempt at the end of its queue."""
-        is_new = selection.key.request_id not in self._inflight
-        queue = self._resumes if selection.is_resume else self._new if is_new else self._again
-        queue[selection.key] = QueuedAttempt(selection, now_s)
+        waiting = QueuedAttempt(selection, now_s)
+        if selection.is_resume:
+            self._resumes[selection.key] = waiting
+        elif selection.key.request_id in self._inflight:
+            self._again[selection.key] = waiting
+        else:
+            waiting.work = self._policy.work_of(selection) / selection.tenant.weight
+            self._fair.add(waiting)
         self._num_tokens += selection.num_tokens
         self._num_changes += 1
 
     def leave(self, key: Key) -> None:
         """Take an attempt out of its queue. Its request may stay in flight."""
         self._num_changes += 1
-        for queue in self._queues:
-            if (waiting := queue.pop(key, None)) is not None:
+        for pop in (self._resumes.pop, self._again.pop, self._fair.pop):
+            if (waiting := pop(key, None)) is not None:
                 self._num_tokens -= waiting.selection.num_tokens
 
     def take(self, now_s: float) -> Iterator[tuple[SelectNodes, Decision]]:
@@ -182,13 +305,17 @@ class Admission:
 
     def _in_order(self) -> Iterator[QueuedAttempt]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""
-        for queue in self._queues:
+        for queue in (self._resumes, self._again):
             for key in tuple(queue):
-                if queue is self._new and len(self._inflight) >= self._config.max_inflight:
-                    return
                 waiting = queue.get(key)
                 if waiting and waiting.unplaceable_at != self._registry.version:
                     yield waiting
+        for waiting in self._fair.in_turn():
+            if len(self._inflight) >= self._config.max_inflight:
+                return
+            is_there = self._new.get(waiting.selection.key) is waiting
+            if is_there and waiting.unplaceable_at != self._registry.version:
+                yield waiting
 
     def _news(self) -> tuple[int, int, int]:
         """Return a value that changes whenever an attempt that found no nodes may find some."""
@@ -197,6 +324,7 @@ class Admission:
     def selected(self, key: Key) -> None:
         """Note that an attempt has nodes now."""
         self._inflight.add(key.request_id)
+        self._fair.charge(key)
         self.leave(key)
 
     def take_overdue(self, now_s: float) -> list[tuple[Key, Failure]]:

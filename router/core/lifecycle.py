@@ -431,6 +431,7 @@ class Lifecycle:
             is_suspect=self._num_crashes > 0,
             is_remote_only=self._is_remote_only,
             block_keys=request.block_keys,
+            tenant=request.tenant,
         )
         self._out.append(selection)
 

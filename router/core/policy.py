@@ -70,6 +70,11 @@ class CheapestPair:
             node, selection, _likely_tokens(selection, math.ceil(self._output_tokens))
         )
 
+    def work_of(self, selection: SelectNodes) -> int:
+        """Return the tokens that an attempt will probably compute: its prompt and its output."""
+        likely = _likely_tokens(selection, math.ceil(self._output_tokens))
+        return selection.num_tokens + selection.num_choices * (likely - selection.num_tokens)
+
     def choose(
         self,
         now_s: float,

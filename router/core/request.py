@@ -39,10 +39,30 @@ from baton.protocol.messages import (
     TokenEntry,
     TokenLogprobs,
 )
-from baton.protocol.sampling import Sampling
+from baton.protocol.sampling import EVERYONE, Sampling, Scope
 
 # One node process. A node id with another epoch is another process.
 NodeProcess = tuple[NodeId, Epoch]
+
+
+class Tenant(msgspec.Struct, frozen=True):
+    """Whoever a request counts for where clients share nodes and the queue."""
+
+    name: str = ""
+    weight: float = 1.0  # its share is in proportion to this
+
+
+ANYONE = Tenant()
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """For whom a request is computed: who shares its cached blocks, and whose share it takes."""
+
+    scope: Scope = EVERYONE
+    tenant: Tenant = ANYONE
+
+
+NO_CALLER = Caller()
 
 
 class Begun(msgspec.Struct, frozen=True):
@@ -135,6 +155,7 @@ class SelectNodes(msgspec.Struct, frozen=True):
     is_suspect: bool = False  # a node has died of an error in one of its steps
     is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+    tenant: Tenant = ANYONE
 
 
 class CancelSelection(msgspec.Struct, frozen=True):
@@ -228,6 +249,7 @@ class Request(msgspec.Struct, frozen=True):
     max_attempts: int = 3  # attempts in a row that bring no token
     kept: ResumeState | None = None  # for another router, if the client can resume the stream there
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
+    tenant: Tenant = ANYONE
 
     @property
     def num_prompt_bytes(self) -> int:

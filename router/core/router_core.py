@@ -64,6 +64,7 @@ from baton.router.core.reattach import (
 )
 from baton.router.core.registry import Change, Entered, Left, Registry
 from baton.router.core.request import (
+    ANYONE,
     DRAINING,
     Adopted,
     Begun,
@@ -84,6 +85,7 @@ from baton.router.core.request import (
     RequestEvent,
     SelectNodes,
     Send,
+    Tenant,
     Tick,
     Timed,
     TriedAgain,
@@ -168,6 +170,7 @@ class RouterCore:
         kept: ResumeState | None = None,
         block_keys: tuple[BlockKey, ...] = (),
         rules: OutputRules = NO_RULES,
+        tenant: Tenant = ANYONE,
     ) -> RequestId:
         """Accept a request. Raises `RequestError` or `Overloaded`, without any other effect.
 
@@ -179,7 +182,9 @@ class RouterCore:
         prompt, params = stream.prompt_token_ids, stream.params
         max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
         could_serve = can_serve(self.registry, self._config.local_prefill)
-        self._queue.check_room(self._clock(), len(prompt), could_serve=could_serve)
+        pushed_out = self._queue.check_room(
+            self._clock(), len(prompt), tenant, could_serve=could_serve
+        )
         name = self._next_name()
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         request = Request(
@@ -190,7 +195,10 @@ class RouterCore:
             self._config.max_attempts,
             kept,
             block_keys,
+            tenant,
         )
+        for key, failure in pushed_out:
+            self._feed(self._requests[key.request_id], NodesNotSelected(key, failure))
         self._begin(request, stream, name, Begun())
         return request.request_id
 

@@ -23,7 +23,7 @@ from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.api.sse import EXTRA_HEADERS, SILENCE_S
 from baton.router.http.api.tokens import DetokenizeBody, TokenizeBody
-from baton.router.http.auth import Access, Cors, refuse_pages
+from baton.router.http.auth import TENANT, Access, Cors, refuse_pages
 from baton.router.http.connections import Bodies, Connection, connection_of
 from baton.router.http.errors import error_of, retry_headers
 from baton.router.http.handlers import Handlers, request_id_of
@@ -255,6 +255,7 @@ class App:
             if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
                 return reply
             self._access.check(request)
+            request[TENANT] = self._access.tenant_of(request)
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:
             text = f"{clip(request.path)} does not take {clip(request.method)}"

@@ -8,6 +8,8 @@ in the header Host.
 
 import functools
 import hashlib
+import ipaddress
+import math
 import os
 import re
 import secrets
@@ -18,11 +20,13 @@ from aiohttp import hdrs, web
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import ConfigError, RequestError
+from baton.router.core.request import Tenant
 from baton.runtime.log import clip
 
 # These paths need no key. Probes only tell whether requests can be served. The page at `/` holds no
 # data and asks its reader for a key.
 OPEN_PATHS = ("/", "/live", "/health", "/ping")
+TENANT = web.RequestKey("tenant", Tenant)  # of an accepted request
 _SCHEME = "bearer "
 ALL = "*"
 # No public name server answers for these, so no page of the web can have such a name.
@@ -30,6 +34,8 @@ _LOCAL_ENDINGS = (".localhost", ".local", ".internal")
 PREFIX = "sha256:"
 KEY_START = "sk-baton-"
 _LINE = re.compile(rf"{PREFIX}([0-9a-f]{{64}})(\s.*)?")
+_WEIGHT = re.compile(r"\sweight=(\S*)$")
+MIN_WEIGHT, MAX_WEIGHT = 0.01, 100.0
 _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, POST",
     # The clients of OpenAI and Anthropic send many of their own; a star leaves out Authorization.
@@ -46,9 +52,10 @@ class Access:
         Raises `ConfigError` if the file of keys cannot be read.
         """
         self._wants_key = config.wants_key
-        self._digests = {digest_of(key.encode()) for key in config.api_keys}
+        # The weight of each key, by its digest.
+        self._weights = {digest_of(key.encode()): 1.0 for key in config.api_keys}
         if config.api_key_file:
-            self._digests |= read_keys(Path(config.api_key_file))
+            self._weights |= read_keys(Path(config.api_key_file))
         self._hosts = {host.lower() for host in config.allowed_hosts}
         trusts_host = config.is_on_loopback and not (config.wants_key or config.speaks_tls)
         self._wants_local = trusts_host and not self._hosts
@@ -78,7 +85,28 @@ class Access:
         scheme, given = authorization[: len(_SCHEME)], authorization[len(_SCHEME) :]
         if scheme.lower() != _SCHEME:
             return False
-        return digest_of(given.strip().encode(errors="surrogateescape")) in self._digests
+        return digest_of(given.strip().encode(errors="surrogateescape")) in self._weights
+
+    def tenant_of(self, request: web.Request) -> Tenant:
+        """Return whose share of the nodes an accepted request takes: a key's, or an address's."""
+        if not self._wants_key:
+            return Tenant(_network_of(request.remote or ""))
+        given = authorization_of(request)[len(_SCHEME) :].strip()
+        digest = digest_of(given.encode(errors="surrogateescape"))
+        return Tenant(digest.hex(), self._weights.get(digest, 1.0))
+
+
+def _network_of(address: str) -> str:
+    """Return an address; of one in IPv6 its /64, in which a host takes any that it likes."""
+    try:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:  # a Unix socket
+        return address
+    if ip.version == 4:
+        return str(ip)
+    if ip.ipv4_mapped is not None:
+        return str(ip.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(ip) >> 64 << 64, 64)))
 
 
 def authorization_of(request: web.Request) -> str:
@@ -143,17 +171,17 @@ def digest_of(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-def read_keys(path: Path) -> frozenset[bytes]:
-    """Return the digests in a file, which never holds a key itself.
+def read_keys(path: Path) -> dict[bytes, float]:
+    """Return the digests in a file, which never holds a key itself, with the weights of the keys.
 
-    Raises a `ConfigError` that names the first line that is not a hash.
+    Raises a `ConfigError` that names the first line that is not a hash or has another weight.
     """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
-    digests = set()
+    weights = {}
     for number, line in enumerate(lines, 1):
         text = line.strip()
         if not text or text.startswith("#"):
@@ -164,8 +192,24 @@ def read_keys(path: Path) -> frozenset[bytes]:
                 f"{path} line {number} is not `{PREFIX}` and 64 hexadecimal digits "
                 "(router.api_key_file): add keys with `baton api-key FILE NAME`"
             )
-        digests.add(bytes.fromhex(match[1]))
-    return frozenset(digests)
+        weight = 1.0
+        if (chosen := _WEIGHT.search(match[2] or "")) is not None:
+            weight = _weight(chosen[1])
+        if not MIN_WEIGHT <= weight <= MAX_WEIGHT:
+            raise ConfigError(
+                f"{path} line {number}: weight={chosen[1] if chosen else weight} is not a number "
+                f"from {MIN_WEIGHT:g} to {MAX_WEIGHT:g} (router.api_key_file)"
+            )
+        weights[bytes.fromhex(match[1])] = weight
+    return weights
+
+
+def _weight(text: str) -> float:
+    """Return NaN for a text that is no number."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
 
 
 def add_key(path: Path, name: str) -> str:

@@ -25,6 +25,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import check_num_logprobs
 from baton.router.core.health import ServedModel
 from baton.router.core.reattach import Claim
+from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream, Sink
 from baton.router.http.api.anthropic import MessageEvents
 from baton.router.http.api.large_bodies import BodyWork
@@ -53,7 +54,7 @@ from baton.router.http.api.sse import (
     wants_ids,
 )
 from baton.router.http.api.tokens import TokenEndpoint
-from baton.router.http.auth import authorization_of
+from baton.router.http.auth import TENANT, authorization_of
 from baton.router.http.connections import Bodies
 from baton.router.http.errors import FORM_PARAM, blaming
 from baton.router.http.metrics import HttpMetrics
@@ -237,6 +238,7 @@ class Handlers:
             work = await self._prepare(request, body, endpoint, model)
             del body
             running.request_id = work.request_id
+            caller = Caller(work.parsed.scope, request[TENANT])
             num_logprobs = 0
             for index, prompt in enumerate(work.prompts if work.parsed.needs_nodes else ()):
                 if index:  # a long list of prompts must not delay other requests
@@ -250,7 +252,7 @@ class Handlers:
                     log.info("prompt", request=work.request_id, text=clip(shown))
                 with blaming(work.parsed.sent):
                     stream = await self._engine.submit(
-                        ids, work.params, name, work.kept, work.parsing, work.parsed.scope
+                        ids, work.params, name, work.kept, work.parsing, caller
                     )
                     stream.token_gaps = self._metrics.token_gaps
                     running.streams.append(stream)

@@ -21,6 +21,7 @@ from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestErr
 from baton.protocol.sampling import SEED_BITS, SamplingParams, Scope
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.node_link import ProfileState
+from baton.router.core.request import Caller
 from baton.router.core.stream import RequestStream
 from baton.router.outputs import RequestOutput
 from baton.router.text_router import TextRouter, default_params
@@ -159,8 +160,8 @@ class AsyncLLM:
             given = given_prompt(prompt)
             params = self._complete(sampling_params)
             await self.begin()
-            scope = Scope(self._lora_of(lora_request), given.cache_salt)
-            stream = await self._router.submit(given.content, params, name, scope=scope)
+            caller = Caller(Scope(self._lora_of(lora_request), given.cache_salt))
+            stream = await self._router.submit(given.content, params, name, caller=caller)
             stream.prompt = given.text
             self._live[name] = stream
             if name in self._aborted:

@@ -29,6 +29,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SamplingParams, Scope
 from baton.router.core.node_link import BATCH, Heard, NodeLink
+from baton.router.core.request import Caller
 from baton.router.outputs import RequestOutput
 from baton.runtime.channels.listener import Channels
 from baton.runtime.channels.wire import HEADER, RESET, new_identity
@@ -106,7 +107,7 @@ async def test_prompts_are_looked_for_in_caches_by_their_salt(bench):
     decode.say(CacheChanges(0, pack_keys(hashes)))
     await bench.until(lambda: bench.core.registry.caches.num_blocks(NodeId("d0")) == len(hashes))
     for salt, num_cached in (("mine", 36), ("yours", 0), ("", 0)):
-        stream = await bench.router.submit(prompt, GREEDY, scope=Scope(cache_salt=salt))
+        stream = await bench.router.submit(prompt, GREEDY, caller=Caller(Scope(cache_salt=salt)))
         output = await collected(stream)
         assert output.metrics.num_predicted_tokens == num_cached
 

@@ -6,7 +6,7 @@ from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import NodeInfo, Ready
 from baton.router.core.policy import CheapestPair, Decision
 from baton.router.core.registry import Registry
-from baton.router.core.request import NodeProcess, SelectNodes
+from baton.router.core.request import ANYONE, NodeProcess, SelectNodes, Tenant
 from tests.support.scripted_nodes import BLOCK_SIZE, hello_of, node_info
 
 PAIRS = [
@@ -33,10 +33,13 @@ def place(
     *,
     wants_decode: bool = True,
     avoid: frozenset[NodeProcess] = frozenset(),
+    tenant: Tenant = ANYONE,
 ) -> SelectNodes:
     key = Key(RequestId(name))
     keys = prompt_keys(range(num_tokens), BLOCK_SIZE)
-    return SelectNodes(key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys)
+    return SelectNodes(
+        key, num_tokens, 1, wants_decode, num_tokens + 10, avoid, block_keys=keys, tenant=tenant
+    )
 
 
 def choose(

@@ -16,9 +16,10 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Cancelled, NodeError, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import FinishReason, ResumeState
-from baton.protocol.sampling import EVERYONE, SamplingParams, Scope
+from baton.protocol.sampling import SamplingParams
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.reattach import Claim
+from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.stream import RequestStream
 from baton.router.http.app import App
 from baton.router.http.request_log import Tracer
@@ -107,7 +108,7 @@ class ScriptedEngine:
         self.streams: list[RequestStream] = []
         self.closed: list[str] = []  # by callers, before their end
         self.kept: ResumeState | None = None  # what nodes would keep of the last request
-        self.scope = EVERYONE  # of the last request
+        self.caller = NO_CALLER  # of the last request
         self._text = small_text()
         self._changed = asyncio.Event()
 
@@ -118,9 +119,9 @@ class ScriptedEngine:
         request_id: str | None = None,
         kept: ResumeState | None = None,
         parsing: Parsing | None = None,
-        scope: Scope = EVERYONE,
+        caller: Caller = NO_CALLER,
     ) -> RequestStream:
-        self.scope = scope
+        self.caller = caller
         ids = await self._text.encode(prompt) if isinstance(prompt, str) else prompt
         if self.refusal is not None:
             raise self.refusal

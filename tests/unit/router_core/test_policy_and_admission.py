@@ -1,5 +1,7 @@
 """Which nodes an attempt goes to, by load and by what is cached, and who is let in."""
 
+import itertools
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -23,7 +25,7 @@ from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
 from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
 from baton.router.core.registry import Registry, ReservedLoad
-from baton.router.core.request import NodeProcess, SelectNodes
+from baton.router.core.request import NodeProcess, SelectNodes, Tenant
 from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
 from tests.support.scripted_nodes import BLOCK_SIZE, node_info
 
@@ -203,6 +205,90 @@ def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
         admission.check_room(24.0, 1, could_serve=True)
     assert (error.value.code, error.value.http_status) == ("queue_full", 429)
     assert error.value.retry_after_s == 24.0
+
+
+FLOOD, POLITE = Tenant("flood"), Tenant("polite")
+NUMBERS = itertools.count()
+
+
+def in_turns(admission: Admission, num: int) -> str:
+    """The tenants of the next attempts, each of which ends before the next gets nodes."""
+    order = ""
+    for _ in range(num):
+        attempt, _ = next(admission.take(0.0))
+        admission.selected(attempt.key)
+        admission.ended(attempt.key.request_id)
+        order += attempt.tenant.name[0]
+    return order
+
+
+def waiting_for(admission: Admission, tenant: Tenant, num: int, num_tokens: int = 40) -> None:
+    for _ in range(num):
+        name = f"{tenant.name}{next(NUMBERS)}"
+        admission.wait(0.0, place(name, num_tokens, tenant=tenant))
+
+
+def test_a_client_that_comes_late_is_served_next_and_then_takes_turns():
+    admission = queue()
+    waiting_for(admission, FLOOD, 30)
+    assert in_turns(admission, 10) == "f" * 10
+    waiting_for(admission, POLITE, 5)
+    assert in_turns(admission, 12) == "pfpfpfpfpfff"
+    waiting_for(admission, POLITE, 1)
+    assert in_turns(admission, 2) == "pf", "it has saved nothing up, and owes nothing"
+
+
+def test_turns_are_by_work_and_by_weight():
+    admission = queue()
+    waiting_for(admission, FLOOD, 20, 90)  # 100 tokens with the output
+    waiting_for(admission, POLITE, 20, 40)
+    assert in_turns(admission, 12).count("p") == 8
+    heavy = queue()
+    waiting_for(heavy, FLOOD, 20)
+    waiting_for(heavy, Tenant("paying", 3.0), 20)
+    assert in_turns(heavy, 16).count("p") == 12
+
+
+def test_in_a_full_queue_the_tenant_with_most_of_it_gives_way():
+    admission = queue(max_queued=10)
+    waiting_for(admission, FLOOD, 10)
+    with pytest.raises(Overloaded) as refused:
+        admission.check_room(5.0, 40, FLOOD, could_serve=True)
+    ((key, failure),) = admission.check_room(5.0, 40, POLITE, could_serve=True)
+    assert key == list(admission._new)[-1], "the latest"
+    assert failure == refused.value.to_failure()
+    assert (failure.http_status, failure.code) == (429, "queue_full")
+    for _ in range(5):
+        ((key, _),) = admission.check_room(5.0, 40, POLITE, could_serve=True)
+        admission.leave(key)
+        waiting_for(admission, POLITE, 1)
+    with pytest.raises(Overloaded):  # each has its half
+        admission.check_room(5.0, 40, POLITE, could_serve=True)
+    ((key, _),) = admission.check_room(5.0, 40, Tenant("third"), could_serve=True)
+    assert key.request_id.startswith("flood")
+
+
+def test_a_client_that_fills_the_memory_of_the_queue_gives_way_too():
+    admission = queue()
+    half = MAX_QUEUED_TOKENS // 2
+    for name in "ab":
+        attempt = msgspec.structs.replace(place(name, tenant=FLOOD), num_tokens=half)
+        admission.wait(0.0, attempt)
+    assert len(admission.check_room(0.0, half // 4, POLITE, could_serve=True)) == 1
+    with pytest.raises(Overloaded):
+        admission.check_room(0.0, half * 2, POLITE, could_serve=True)
+
+
+def test_clients_that_have_left_the_queue_are_forgotten():
+    admission = queue()
+    waiting_for(admission, FLOOD, 100)
+    for number in range(50):
+        waiting_for(admission, Tenant(f"once{number}"), 1)
+    in_turns(admission, 100)
+    waiting_for(admission, POLITE, 1)
+    assert admission._fair._shares.keys() == {"flood", "polite"}
+    in_turns(admission, 51)
+    assert not admission._fair._shares
 
 
 def test_each_attempt_waits_so_long_and_a_stream_that_began_longer():

@@ -286,6 +286,44 @@ def test_a_key_is_added_without_touching_the_others_and_is_stored_nowhere(path):
     ]  # fmt: skip
 
 
+def test_a_line_of_the_file_may_give_its_key_another_weight(path):
+    keys = [add_key(path, name) for name in ("alice", "the batch job", "weight=3", "")]
+    lines = path.read_text().splitlines()
+    lines[1] += " weight=0.25"
+    lines[3] += "  weight=7 "
+    path.write_text("\n".join(lines))
+    weights = read_keys(path)
+    assert [weights[digest_of(key.encode())] for key in keys] == [1.0, 0.25, 3.0, 7.0]
+    for wrong in ("", "0", "-1", "nan", "inf", "1000", "much"):
+        path.write_text(f"{lines[0]} weight={wrong}\n")
+        with pytest.raises(ConfigError, match=r"line 1: weight=.* is not a number from 0.01 to 10"):
+            read_keys(path)
+
+
+@served(script=hello, config=LOCKED)
+async def test_requests_count_for_their_key(bench, engine):
+    names = []
+    for header in ("Bearer first", "bearer  first", "Bearer sécond"):
+        assert (await ask(bench, Authorization=header)).status == 200
+        names.append(engine.caller.tenant.name)
+    assert names[0] == names[1] != names[2]
+    assert not any("first" in name for name in names)
+
+
+def test_without_keys_requests_count_for_their_address_and_in_ipv6_for_its_network():
+    access = Access(RouterConfig())
+
+    def tenant(address: str) -> str:
+        request = make_mocked_request("GET", "/").clone(remote=address)
+        return access.tenant_of(request).name
+
+    assert tenant("192.0.2.7") == tenant("::ffff:192.0.2.7") == "192.0.2.7"
+    assert tenant("2001:db8:1:2:3::1") == tenant("2001:db8:1:2:ffff::9") == "2001:db8:1:2::/64"
+    assert tenant("2001:db8:1:3::1") != tenant("2001:db8:1:2::1")
+    assert tenant("fe80::1%eth0") == "fe80::/64"
+    assert tenant("") == ""
+
+
 @pytest.mark.parametrize("damage", ["sha256:12", "secret", "\ud800"])
 def test_a_damaged_or_missing_file_stops_a_start(damage, path):
     path.write_bytes(b"\n" + damage.encode(errors="surrogatepass"))

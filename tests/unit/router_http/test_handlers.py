@@ -145,7 +145,7 @@ async def test_sampling_fields_reach_the_engine_and_null_is_the_default(bench, e
         "ignore_eos": True, "skip_special_tokens": False, "include_stop_str_in_output": True,
     }  # fmt: skip
     assert (await bench.post({"prompt": [5], "cache_salt": "mine", **given})).status == 200
-    assert engine.scope == Scope(cache_salt="mine")
+    assert engine.caller.scope == Scope(cache_salt="mine")
     params = engine.streams[0].params
     assert {name: getattr(params, name) for name in given} == given
     assert (await bench.post({"prompt": [5], **dict.fromkeys(given)})).status == 200
@@ -273,7 +273,7 @@ async def test_an_adapter_is_chosen_as_the_model(bench, engine):
     for model, lora in (("sql", "sql"), ("tiny", "")):
         reply = await bench.post({"model": model, "prompt": [5], "cache_salt": "mine"})
         assert reply.json["model"] == model
-        assert engine.scope == Scope(lora, "mine")
+        assert engine.caller.scope == Scope(lora, "mine")
     listed = (await bench.get("/v1/models")).json["data"]
     named = [(card["id"], card.get("parent")) for card in listed]
     assert named == [("tiny", None), ("sql", "tiny"), ("poems", "tiny")]
