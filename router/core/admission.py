@@ -5,7 +5,8 @@ An attempt of a request that had nodes before (a retry, a resume) goes first, be
 waited already and its blocks may be cached somewhere.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from heapq import heapify, heappop, heapreplace
@@ -42,6 +43,8 @@ MAX_RESUME_WAIT_S = 300.0
 # may be passed at once.
 MAX_PASSED_S = 1.0
 MAX_PASSED = 8
+# A tenant counts as present for this long after its last request.
+PRESENT_S = 10.0
 # How often a stopped queue is tried although no node has got room and nothing has arrived.
 LOOK_S = 0.2
 
@@ -141,8 +144,11 @@ class FairQueue:
             self._virtual = max(self._virtual, share.due)
             share.due += waiting.work
 
-    def in_turn(self) -> Iterator[QueuedAttempt]:
-        """Yield the attempts as they are due. They may leave meanwhile."""
+    def in_turn(self, blocked: Container[str]) -> Iterator[QueuedAttempt]:
+        """Yield the attempts as they are due, without those of `blocked` tenants.
+
+        Attempts may leave, and tenants may be blocked meanwhile.
+        """
         turns = [
             (share.due, number, iter(tuple(share.attempts.values())))
             for number, share in enumerate(self._shares.values())
@@ -152,7 +158,7 @@ class FairQueue:
         while turns:
             due, number, attempts = turns[0]
             waiting = next(attempts, None)
-            if waiting is None:
+            if waiting is None or waiting.selection.tenant.name in blocked:
                 heappop(turns)
                 continue
             yield waiting
@@ -167,6 +173,50 @@ class FairQueue:
         return self._shares.get(tenant.name) or Share(tenant, self._virtual)
 
 
+@dataclass(slots=True)
+class _Present:
+    tenant: Tenant
+    came_s: float = -math.inf  # when it sent its last request
+    num_inflight: int = 0  # requests
+
+
+class Presence:
+    """The tenants that have requests in flight or sent one lately, and how many each has."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, _Present] = {}
+        self._num_inflight = 0
+        self._swept_s = -math.inf
+
+    def came(self, now_s: float, tenant: Tenant) -> None:
+        self._of(tenant).came_s = now_s
+
+    def began(self, tenant: Tenant) -> None:
+        self._of(tenant).num_inflight += 1
+        self._num_inflight += 1
+
+    def ended(self, tenant: Tenant) -> None:
+        self._of(tenant).num_inflight -= 1
+        self._num_inflight -= 1
+
+    def has_much(self, now_s: float, tenant: Tenant) -> bool:
+        """Return whether a tenant has more than its share of what is in flight, beside others."""
+        if now_s - self._swept_s >= 1.0:
+            self._swept_s = now_s
+            since_s = now_s - PRESENT_S
+            for name, one in list(self._present.items()):
+                if not one.num_inflight and one.came_s < since_s:
+                    del self._present[name]
+        if len(self._present) < 2:
+            return False
+        weights = sum(one.tenant.weight for one in self._present.values())
+        fair = self._num_inflight * tenant.weight / weights
+        return self._of(tenant).num_inflight > fair
+
+    def _of(self, tenant: Tenant) -> _Present:
+        return self._present.setdefault(tenant.name, _Present(tenant))
+
+
 class Admission:
     """The queues of attempts that wait for nodes, and the set of requests that have nodes.
 
@@ -177,7 +227,8 @@ class Admission:
 
     def __init__(self, config: RouterConfig, registry: Registry, policy: CheapestPair) -> None:
         self._config, self._registry, self._policy = config, registry, policy
-        self._inflight: set[RequestId] = set()
+        self._inflight: dict[RequestId, Tenant] = {}
+        self._presence = Presence()
         self._resumes: dict[Key, QueuedAttempt] = {}
         self._again: dict[Key, QueuedAttempt] = {}
         self._fair = FairQueue()
@@ -262,6 +313,7 @@ class Admission:
         else:
             waiting.work = self._policy.work_of(selection) / selection.tenant.weight
             self._fair.add(waiting)
+            self._presence.came(now_s, selection.tenant)
         self._num_tokens += selection.num_tokens
         self._num_changes += 1
 
@@ -279,10 +331,13 @@ class Admission:
         """
         if self._looked_at == self._news() and now_s - self._looked_s < LOOK_S:
             return
-        num_passed, kept = 0, set[NodeId]()
-        for waiting in self._in_order():
+        num_passed, kept, blocked = 0, set[NodeId](), set[str]()
+        for waiting in self._in_order(blocked):
             selection = waiting.selection
-            decision = self._policy.choose(now_s, self._registry, selection, kept)
+            leaves_room = self._presence.has_much(now_s, selection.tenant)
+            decision = self._policy.choose(
+                now_s, self._registry, selection, kept, leaves_room=leaves_room
+            )
             if decision is None:
                 waiting.unplaceable_at = self._registry.version
                 waiting.waits_for = self._absent()
@@ -291,6 +346,9 @@ class Admission:
             else:
                 nodes = map(self._registry.node, decision.full)
                 waiting.waits_for = frozenset(node.role for node in nodes if node is not None)
+                if leaves_room:
+                    blocked.add(selection.tenant.name)
+                    continue
                 num_passed += 1
                 if now_s - waiting.since_s >= MAX_PASSED_S:
                     kept.update(decision.full)
@@ -303,14 +361,14 @@ class Admission:
         needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
 
-    def _in_order(self) -> Iterator[QueuedAttempt]:
+    def _in_order(self, blocked: Container[str]) -> Iterator[QueuedAttempt]:
         """Yield the attempts that may get nodes. They may leave meanwhile."""
         for queue in (self._resumes, self._again):
             for key in tuple(queue):
                 waiting = queue.get(key)
                 if waiting and waiting.unplaceable_at != self._registry.version:
                     yield waiting
-        for waiting in self._fair.in_turn():
+        for waiting in self._fair.in_turn(blocked):
             if len(self._inflight) >= self._config.max_inflight:
                 return
             is_there = self._new.get(waiting.selection.key) is waiting
@@ -323,7 +381,11 @@ class Admission:
 
     def selected(self, key: Key) -> None:
         """Note that an attempt has nodes now."""
-        self._inflight.add(key.request_id)
+        waiting = self._new.get(key)
+        if key.request_id not in self._inflight:
+            tenant = ANYONE if waiting is None else waiting.selection.tenant
+            self._inflight[key.request_id] = tenant
+            self._presence.began(tenant)
         self._fair.charge(key)
         self.leave(key)
 
@@ -362,7 +424,9 @@ class Admission:
     def ended(self, request_id: RequestId) -> None:
         """Note that the nodes of a request have confirmed its end."""
         self._num_changes += 1
-        self._inflight.discard(request_id)
+        tenant = self._inflight.pop(request_id, None)
+        if tenant is not None:
+            self._presence.ended(tenant)
 
 
 def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:

@@ -81,12 +81,16 @@ class CheapestPair:
         registry: Registry,
         selection: SelectNodes,
         kept: Collection[NodeId] = (),
+        *,
+        leaves_room: bool = False,
     ) -> Decision | None:
         """Return nodes for an attempt, or None if no node in service can take it.
 
-        Nodes that are `kept` for other attempts count as full.
+        Nodes that are `kept` for other attempts count as full. So do, for an attempt that
+        `leaves_room`, nodes that have just enough of it for the attempts of others.
         """
-        search = _PairSearch(registry, selection, math.ceil(self._output_tokens), kept)
+        growth = math.ceil(self._output_tokens)
+        search = _PairSearch(registry, selection, growth, kept, leaves_room=leaves_room)
         # Most nodes have room, and checking takes long. A choice with room is the best in any case.
         decision = self._choose(now_s, search, selection)
         if decision is None or not decision.full:
@@ -129,9 +133,16 @@ class _PairSearch:
     """The search for one attempt's nodes. Its sequences will probably grow by `growth` tokens."""
 
     def __init__(
-        self, registry: Registry, selection: SelectNodes, growth: int, kept: Collection[NodeId]
+        self,
+        registry: Registry,
+        selection: SelectNodes,
+        growth: int,
+        kept: Collection[NodeId],
+        *,
+        leaves_room: bool,
     ) -> None:
         self._registry, self._selection, self._kept = registry, selection, kept
+        self._leaves_room = leaves_room
         self.checks_room = False  # whether full nodes rank behind the others
         self._likely_tokens = _likely_tokens(selection, growth)
         # Another sequence in the batch delays each step by about the time of a prompt token.
@@ -204,7 +215,8 @@ class _PairSearch:
 
     def _has_room(self, node: Node) -> bool:
         num_blocks = min(self._likely_blocks, _pool(node) // 2)
-        return node.node_id not in self._kept and node.has_room(num_blocks)
+        has_room = node.has_room(num_blocks, leaves_room=self._leaves_room)
+        return has_room and node.node_id not in self._kept
 
     def cheapest_pair(self, now_s: float, prefills: list[Candidate]) -> _Pair | None:
         """Return the cheapest pair that works; None if none does.

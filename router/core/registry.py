@@ -79,6 +79,10 @@ UNPAIRED = "two nodes can never exchange KV blocks and are not paired"
 SURPLUS = 1.25
 # The number of steps of work that a prefill node is given at once.
 BACKLOG_STEPS = 2
+# The limits for a tenant that has more than its share, while there are others: a part of the slots
+# and blocks stays free, and a prompt of another tenant waits for less than a step.
+LEFT_PART = 0.95
+LEFT_BACKLOG_STEPS = 0.25
 NO_LOAD = Load()
 NO_TOTALS = Totals()
 
@@ -127,19 +131,22 @@ class Node:
         """Note that the node lives."""
         self.heard_s, self.excused_s = now_s, 0.0
 
-    def has_room(self, num_blocks: int) -> bool:
+    def has_room(self, num_blocks: int, *, leaves_room: bool = False) -> bool:
         """Return whether the node could soon begin work that takes that many blocks on decode.
 
-        An idle node takes any work that its pool can hold.
+        An idle node takes any work that its pool can hold. Work that `leaves_room` gets no further
+        than others, which may come any moment, could begin at once.
         """
         info = self.info
         if info is None or not info.facts.step.num_slots or not self.reserved:
             return True
         if self.role == "prefill":
-            return self.num_tokens < BACKLOG_STEPS * info.facts.step.num_tokens
+            backlog = LEFT_BACKLOG_STEPS if leaves_room else BACKLOG_STEPS
+            return self.num_tokens < backlog * info.facts.step.num_tokens
+        part = LEFT_PART if leaves_room else SURPLUS
         # A request with many choices needs one slot to begin.
-        has_slot = len(self.reserved) + self.num_foreign < SURPLUS * info.facts.step.num_slots
-        return has_slot and self.num_blocks + num_blocks <= SURPLUS * info.num_blocks
+        has_slot = len(self.reserved) + self.num_foreign < part * info.facts.step.num_slots
+        return has_slot and self.num_blocks + num_blocks <= part * info.num_blocks
 
     @property
     def busy(self) -> float:
