@@ -81,9 +81,9 @@ class TensorRows:
             self._has_nan = self._has_nan or bool(is_nan)
         if self._has_rows:
             rows = np.frombuffer(chunk, np.uint8).reshape(-1, self._row_bytes)
-            is_zero = ~rows[:, :FIRST_BYTES].any(axis=1)
+            is_zero: NDArray[np.bool_] = np.logical_not(rows[:, :FIRST_BYTES].any(axis=1))
             if is_zero.any():
-                is_zero[is_zero] = ~rows[is_zero].any(axis=1)
+                is_zero[is_zero] = np.logical_not(rows[is_zero].any(axis=1))
             self._zero_rows.append(is_zero)
 
     def problem(self, folder: Path) -> str:
@@ -128,4 +128,5 @@ def _num_ids(folder: Path, is_zero: NDArray[np.bool_]) -> int:
     vocab = read.model.vocab
     ids = vocab.values() if isinstance(vocab, dict) else [len(vocab) - 1]
     added = [token.id for token in read.added_tokens]
-    return max([*ids, *added], default=is_zero.shape[1] - 1) + 1
+    last: int = max([*ids, *added], default=is_zero.shape[1] - 1)
+    return last + 1
