@@ -45,6 +45,7 @@ MAX_PASSED_S = 1.0
 MAX_PASSED = 8
 # A tenant counts as present for this long after its last request.
 PRESENT_S = 10.0
+SWEEP_S = 1.0
 # How often a stopped queue is tried although no node has got room and nothing has arrived.
 LOOK_S = 0.2
 
@@ -181,40 +182,53 @@ class _Present:
 
 
 class Presence:
-    """The tenants that have requests in flight or sent one lately, and how many each has."""
+    """The tenants that have requests in flight or sent one lately, and how many each has.
+
+    Requests of nobody in particular, such as resumed streams, are not counted.
+    """
 
     def __init__(self) -> None:
         self._present: dict[str, _Present] = {}
         self._num_inflight = 0
+        self._weight = 0.0  # of all
         self._swept_s = -math.inf
 
     def came(self, now_s: float, tenant: Tenant) -> None:
-        self._of(tenant).came_s = now_s
+        if tenant != ANYONE:
+            self._of(tenant).came_s = now_s
 
     def began(self, tenant: Tenant) -> None:
-        self._of(tenant).num_inflight += 1
-        self._num_inflight += 1
+        if tenant != ANYONE:
+            self._of(tenant).num_inflight += 1
+            self._num_inflight += 1
 
     def ended(self, tenant: Tenant) -> None:
-        self._of(tenant).num_inflight -= 1
-        self._num_inflight -= 1
+        if tenant != ANYONE:
+            self._of(tenant).num_inflight -= 1
+            self._num_inflight -= 1
 
     def has_much(self, now_s: float, tenant: Tenant) -> bool:
         """Return whether a tenant has more than its share of what is in flight, beside others."""
-        if now_s - self._swept_s >= 1.0:
+        if now_s - self._swept_s >= SWEEP_S:
             self._swept_s = now_s
-            since_s = now_s - PRESENT_S
-            for name, one in list(self._present.items()):
-                if not one.num_inflight and one.came_s < since_s:
-                    del self._present[name]
-        if len(self._present) < 2:
+            self._forget_absent(now_s - PRESENT_S)
+        present = self._present.get(tenant.name)
+        if present is None or len(self._present) < 2:
             return False
-        weights = sum(one.tenant.weight for one in self._present.values())
-        fair = self._num_inflight * tenant.weight / weights
-        return self._of(tenant).num_inflight > fair
+        return present.num_inflight * self._weight > self._num_inflight * tenant.weight
 
     def _of(self, tenant: Tenant) -> _Present:
-        return self._present.setdefault(tenant.name, _Present(tenant))
+        present = self._present.get(tenant.name)
+        if present is None:
+            present = self._present[tenant.name] = _Present(tenant)
+            self._weight += tenant.weight
+        return present
+
+    def _forget_absent(self, since_s: float) -> None:
+        for name, present in list(self._present.items()):
+            if not present.num_inflight and present.came_s < since_s:
+                del self._present[name]
+        self._weight = sum(present.tenant.weight for present in self._present.values())
 
 
 class Admission:
@@ -267,8 +281,8 @@ class Admission:
     ) -> list[tuple[Key, Failure]]:
         """Raise `Overloaded` if a new request would have to wait in a full queue.
 
-        In a queue that others fill, a tenant gets its selection from the one that has most: then the
-        attempts that the caller must end first are returned, each with the reason.
+        In a queue that others fill, a tenant gets its selection from the one that has most: attempts of
+        that one are removed and returned, each with the reason.
         """
         num_new = len(self._new)
         is_busy = num_new > 0 or len(self._inflight) >= self._config.max_inflight
@@ -296,6 +310,8 @@ class Admission:
             pushed_out.append((key, full.to_failure()))
             too_many -= 1
             too_long -= waiting.selection.num_tokens
+        for key, _ in pushed_out:
+            self.leave(key)
         return pushed_out
 
     def _retry_after_s(self, now_s: float) -> float:
@@ -334,7 +350,8 @@ class Admission:
         num_passed, kept, blocked = 0, set[NodeId](), set[str]()
         for waiting in self._in_order(blocked):
             selection = waiting.selection
-            leaves_room = self._presence.has_much(now_s, selection.tenant)
+            is_new = selection.key in self._new
+            leaves_room = is_new and self._presence.has_much(now_s, selection.tenant)
             decision = self._policy.choose(
                 now_s, self._registry, selection, kept, leaves_room=leaves_room
             )

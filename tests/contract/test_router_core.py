@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import BatonError, Cancelled, Failure
+from baton.protocol.errors import BatonError, Cancelled, Failure, Overloaded
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -22,6 +22,7 @@ from baton.protocol.messages import (
 )
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.lifecycle import Lifecycle
+from baton.router.core.request import Caller, Tenant
 from baton.router.outputs import CompletionOutput, RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, collected, routed, whole
 from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
@@ -74,6 +75,22 @@ async def test_no_token_reaches_the_client_before_decode_has_accepted(bench):
     assert [delta.token_ids for delta in got] == [[43]]
     assert (stream.metrics.prefill_s, stream.metrics.num_attempts) == (0.5, 2)
     stream.close()
+
+
+@routed(RouterConfig(max_inflight=1, max_queued=2))
+async def test_a_full_queue_takes_a_client_for_whom_the_last_of_another_gives_way(bench):
+    await bench.pair()
+    flood, polite = Caller(tenant=Tenant("flood")), Caller(tenant=Tenant("polite"))
+    streams = [await bench.router.submit(PROMPT, GREEDY, caller=flood) for _ in range(3)]
+    with pytest.raises(Overloaded, match="2 requests are waiting already"):
+        await bench.router.submit(PROMPT, GREEDY, caller=flood)
+    streams.append(await bench.router.submit(PROMPT, GREEDY, caller=polite))
+    with pytest.raises(Overloaded, match="2 requests are waiting already") as refused:
+        await streams[2].ended()
+    assert (refused.value.http_status, refused.value.code) == (429, "queue_full")
+    assert bench.core.health().num_queued == 2
+    for stream in streams:
+        stream.close()
 
 
 @routed()

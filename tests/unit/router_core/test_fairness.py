@@ -73,9 +73,7 @@ class Cluster:
         except Overloaded:
             self.num_refused[tenant] += 1
             return
-        for key, _ in pushed_out:
-            self.admission.leave(key)
-            self.num_refused[FLOOD] += 1
+        self.num_refused[FLOOD] += len(pushed_out)
         self._came_s[attempt.key] = self.now_s
         self.admission.wait(self.now_s, attempt)
 
