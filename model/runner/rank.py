@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from baton.engine.compute.weight_digests import WeightDigest
 from baton.kernels.cpu.functions import CpuLinears, CpuSampler
 from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
@@ -36,6 +35,7 @@ from baton.model.layers.mlp import GroupedProduct
 from baton.model.layers.rotary import rope_table, unrotated
 from baton.model.loading.decoder_loading import check_split, load_decoder, local_heads
 from baton.model.loading.layer_weights import PackNarrow, RankDevice, linears_for
+from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import Checkpoint, fingerprint
 from baton.model.runner.cuda_start import (
     buckets_up_to,

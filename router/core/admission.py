@@ -281,7 +281,7 @@ class Admission:
     ) -> list[tuple[Key, Failure]]:
         """Raise `Overloaded` if a new request would have to wait in a full queue.
 
-        In a queue that others fill, a tenant gets its selection from the one that has most: attempts of
+        In a queue that others fill, a tenant gets its place from the one that has most: attempts of
         that one are removed and returned, each with the reason.
         """
         num_new = len(self._new)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from baton.engine.compute.weight_digests import WeightDigest
 from baton.kv_transfer.pools import HostPool
+from baton.model.loading.weight_digests import WeightDigest
 from baton.model.loading.weights import fingerprint
 from baton.model.runner.rank import load_runner, plan_rank
 from baton.model.runner.runner import Runner

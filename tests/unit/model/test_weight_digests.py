@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from baton.engine.compute.weight_digests import SETTLED_S, WeightDigest
+from baton.model.loading.weight_digests import SETTLED_S, WeightDigest
 from baton.model.runner.rank import load_rank
 from baton.model.tensor_parallel import SingleRank
 from baton.protocol.errors import ConfigError

@@ -19,8 +19,8 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from baton.engine.compute.weight_damage import TensorRows
 from baton.model.config.weight_files import Stored, stored_tensors
+from baton.model.loading.weight_damage import TensorRows
 from baton.node.executor import Progress
 from baton.protocol.errors import ConfigError
 from baton.runtime.private_cache import cache_folder, check_owner, lock, make_private

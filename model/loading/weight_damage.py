@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from baton.model.config.decoder_config import read_json
+from baton.model.config.reading import read_json
 from baton.model.config.weight_files import TensorEntry
 from baton.protocol.errors import ConfigError
 
