@@ -423,7 +423,7 @@ class RouterCore:
         for choice in choices:
             if choice.process is None or choice.has_ended:
                 continue
-            # Another router has selected this sequence, so its load is reserved here afterwards.
+            # Another router has placed this sequence, so its load is reserved here afterwards.
             node = self.registry.node(choice.process[0])
             assert node is not None
             assert self._link is not None
@@ -530,7 +530,7 @@ class RouterCore:
 
     def _select_waiting(self) -> None:
         if self._is_feeding:
-            return  # a request that is about to end may be queued; attempts are selected afterwards
+            return  # a request that is about to end may be queued; attempts get nodes afterwards
         for selection, found in self._queue.take(self._now_s):
             active = self._requests[selection.key.request_id]
             self._queue.selected(selection.key)
