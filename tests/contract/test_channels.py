@@ -194,8 +194,11 @@ def test_a_dialer_hears_that_its_session_is_over_and_starts_another(tmp_path):
         assert numbers(pair.hear(1)) == [4]
 
 
-def test_a_dialer_that_gave_a_handshake_up_begins_anew_although_libzmq_had_reconnected(tmp_path):
+def test_a_dialer_that_gave_a_handshake_up_begins_anew_although_libzmq_had_reconnected(
+    tmp_path, monkeypatch
+):
     """Its process was stalled, so it reads of the failure and of the next success together."""
+    monkeypatch.setattr(dialer_module, "ASK_INTERVAL_S", 1e9)  # it knows without asking
     endpoint = f"ipc://{tmp_path}/late"
     with ends(tmp_path) as pair:
         with socket.socket(socket.AF_UNIX) as ending:
