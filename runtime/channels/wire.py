@@ -137,10 +137,10 @@ def new_identity(name: bytes) -> bytes:
 
 
 def is_invented(identity: bytes) -> bool:
-    """Return whether libzmq made up this identity, which no dialer's begins like.
+    """Return whether libzmq made up this identity. No name of a dialer begins with a zero byte.
 
-    It does so for a dialer without one, and for a connection whose identity a newer one took over:
-    what is still unread of the older connection comes under the invented identity.
+    libzmq does so for a dialer without an identity, and when a newer connection takes an identity
+    over: the unread messages of the older connection then come under an invented one.
     """
     return identity[:1] == b"\0"
 
