@@ -113,8 +113,8 @@ def models_page(page: str) -> str:
         "|---|---|---|---|",
     ]
     for family in FAMILIES:
-        names = (family.architecture, family.wrapper)
-        shown = ", ".join(f"`{name}`" for name in names if name)
+        names = dict.fromkeys((family.architecture, *family.wrappers))
+        shown = ", ".join(f"`{name}`" for name in names)
         rows.append(f"| {family.title} | {shown} | {_bias(family)} | {_windows(family)} |")
     table = "\n".join(rows)
     return f"{before}{FAMILIES_BEGIN}\n{table}\n{FAMILIES_END}{after}"

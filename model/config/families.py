@@ -71,7 +71,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     architecture: str
     model_type: str
     other_model_types: tuple[str, ...] = ()
-    wrapper: str = ""  # the architecture of models that see images, too; this is their text
+    wrappers: tuple[str, ...] = ()  # architectures of models that also see; this is their text
     defaults: dict[str, object] = {}
     refused: tuple[str, ...] = ()  # fields that change the result and are not supported
     qkv_bias: str = ""
@@ -121,6 +121,10 @@ def _says_something(fields: dict[str, object], name: str) -> bool:
 
 
 _DEEPSEEK_EXPERTS = Experts(routing="grouped_sigmoid", shared="shared_experts")
+# Of text, all three positions of a token are equal, and so are the angles.
+_MROPE = {"mrope": "default"}
+_LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
+_INTERNVL = ("InternVLForConditionalGeneration",)
 _QWEN_WINDOWS = Windows(layers="upper", switch="use_sliding_window")
 
 FAMILIES = (
@@ -131,11 +135,13 @@ FAMILIES = (
         qkv_bias="attention_bias",
         output_bias="attention_bias",
         mlp_bias="mlp_bias",
+        wrappers=_LLAVA,
     ),
     Family(
         title="Mistral",
         architecture="MistralForCausalLM",
         model_type="mistral",
+        wrappers=("Mistral3ForConditionalGeneration", *_LLAVA),
         defaults={"num_key_value_heads": 8, "sliding_window": 4096},
         windows=Windows(),
     ),
@@ -150,6 +156,7 @@ FAMILIES = (
         title="Qwen2, Qwen2.5",
         architecture="Qwen2ForCausalLM",
         model_type="qwen2",
+        wrappers=_INTERNVL,
         defaults={"num_key_value_heads": 32, "sliding_window": 4096},
         qkv_bias=ALWAYS,
         windows=_QWEN_WINDOWS,
@@ -158,6 +165,7 @@ FAMILIES = (
         title="Qwen3 (dense)",
         architecture="Qwen3ForCausalLM",
         model_type="qwen3",
+        wrappers=_INTERNVL,
         defaults={"num_key_value_heads": 32, "head_dim": 128, "sliding_window": 4096},
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -197,6 +205,66 @@ FAMILIES = (
         qk_norm=ALWAYS,
         windows=Windows(reads_layer_types=False, switch="use_sliding_window"),
         experts=Experts(),
+    ),
+    Family(
+        title="Qwen2-VL, Qwen2.5-VL",
+        architecture="Qwen2_5_VLForConditionalGeneration",
+        model_type="qwen2_5_vl_text",
+        other_model_types=("qwen2_5_vl", "qwen2_vl_text", "qwen2_vl"),
+        wrappers=("Qwen2_5_VLForConditionalGeneration", "Qwen2VLForConditionalGeneration"),
+        defaults={
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 1e6,
+            "sliding_window": 4096,
+            "max_window_layers": 80,
+        },
+        qkv_bias=ALWAYS,
+        windows=_QWEN_WINDOWS,
+        rope_types=_MROPE,
+    ),
+    Family(
+        title="Qwen3-VL",
+        architecture="Qwen3VLForConditionalGeneration",
+        model_type="qwen3_vl_text",
+        wrappers=("Qwen3VLForConditionalGeneration",),
+        defaults={"num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        rope_types=_MROPE,
+    ),
+    Family(
+        title="Qwen3-VL-MoE",
+        architecture="Qwen3VLMoeForConditionalGeneration",
+        model_type="qwen3_vl_moe_text",
+        wrappers=("Qwen3VLMoeForConditionalGeneration",),
+        defaults={
+            "num_key_value_heads": 16,
+            "rope_theta": 5e5,
+            "tie_word_embeddings": True,
+            "norm_topk_prob": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        rope_types=_MROPE,
+        experts=Experts(),
+    ),
+    Family(
+        title="GLM-4.5V, 4.6V",
+        architecture="Glm4vMoeForConditionalGeneration",
+        model_type="glm4v_moe_text",
+        wrappers=("Glm4vMoeForConditionalGeneration",),
+        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "attention_bias": True},
+        qkv_bias="attention_bias",
+        partial_rotary_factor=0.5,
+        rope_types=_MROPE,
+        experts=_DEEPSEEK_EXPERTS,
+        has_nextn_layers=True,
     ),
     Family(
         title="Seed-OSS",
@@ -244,10 +312,10 @@ FAMILIES = (
         windows=Windows(layers="pattern", period=2),
     ),
     Family(
-        title="Gemma 3 (of models that see images, the text)",
+        title="Gemma 3",
         architecture="Gemma3ForCausalLM",
         model_type="gemma3_text",
-        wrapper="Gemma3ForConditionalGeneration",
+        wrappers=("Gemma3ForConditionalGeneration",),
         defaults={
             "vocab_size": 262208,
             "hidden_size": 2304,
@@ -361,6 +429,7 @@ FAMILIES = (
         architecture="DeepseekV3ForCausalLM",
         model_type="deepseek_v3",
         other_model_types=("kimi_k2",),
+        wrappers=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         latent=Latent(),
         experts=_DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
@@ -385,4 +454,17 @@ FAMILIES = (
 )
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
-BY_WRAPPER = {family.wrapper: family for family in FAMILIES if family.wrapper}
+WRAPPERS = {name for family in FAMILIES for name in family.wrappers}
+
+
+def text_family(wrapper: str, model_type: str) -> Family | None:
+    """Return the family of the text of a model that also sees; None if baton has none."""
+    families = [family for family in FAMILIES if wrapper in family.wrappers]
+    if not model_type:
+        return families[0]
+    named = (
+        family
+        for family in families
+        if model_type in (family.model_type, *family.other_model_types)
+    )
+    return next(named, None)

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
-from baton.model.config.families import BY_WRAPPER
+from baton.model.config.families import WRAPPERS, text_family
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
@@ -44,11 +44,21 @@ def read_fields(file: Path) -> dict[str, object]:
     """
     whole = read_json(file, dict[str, object])
     named = converted(file, whole, ModelKind).architectures
-    if not named or named[0] not in BY_WRAPPER:
+    if not named or named[0] not in WRAPPERS:
         return whole
-    text = converted(file, whole.get("text_config"), dict[str, object])
+    if "text_config" not in whole:  # some have all fields side by side
+        return whole
+    text = converted(file, whole["text_config"], dict[str, object])
+    kind = converted(file, text, ModelKind)
+    family = text_family(named[0], kind.model_type)
+    if family is None:
+        raise ConfigError(
+            f"{file}: text_config is a {kind.model_type}, whose text baton does not compute"
+        )
     shared = {name: whole[name] for name in WHOLE_FIELDS if name in whole}
-    return {**shared, **text, "architectures": [BY_WRAPPER[named[0]].architecture]}
+    # The head belongs to the whole model.
+    head = {name: shared[name] for name in ("tie_word_embeddings",) if name in shared}
+    return {**shared, **text, **head, "architectures": [family.architecture]}
 
 
 def converted(file: Path, fields: object, kind: type[T]) -> T:

@@ -4,9 +4,9 @@ The check of a folder, the loader, adapters and quantized weights all read these
 module never imports torch.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -21,6 +21,9 @@ STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 Shape = tuple[int, ...]
+# Each expert has tensors of its own, or one tensor has all of a layer: [outputs, inputs] each, or
+# transposed.
+ExpertLayout = Literal["apart", "stacked", "transposed"]
 
 
 def share(num_units: int, rank: int, size: int, width: int = 1) -> slice:
@@ -138,7 +141,7 @@ class ExpertTensors(msgspec.Struct, frozen=True):
     num_experts: int
     width: int  # of one expert
     hidden: int
-    is_stacked: bool  # one tensor has all experts of a layer
+    layout: ExpertLayout
 
     @property
     def stacked_gate_up(self) -> str:
@@ -166,7 +169,10 @@ class ExpertTensors(msgspec.Struct, frozen=True):
             yield f"{self.stacked_gate_up}_bias", (self.num_experts, 2 * self.width)
             yield self.stacked_down, (self.num_experts, self.width, self.hidden)
             yield f"{self.stacked_down}_bias", (self.num_experts, self.hidden)
-        elif self.is_stacked:
+        elif self.layout == "transposed":
+            yield self.stacked_gate_up, (self.num_experts, self.hidden, 2 * self.width)
+            yield self.stacked_down, (self.num_experts, self.width, self.hidden)
+        elif self.layout == "stacked":
             yield self.stacked_gate_up, (self.num_experts, 2 * self.width, self.hidden)
             yield self.stacked_down, (self.num_experts, self.hidden, self.width)
         else:
@@ -225,25 +231,27 @@ class DecoderTensors(msgspec.Struct, frozen=True):
         return shapes
 
 
-def decoder_tensors(config: DecoderConfig, *, is_stacked: bool = False) -> DecoderTensors:
-    """Return what the decoder of `config` reads.
-
-    `is_stacked` says that one tensor holds all experts of a layer.
-    """
+def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> DecoderTensors:
+    """Return what the decoder of `config` reads from files with such a layout of experts."""
     return DecoderTensors(
         vocab_size=config.vocab_size,
         hidden=config.hidden_size,
-        layers=tuple(
-            _layer(config, number, is_stacked=is_stacked) for number in range(config.num_layers)
-        ),
+        layers=tuple(_layer(config, number, layout) for number in range(config.num_layers)),
         norm=NormTensor(NORM, config.hidden_size),
         is_tied=config.tie_word_embeddings,
     )
 
 
-def has_stacked_experts(names: Sequence[str] | frozenset[str]) -> bool:
-    """Return whether one tensor holds all experts of a layer."""
-    return any(name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}") for name in names)
+def layout_of(config: DecoderConfig, shapes: Mapping[str, Shape]) -> ExpertLayout:
+    """Return the layout of experts in files whose tensors have these shapes."""
+    for name, shape in shapes.items():
+        if config.experts is None or not name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}"):
+            continue
+        width, hidden = config.experts.moe_intermediate_size, config.hidden_size
+        down = shapes.get(name.removesuffix(STACKED_GATE_UP) + STACKED_DOWN, ())
+        is_transposed = (shape[1:], down[1:]) == ((hidden, 2 * width), (width, hidden))
+        return "transposed" if is_transposed else "stacked"
+    return "apart"
 
 
 def units_of_rank(
@@ -255,7 +263,7 @@ def units_of_rank(
         yield (part.stop - part.start) // units.width, units
 
 
-def _layer(config: DecoderConfig, number: int, *, is_stacked: bool) -> LayerTensors:
+def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTensors:
     layer = f"model.layers.{number}."
     attention = f"{layer}self_attn."
     hidden, width = Units(config.hidden_size), config.head_dim
@@ -284,7 +292,7 @@ def _layer(config: DecoderConfig, number: int, *, is_stacked: bool) -> LayerTens
         num_heads=config.num_heads,
         latent=None if latent is None else _latent(latent, attention, config),
         mlp=_dense_mlp(config, layer) if experts is None else None,
-        experts=None if experts is None else _experts(config, experts, layer, is_stacked),
+        experts=None if experts is None else _experts(config, experts, layer, layout),
     )
 
 
@@ -366,11 +374,11 @@ def _mlp(
 
 
 def _experts(
-    config: DecoderConfig, experts: ExpertsConfig, layer: str, is_stacked: bool
+    config: DecoderConfig, experts: ExpertsConfig, layer: str, layout: ExpertLayout
 ) -> ExpertTensors:
     names, hidden = experts.names, config.hidden_size
     block = f"{layer}{names.block}."
-    experts_block = f"{layer}{STACKED_BLOCK}." if is_stacked else block
+    experts_block = block if layout == "apart" else f"{layer}{STACKED_BLOCK}."
     shared = shared_gate = None
     if width := experts.shared_expert_intermediate_size:
         gate_up = (names.gate, names.up)
@@ -394,5 +402,5 @@ def _experts(
         num_experts=experts.num_experts,
         width=experts.moe_intermediate_size,
         hidden=hidden,
-        is_stacked=is_stacked or names.is_interleaved,
+        layout=layout,
     )

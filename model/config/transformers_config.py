@@ -23,6 +23,8 @@ from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
 
 _TABLE = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+_SEEING = "ForConditionalGeneration"
+_WITH_TEXT = tuple(name for name in BY_ARCHITECTURE if name.endswith(_SEEING))
 
 
 class TransformersConfig(msgspec.Struct, frozen=True):
@@ -76,6 +78,11 @@ def check_for_transformers(folder: Path) -> tuple[str, str]:
     raw = _read(file)
     known = _known_decoders()
     named = (raw.architectures or ("nothing",))[0]
+    if named.endswith(_SEEING) and named not in known.values():
+        raise ConfigError(
+            f"{file}: architectures names {named}, which sees, hears or encodes; baton computes "
+            f"text alone, and of such models reads {', '.join(_WITH_TEXT)}"
+        )
     if named not in known.values():
         raise ConfigError(
             f"{file}: architectures names {named}; baton runs {', '.join(BY_ARCHITECTURE)}, "

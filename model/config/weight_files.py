@@ -16,13 +16,16 @@ from safetensors import SafetensorError, safe_open
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import Packing, Quantization
 from baton.model.config.reading import read_json
-from baton.model.config.tensors import EMBEDDING, HEAD, Shape, decoder_tensors, has_stacked_experts
+from baton.model.config.tensors import EMBEDDING, HEAD, Shape, decoder_tensors, layout_of
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-_OF_IMAGES = re.compile(r"(model\.)?(vision_tower|multi_modal_projector)\..+")
+_OF_IMAGES = re.compile(
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|patch_merger)"
+    r"\..+|(model\.)?image_newline"
+)
 _DTYPES = ("F32", "F16", "BF16")
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
@@ -125,7 +128,8 @@ def _text_name(name: str) -> str:
 def check_tensors(folder: Path, config: DecoderConfig) -> None:
     """Raise a one-line `ConfigError` unless the files hold what the decoder reads, and no more."""
     stored = stored_tensors(folder)
-    expected = decoder_tensors(config, is_stacked=has_stacked_experts(frozenset(stored))).shapes()
+    shapes = {name: tensor.entry.shape for name, tensor in stored.items()}
+    expected = decoder_tensors(config, layout_of(config, shapes)).shapes()
     if config.tie_word_embeddings and HEAD in stored:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]

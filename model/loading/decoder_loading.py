@@ -277,8 +277,10 @@ class _Loader:
         own = share(width, self.ranks.rank, self.ranks.size)
         if tensors.names.is_interleaved:
             return deinterleaved(self.read(name, item=number), own).T.contiguous()
-        if tensors.is_stacked:
-            parts = own, slice(width + own.start, width + own.stop)
+        parts = own, slice(width + own.start, width + own.stop)
+        if tensors.layout == "transposed":
+            return torch.cat([self.read(name, columns=part, item=number).T for part in parts])
+        if tensors.layout == "stacked":
             return torch.cat([self.read(name, rows=rows, item=number) for rows in parts])
         names = [linear.name for linear in tensors.expert(number).gate_up]
         return self.weights.weight(names, (own, own), None, is_expert=True)
@@ -287,7 +289,9 @@ class _Loader:
         own, name = share(tensors.width, self.ranks.rank, self.ranks.size), tensors.stacked_down
         if tensors.names.is_interleaved:
             return self.read(name, rows=own, item=number).T.contiguous()
-        if tensors.is_stacked:
+        if tensors.layout == "transposed":
+            return self.read(name, rows=own, item=number).T.contiguous()
+        if tensors.layout == "stacked":
             return self.read(name, columns=own, item=number)
         every = slice(0, tensors.hidden)
         return self.weights.weight([tensors.expert(number).down.name], [every], own, is_expert=True)

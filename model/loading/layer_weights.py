@@ -15,7 +15,7 @@ from baton.kernels.reference import NarrowWeight
 from baton.model.batch_invariance.device_linears import OrderedLinears
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.config.tensors import LinearTensors, decoder_tensors, has_stacked_experts
+from baton.model.config.tensors import LinearTensors, decoder_tensors, layout_of
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts
@@ -82,8 +82,8 @@ class LayerWeights:
         linears: LinearMaker | None,
         loras: LoraLoader,
     ) -> None:
-        is_stacked = has_stacked_experts(checkpoint.names())
-        self.tensors = decoder_tensors(config, is_stacked=is_stacked)
+        layout = layout_of(config, checkpoint.shapes())
+        self.tensors = decoder_tensors(config, layout)
         self.shapes = self.tensors.shapes()
         self.config, self.checkpoint = config, checkpoint
         self.ranks, self.linears, self.loras = ranks, linears, loras

@@ -42,8 +42,8 @@ class Checkpoint:
         stored = self._stored.get(name)
         return "" if stored is None else stored.entry.dtype
 
-    def names(self) -> frozenset[str]:
-        return frozenset(self._stored)
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: stored.entry.shape for name, stored in self._stored.items()}
 
     def read(
         self,

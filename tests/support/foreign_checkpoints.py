@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from baton.model.layers.decoder import Decoder
 from tests.support.checkpoints import scratch_folder, write_tokenizer
@@ -28,6 +28,22 @@ LATENT = {
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16,
     "v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, "n_shared_experts": 1, **GROUPED,
+}  # fmt: skip
+_VISION = {
+    "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16, "depth": 1,
+    "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14, "num_position_embeddings": 16, "deepstack_visual_indexes": [0],
+}  # fmt: skip
+SEEING: dict[str, dict[str, Any]] = {
+    kind: {"vision_config": _VISION, "tie_word_embeddings": False}
+    for kind in ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v_moe")
+}
+SEEING["mistral3"] = {
+    "tie_word_embeddings": False,
+    "vision_config": {
+        "model_type": "pixtral", "hidden_size": 16, "intermediate_size": 16, "head_dim": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
+    },
 }  # fmt: skip
 HALF_WINDOWS = {"sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16}
 MoE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -69,6 +85,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "num_attention_heads": 2, "image_size": 28, "patch_size": 14,
         },
         "mm_tokens_per_image": 4,
+    },
+    **{
+        f"{kind}_text": {"text_config": {**BASE, **text}, **SEEING[kind]}
+        for kind, text in {
+            "qwen2_5_vl": {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}},
+            "qwen3_vl": {"head_dim": 16, "rope_parameters": {
+                "rope_type": "default", "mrope_section": [2, 3, 3], "mrope_interleaved": True}},
+            "qwen3_vl_moe": {**MoE, "head_dim": 16},
+            "glm4v_moe": {
+                "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,
+                "rope_parameters": {
+                    "rope_type": "default", "mrope_section": [1, 1, 2],
+                    "partial_rotary_factor": 0.5},
+            },
+        }.items()
+    },
+    "mistral3": {
+        "text_config": {**BASE, "model_type": "mistral", "head_dim": 16, "sliding_window": None},
+        **SEEING["mistral3"],
     },
     "bloom": {},
     "codegen": {"n_positions": 1024, "rotary_dim": 8},
@@ -120,7 +155,8 @@ def small_config(kind: str) -> Any:
 def foreign_folder(kind: str, *, save_original_format: bool = True, **fields: Any) -> Path:
     """The folder of a model with weights with which attention and experts matter."""
     fields = {name: list(of) if isinstance(of, tuple) else of for name, of in fields.items()}
-    config = AutoConfig.for_model(kind, **{**BASE, **FAMILIES[kind], **fields})
+    of_whole = kind.removesuffix("_text") if "text_config" in FAMILIES[kind] else kind
+    config = AutoConfig.for_model(of_whole, **{**BASE, **FAMILIES[kind], **fields})
     return _written(kind, config, save_original_format=save_original_format)
 
 
@@ -146,9 +182,15 @@ def small_folder(kind: str, most_weights: int = 60_000_000) -> Path:
     return _written(kind, config)
 
 
+def _auto_class(config: Any) -> Any:
+    """transformers' class for such a model: of some that see, only the whole can be made."""
+    is_text = type(config) in AutoModelForCausalLM._model_mapping
+    return AutoModelForCausalLM if is_text else AutoModelForImageTextToText
+
+
 def _written(kind: str, config: Any, **saving: bool) -> Path:
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config)
+    model = _auto_class(config).from_config(config)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weight in model.parameters():
@@ -161,7 +203,7 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
     folder = scratch_folder(kind)
     model.save_pretrained(folder, **saving)
-    write_tokenizer(folder, config.vocab_size)
+    write_tokenizer(folder, config.get_text_config().vocab_size)
     return folder
 
 
@@ -177,9 +219,8 @@ def reference(
     folder: Path, tokens: list[int] | None = None, dtype: torch.dtype = torch.float32
 ) -> Tensor:
     """The logits of transformers."""
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=dtype, attn_implementation="eager"
-    ).eval()
+    auto = _auto_class(AutoConfig.from_pretrained(folder))
+    model = auto.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval()
     with torch.inference_mode():
         out: Tensor = model(torch.tensor([tokens or prompt(LENGTH)])).logits[0].float()
     return out

@@ -199,6 +199,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3 that sees images, as transformers names it": (
         "gemma3", {"save_original_format": False},
     ),
+    "mistral that sees images": ("mistral3", {}),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),

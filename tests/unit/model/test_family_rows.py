@@ -62,7 +62,7 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
         head_dim = getattr(theirs, "head_dim", None)
         assert config.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     assert config.rms_norm_eps == theirs.rms_norm_eps
-    assert config.tie_word_embeddings == theirs.tie_word_embeddings
+    assert config.tie_word_embeddings == getattr(theirs, "tie_word_embeddings", False)
     for field, has_bias in (
         (family.qkv_bias, config.qkv_bias),
         (family.output_bias, config.output_bias),

@@ -25,7 +25,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_every_tensor_reads_as_it_was_saved(shards):
     checkpoint = Checkpoint(model_folder("qwen2", shards=shards))
     saved = load_file(model_folder("qwen2") / "model.safetensors")
-    assert checkpoint.names() == saved.keys()
+    assert checkpoint.shapes().keys() == saved.keys()
     for name, tensor in saved.items():
         assert torch.equal(checkpoint.read(name), tensor)
 
