@@ -17,7 +17,7 @@ from msgspec import Meta
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import read_json
 from baton.model.config.tensors import decoder_tensors
-from baton.model.config.weight_files import tensors_of
+from baton.model.config.weight_files import tensors_of, text_name
 from baton.protocol.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -26,7 +26,7 @@ MODULES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
     "down_proj",
 )  # fmt: skip
-_TENSOR = re.compile(r"base_model\.model\.(model\.layers\.\d+\.\w+\.\w+)\.lora_([AB])\.weight")
+_TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
 _NAME = re.compile(r"[^\s=,\0]+")
 # Fields that do not change what the tensors mean, whatever they say.
 _HARMLESS = frozenset({
@@ -60,7 +60,8 @@ class Adapter(NamedTuple):
     folder: Path
     rank: int
     scaling: float
-    layers: frozenset[str]  # those that it changes, such as model.layers.0.mlp.up_proj
+    # The layers that it changes, such as model.layers.0.mlp.up_proj, by their names in its file.
+    layers: dict[str, str]
 
     @property
     def file(self) -> Path:
@@ -124,15 +125,16 @@ def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     return Adapter(name, folder, given.r, given.scaling, layers)
 
 
-def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> frozenset[str]:
-    """Return the layers that the tensors change. Raises `ConfigError` unless all of them fit."""
+def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> dict[str, str]:
+    """Return `Adapter.layers`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
     shapes = decoder_tensors(config).shapes()
-    parts = {"A": set[str](), "B": set[str]()}
+    parts = {"A": dict[str, str](), "B": dict[str, str]()}
     for tensor, entry in tensors_of(folder / WEIGHTS_FILE).items():
         match = _TENSOR.fullmatch(tensor)
-        layer = match[1] if match else ""
+        own = match[1] if match else ""
+        layer = text_name(own)
         shape = shapes.get(f"{layer}.weight")
         if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
             raise ConfigError(f"{where}: the model has no linear layer for tensor {tensor}")
@@ -145,23 +147,25 @@ def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> fr
             )
         if entry.dtype not in ("F32", "F16", "BF16"):
             raise ConfigError(f"{where}: {tensor} is {entry.dtype}, which is not supported")
-        parts[match[2]].add(layer)
-    if odd := sorted(parts["A"] ^ parts["B"]):
-        raise ConfigError(f"{where}: {odd[0]} has only one of lora_A and lora_B")
+        if layer in parts[match[2]]:
+            raise ConfigError(f"{where}: two tensors are for {layer}")
+        parts[match[2]][layer] = own
+    if odd := sorted(parts["A"].items() ^ parts["B"].items()):
+        raise ConfigError(f"{where}: {odd[0][0]} has only one of lora_A and lora_B")
     if not parts["A"]:
         raise ConfigError(f"{where} changes no layer")
-    return frozenset(parts["A"])
+    return parts["A"]
 
 
-def _check_targets(where: str, targets: list[str] | str | None, layers: frozenset[str]) -> None:
+def _check_targets(where: str, targets: list[str] | str | None, layers: dict[str, str]) -> None:
     """Check that no target is without tensors, as in a file that was cut or saved by halves."""
     if not isinstance(targets, list):
         return  # a pattern, which says nothing of what should be there
     for target in targets:
-        if not any(layer == target or layer.endswith(f".{target}") for layer in layers):
+        if not any(own == target or own.endswith(f".{target}") for own in layers.values()):
             raise ConfigError(f"{where}: target_modules names {target}, but no tensor is for it")
 
 
 def tensor_of(layer: str, letter: str) -> str:
-    """Return the name of matrix `A` or `B` of a layer in an adapter's file."""
+    """Return the name of matrix `A` or `B` of a layer, as the adapter's file names the layer."""
     return f"base_model.model.{layer}.lora_{letter}.weight"

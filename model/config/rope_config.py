@@ -168,6 +168,11 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
     original = raw.original_max_position_embeddings or given.original_max_position_embeddings
+    known = (*get_args(RopeScaling), "dynamic")
+    if given.rope_type not in known:
+        raise ConfigError(
+            f"{file}: {field} of type {given.rope_type!r} is not supported, only {', '.join(known)}"
+        )
     if given.rope_type not in {"default", "longrope"} and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
@@ -194,15 +199,16 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
                 raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
             return _yarn(given, factor or 1.0, original)
         case "longrope":
-            if original is None or original < 2 or not (given.short_factor and given.long_factor):
+            if original is None or not (given.short_factor and given.long_factor):
                 raise ConfigError(
                     f"{file}: {field} of type longrope needs short_factor, long_factor and "
                     "original_max_position_embeddings"
                 )
+            if original < 2:  # its logarithm divides
+                raise ConfigError(f"{file}: original_max_position_embeddings must be 2 or more")
             return _longrope(given, factor or raw.max_position_embeddings / original, original)
         case other:
-            known = ", ".join((*get_args(RopeScaling), "dynamic"))
-            raise ConfigError(f"{file}: {field} of type {other!r} is not supported, only {known}")
+            raise AssertionError(f"{other} is a known type")
 
 
 def _yarn(given: _Given, factor: float, original: int) -> Rope:

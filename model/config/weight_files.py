@@ -27,6 +27,7 @@ _OF_IMAGES = re.compile(
     r"\..+|(model\.)?image_newline"
 )
 _DTYPES = ("F32", "F16", "BF16")
+_WIDE = ("F64", "I64", "I32", "I16", "BOOL", "C64")  # of no way to quantize
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
 _KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
 _CHUNK_BYTES = 1 << 24
@@ -112,14 +113,15 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
         for own, entry in tensors_of(file).items():
             if _OF_IMAGES.fullmatch(own):
                 continue
-            name = _text_name(own)
+            name = text_name(own)
             if name in found:
                 raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
             found[name] = Stored(file, own, entry)
     return found
 
 
-def _text_name(name: str) -> str:
+def text_name(name: str) -> str:
+    """Return the name that a tensor of a model's text has where the model is text alone."""
     if name.startswith("model.language_model."):
         return "model." + name.removeprefix("model.language_model.")
     return name.removeprefix("language_model.")
@@ -144,10 +146,10 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
             raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
         is_scaled = how is not None and how.scale_of(name) in scales
         if there.entry.dtype not in dtypes.get(name, _DTYPES) and not is_scaled:
-            raise ConfigError(
-                f"{there.file}: {name} is {there.entry.dtype}: the weights are quantized, and "
-                "config.json does not say how"
-            )
+            why = "so the weights are quantized, and config.json does not say how"
+            if there.entry.dtype in _WIDE:
+                why = "which is not supported"
+            raise ConfigError(f"{there.file}: {name} is {there.entry.dtype}, {why}")
         if there.entry.shape != shape:
             raise ConfigError(
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "

@@ -61,6 +61,5 @@ class LoraLoader:
 
     def _read(self, number: int, layer: str, letter: str) -> Tensor | None:
         """Return a matrix in the adapter's own dtype; None if the adapter has none here."""
-        if layer not in self.adapters[number].layers:
-            return None
-        return self._files[number].get_tensor(tensor_of(layer, letter))
+        own = self.adapters[number].layers.get(layer)
+        return None if own is None else self._files[number].get_tensor(tensor_of(own, letter))

@@ -134,6 +134,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
         except ConfigError:
             pool.close()
             raise
+    give_back_freed_memory()
     port = make_port(pool, epoch, config.transfer)
     dtype = str(plan.dtype).removeprefix("torch.")
     info = ExecutorInfo(
@@ -423,6 +424,13 @@ def keep_freed_memory() -> None:
     if mallopt is not None:
         mallopt(M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(M_TRIM_THRESHOLD, 16 * KEPT_BYTES)
+
+
+def give_back_freed_memory() -> None:
+    """Return to the system what loading needed; of four-bit weights, that is several copies."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc has this function
+    if trim is not None:
+        trim(0)
 
 
 def _device(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) -> torch.device:

@@ -287,8 +287,8 @@ def heads_of(decoder: TransformersDecoder, num_layers: int) -> tuple[int, int]:
     seen = attention.seen
     if sorted(seen) != list(range(num_layers)):
         raise ConfigError(
-            f"{len(seen)} of {num_layers} layers attend through transformers' interface, so the "
-            "others keep a state that is not keys and values"
+            f"{len(seen)} of {num_layers} layers attend through transformers' interface: "
+            "the others attend by code of their own, or keep another state"
         )
     kinds = {(layer.heads, layer.kv_heads) for layer in seen.values()}
     if len(kinds) != 1:

@@ -62,12 +62,17 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
         text = config.get_text_config()
         if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
             raise ConfigError(f"it has layers of the kind {', '.join(sorted(others))}")
-        limit = _positions(text, max_model_len)
+        _check_longrope(text, max_model_len)
         with no_init_weights():  # `_randomise` gives them all
             model = AutoModelForCausalLM.from_config(
                 small(text), dtype=torch.float32, attn_implementation="eager", **EXPERTS["cpu"]
             )
         heads, kv_heads, width = _compare(model.eval().requires_grad_(requires_grad=False))
+        limit = int(getattr(text, "max_position_embeddings", None) or max_model_len)
+        if not limit:
+            raise ConfigError(
+                "config.json names no max_position_embeddings: set model.max_model_len"
+            )
     except ConfigError as error:
         raise ConfigError(f"{folder}: {architecture} cannot run: {error.message}") from None
     except MODEL_ERRORS as error:
@@ -146,11 +151,9 @@ def _depth(fields: dict[str, Any], layers: int) -> int:
     return min(max(depth, 2), layers)
 
 
-def _positions(text: Any, max_model_len: int) -> int:
-    """Return how many positions the model has. Some rotations have fewer that are exact here."""
-    limit = getattr(text, "max_position_embeddings", None) or max_model_len
-    if not limit:
-        raise ConfigError("config.json names no max_position_embeddings: set model.max_model_len")
+def _check_longrope(text: Any, max_model_len: int) -> None:
+    """Refuse lengths at which transformers' angles depend on the other sequences of a batch."""
+    limit: float = max_model_len or getattr(text, "max_position_embeddings", None) or math.inf
     ropes = list(_ropes(getattr(text, "rope_parameters", None) or {}))
     for rope in ropes:
         if (rope.get("rope_type") or rope.get("type")) != "longrope":
@@ -158,12 +161,11 @@ def _positions(text: Any, max_model_len: int) -> int:
         short = rope.get("original_max_position_embeddings") or getattr(
             text, "original_max_position_embeddings", 0
         )
-        if not short or (max_model_len or limit) > short:
+        if not short or limit > short:
             raise ConfigError(
                 "transformers takes the angles of longrope from the longest sequence of a batch: "
                 f"set model.max_model_len to at most {short}"
             )
-    return int(limit)
 
 
 def _ropes(rope: dict[str, Any]) -> Iterator[dict[str, Any]]:

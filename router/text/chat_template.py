@@ -180,8 +180,8 @@ class _Program:
         try:
             return self._template.render(
                 {
-                    **values,
                     **self._special_tokens,
+                    **values,
                     "messages": messages,
                     "tools": tools,
                     "documents": None,

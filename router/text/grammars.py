@@ -23,6 +23,12 @@ MAX_GRAMMAR_BYTES = 256 << 10
 # Of checked forms and their grammars.
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 8 << 20
+_ESCAPE = re.compile(r"\\.", re.DOTALL)
+# Classes, which may stand in classes.
+_ASCII = {
+    r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
+}  # fmt: skip
+
 # With free white space, a weak model writes line breaks until it is cut off.
 WHITE_SPACE = r"( |\n[ ]{0,40})?"
 # A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
@@ -147,6 +153,12 @@ def _json_grammar(text: str) -> str:
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
 
 
+def _regex_grammar(text: str) -> str:
+    r"""Return the grammar of a pattern; its `\d` and `\w` are ASCII, as in ECMA-262 and schemas."""
+    ascii_only = _ESCAPE.sub(lambda match: _ASCII.get(match[0], match[0]), text)
+    return LLMatcher.grammar_from_regex(ascii_only)
+
+
 def _choice_grammar(text: str) -> str:
     choices = msgspec.json.decode(text, type=list[Annotated[str, msgspec.Meta(min_length=1)]])
     if not choices:
@@ -182,7 +194,7 @@ def _structural_tag(text: str) -> str:
 _GRAMMARS: Mapping[str, Callable[[str], str]] = {
     "json": _json_grammar,
     "json_object": lambda _: _json_grammar('{"type":"object"}'),
-    "regex": LLMatcher.grammar_from_regex,
+    "regex": _regex_grammar,
     "choice": _choice_grammar,
     "grammar": lambda text: grammar_from("grammar", text),
     "structural_tag": _structural_tag,

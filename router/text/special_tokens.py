@@ -44,6 +44,7 @@ class _Names(msgspec.Struct):
     extra_special_tokens: list[AnyToken] | dict[str, AnyToken] | None = None
     added_tokens_decoder: dict[str, AddedToken] | UnsetType = UNSET
     add_prefix_space: bool | None = None
+    split_special_tokens: bool = False
     tokenizer_class: str | None = None
 
     def named(self) -> Iterator[tuple[str, str]]:
@@ -95,12 +96,17 @@ def check_tokens(folder: Path) -> None:
             changed = set()
         else:
             changed = set(config.added_tokens_decoder.values()) - set(known.added_tokens)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, msgspec.DecodeError) as error:
         raise ConfigError(f"cannot read the tokens that {folder} names: {error}") from error
     wanted -= {token.content for token in known.added_tokens}
     texts = sorted(wanted | {token.content for token in changed})
     if texts:
         _refuse(folder, f"its added_tokens lack what other files say of {', '.join(texts[:3])}")
+    if config.split_special_tokens:
+        raise ConfigError(
+            f"{folder / 'tokenizer_config.json'}: split_special_tokens is not supported: special "
+            "tokens in a prompt are one token each"
+        )
     is_plain = (config.tokenizer_class or _PLAIN_CLASSES[0]).startswith(_PLAIN_CLASSES)
     if config.add_prefix_space is not None and not is_plain:
         for part in _parts(known.pre_tokenizer):
@@ -131,7 +137,10 @@ def _sources(folder: Path) -> list[_Names]:
 
 
 def _read(file: Path, kind: type[T]) -> T:
-    return msgspec.json.decode(file.read_bytes() if file.is_file() else b"{}", type=kind)
+    try:
+        return msgspec.json.decode(file.read_bytes() if file.is_file() else b"{}", type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise msgspec.DecodeError(f"{file.name}: {error}") from error
 
 
 def _text(token: AnyToken) -> str:

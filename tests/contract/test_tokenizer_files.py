@@ -57,3 +57,18 @@ def test_a_tokenizer_is_taken_where_transformers_reads_the_same(tmp_path, files,
     check_tokens(tmp_path)
     ours = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert theirs(TEXT).input_ids == ours.encode(TEXT).ids
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", CONFIG, MAP])
+def test_a_broken_file_is_named(tmp_path, name):
+    write_tokenizer(tmp_path)
+    (tmp_path / name).write_text('{"added')
+    with pytest.raises(ConfigError, match=f"names: {name}: Input data was truncated"):
+        check_tokens(tmp_path)
+
+
+def test_splitting_special_tokens_is_refused(tmp_path):
+    write_tokenizer(tmp_path)
+    (tmp_path / CONFIG).write_text('{"split_special_tokens": true}')
+    with pytest.raises(ConfigError, match="split_special_tokens is not supported"):
+        check_tokens(tmp_path)

@@ -162,6 +162,7 @@ def test_weights_that_do_not_fit_are_named(what, tmp_path):
     ("fields", "reason"),
     [
         ({"architectures": ["GrokForCausalLM"]}, "names GrokForCausalLM; baton runs"),
+        ({"architectures": ["Llama4ForConditionalGeneration"]}, "which sees, hears or encodes"),
         ({"model_type": "granite"}, "transformers takes model_type 'granite' for Granite"),
         ({"quantization_config": {"quant_method": "fp8"}}, "the weights are quantized"),
     ],

@@ -190,6 +190,23 @@ def test_a_pattern_of_targets_takes_what_the_file_has():
     assert len(found.layers) == 2
 
 
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."])
+def test_an_adapter_of_a_model_that_also_sees_changes_its_text(prefix):
+    model = model_folder(MODEL, num_layers=2)
+    plain, seeing = (write_adapter(model, ("q_proj",)) for _ in range(2))
+    file = seeing / "adapter_model.safetensors"
+    names = {name: name.replace(".model.model.", f".model.{prefix}") for name in load_file(file)}
+    save_file({names[name]: tensor for name, tensor in load_file(file).items()}, file)
+    results = []
+    for adapter in (plain, seeing):
+        with loaded(compute_config(model, lora_modules=(f"mine={adapter}",))) as runner:
+            results.append(computed(runner, "mine"))
+    assert torch.equal(*results)
+    save_file({**load_file(plain / file.name), **load_file(file)}, file)
+    with pytest.raises(ConfigError, match="two tensors are for"):
+        read_adapters((f"mine={seeing}",), read_decoder_config(model))
+
+
 def test_the_form_for_gpus_computes_the_same():
     """There, one kernel takes the stacked matrices; this is its twin in plain torch."""
     model = model_folder(MODEL, num_layers=2)

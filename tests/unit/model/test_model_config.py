@@ -297,6 +297,11 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
         ({"rope_parameters": {"rope_theta": None}}, "rope_parameters: Expected `float`"),
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "linear"}}, "linear needs a factor"),
+        ({"rope_scaling": {"type": "ntk"}}, "type 'ntk' is not supported, only"),
+        (
+            {"rope_scaling": {**LONGROPE, "original_max_position_embeddings": 1}},
+            "original_max_position_embeddings must be 2 or more",
+        ),
         ({"rope_scaling": {**LLAMA3_ROPE, "factor": None}}, "llama3 needs a factor"),
         ({"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}}, "rope_type"),
         ({"max_position_embeddings": 1 << 40}, "max_position_embeddings"),

@@ -186,7 +186,11 @@ ONE, LAYER = torch.ones(1), "model__layers__1__"
         ({LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.int8)}, "is I8"),
         (
             {LAYER + "mlp__up_proj__weight": torch.ones(256, 128).to(torch.float8_e4m3fn)},
-            "is F8_E4M3: the weights are quantized",
+            "is F8_E4M3, so the weights are quantized",
+        ),
+        (
+            {LAYER + "mlp__up_proj__weight": torch.ones(256, 128, dtype=torch.float64)},
+            "is F64, which is not supported",
         ),
     ],
 )

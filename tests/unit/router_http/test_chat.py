@@ -57,6 +57,11 @@ def test_options_cannot_take_the_place_of_the_messages():
     assert template.render(TURNS, options={"messages": []}) == "hello <&>"
 
 
+def test_options_replace_special_tokens_as_in_transformers():
+    template = ChatTemplate("{{ bos_token }}{{ messages[0].content }}", {"bos_token": "<s>"})
+    assert template.render(TURNS, options={"bos_token": "Q"}) == "Qhello <&>"
+
+
 @pytest.mark.parametrize(
     "source",
     [

@@ -9,11 +9,12 @@ from contextlib import asynccontextmanager
 import msgspec
 import psutil
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.protocol.sampling import StructuredOutputsParams
 from baton.router import worker
-from baton.router.text.grammars import MAX_KEPT, Forms
+from baton.router.text.grammars import MAX_KEPT, Forms, checked_grammar
 from baton.router.worker import Lane, TooMuchWork, Worker
 from tests.support.async_tests import on_a_loop
 
@@ -182,3 +183,22 @@ async def test_a_form_is_checked_once_and_not_kept_for_ever():
                 await forms.grammar_of(schema)
     finally:
         forms.close()
+
+
+@pytest.mark.parametrize(
+    ("regex", "text", "is_taken"),
+    [
+        (r"\d{2}", "42", True),
+        (r"\d{2}", "٣٣", False),  # digits that are not ASCII
+        (r"[_\d]{2}", "_٣", False),
+        (r"[_\d]{2}", "_3", True),
+        (r"\w+", "é", False),
+        (r"[\W]", "é", True),
+        (r"\\d", r"\d", True),
+    ],
+)
+def test_classes_of_a_pattern_are_ascii(regex, text, is_taken):
+    grammar = checked_grammar(StructuredOutputsParams(regex=regex))
+    matcher = LLMatcher(LLTokenizer("byte"), grammar)
+    taken = matcher.try_consume_tokens(list(text.encode()))
+    assert (taken == len(text.encode()) and matcher.is_accepting()) is is_taken
