@@ -120,7 +120,8 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
     rope = plan.decoder.rope if isinstance(plan.decoder, DecoderConfig) else None
     if rope is not None and rope.is_long(plan.max_model_len):
         log.warning(
-            "every sequence has the angles of long ones: lower model.max_model_len for the others",
+            "longrope: sequences of every length take long_factor; with model.max_model_len up to "
+            "the original length they take short_factor",
             original_max_position_embeddings=rope.original_max_position_embeddings,
             max_model_len=plan.max_model_len,
         )

@@ -11,9 +11,10 @@ from torch import Tensor
 from baton.model.batch_invariance.row_rule import MIN_ROWS, num_threads
 from baton.model.config.families import FAMILIES as ROWS
 from baton.model.layers.decoder import Decoder
-from baton.model.runner.rank import is_batch_invariant, plan_rank
-from baton.model.tensor_parallel import SharedMemoryRanks
+from baton.model.runner.rank import is_batch_invariant, load_rank, plan_rank
+from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
+from baton.protocol.ids import Epoch
 from baton.runtime.fields import with_values
 from tests.support.checkpoints import FAMILIES, model_folder
 from tests.support.compute import (
@@ -23,6 +24,7 @@ from tests.support.compute import (
     loaded,
     logits,
     needs_rules,
+    no_progress,
     random_tokens,
 )
 from tests.support.foreign_checkpoints import (
@@ -234,6 +236,15 @@ def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_p
             ours = logits(runner, Text("a", tokens, range(4)).chunk(0, 60))[0]
         theirs = reference(folder, tokens)
         assert ((ours - theirs).abs().max() < 2e-5 * theirs.abs().max()) == is_equal
+
+
+def test_a_node_says_that_it_takes_the_long_table_of_longrope(tmp_path, caplog):
+    folder = folder_of("longrope of three quarters", tmp_path)
+    for max_model_len, wanted in ((64, []), (65, [64])):
+        config = with_values(compute_config(folder), {"model.max_model_len": max_model_len})
+        load_rank(config, Epoch("ab"), SingleRank(), no_progress).close()
+        said = [one for one in caplog.records if one.getMessage().startswith("longrope: ")]
+        assert [one.fields["original_max_position_embeddings"] for one in said] == wanted
 
 
 @pytest.mark.parametrize("kind", LATENT + LAYERS)
