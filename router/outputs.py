@@ -1,6 +1,6 @@
 """The results for a caller of the router: each choice's output, and how the request went."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -47,8 +47,12 @@ class Logprob(msgspec.Struct, frozen=True):
     logprob: float
     rank: int
     decoded_token: str
+    # What the token adds to the text: part of a character, or nothing if it is left out.
+    token_bytes: bytes = b""
 
 
+# Returns the text and the bytes of one token.
+Spell = Callable[[int], tuple[str, bytes]]
 # Of each token of a prompt, as `CompletionOutput.logprobs`; None for the first.
 PromptScores = list[dict[int, Logprob] | None]
 

@@ -6,6 +6,7 @@ nodes dial in on their own. It never loads torch.
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -105,7 +106,7 @@ class TextRouter:
         detokenizers = [
             self._text.detokenizer(token_ids, params, i, parsing) for i in range(params.n)
         ]
-        spell = self._text.token_text
+        spell = partial(self._text.spell, params.skip_special_tokens)
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
         check_num_logprobs(stream.num_prompt_logprobs)
         minted = self.core.submit(stream, kept, keys, rules, caller.tenant)

@@ -22,6 +22,7 @@ from baton.router.outputs import (
     PromptScores,
     RequestMetrics,
     RequestOutput,
+    Spell,
 )
 from baton.router.text.detokenizer import Detokenizer
 from baton.runtime.metrics import Histogram
@@ -32,6 +33,10 @@ Sink = Callable[[CompletionOutput], None]
 def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
     """Return the digest, of 32 bits, of the tokens that have `digest` and of these after them."""
     return zlib.crc32(array("I", token_ids), digest)
+
+
+def _unspelled(_: int) -> tuple[str, bytes]:
+    return "", b""
 
 
 class RequestStream:
@@ -56,9 +61,9 @@ class RequestStream:
         prompt_token_ids: list[int],
         params: SamplingParams,
         detokenizers: Sequence[Detokenizer],
-        spell: Callable[[int], str] = str,
+        spell: Spell = _unspelled,
     ) -> None:
-        """`spell` returns the text of one token, for log probabilities."""
+        """`spell` is for log probabilities."""
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = prompt_token_ids
@@ -260,9 +265,9 @@ class RequestStream:
 
     def _shown(self, token_id: int, one: TokenLogprobs) -> dict[int, Logprob]:
         """Return the log probabilities of a token and of the likeliest, in that order."""
-        shown = {token_id: Logprob(one.logprob, one.rank, self._spell(token_id))}
+        shown = {token_id: Logprob(one.logprob, one.rank, *self._spell(token_id))}
         for rank, (other, logprob) in enumerate(one.top, 1):
-            shown.setdefault(other, Logprob(logprob, rank, self._spell(other)))
+            shown.setdefault(other, Logprob(logprob, rank, *self._spell(other)))
         return shown
 
     def _fail(self, error: BatonError) -> None:

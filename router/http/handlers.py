@@ -340,7 +340,8 @@ class Handlers:
         """Return the prompts that a response shows, with log probabilities if they are wanted."""
         if work.params.prompt_logprobs is None:
             return [ShownPrompt(text) for text in work.echoes]
-        spell = self._engine.get_tokenizer().token_text
+        tokenizer = self._engine.get_tokenizer()
+        spell = partial(tokenizer.spell, work.params.skip_special_tokens)
 
         def shown() -> list[ShownPrompt]:  # in a thread, because there may be very many
             texts: Sequence[str | None] = work.echoes or [None] * len(streams)

@@ -170,6 +170,11 @@ class TokenTable(msgspec.Struct, frozen=True):
         text = self.texts[token_id] if token_id < len(self.texts) else ""
         return text.decode(errors="replace") if isinstance(text, bytes) else text
 
+    def token_bytes(self, token_id: int, skip_special: bool) -> bytes:
+        texts = self.visible_texts if skip_special else self.texts
+        text = texts[token_id] if token_id < len(texts) else b""
+        return text if isinstance(text, bytes) else text.encode()
+
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "TableStream":
         return TableStream(self, prompt_token_ids, skip_special)
 
@@ -238,6 +243,12 @@ class WindowDecoding(msgspec.Struct, frozen=True):
 
     def token_text(self, token_id: int) -> str:
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def token_bytes(self, token_id: int, skip_special: bool) -> bytes:
+        text = self.tokenizer.decode([token_id], skip_special_tokens=skip_special)
+        if text == REPLACEMENT:
+            return _byte_fallback(self.tokenizer.id_to_token(token_id) or "") or text.encode()
+        return text.encode()
 
     def stream(self, prompt_token_ids: Sequence[int], skip_special: bool) -> "WindowStream":
         return WindowStream(self.tokenizer, prompt_token_ids, skip_special)
@@ -339,12 +350,17 @@ def _byte_level_bytes(token: str) -> bytes:
 
 
 def _sentencepiece_bytes(token: str) -> bytes:
+    return _byte_fallback(token) or token.replace("\u2581", " ").encode()
+
+
+def _byte_fallback(token: str) -> bytes:
+    """Return the byte that a token like `<0xE6>` stands for; empty for any other token."""
     if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
         except ValueError:
             pass
-    return token.replace("\u2581", " ").encode()
+    return b""
 
 
 def _byte_alphabet() -> dict[str, int]:

@@ -122,9 +122,14 @@ class Text:
         stream = self._decoding.stream((), skip_special_tokens)
         return "".join([stream.feed(token_id) for token_id in token_ids]) + stream.flush()
 
-    def token_text(self, token_id: int) -> str:
-        """Return the text of one token, with U+FFFD for bytes that are no whole character."""
-        return self._decoding.token_text(token_id)
+    def spell(self, skip_special_tokens: bool, token_id: int) -> tuple[str, bytes]:
+        """Return the text of one token, and the bytes that it adds to a response.
+
+        The text has U+FFFD for bytes that are no whole character. A special token adds none if it
+        is left out.
+        """
+        decoding = self._decoding
+        return decoding.token_text(token_id), decoding.token_bytes(token_id, skip_special_tokens)
 
     def spellings(self, token_ids: Sequence[int]) -> list[str]:
         """Return the vocabulary's entry of each token."""

@@ -5,7 +5,7 @@ The fixed part of a chunk is encoded only once per choice, because every token i
 
 import base64
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 
@@ -18,8 +18,10 @@ from baton.router.outputs import (
     Logprob,
     PromptScores,
     RequestMetrics,
+    Spell,
     ToolCall,
 )
+from baton.router.text.detokenizer import REPLACEMENT
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 Found = dict[int, Logprob]
@@ -76,21 +78,21 @@ class LogprobForms(msgspec.Struct, frozen=True):
         rows = list(rows)
         lengths = [len(found[token_id].decoded_token) for token_id, found in rows]
         return Columns(
-            [self._name(token_id, found[token_id]) for token_id, found in rows],
+            [self._key(token_id, found[token_id]) for token_id, found in rows],
             [_finite(found[token_id]) for token_id, found in rows],
             [self._top(token_id, found) for token_id, found in rows],
             list(accumulate(lengths, initial=offset))[:-1],
         )
 
     def of_echo(
-        self, text: str, token_ids: list[int], scores: PromptScores, spell: Callable[[int], str]
+        self, text: str, token_ids: list[int], scores: PromptScores, spell: Spell
     ) -> ShownPrompt:
         """Return a prompt with the columns of its tokens."""
-        first = Logprob(0.0, 0, spell(token_ids[0]))
+        first = Logprob(0.0, 0, *spell(token_ids[0]))
         rows = [(one, found) for one, found in zip(token_ids, scores, strict=True) if found]
         num_first = len(first.decoded_token)
         rest = self.columns(rows, num_first)
-        columns = Columns([self._name(token_ids[0], first)], [None], [None], [0]).followed_by(rest)
+        columns = Columns([self._key(token_ids[0], first)], [None], [None], [0]).followed_by(rest)
         num_chars = num_first + sum(len(found[one].decoded_token) for one, found in rows)
         return ShownPrompt(text, columns, num_chars)
 
@@ -105,7 +107,7 @@ class LogprobForms(msgspec.Struct, frozen=True):
     def _top(self, token_id: int, found: Found) -> dict[str, float]:
         top: dict[str, float] = {}
         for other, one in self._kept(token_id, found):
-            name = self._name(other, one)  # tokens may share their text
+            name = self._key(other, one)  # tokens may share their text
             top[name] = max(top.get(name, LEAST_LOGPROB), _finite(one))
         return top
 
@@ -115,11 +117,20 @@ class LogprobForms(msgspec.Struct, frozen=True):
                 yield other, one
 
     def _shown(self, token_id: int, one: Logprob) -> dict[str, object]:
-        token, data = self._name(token_id, one), list(one.decoded_token.encode())
-        return {"token": token, "logprob": _finite(one), "bytes": data}
+        token = f"token_id:{token_id}" if self.names_ids else one.decoded_token
+        return {"token": token, "logprob": _finite(one), "bytes": list(one.token_bytes)}
 
-    def _name(self, token_id: int, one: Logprob) -> str:
-        return f"token_id:{token_id}" if self.names_ids else one.decoded_token
+    def _key(self, token_id: int, one: Logprob) -> str:
+        """Return a token's name in a completion, where it is a key.
+
+        Parts of characters would share the name U+FFFD, so OpenAI's API spells their bytes.
+        """
+        if self.names_ids:
+            return f"token_id:{token_id}"
+        token = one.decoded_token
+        if REPLACEMENT not in token or not one.token_bytes or token.encode() == one.token_bytes:
+            return token
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in one.token_bytes)
 
 
 def _row(one: Logprob) -> dict[str, object]:
@@ -184,7 +195,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         text: str | None,
         token_ids: list[int],
         scores: PromptScores,
-        spell: Callable[[int], str],
+        spell: Spell,
     ) -> ShownPrompt:
         """Return a prompt with its log probabilities, which is echoed if it has a text."""
         shown = ShownPrompt(text or "")

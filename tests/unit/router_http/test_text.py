@@ -134,6 +134,18 @@ def test_a_long_prompt_is_counted_in_pieces_and_refused_only_if_it_cannot_fit(fa
     assert caught.value.code == "context_length_exceeded"
 
 
+@pytest.mark.parametrize("family", ["byte_level", "byte_fallback"])
+def test_bytes_of_tokens_join_to_the_text_where_tokens_are_parts_of_characters(family):
+    text = ALL[family]
+    token_ids = text.encode_now("你好😀é" + END)
+    spellings = [text.spell(True, token_id) for token_id in token_ids]
+    data = b"".join(token_bytes for _, token_bytes in spellings)
+    assert data.decode().lstrip() == "你好😀é"
+    assert [shown for shown, _ in spellings].count("\ufffd") >= 4
+    assert spellings[-1] == (END, b"")
+    assert text.spell(False, token_ids[-1]) == (END, END.encode())
+
+
 def test_a_lone_surrogate_is_refused_by_name():
     with pytest.raises(RequestError, match="not Unicode") as caught:
         ALL["byte_level"].encode_now("a\ud800b")
