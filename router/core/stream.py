@@ -35,8 +35,8 @@ def digest_of(token_ids: Sequence[int], digest: int = 0) -> int:
     return zlib.crc32(array("I", token_ids), digest)
 
 
-def _unspelled(_: int) -> tuple[str, bytes]:
-    return "", b""
+def _spelled_as_id(token_id: int) -> tuple[str, bytes]:
+    return str(token_id), b""
 
 
 class RequestStream:
@@ -61,7 +61,7 @@ class RequestStream:
         prompt_token_ids: list[int],
         params: SamplingParams,
         detokenizers: Sequence[Detokenizer],
-        spell: Spell = _unspelled,
+        spell: Spell = _spelled_as_id,
     ) -> None:
         """`spell` is for log probabilities."""
         self.request_id = request_id

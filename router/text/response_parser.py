@@ -15,8 +15,8 @@ import msgspec
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
-from baton.router.outputs import CompletionOutput, ToolCall, merged_calls
-from baton.router.text.detokenizer import Detokenizer, TextStream, num_begun
+from baton.router.outputs import CompletionOutput, Merged, ToolCall, merged_calls
+from baton.router.text.detokenizer import Detokenizer, StopStrings, TextStream, num_begun
 from baton.router.text.formats import CallFormat, call_format, reasoning_format
 
 # The longest text between a tag and the arguments of a call, of which a name is the most.
@@ -835,9 +835,12 @@ def _python_value(node: ast.expr) -> object:
 
 
 class ParsingDetokenizer(Detokenizer):
-    """A detokenizer whose outputs have reasoning and tool calls apart from the text."""
+    """A detokenizer whose outputs have reasoning and tool calls apart from the text.
 
-    __slots__ = ("_end_think_id", "_includes_reasoning", "_num_begun", "_parser")
+    Stop strings act in the text alone, not in reasoning, calls or their tags.
+    """
+
+    __slots__ = ("_end_think_id", "_includes_reasoning", "_num_begun", "_parser", "_text_stops")
 
     def __init__(
         self,
@@ -850,6 +853,8 @@ class ParsingDetokenizer(Detokenizer):
     ) -> None:
         """`is_thinking` says that the prompt opened the reasoning, which `end_think_id` ends."""
         super().__init__(index, stream, params)
+        self._text_stops = self._stops
+        self._stops = None
         self._parser = ResponseParser(parsing, is_thinking=is_thinking)
         self._includes_reasoning = parsing.include_reasoning
         self._end_think_id = end_think_id
@@ -858,9 +863,49 @@ class ParsingDetokenizer(Detokenizer):
     def push(
         self, token_ids: list[int], final: FinishReason | None = None
     ) -> CompletionOutput | None:
-        delta = super().push(token_ids, final)
-        if delta is None:
+        if self._text_stops is None:
+            delta = super().push(token_ids, final)
+            assert delta is not None, "without stop strings, nothing ends the text"
+            return self._with_parts(delta, self._parts_of(delta))
+        if self._is_stopped:
             return None
+        if len(token_ids) <= 1:
+            return self._push_one(self._text_stops, token_ids, final)
+        merged = Merged()
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            is_last = index == last
+            merged.add(self._push_one(self._text_stops, [token_id], final if is_last else None))
+            if self._is_stopped:
+                break
+        return merged.take()[0]
+
+    def _push_one(
+        self, stops: StopStrings, token_ids: list[int], final: FinishReason | None
+    ) -> CompletionOutput:
+        """Return the delta of at most one token, so that the text ends at the first stop string."""
+        delta = super().push(token_ids, final)
+        assert delta is not None, "the texts of tokens have no stop strings of their own"
+        self._num_tokens += len(token_ids)
+        shown: list[Part] = []
+        for part in self._parts_of(delta):
+            if isinstance(part, str):
+                shown.append(self._show(stops, part))
+            else:
+                # A stop string does not reach over a call.
+                shown += [stops.flush(), part]
+            if stops.matched is not None:
+                break
+        if stops.matched is not None:
+            self._is_stopped = True
+            delta.finish_reason = "stop"
+            delta.stop_reason = stops.matched
+        elif final is not None:
+            shown.append(stops.flush())
+        return self._with_parts(delta, shown)
+
+    def _parts_of(self, delta: CompletionOutput) -> list[Part]:
+        """Parse the text of a delta, and count the tokens of reasoning."""
         parser = self._parser
         may_think = parser.may_think
         parts = parser.push(
@@ -873,13 +918,16 @@ class ParsingDetokenizer(Detokenizer):
             if not parser.may_think and end_id in counted and end_id is not None:
                 counted = counted[: counted.index(end_id) + 1]  # few models spell it with several
             self._num_begun += len(counted)
+        return parts
+
+    def _with_parts(self, delta: CompletionOutput, parts: list[Part]) -> CompletionOutput:
         if delta.finish_reason is None and len(parts) == 1 and parts[0] is delta.text:
             return delta
         delta.text = "".join([part for part in parts if isinstance(part, str)])
         if self._includes_reasoning:
             delta.reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
         delta.tool_calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
-        if parser.num_calls and delta.finish_reason == "stop":
+        if self._parser.num_calls and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return delta
 

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.protocol.sampling import SamplingParams
+from baton.router.outputs import CompletionOutput, Merged
 from baton.router.text.detokenizer import StopStrings
+from baton.router.text.response_parser import Parsing
 from tests.support.small_tokenizers import END, small_text
 
 LETTERS = "ab你"
@@ -110,3 +112,54 @@ def test_a_stop_string_before_the_models_end_wins():
     detokenizer = TEXT.detokenizer([1], SamplingParams(stop="hello"))
     delta = detokenizer.push([*TEXT.encode_now("hello"), end], "stop")
     assert (delta.text, delta.stop_reason, len(delta.token_ids)) == ("", "hello", 1)
+
+
+def parsed_in_pieces(text: str, sizes: list[int], **options: object) -> CompletionOutput:
+    """Return the output for the tokens of a text, pushed in pieces of these sizes."""
+    parsing = Parsing("hermes", reasoning="think")
+    detokenizer = TEXT.detokenizer([1], SamplingParams(**options), 0, parsing)
+    rest, merged = TEXT.encode_now(text), Merged()
+    for size in [*sizes, len(rest)]:
+        piece, rest = rest[:size], rest[size:]
+        delta = detokenizer.push(piece, None if rest else "length")
+        if delta is None:
+            break
+        merged.add(delta)
+        if delta.finish_reason is not None or not rest:
+            break
+    assert detokenizer.push([1]) is None or delta.finish_reason == "length"
+    return merged.take()[0]
+
+
+SIZES = st.lists(st.integers(1, 30), max_size=20)
+THOUGHT = "<think>hello stop the end</think>\n\n"
+CALL = '<tool_call>{"name": "add", "arguments": {"to": "stop"}}</tool_call>'
+
+
+@given(sizes=SIZES)
+def test_a_stop_string_acts_in_the_content_of_a_chat_alone(sizes):
+    for stop in ("stop", "think>", "\n\n", "</"):
+        output = parsed_in_pieces(f"{THOUGHT}the world", sizes, stop=stop)
+        assert (output.reasoning, output.text) == ("hello stop the end", "the world")
+        assert (output.finish_reason, output.stop_reason) == ("length", None)
+    output = parsed_in_pieces(f"{THOUGHT}the world stop the end", sizes, stop=["stop the", "hello"])
+    assert (output.reasoning, output.text) == ("hello stop the end", "the world ")
+    assert (output.finish_reason, output.stop_reason) == ("stop", "stop the")
+    assert output.token_ids == TEXT.encode_now(f"{THOUGHT}the world stop the")
+
+
+@given(sizes=SIZES)
+def test_a_stop_string_neither_cuts_a_call_nor_reaches_over_one(sizes):
+    text = f"a st{CALL}op{CALL} the stop"
+    output = parsed_in_pieces(text, sizes, stop="stop")
+    assert output.text == "a stopthe "
+    assert [call.arguments for call in output.tool_calls] == ['{"to": "stop"}'] * 2
+    assert (output.finish_reason, output.stop_reason) == ("tool_calls", "stop")
+
+
+@given(sizes=SIZES)
+def test_reasoning_counts_for_min_tokens_of_a_stop_string(sizes):
+    num_thought = len(TEXT.encode_now(f"{THOUGHT}the"))
+    for min_tokens, shown in ((num_thought, ""), (num_thought + 1, "the the")):
+        options = {"stop": "the", "min_tokens": min_tokens, "max_tokens": None}
+        assert parsed_in_pieces(f"{THOUGHT}the the", sizes, **options).text.strip() == shown[:3]
