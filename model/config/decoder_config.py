@@ -22,7 +22,14 @@ from baton.model.config.families import (
 from baton.model.config.latent_config import LatentConfig, latent_config
 from baton.model.config.layer_config import LayersConfig, layers_config
 from baton.model.config.quantization import Quantization, read_quantization
-from baton.model.config.reading import ModelKind, converted, read_fields, read_json
+from baton.model.config.reading import (
+    EndIds,
+    ModelKind,
+    converted,
+    end_token_ids,
+    read_fields,
+    read_json,
+)
 from baton.model.config.rope_config import MAX_POSITIONS, Rope, ropes_config
 from baton.protocol.errors import ConfigError
 
@@ -317,13 +324,9 @@ def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:
 
 
 def _eos_token_ids(folder: Path, raw: _RawConfig) -> tuple[int, ...]:
-    """Return every id that either file calls an end, in ascending order."""
-    given = [raw.eos_token_id]
+    """Return every id that a file of the folder calls an end, in ascending order."""
+    given: list[EndIds] = [raw.eos_token_id]
     generation = folder / "generation_config.json"
     if generation.is_file():
         given.append(read_json(generation, _RawGeneration).eos_token_id)
-    ids: set[int] = set()
-    for entry in given:
-        if entry is not None:
-            ids |= {entry} if isinstance(entry, int) else set(entry)
-    return tuple(sorted(ids))
+    return end_token_ids(folder, raw.vocab_size, given)

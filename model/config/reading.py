@@ -1,5 +1,6 @@
 """Read the JSON files of a model's folder, with one-line errors that name the file."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ from baton.model.config.families import WRAPPERS, text_family
 from baton.protocol.errors import ConfigError
 
 T = TypeVar("T")
+EndIds = int | Sequence[int] | None
 
 # Fields of a model that sees images, where its `text_config` has none.
 WHOLE_FIELDS = (
@@ -25,6 +27,56 @@ class ModelKind(msgspec.Struct):
 
     architectures: tuple[str, ...] | None = None
     model_type: str = ""
+
+
+class _NamedToken(msgspec.Struct):
+    content: str
+
+
+class _EndToken(msgspec.Struct):
+    """The fields of tokenizer_config.json and special_tokens_map.json that name the end."""
+
+    eos_token: str | _NamedToken | None = None
+    added_tokens_decoder: object = msgspec.UNSET
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _Tokenizer(msgspec.Struct):
+    added_tokens: tuple[_AddedToken, ...] = ()
+
+
+def end_token_ids(folder: Path, vocab_size: int, given: Sequence[EndIds]) -> tuple[int, ...]:
+    """Return the given ids and that of the tokenizer's end, in ascending order.
+
+    Raises a one-line `ConfigError` for a file that cannot be read.
+    """
+    ids: set[int] = set()
+    for entry in given:
+        if entry is not None:
+            ids |= {entry} if isinstance(entry, int) else set(entry)
+    name = _end_token(folder)
+    tokenizer = folder / "tokenizer.json"
+    if name is not None and tokenizer.is_file():
+        added = read_json(tokenizer, _Tokenizer).added_tokens
+        ids |= {token.id for token in added if token.content == name and token.id < vocab_size}
+    return tuple(sorted(ids))
+
+
+def _end_token(folder: Path) -> str | None:
+    """Return the text of the token that ends a response, as transformers finds it."""
+    token = None
+    for file in (folder / "tokenizer_config.json", folder / "special_tokens_map.json"):
+        if not file.is_file():
+            continue
+        names = read_json(file, _EndToken)
+        token = names.eos_token or token
+        if names.added_tokens_decoder is not msgspec.UNSET:
+            break  # transformers reads the other file in older folders only
+    return token.content if isinstance(token, _NamedToken) else token
 
 
 def read_json(file: Path, kind: type[T]) -> T:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.initialization import no_init_weights
 
+from baton.model.config.reading import end_token_ids
 from baton.model.config.transformers_config import TransformersConfig, check_for_transformers
 from baton.model.layers.attention import PlainBackend
 from baton.model.layers.linear import Linear
@@ -231,8 +232,4 @@ def _ends(folder: Path, config: Any, text: Any) -> tuple[int, ...]:
     given.append(getattr(text, "eos_token_id", None))
     if (folder / "generation_config.json").is_file():
         given.append(GenerationConfig.from_pretrained(folder).eos_token_id)
-    ids: set[int] = set()
-    for entry in given:
-        if entry is not None:
-            ids |= {entry} if isinstance(entry, int) else set(entry)
-    return tuple(sorted(ids))
+    return end_token_ids(folder, text.vocab_size, given)

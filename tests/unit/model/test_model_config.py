@@ -236,6 +236,25 @@ def test_a_window_counts_only_where_layers_use_it(tmp_path):
     assert read(tmp_path, **kinds, layer_types=mixed[1::2] * 2).sliding_window == 100
 
 
+def write_tokenizer(folder, end, name="tokenizer_config.json", **fields):
+    tokens = [{"id": 2, "content": "</s>"}, {"id": 5, "content": "<|end|>"}]
+    far = {"id": 1 << 20, "content": "<|far|>"}
+    (folder / "tokenizer.json").write_text(json.dumps({"added_tokens": [*tokens, far]}))
+    (folder / name).write_text(json.dumps({"eos_token": end, **fields}))
+
+
+def test_the_end_that_only_the_tokenizer_names_is_one(tmp_path):
+    for end in ("<|end|>", {"content": "<|end|>", "lstrip": False}):
+        write_tokenizer(tmp_path, end)
+        assert read(tmp_path, eos_token_id=7).eos_token_ids == (5, 7)
+    write_tokenizer(tmp_path, "</s>", "special_tokens_map.json")
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == (2,)  # as in older folders
+    write_tokenizer(tmp_path, "<|end|>", added_tokens_decoder={})
+    assert read(tmp_path, eos_token_id=None).eos_token_ids == (5,)
+    write_tokenizer(tmp_path, "<|far|>", added_tokens_decoder={})
+    assert read(tmp_path, eos_token_id=7).eos_token_ids == (7,)  # the model has no such row
+
+
 def test_ends_are_those_of_both_files(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 4]}')
     assert read(tmp_path, eos_token_id=7).eos_token_ids == (4, 7, 9)
