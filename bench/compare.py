@@ -78,7 +78,7 @@ def flags_of(texts: Sequence[str], arms: Sequence[str]) -> list[str]:
             )
         if os.path.isfile(text):
             try:
-                text = Path(text).read_text()
+                text = Path(text).read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"--flags: cannot read {text}: {error}") from error
         elif not re.search("--|[=:]", text):

@@ -152,7 +152,11 @@ def available_bytes() -> int:
 def left_by_cgroups(root: Path, own: Path) -> Iterator[int]:
     """Yield what the limit of each cgroup around this process leaves."""
     try:
-        (path,) = [line[3:] for line in own.read_text().splitlines() if line.startswith("0::")]
+        (path,) = [
+            line[3:]
+            for line in own.read_text(encoding="utf-8").splitlines()
+            if line.startswith("0::")
+        ]
     except (OSError, ValueError):
         path = "/"
     folder = root / path.strip("/")
@@ -160,9 +164,14 @@ def left_by_cgroups(root: Path, own: Path) -> Iterator[int]:
         if not one.is_relative_to(root):
             return
         with contextlib.suppress(OSError, ValueError):  # without a limit the file says "max"
-            limit = int((one / "memory.max").read_text())
-            stat = dict(line.split() for line in (one / "memory.stat").read_text().splitlines())
-            used = int((one / "memory.current").read_text()) - int(stat.get("inactive_file", 0))
+            limit = int((one / "memory.max").read_text(encoding="utf-8"))
+            stat = dict(
+                line.split()
+                for line in (one / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
+            used = int((one / "memory.current").read_text(encoding="utf-8")) - int(
+                stat.get("inactive_file", 0)
+            )
             yield max(0, limit - used)
 
 

@@ -334,6 +334,6 @@ def _end_of(
 def _bound_memory(more_bytes: int) -> None:
     """Let this process have only `more_bytes` above what it has now, where the system can tell."""
     with contextlib.suppress(OSError):
-        num_pages = int(Path("/proc/self/statm").read_text().split()[0])
+        num_pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[0])
         most = num_pages * resource.getpagesize() + more_bytes
         resource.setrlimit(resource.RLIMIT_AS, (most, most))

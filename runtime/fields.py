@@ -125,7 +125,7 @@ class Field(msgspec.Struct, frozen=True):
         """
         given: object = text
         if self.is_list and isinstance(text, str):
-            given = tuple(part for part in text.split(",") if part)
+            given = [part for part in text.split(",") if part.strip()]
         return self._convert(given, text, shown, strict=False)
 
     def from_yaml(self, value: object) -> object:
@@ -133,6 +133,9 @@ class Field(msgspec.Struct, frozen=True):
         return self._convert(value, value, "", strict=True)
 
     def _convert(self, given: object, written: object, shown: str, *, strict: bool) -> object:
+        if self.is_list and isinstance(given, list):
+            # A secret often ends with a line break, and lists are written with blanks.
+            given = [entry.strip() if isinstance(entry, str) else entry for entry in given]
         why = "expected a finite number"
         try:
             value: object = msgspec.convert(given, self.annotation, strict=strict)

@@ -62,7 +62,7 @@ def _num_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):  # macOS has none
         count = len(os.sched_getaffinity(0))
     with contextlib.suppress(OSError, ValueError):
-        quota, period = (CGROUP / "cpu.max").read_text().split()
+        quota, period = (CGROUP / "cpu.max").read_text(encoding="utf-8").split()
         if quota != "max":
             count = min(count, math.ceil(int(quota) / int(period)))
     return count
@@ -75,7 +75,7 @@ def available_bytes() -> int:
     """
     available = psutil.virtual_memory().available
     with contextlib.suppress(OSError, ValueError):  # without a limit, the file says "max"
-        available = min(available, int((CGROUP / "memory.max").read_text()))
+        available = min(available, int((CGROUP / "memory.max").read_text(encoding="utf-8")))
     return available
 
 
@@ -207,6 +207,6 @@ def active_ports(folder: Path = RDMA_PORTS) -> list[str]:
     found = []
     for state in sorted(folder.glob("*/ports/*/state")):
         with contextlib.suppress(OSError):  # a port that is hidden from this process
-            if state.read_text().strip() == _ACTIVE:
+            if state.read_text(encoding="utf-8").strip() == _ACTIVE:
                 found.append(f"{state.parents[2].name}:{state.parent.name}")
     return found

@@ -106,9 +106,8 @@ class LocalCluster:
         cache = msgspec.structs.replace(
             self._config.cache, shared_by=num_nodes, gpu_shared_by=on_gpu
         )
-        settings.write_text(
-            to_yaml(msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache))
-        )
+        config = msgspec.structs.replace(self._config, node=node, engine=engine, cache=cache)
+        settings.write_text(to_yaml(config), encoding="utf-8")
         if on_gpu > 1:
             log.info(
                 "this node shares its GPU with other nodes", node=name, gpu=gpus[0], nodes=on_gpu

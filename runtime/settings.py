@@ -161,7 +161,7 @@ def ignored_variables(environment: Mapping[str, str] = os.environ) -> Iterator[s
 
 def _of_file(path: Path) -> dict[str, object]:
     try:
-        content: object = yaml.safe_load(path.read_text())
+        content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -165,7 +165,7 @@ def parse_description(path: Path) -> Description:
 def read_yaml(path: Path) -> object:
     """Return the content of a YAML file. Raises `ConfigError`."""
     try:
-        return yaml.load(path.read_text(), _UniqueKeys)
+        return yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}; name the file to read") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -33,7 +33,7 @@ class UcxLog:
 
     def text(self) -> str:
         ctypes.CDLL(None).fflush(None)  # UCX writes through a buffer of the C library
-        return self._path.read_text(errors="replace")
+        return self._path.read_text(encoding="utf-8", errors="replace")
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)

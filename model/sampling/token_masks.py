@@ -176,7 +176,7 @@ class TokenMasks:
 
     def _compiled_now(self, grammar: str) -> LLMatcher:
         if self._tokenizer is None:
-            text = (self._folder / "tokenizer.json").read_text()
+            text = (self._folder / "tokenizer.json").read_text(encoding="utf-8")
             eos = list(self._eos_token_ids) or None
             self._tokenizer = LLTokenizer(text, n_vocab=self._vocab_size, eos_token=eos)
         matcher = LLMatcher(self._tokenizer, grammar, log_level=0, limits=_LIMITS)

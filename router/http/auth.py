@@ -177,7 +177,7 @@ def read_keys(path: Path) -> dict[bytes, float]:
     Raises a `ConfigError` that names the first line that is not a hash or has another weight.
     """
     try:
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "the file is not text"
         raise ConfigError(f"cannot read {path} (router.api_key_file): {reason}") from error
@@ -223,7 +223,7 @@ def add_key(path: Path, name: str) -> str:
     line = f"{PREFIX}{digest_of(key.encode()).hex()} {name}".rstrip() + "\n"
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        with open(descriptor, "r+") as file:
+        with open(descriptor, "r+", encoding="utf-8") as file:
             before = file.read()
             file.write(line if not before or before.endswith("\n") else f"\n{line}")
     except OSError as error:

@@ -55,7 +55,7 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
     files = {folder / "chart" / name: text for name, text in texts.items()}
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
     if secrets:
         write_private(folder / "secrets.yaml", text_of([{"secrets": secrets}]).encode())
         return [*files, folder / "secrets.yaml"]

@@ -186,7 +186,7 @@ def _secrets(plan: ClusterPlan) -> list[Manifest]:
     """Return the Secrets: the cluster's key, and those of the routers and of each pool."""
     given = {spec.pool: spec.secret_env for spec in reversed(plan.processes) if spec.secret_env}
     if path := plan.description.key:
-        given["key"] = {KEY_FILE: Path(path).read_text()}
+        given["key"] = {KEY_FILE: Path(path).read_text(encoding="utf-8")}
     head = {"apiVersion": "v1", "kind": "Secret"}
     return [
         {**head, "metadata": _metadata(plan.description, name), "stringData": texts}

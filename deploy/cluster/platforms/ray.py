@@ -86,7 +86,7 @@ class RayPlatform:
 
     def start(self, plan: ClusterPlan, folder: Path) -> None:
         namespace = self._join(plan.description.name)
-        key = Path(plan.description.key).read_text() if plan.description.key else ""
+        key = Path(plan.description.key).read_text(encoding="utf-8") if plan.description.key else ""
         job = RayJob(secrets.token_hex(8), plan.processes, key, plan.description.logs)
         content = msgspec.json.encode(job)
         if internal_kv._internal_kv_put(namespace, content, overwrite=False, namespace=STORE):
@@ -113,7 +113,7 @@ class RayPlatform:
                 f"{error.message}; if that Ray cluster is gone for good, delete {folder}"
             ) from error
         job = _job_in(namespace)
-        if job is not None and job.token == (folder / TOKEN).read_text():
+        if job is not None and job.token == (folder / TOKEN).read_text(encoding="utf-8"):
             _end(namespace, job, is_hurried=is_hurried)
         (folder / TOKEN).unlink()
 

@@ -245,7 +245,7 @@ def _routers_of(folder: Path) -> str:
 def _announced(folder: Path) -> str:
     """Return the address in the routers' file; empty while it cannot be read."""
     try:
-        return (folder / ROUTERS_FILE).read_text().strip()
+        return (folder / ROUTERS_FILE).read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

@@ -1,6 +1,9 @@
 """Settings: where they come from, which source wins, what a mistake says, and those of `LLM`."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from baton.protocol.config import (
 )
 from baton.protocol.errors import ConfigError
 from baton.runtime.settings import SHORT_FLAGS, ignored_variables, load, to_yaml
+from tests.support.small_tokenizers import write_tokenizer
 from tests.support.sources import REPOSITORY
 
 SERVE = COMMANDS["serve"]
@@ -40,6 +44,54 @@ def test_later_sources_win(tmp_path):
     assert config.decode == 4
     with pytest.raises(ConfigError, match="BATON_ROUTER_PORT cannot be 'http'"):
         load(SERVE, [], {"BATON_ROUTER_PORT": "http"})
+
+
+def test_entries_of_a_list_have_no_white_space_around_them(tmp_path):
+    wanted = ("abc", "def")
+    secret = {"BATON_ROUTER_API_KEYS": "abc\n, def\n"}
+    assert load(SERVE, [], secret).router.api_keys == wanted
+    flags = ["--api-key", "abc\n", "--api-key", " def"]
+    assert load(SERVE, flags, {}).router.api_keys == wanted
+    file = write(tmp_path, 'router: {api_keys: ["abc\\n", " def"]}\n')
+    assert load(SERVE, ["--config", file], {}).router.api_keys == wanted
+
+
+def test_text_files_are_read_as_utf_8_in_every_locale(tmp_path):
+    """Each of these would be read with the encoding of the locale, which is ASCII here."""
+    folder = tmp_path / "model"
+    write_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("<\uff5cUser\uff5c>", encoding="utf-8")
+    (tmp_path / "keys").write_text("# \u00e9\n", encoding="utf-8")
+    (tmp_path / "cluster.yaml").write_text("model: {served_model_name: \u00e9}", encoding="utf-8")
+    command = [sys.executable, "-X", "warn_default_encoding", "-W", "error", "-c", READ_ALL]
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [*command, str(tmp_path)],
+        env={**os.environ, **plain},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+READ_ALL = """
+import sys
+from pathlib import Path
+from baton.command_line import COMMANDS
+from baton.model.sampling.token_masks import TokenMasks
+from baton.router.http.auth import add_key, read_keys
+from baton.router.text.chat_template import ChatTemplate
+from baton.runtime.settings import load
+
+folder = Path(sys.argv[1])
+assert chr(0xFF5C) in ChatTemplate.load(str(folder / "model")).source
+assert load(COMMANDS["serve"], ["--config", str(folder / "cluster.yaml")], {})
+add_key(folder / "keys", "name")
+assert read_keys(folder / "keys")
+masks = TokenMasks(folder / "model", 400, ())
+assert masks._compiled_now('start: "a"')
+"""
 
 
 @pytest.mark.parametrize(
