@@ -35,7 +35,7 @@ from baton.router.http.api.openai_chunks import (
     clamped_to,
     system_fingerprint,
 )
-from baton.router.http.api.prepare import unpacked
+from baton.router.http.api.prepare import num_packed, unpacked
 from baton.router.http.api.responses_events import ResponseEvents
 from baton.router.http.api.schema import Endpoint, ParsedRequest
 from baton.router.http.api.sse import (
@@ -69,6 +69,8 @@ MAX_REQUEST_ID_CHARS = 128
 
 # A prompt is echoed once per choice, which no engine limits.
 MAX_ECHO_CHARS = 4 * 1024 * 1024
+# Each choice has the token ids of its prompt.
+MAX_SHOWN_IDS = 1 << 20
 # The largest body of the tokenizer's endpoints.
 MAX_TOKENS_BYTES = 4 * 1024 * 1024
 
@@ -100,6 +102,15 @@ class Work:
     @property
     def params(self) -> SamplingParams:
         return self.parsed.params
+
+    @property
+    def plain_prompts(self) -> list[ShownPrompt]:
+        """Return the prompts as the response shows them, without log probabilities."""
+        if not self.parsed.token_ids:
+            return [ShownPrompt(text) for text in self.echoes]
+        texts: Sequence[str | None] = self.echoes or [None] * len(self.prompts)
+        pairs = zip(texts, self.prompts, strict=True)
+        return [ShownPrompt(text, token_ids=unpacked(ids)) for text, ids in pairs]
 
 
 class Handlers:
@@ -213,7 +224,10 @@ class Handlers:
         stream.token_gaps = self._metrics.token_gaps
         running.streams.append(stream)
         writer, running.request_id = forms[-1].writer, forms[-1].request_id
-        events = self._chunks(request, writer, stream.params.n, (), [stream.metrics], place)
+        prompts = []
+        if writer.token_ids:
+            prompts.append(ShownPrompt(token_ids=stream.prompt_token_ids))
+        events = self._chunks(request, writer, stream.params.n, prompts, [stream.metrics], place)
         sent, headers = {FORM_PARAM: writer.form_param}, {"X-Request-Id": running.request_id}
         return await self._relayed(request, running, events, headers, sent)
 
@@ -269,6 +283,12 @@ class Handlers:
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")
+        num_ids = sum(map(num_packed, prepared.prompts)) * parsed.params.n
+        if parsed.token_ids and num_ids > MAX_SHOWN_IDS:
+            text = (
+                f"prompt times n has more than {MAX_SHOWN_IDS} tokens: leave out return_token_ids"
+            )
+            raise RequestError(text, param="return_token_ids")
         writer = ResponseWriter(
             id=f"{_ID_PREFIXES[parsed.endpoint]}{secrets.token_hex(12)}",
             model=parsed.scope.lora or model.name,
@@ -339,7 +359,7 @@ class Handlers:
     async def _prompts(self, work: Work, streams: Sequence[RequestStream]) -> list[ShownPrompt]:
         """Return the prompts that a response shows, with log probabilities if they are wanted."""
         if work.params.prompt_logprobs is None:
-            return [ShownPrompt(text) for text in work.echoes]
+            return work.plain_prompts
         tokenizer = self._engine.get_tokenizer()
         spell = partial(tokenizer.spell, work.params.skip_special_tokens)
 

@@ -47,10 +47,11 @@ class Columns(msgspec.Struct):
 class ShownPrompt(msgspec.Struct, frozen=True):
     """One prompt in its response."""
 
-    text: str = ""  # before each choice
+    text: str | None = None  # before each choice, if it is echoed
     logprobs: Columns | None = None  # of the same
     num_chars: int = 0  # of the tokens that have them
     scores: msgspec.Raw | None = None  # the field `prompt_logprobs`
+    token_ids: list[int] | None = None  # the field `prompt_token_ids`
 
 
 class LogprobForms(msgspec.Struct, frozen=True):
@@ -160,11 +161,13 @@ class ResponseWriter(msgspec.Struct, frozen=True):
     names_ids: bool = False  # log probabilities name ids instead of texts
     form_param: str = FORM_PARAM  # the field that asked for a form
 
-    def opening(self, index: int, num_prompt_tokens: int) -> bytes:
+    def opening(self, index: int, num_prompt_tokens: int, prompt: ShownPrompt) -> bytes:
         """Return the first chunk of a choice of a chat."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         data = self._head(True) + b"[" + _encode(choice) + b"]"
+        if prompt.token_ids is not None:
+            data += b',"prompt_token_ids":' + _encode(prompt.token_ids)
         if self.continuous_usage:
             return data + b',"usage":' + _encode(_counts(num_prompt_tokens, 0)) + b"}"
         return data + self._tail()
@@ -188,7 +191,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         """Return the last chunk, without choices; None if the client did not ask for it."""
         if not self.include_usage:
             return None
-        return self._head(True) + b'[],"usage":' + _encode(usage_of(metrics)) + b"}"
+        return self._head(True) + b'[],"usage":' + _encode(self._usage(metrics)) + b"}"
 
     def prompt(
         self,
@@ -198,9 +201,11 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         spell: Spell,
     ) -> ShownPrompt:
         """Return a prompt with its log probabilities, which is echoed if it has a text."""
-        shown = ShownPrompt(text or "")
+        shown = ShownPrompt(text)
         if text is not None and self.num_logprobs is not None:
             shown = self._forms.of_echo(text, token_ids, scores, spell)
+        if self.token_ids:
+            shown = msgspec.structs.replace(shown, token_ids=token_ids)
         if self.num_prompt_logprobs is None:
             return shown
         found = LogprobForms(self.num_prompt_logprobs).of_prompt(token_ids, scores)
@@ -212,7 +217,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         metrics: Sequence[RequestMetrics],
         prompts: Sequence[ShownPrompt] = (),
     ) -> bytes:
-        """Return the body. `prompts` are echoed or have log probabilities."""
+        """Return the body. `prompts` are echoed, or have log probabilities or token ids."""
         per_prompt = len(outputs) // len(prompts or outputs)
         shown = [
             one for one in prompts or [ShownPrompt()] * len(outputs) for _ in range(per_prompt)
@@ -222,7 +227,9 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         data = self._head(False) + b"[" + choices + b"]"
         if self.is_chat and prompts and prompts[0].scores is not None:
             data += b',"prompt_logprobs":' + bytes(prompts[0].scores)
-        return data + b',"usage":' + _encode(usage_of(metrics)) + b"}"
+        if self.is_chat and prompts and prompts[0].token_ids is not None:
+            data += b',"prompt_token_ids":' + _encode(prompts[0].token_ids)
+        return data + b',"usage":' + _encode(self._usage(metrics)) + b"}"
 
     def _choice(self, output: CompletionOutput, prompt: ShownPrompt) -> dict[str, object]:
         choice: dict[str, object] = {"index": output.index}
@@ -232,7 +239,7 @@ class ResponseWriter(msgspec.Struct, frozen=True):
             message = {"role": "assistant", "content": content, "refusal": None, **parts}
             choice["message"] = message
         else:
-            choice["text"] = prompt.text + output.text
+            choice["text"] = (prompt.text or "") + output.text
         choice["logprobs"] = None
         if self.num_logprobs is not None:
             found = self.logprobs(output, prompt.num_chars)
@@ -241,6 +248,8 @@ class ResponseWriter(msgspec.Struct, frozen=True):
             choice["logprobs"] = found
         if prompt.scores is not None and not self.is_chat:
             choice["prompt_logprobs"] = prompt.scores
+        if prompt.token_ids is not None and not self.is_chat:
+            choice["prompt_token_ids"] = prompt.token_ids
         choice["finish_reason"] = output.finish_reason
         choice["stop_reason"] = output.stop_reason
         if self.token_ids:
@@ -251,6 +260,12 @@ class ResponseWriter(msgspec.Struct, frozen=True):
         """Return the log probabilities of an output whose text begins at `offset`."""
         rows = zip(output.token_ids, output.logprobs or (), strict=False)
         return self._forms.of_chat(rows) if self.is_chat else self._forms.columns(rows, offset)
+
+    def _usage(self, metrics: Sequence[RequestMetrics]) -> dict[str, object]:
+        usage = usage_of(metrics)
+        if self.is_chat:
+            usage.setdefault("completion_tokens_details", {"reasoning_tokens": 0})
+        return usage
 
     @property
     def _forms(self) -> LogprobForms:
@@ -274,7 +289,7 @@ class ChunkTemplate:
 
     __slots__ = (
         "_after", "_before", "_end", "_num_chars", "_num_output_tokens", "_num_prompt_tokens",
-        "_running_end", "_writer",
+        "_prompt_token_ids", "_running_end", "_writer",
     )  # fmt: skip
 
     def __init__(self, writer: ResponseWriter, before: bytes, after: bytes, end: bytes) -> None:
@@ -286,16 +301,21 @@ class ChunkTemplate:
         self._running_end = after + b"null" + end
         self._num_prompt_tokens: int | None = None  # given if each chunk has its usage
         self._num_output_tokens = 0
+        self._prompt_token_ids: list[int] | None = None  # for the next chunk
 
     def count_usage(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Put the usage into each chunk from now on."""
         self._num_prompt_tokens = num_prompt_tokens
         self._num_output_tokens = num_output_tokens
 
+    def show_prompt(self, token_ids: list[int]) -> None:
+        """Put the prompt's token ids into the next chunk."""
+        self._prompt_token_ids = token_ids
+
     def echo(self, index: int, prompt: ShownPrompt) -> bytes:
         """Return the chunk of the prompt before its choice."""
         self._num_chars = prompt.num_chars
-        return self.fill(CompletionOutput(index, prompt.text, []), prompt.logprobs)
+        return self.fill(CompletionOutput(index, prompt.text or "", []), prompt.logprobs)
 
     def fill(
         self, delta: CompletionOutput, logprobs: Mapping[str, object] | Columns | None = None
@@ -325,6 +345,9 @@ class ChunkTemplate:
             data += b',"stop_reason":' + _encode(delta.stop_reason)
         if token_ids:
             data += b',"token_ids":' + _encode(delta.token_ids)
+        if self._prompt_token_ids is not None:
+            data += b',"prompt_token_ids":' + _encode(self._prompt_token_ids)
+            self._prompt_token_ids = None
         return data + self._end
 
 

@@ -134,6 +134,10 @@ def packed(token_ids: list[int]) -> bytes:
     return array("i", token_ids).tobytes()
 
 
+def num_packed(data: bytes) -> int:
+    return len(data) // array("i").itemsize
+
+
 def unpacked(data: bytes) -> list[int]:
     return array("i", data).tolist()
 

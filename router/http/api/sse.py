@@ -276,7 +276,7 @@ class ChunkEvents:
         self,
         writer: ResponseWriter,
         num_choices: int,  # per prompt
-        prompts: Sequence[ShownPrompt],  # to echo
+        prompts: Sequence[ShownPrompt],  # to echo, or with token ids
         num_prompt_tokens: Sequence[int],  # per prompt
         place: ResumePosition | None = None,
         *,
@@ -319,11 +319,15 @@ class ChunkEvents:
         prompt, opening = index // self._num_choices, b""
         num_prompt_tokens = self._num_prompt_tokens[prompt]
         template = self._templates[index] = self._writer.chunks(index, num_prompt_tokens)
+        shown = self._prompts[prompt] if self._prompts else ShownPrompt()
         if self._writer.is_chat:
             self._ids.begin(index)
-            opening = self._event(self._writer.opening(index, num_prompt_tokens))
-        elif self._prompts:
-            opening = self._event(template.echo(index, self._prompts[prompt]))
+            opening = self._event(self._writer.opening(index, num_prompt_tokens, shown))
+            return opening, template
+        if shown.token_ids is not None:
+            template.show_prompt(shown.token_ids)
+        if shown.text is not None:
+            opening = self._event(template.echo(index, shown))
         return opening, template
 
     def _event(self, data: bytes, tail: bytes = b"") -> bytes:

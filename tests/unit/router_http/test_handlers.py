@@ -10,7 +10,9 @@ from baton import __version__
 from baton.protocol.errors import Overloaded, RequestError
 from baton.protocol.sampling import Scope
 from baton.router.core.stream import RequestStream, digest_of
+from baton.router.http import handlers
 from baton.router.http.request_log import Running
+from baton.router.text.chat_template import ChatTemplate
 from tests.support.http_bench import (
     TEXT,
     HttpBench,
@@ -123,6 +125,46 @@ async def test_token_ids_come_on_request(bench):
     streamed = chunks((await bench.post({**body, "stream": True})).text)
     ids = [i for chunk in streamed for choice in chunk["choices"] for i in choice["token_ids"]]
     assert ids == expected
+
+
+@served(script=hello, chat_template=ChatTemplate("{{ messages[0].content }}", {}))
+async def test_the_token_ids_of_prompts_come_on_request(bench):
+    body = {"prompt": [[5], [6, 7]], "n": 2, "return_token_ids": True}
+    prompts = [[5], [5], [6, 7], [6, 7]]
+    for more in ({}, {"echo": True}):
+        whole = await bench.post({**body, **more})
+        assert [one["prompt_token_ids"] for one in whole.json["choices"]] == prompts
+        streamed = chunks((await bench.post({**body, **more, "stream": True})).text)
+        choices = [choice for chunk in streamed for choice in chunk["choices"]]
+        shown = [(one["index"], one["prompt_token_ids"]) for one in choices if PROMPT_IDS in one]
+        assert sorted(shown) == list(enumerate(prompts))
+        assert all(PROMPT_IDS in choices[place] for place in first_of_each(choices))
+    # In chats, vLLM has them beside the choices, which share the prompt.
+    chat = {"messages": [{"role": "user", "content": "hello"}], "n": 2, "return_token_ids": True}
+    ids = TEXT.encode_now("hello")
+    whole = await bench.post(chat, "/v1/chat/completions")
+    assert whole.json["prompt_token_ids"] == ids
+    streamed = chunks((await bench.post({**chat, "stream": True}, "/v1/chat/completions")).text)
+    openings = [chunk for chunk in streamed if PROMPT_IDS in chunk]
+    details = whole.json["usage"]["completion_tokens_details"]
+    assert details == {"reasoning_tokens": 0}
+    assert [chunk[PROMPT_IDS] for chunk in openings] == [ids, ids]
+    assert all("role" in chunk["choices"][0]["delta"] for chunk in openings)
+    many = {"prompt": [[5] * 90] * 100, "n": 10, "return_token_ids": True}
+    assert (await bench.post(many)).status == 200
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handlers, "MAX_SHOWN_IDS", 90_000 - 1)
+        refused = await bench.post(many)
+    assert (refused.status, refused.error["param"]) == (400, "return_token_ids")
+
+
+PROMPT_IDS = "prompt_token_ids"
+
+
+def first_of_each(choices: list[dict[str, object]]) -> list[int]:
+    """Return where the first chunk of each choice is."""
+    indices = [choice["index"] for choice in choices]
+    return [indices.index(index) for index in set(indices)]
 
 
 def hello_cut(stream: RequestStream) -> None:
