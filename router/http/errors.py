@@ -1,11 +1,8 @@
 """Errors as clients get them: what is wrong with a body, and the document of every error."""
 
-import contextlib
-import json
 import math
 import re
 from collections.abc import Mapping
-from typing import TypeVar
 
 import msgspec
 
@@ -23,16 +20,11 @@ _ERROR_TYPES = {
 RETRY_STATUSES = (429, 503, 504)
 DEFAULT_RETRY_AFTER_S = 1.0
 
-# A larger body is not decoded a second time to look for null fields or for a mistake.
-_MAX_SECOND_BYTES = 2 * 1024 * 1024
 _PLACE = re.compile(r"(?P<text>.*?)(?: - at `(?:key in )?\$\.?(?P<path>.*)`)?", re.DOTALL)
 _NAMED = re.compile(r"field `(.*?)`", re.DOTALL)
 
 # What the engine calls every field that asks for a form.
 FORM_PARAM = "structured_outputs"
-
-S = TypeVar("S", bound=msgspec.Struct)
-_Fields = dict[str, msgspec.Raw]
 
 
 def error_of(error: BatonError) -> bytes:
@@ -55,24 +47,6 @@ def retry_headers(error: BatonError) -> dict[str, str]:
     }
 
 
-def decoded(decoder: msgspec.json.Decoder[S], data: bytes) -> S:
-    """Return the body. Raises `RequestError`. Any field may be null, even an unknown one."""
-    try:
-        try:
-            return decoder.decode(data)
-        except msgspec.ValidationError as error:
-            if "unknown field" not in str(error):
-                raise
-            return decoder.decode(_without_nulls(data))
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), decoder.type) from None
-    except RecursionError:
-        text = "the body is nested too deeply"
-        raise RequestError(text, code="invalid_json") from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise _malformed(str(error), data) from None
-
-
 class blaming:  # noqa: N801 - a function to its callers; a generator would take five times as long
     """Let errors name the field that a client sent, by what the field was turned into."""
 
@@ -89,47 +63,6 @@ class blaming:  # noqa: N801 - a function to its callers; a generator would take
             # The place within a field is that of the turn, not of what the client sent.
             field = error.param.partition("[")[0]
             error.param = self._sent.get(error.param) or self._sent.get(field) or error.param
-
-
-def _without_nulls(data: bytes) -> bytes:
-    """Return a body without null fields, at its top, in its options and in each message.
-
-    Clients send back messages of responses, with nulls in fields that requests do not have.
-    """
-    if len(data) > _MAX_SECOND_BYTES or b"null" not in data:
-        return data
-    try:
-        fewer: dict[str, object] = {**_given(msgspec.json.decode(data, type=_Fields))}
-        if isinstance(turns := fewer.get("messages"), msgspec.Raw):
-            found = msgspec.json.decode(turns, type=list[_Fields])
-            fewer["messages"] = [_given(turn) for turn in found]
-        if isinstance(options := fewer.get("stream_options"), msgspec.Raw):
-            fewer["stream_options"] = _given(msgspec.json.decode(options, type=_Fields))
-    except msgspec.DecodeError:
-        return data
-    return msgspec.json.encode(fewer)
-
-
-def _given(fields: _Fields) -> _Fields:
-    return {name: value for name, value in fields.items() if bytes(value) != b"null"}
-
-
-def _malformed(error: str, data: bytes) -> RequestError:
-    """Return the error for a body that is no JSON, with the field if others read it as JSON."""
-    # Some encoders write NaN, Infinity and halves of characters, which are not JSON.
-    lenient = None
-    with contextlib.suppress(ValueError, RecursionError):
-        lenient = json.loads(data) if len(data) <= _MAX_SECOND_BYTES else None
-    for name, value in lenient.items() if isinstance(lenient, dict) else ():
-        try:
-            json.dumps({name: value}, allow_nan=False, ensure_ascii=False).encode()
-        except ValueError as mistake:
-            what = "is not Unicode text: a character has only one of its two surrogates"
-            if not isinstance(mistake, UnicodeEncodeError):
-                what = "must be finite: NaN and Infinity are not JSON"
-            shown = clip(name.encode("ascii", "backslashreplace").decode())
-            return RequestError(f"{shown} {what}", param=shown)
-    return RequestError(f"the body is not valid JSON: {clip(error)}", code="invalid_json")
 
 
 def invalid(text: str, kind: type[msgspec.Struct], place: str = "") -> RequestError:

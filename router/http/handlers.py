@@ -156,7 +156,8 @@ class Handlers:
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
             response = await self._work.token_response(endpoint, model, body)
-        return web.Response(body=response, content_type="application/json")
+        self._metrics.ignored(response.ignored)
+        return web.Response(body=response.body, content_type="application/json")
 
     async def tokenizer_info(self, request: web.Request) -> web.Response:
         try:
@@ -280,6 +281,7 @@ class Handlers:
     ) -> Work:
         prepared = await self._work.prepare(endpoint, model, body)
         parsed, parsing, echoes = prepared.parsed, prepared.parsing, prepared.echoes
+        self._metrics.ignored(parsed.ignored)
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:
             text = f"prompt times n is longer than {MAX_ECHO_CHARS} characters: leave out echo"
             raise RequestError(text, param="echo")

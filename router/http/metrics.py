@@ -5,7 +5,9 @@ is generated from the families. If vLLM has a family of the same meaning, its na
 place of `vllm:`.
 """
 
+import re
 from collections import Counter
+from collections.abc import Iterable
 
 from baton.protocol.errors import BatonError
 from baton.router.core.health import Health, ServedModel
@@ -39,6 +41,9 @@ STAGE_NAMES = (
 # Nodes choose the codes of their failures, so the number of codes is bounded here.
 MAX_CODES = 64
 OTHER_CODES = "other"
+# Clients choose the names of the fields that they send.
+MAX_FIELD_NAMES = 128
+_FIELD_NAME = re.compile(r"[A-Za-z_][\w.-]{0,63}", re.ASCII)
 
 
 _PAIR = ("prefill", "decode")
@@ -55,6 +60,11 @@ ANSWERS = Family(
 REFUSALS = Family(
     "baton_refusals", "counter",
     "Errors with status 429, 503 or 504, as answers or inside streams", ("status", "code"),
+)  # fmt: skip
+IGNORED = Family(
+    "baton_ignored_fields", "counter",
+    "Requests with a field that is unknown and changes nothing, by its name without the numbers of "
+    "list items; names beyond the first 128 are other", ("field",),
 )  # fmt: skip
 REQUESTS = Family(
     "baton_requests", "counter",
@@ -193,7 +203,7 @@ OLDEST_WAIT = Family(
 NODES = Family("baton_nodes", "gauge", "Nodes by role and state", ("role", "state"))
 
 ROUTER_FAMILIES = (
-    BUILD_INFO, ANSWERS, REFUSALS, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS,
+    BUILD_INFO, ANSWERS, REFUSALS, IGNORED, REQUESTS, SUCCESSES, PROMPT_TOKENS, CACHED_TOKENS,
     PREDICTED_TOKENS, MISPREDICTED_TOKENS, OUTPUT_TOKENS, RETRIES, RESUMES, RUNNING, WAITING,
     WAITING_FOR, BUSY, FIRST_TOKEN, TOKEN_GAPS, PER_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME,
     DECODE_TIME, INFERENCE_TIME, STAGES, PROMPT_LENGTHS, OUTPUT_LENGTHS, TRANSFERS,
@@ -218,7 +228,8 @@ class HttpMetrics:
         self._version = version
         self._router = router
         self._codes: set[str] = set()
-        counted = (ANSWERS, REFUSALS, REQUESTS, SUCCESSES, RETRIES, RESUMES)
+        self._field_names: set[str] = set()
+        counted = (ANSWERS, REFUSALS, IGNORED, REQUESTS, SUCCESSES, RETRIES, RESUMES)
         self._counts: dict[Family, Counter[tuple[str, ...]]] = {one: Counter() for one in counted}
         timed = (FIRST_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME)
         self._observed = {one: Histogram(LATENCY_BUCKETS_S) for one in timed}
@@ -237,6 +248,19 @@ class HttpMetrics:
         """Count an error of a client, sent as a status or an event, if it asks for a retry."""
         if error.http_status in RETRY_STATUSES:
             self._count(REFUSALS, 1, str(error.http_status), self._known(error.code))
+
+    def ignored(self, names: Iterable[str]) -> None:
+        """Count the unknown fields of one request."""
+        for name in names:
+            self._count(IGNORED, 1, self._known_field(name))
+
+    def _known_field(self, name: str) -> str:
+        if name not in self._field_names:
+            is_full = len(self._field_names) >= MAX_FIELD_NAMES
+            if is_full or not _FIELD_NAME.fullmatch(name):
+                return OTHER_CODES
+            self._field_names.add(name)
+        return name
 
     def ended(self, metrics: RequestMetrics, outcome: str, num_choices: int) -> None:
         """Count the end of one request of the router; an HTTP request has one per prompt."""

@@ -226,7 +226,7 @@ class _Program:
             if self._takes_text_arguments and isinstance(arguments, dict):
                 arguments = json.dumps(arguments, ensure_ascii=False)
             elif not self._takes_text_arguments and isinstance(arguments, str):
-                arguments = json.loads(arguments)
+                arguments = _object_of(arguments)
             adapted = {**call, "function": {**function, "arguments": arguments}}
             if self._has_short_ids and "id" in call:
                 adapted["id"] = _short_id(call["id"])
@@ -383,12 +383,21 @@ def _with_marked_calls(message: Message, mark: str) -> Message:
         assert isinstance(function, dict)
         arguments = function.get("arguments")
         if isinstance(arguments, str):
-            arguments = json.dumps({**json.loads(arguments), mark: 0})
+            arguments = json.dumps({**_object_of(arguments), mark: 0})
         elif isinstance(arguments, dict):
             arguments = {**arguments, mark: 0}
         marked = {"name": f"{function['name']}{mark}", "arguments": arguments}
         calls.append({**call, "function": {**function, **marked}})
     return {**message, "tool_calls": calls}
+
+
+def _object_of(arguments: str) -> dict[str, object]:
+    """Return the arguments of a call; none if their text is not that of an object."""
+    try:
+        decoded = json.loads(arguments)
+    except (ValueError, RecursionError):
+        return {}
+    return decoded if isinstance(decoded, dict) else {}
 
 
 def _calls_of(message: Message) -> Iterator[dict[str, object]]:

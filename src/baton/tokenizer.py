@@ -12,7 +12,7 @@ import msgspec
 
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
-from baton.router.http.api.turns import ToolList, plain_tools
+from baton.router.http.api.turns import ToolList, functions_of, plain_tools
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import Text
 
@@ -118,9 +118,10 @@ def _plain(index: int, message: ChatMessage) -> dict[str, object]:
 
 def _plain_tools(tools: object) -> list[dict[str, object]] | None:
     try:
-        return plain_tools(msgspec.convert(tools, ToolList | None))
+        declared = msgspec.convert(tools, ToolList | None)
     except msgspec.ValidationError as error:
         raise RequestError(f"tools: {error}", param="tools") from error
+    return plain_tools(functions_of(declared or (), None, []))
 
 
 def _text_of(part: object) -> str | None:

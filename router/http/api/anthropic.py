@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import BatonError, RequestError
+from baton.router.http.api.decoding import decoded
 from baton.router.http.api.openai_chunks import ResponseWriter, call_id
 from baton.router.http.api.schema import (
     ChatBody,
@@ -33,40 +34,31 @@ from baton.router.http.api.turns import (
     ToolChoice,
     ToolName,
     TurnCall,
+    num_answered,
+    placeholder,
     plain_call,
 )
-from baton.router.http.errors import decoded
 from baton.router.outputs import CompletionOutput, RequestMetrics, ToolCall
+from baton.runtime.log import clip
 
 Object = dict[str, object]
+_ERROR_MARK = "Error: "  # before the result of a tool that failed
 # The names that the fields of a chat have here.
 _NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
 
 
-class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
-    text: str
+class Block(msgspec.Struct):
+    """A block of a turn, of any type."""
 
-
-class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
-    thinking: str
-
-
-class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
-    pass
-
-
-class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
-    id: str
-    name: str
-    input: Object
-
-
-class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
-    tool_use_id: str
-    content: str | list[TextBlock] = ""
-
-
-Block = TextBlock | ThinkingBlock | RedactedThinkingBlock | ToolUseBlock | ToolResultBlock
+    type: str
+    text: str | None = None
+    thinking: str | None = None
+    id: str | None = None
+    name: str | None = None
+    input: Object | None = None
+    tool_use_id: str | None = None
+    content: "str | list[Block] | Object | None" = None
+    is_error: bool | None = None
 
 
 class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
@@ -75,11 +67,13 @@ class MessageTurn(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ToolDefinition(msgspec.Struct, forbid_unknown_fields=True):
-    name: ToolName
-    input_schema: Object
+    """A function, or a tool of another `type`, which Anthropic runs or describes itself."""
+
+    name: ToolName | None = None
+    input_schema: Object | None = None
     description: str | None = None
     strict: bool | None = None
-    type: Literal["custom"] | None = None
+    type: str | None = None
     # These change nothing about a response.
     cache_control: Anything = msgspec.UNSET
     eager_input_streaming: Anything = msgspec.UNSET
@@ -110,7 +104,7 @@ class CountBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
     model: str | None = None
     messages: Annotated[list[MessageTurn], Meta(min_length=1, max_length=MAX_TURNS)]
-    system: str | list[TextBlock] | None = None
+    system: str | list[Block] | None = None
     tools: Annotated[list[ToolDefinition], Meta(max_length=MAX_TOOLS)] | None = None
     tool_choice: Choice | None = None
     thinking: ThinkingMode | None = None
@@ -143,14 +137,19 @@ def parse_message(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest:
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
-    body = decoded(_decoder, data)
+    body, ignored = decoded(_decoder, data)
     given = {name: getattr(body, name) for name in ("stream", "temperature", "top_p", "top_k")}
     more = {"stop": body.stop_sequences, "max_completion_tokens": body.max_tokens}
-    return chat_of(body, defaults, **given, **more)
+    return chat_of(body, defaults, ignored, **given, **more)
 
 
-def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object) -> ParsedRequest:
-    """Return what a chat with the turns of `body` asks for. Raises `RequestError`."""
+def chat_of(
+    body: CountBody, defaults: Mapping[str, object], ignored: list[str], **settings: object
+) -> ParsedRequest:
+    """Return what a chat with the turns of `body` asks for. Raises `RequestError`.
+
+    `ignored` has the names of ignored fields.
+    """
     choice, thinking = body.tool_choice or Choice(), body.thinking
     thinks = thinking is not None and thinking.type != "disabled"
     chosen: dict[str, ToolChoice] = {"any": "required", "auto": "auto", "none": "none"}
@@ -158,11 +157,8 @@ def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object)
     chat = ChatBody(
         model=body.model,
         messages=[],
-        tools=[
-            Tool("function", Function(one.name, one.description, one.input_schema, one.strict))
-            for one in body.tools or ()
-        ],
-        tool_choice=chosen.get(choice.type) or NamedTool("function", FunctionName(choice.name)),
+        tools=[_tool_of(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())],
+        tool_choice=chosen.get(choice.type) or NamedTool(FunctionName(choice.name)),
         parallel_tool_calls=not choice.disable_parallel_tool_use,
         response_format=ResponseFormat("json_schema", JsonSchema(form.schema)) if form else None,
         include_reasoning=thinks,
@@ -171,7 +167,8 @@ def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object)
         **settings,  # type: ignore[arg-type]
     )
     try:
-        parsed = parsed_chat(chat, _turns_of(body), defaults, limit_name="max_tokens")
+        turns = _turns_of(body)
+        parsed = parsed_chat(chat, turns, defaults, ignored, limit_name="max_tokens")
     except RequestError as error:
         param = (error.param or "").replace(".function.parameters", ".input_schema")
         error.param = _NAMES.get(param, param.replace(".function", "")) or None
@@ -180,41 +177,126 @@ def chat_of(body: CountBody, defaults: Mapping[str, object], **settings: object)
     return msgspec.structs.replace(parsed, endpoint="messages", form_param=form_param)
 
 
+def _tool_of(place: str, tool: ToolDefinition) -> Tool:
+    if tool.type not in (None, "custom"):
+        return Tool(tool.type)
+    if tool.name is None or tool.input_schema is None:
+        missing = "name" if tool.name is None else "input_schema"
+        raise RequestError(f"a tool needs the field {missing}", param=f"{place}.{missing}")
+    function = Function(tool.name, tool.description, tool.input_schema, tool.strict)
+    return Tool("function", function)
+
+
+# --- the turns ----------------------------------------------------------------------------------
+
+
 def _turns_of(body: CountBody) -> list[Object]:
     turns: list[Object] = []
     if body.system:
-        turns.append({"role": "system", "content": _joined(body.system)})
+        text = _text_of("system", body.system, is_history=False)
+        turns.append({"role": "system", "content": text})
+    num_history = num_answered([turn.role for turn in body.messages])
     for index, turn in enumerate(body.messages):
-        blocks = [TextBlock(turn.content)] if isinstance(turn.content, str) else turn.content
-        calls: list[Object] = []
-        for number, block in enumerate(blocks):
-            place = f"messages[{index}].content[{number}]"
-            is_answer = turn.role == "assistant"
-            if isinstance(block, ToolResultBlock) and not is_answer:
-                text = _joined(block.content)
-                turns.append({"role": "tool", "content": text, "tool_call_id": block.tool_use_id})
-            elif isinstance(block, ToolUseBlock) and is_answer:
-                call = TurnCall(CalledFunction(block.name, block.input), id=block.id)
-                calls.append(plain_call(place, call))
-            elif isinstance(block, ToolResultBlock | ToolUseBlock):
-                raise RequestError(f"this block does not belong to {turn.role}", param=place)
-        texts = [block for block in blocks if isinstance(block, TextBlock)]
-        thoughts = "\n".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock))
-        plain: Object = {"role": turn.role, "content": _joined(texts)}
-        if thoughts:
-            plain["reasoning_content"] = plain["reasoning"] = thoughts
-        if calls:
-            plain["tool_calls"] = calls
-        if texts or turn.role == "assistant":
-            turns.append(plain)
+        place = f"messages[{index}].content"
+        if turn.role == "assistant":
+            turns.append(_answer_of(place, turn.content))
+        else:
+            turns += _asked(place, turn, is_history=index < num_history)
     if body.messages[-1].role == "assistant":
         text = "messages must end with a turn of the user: baton does not continue a response"
         raise RequestError(text, code="unsupported", param="messages")
     return turns
 
 
-def _joined(content: str | list[TextBlock]) -> str:
-    return content if isinstance(content, str) else "\n".join(block.text for block in content)
+def _answer_of(place: str, content: str | list[Block]) -> Object:
+    """Return a turn of the assistant."""
+    if isinstance(content, str):
+        return {"role": "assistant", "content": content}
+    shown: list[Block] = []
+    thoughts: list[str] = []
+    calls: list[Object] = []
+    for number, block in enumerate(content):
+        match block.type:
+            case "thinking":
+                thoughts.append(block.thinking or "")
+            case "redacted_thinking":
+                pass
+            case "tool_use":
+                calls.append(_call_of(f"{place}[{number}]", block))
+            case "tool_result":
+                raise RequestError(
+                    "this block does not belong to assistant", param=f"{place}[{number}]"
+                )
+            case _:
+                shown.append(block)
+    turn: Object = {"role": "assistant", "content": _text_of(place, shown, is_history=True)}
+    if any(thoughts):
+        turn["reasoning_content"] = turn["reasoning"] = "\n".join(thoughts)
+    if calls:
+        turn["tool_calls"] = calls
+    return turn
+
+
+def _call_of(place: str, block: Block) -> Object:
+    if block.id is None or not block.name:
+        missing = "id" if block.id is None else "name"
+        raise RequestError(f"a tool_use needs the field {missing}", param=f"{place}.{missing}")
+    return plain_call(TurnCall(CalledFunction(block.name, block.input), id=block.id))
+
+
+def _asked(place: str, turn: MessageTurn, *, is_history: bool) -> list[Object]:
+    """Return a turn of the user or the system as turns: the results of tools, then the text."""
+    if isinstance(turn.content, str):
+        return [{"role": turn.role, "content": turn.content}]
+    results: list[Object] = []
+    texts: list[str] = []
+    for number, block in enumerate(turn.content):
+        block_place = f"{place}[{number}]"
+        match block.type:
+            case "tool_result":
+                results.append(_result_of(block_place, block))
+            case "tool_use" | "thinking" | "redacted_thinking":
+                text = f"this block does not belong to {turn.role}"
+                raise RequestError(text, param=block_place)
+            case _:
+                texts.append(_text_of_block(block_place, block, is_history=is_history))
+    if texts:
+        results.append({"role": turn.role, "content": "\n".join(texts)})
+    return results
+
+
+def _result_of(place: str, block: Block) -> Object:
+    if block.tool_use_id is None:
+        text = "a tool_result needs the field tool_use_id"
+        raise RequestError(text, param=f"{place}.tool_use_id")
+    content = block.content
+    if isinstance(content, dict):
+        raise RequestError("content must be text or blocks", param=f"{place}.content")
+    shown = _text_of(f"{place}.content", content or "", is_history=True)
+    if block.is_error:
+        shown = f"{_ERROR_MARK}{shown}"
+    return {"role": "tool", "content": shown, "tool_call_id": block.tool_use_id}
+
+
+def _text_of(place: str, content: str | list[Block], *, is_history: bool) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(
+        _text_of_block(f"{place}[{number}]", block, is_history=is_history)
+        for number, block in enumerate(content)
+    )
+
+
+def _text_of_block(place: str, block: Block, *, is_history: bool) -> str:
+    """Return the text of a block; a placeholder for others in what `is_history`."""
+    if block.type != "text":
+        if is_history:
+            return placeholder(block.type)
+        text = f"content of type {clip(block.type)!r} is not supported; only text is"
+        raise RequestError(text, code="unsupported", param=place)
+    if block.text is None:
+        raise RequestError("a block of type text needs text", param=place)
+    return block.text
 
 
 _encode = msgspec.json.Encoder().encode

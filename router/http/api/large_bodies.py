@@ -19,7 +19,7 @@ from baton.router.http.api.prepare import (
     tokenized,
 )
 from baton.router.http.api.schema import Endpoint, ParsedRequest
-from baton.router.http.api.tokens import TokenEndpoint, token_response
+from baton.router.http.api.tokens import TokenEndpoint, TokenResponse, token_response
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import (
     MAX_CHARS_ON_LOOP,
@@ -49,9 +49,9 @@ class BodyWork:
         self._format = ModelFormat.of(config.router, template)
         arguments = (config.model.path, config.model.chat_template)
         module = "baton.router.http.api.large_bodies"
-        replies: msgspec.msgpack.Decoder[Prepared | bytes]
-        replies = msgspec.msgpack.Decoder(Prepared | bytes)
-        self._worker = Worker[Job, Prepared | bytes](module, arguments, replies)
+        replies: msgspec.msgpack.Decoder[Prepared | TokenResponse]
+        replies = msgspec.msgpack.Decoder(Prepared | TokenResponse)
+        self._worker = Worker[Job, Prepared | TokenResponse](module, arguments, replies)
         self._lane = Lane(2, cpu_s=30.0, memory_mib=512, wall_s=60.0)
 
     async def prepare(self, endpoint: Endpoint, model: ServedModel, body: bytes) -> Prepared:
@@ -68,11 +68,11 @@ class BodyWork:
 
     async def token_response(
         self, endpoint: TokenEndpoint, model: ServedModel, body: bytes
-    ) -> bytes:
+    ) -> TokenResponse:
         """Return the response to a body of the tokenizer's endpoints. Raises as `prepare`."""
         if len(body) > SMALL_BYTES:
             response = await self._worked(Job(endpoint, model, self._format, body))
-            assert isinstance(response, bytes)
+            assert isinstance(response, TokenResponse)
             return response
         work = partial(token_response, endpoint, body, model, self._text, self._template)
         return await self._text.in_thread(len(body), work)
@@ -80,7 +80,7 @@ class BodyWork:
     def close(self) -> None:
         self._worker.close()
 
-    async def _worked(self, job: Job) -> Prepared | bytes:
+    async def _worked(self, job: Job) -> Prepared | TokenResponse:
         try:
             return await self._worker.run(job, self._lane)
         except TooMuchWork:
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> None:
     except ConfigError:  # the router has logged it, and serves all requests but chats
         template = None
 
-    def answer(job: Job) -> Prepared | bytes:
+    def answer(job: Job) -> Prepared | TokenResponse:
         match job.endpoint:
             case "tokenize" | "detokenize" | "count_tokens":
                 return token_response(job.endpoint, job.body, job.model, text, template)

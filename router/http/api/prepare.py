@@ -34,7 +34,7 @@ _PARSERS: dict[Endpoint, Callable[[bytes, Mapping[str, object]], ParsedRequest]]
 }
 
 
-class Prepared(msgspec.Struct, frozen=True):
+class Prepared(msgspec.Struct, frozen=True, tag=True):
     """A checked body whose prompts are token ids, each packed by `packed`."""
 
     parsed: ParsedRequest

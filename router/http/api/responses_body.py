@@ -4,12 +4,13 @@ No response is stored, so a body that refers to an earlier one, or asks to keep 
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
+from baton.router.http.api.decoding import converted, count, decoded
 from baton.router.http.api.schema import (
     AnyBody,
     ChatBody,
@@ -23,6 +24,9 @@ from baton.router.http.api.schema import (
 from baton.router.http.api.turns import (
     MAX_TOOLS,
     MAX_TURNS,
+    AllowedList,
+    AllowedTool,
+    AllowedTools,
     Anything,
     CalledFunction,
     ContentPart,
@@ -30,14 +34,16 @@ from baton.router.http.api.turns import (
     FunctionName,
     NamedTool,
     Tool,
+    ToolChoice,
     Turn,
     TurnCall,
+    num_answered,
+    placeholder,
     plain_call,
     plain_turn,
     text_of,
     unsupported,
 )
-from baton.router.http.errors import decoded, invalid
 from baton.runtime.log import clip
 
 Object = dict[str, object]
@@ -45,6 +51,12 @@ Object = dict[str, object]
 _LOGPROBS = "message.output_text.logprobs"
 # Reasoning comes as text, and goes back so, which makes it needless to encrypt it.
 _INCLUDED = (_LOGPROBS, "reasoning.encrypted_content")
+# These are parts of items that no response has.
+_NEVER_THERE = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "web_search_call.action.sources",
+    "web_search_call.results",
+)  # fmt: skip
 # The names that the fields of a chat have here.
 _NAMES = {"logprobs": "top_logprobs", "response_format": "text.format"}
 
@@ -72,8 +84,18 @@ class TextSettings(msgspec.Struct, forbid_unknown_fields=True):
 class ReasoningSettings(msgspec.Struct, forbid_unknown_fields=True):
     effort: Effort | None = None
     # Reasoning is given out as it is, never as a summary.
-    summary: Literal["auto"] | None = None
-    generate_summary: Literal["auto"] | None = None
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class _AllowedTool(msgspec.Struct):
+    type: str
+    name: str = ""
+
+
+class _AllowedTools(msgspec.Struct):
+    mode: Literal["auto", "required"]
+    tools: list[_AllowedTool]
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -105,15 +127,8 @@ class ResponseBody(AnyBody, kw_only=True):
     prompt: Anything = msgspec.UNSET
 
 
-class _Item(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    # These change nothing about a response.
+class _Item(msgspec.Struct, kw_only=True):
     type: object = None
-    id: object = None
-    status: object = None
-    phase: object = None
-    namespace: object = None
-    caller: object = None
-    created_by: object = None
 
 
 class MessageItem(_Item, kw_only=True):
@@ -135,11 +150,20 @@ class CallItem(_Item, kw_only=True):
 
 class CallOutputItem(_Item, kw_only=True):
     call_id: str
-    output: str | list[ContentPart]
+    output: str | list[ContentPart] | Object = ""
+
+
+class OtherCallItem(_Item, kw_only=True):
+    """A call of a tool that is no function; some clients run such tools and send results."""
+
+    call_id: str | None = None
     name: str | None = None
+    input: str | None = None
+    action: Object | None = None
+    operation: Object | None = None
 
 
-Item = MessageItem | ReasoningItem | CallItem | CallOutputItem
+Item = MessageItem | ReasoningItem | CallItem | CallOutputItem | OtherCallItem
 _ITEMS: dict[object, type[Item]] = {
     None: MessageItem,
     "message": MessageItem,
@@ -147,7 +171,8 @@ _ITEMS: dict[object, type[Item]] = {
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
 }
-S = TypeVar("S", bound=msgspec.Struct)
+# Items besides calls that nothing can show.
+_UNSHOWN_ITEMS = ("mcp_list_tools", "mcp_approval_request", "mcp_approval_response")
 _decoder = msgspec.json.Decoder(ResponseBody)
 
 
@@ -156,9 +181,11 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
-    body = decoded(_decoder, data)
-    _check(body)
-    tools = [_function_of(f"tools[{index}]", tool) for index, tool in enumerate(body.tools or ())]
+    body, ignored = decoded(_decoder, data)
+    _check(body, ignored)
+    tools = [
+        _tool_of(f"tools[{index}]", tool, ignored) for index, tool in enumerate(body.tools or ())
+    ]
     chat = ChatBody(
         **{name: getattr(body, name) for name in AnyBody.__struct_fields__},
         messages=[],
@@ -166,14 +193,15 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
         response_format=_form_of(body.text),
         logprobs=_LOGPROBS in (body.include or ()),
         top_logprobs=body.top_logprobs,
-        tools=[Tool("function", tool) for tool in tools],
+        tools=tools,
         tool_choice=_choice_of(body.tool_choice),
         parallel_tool_calls=body.parallel_tool_calls,
         chat_template_kwargs=body.chat_template_kwargs,
         reasoning_effort=body.reasoning.effort if body.reasoning is not None else None,
     )
     try:
-        parsed = parsed_chat(chat, _turns_of(body), defaults, limit_name="max_output_tokens")
+        turns = _turns_of(body, ignored)
+        parsed = parsed_chat(chat, turns, defaults, ignored, limit_name="max_output_tokens")
     except RequestError as error:
         raise _renamed(error) from None
     return msgspec.structs.replace(
@@ -184,7 +212,7 @@ def parse_response(data: bytes, defaults: Mapping[str, object]) -> ParsedRequest
     )
 
 
-def _check(body: ResponseBody) -> None:
+def _check(body: ResponseBody, ignored: list[str]) -> None:
     stored = {"store": body.store, "background": body.background}
     stored |= {
         name: bytes(value) != b"null"
@@ -198,7 +226,9 @@ def _check(body: ResponseBody) -> None:
     if body.truncation not in (None, "disabled"):
         raise unsupported("truncation")
     for index, included in enumerate(body.include or ()):
-        if included not in _INCLUDED:
+        if included in _NEVER_THERE:
+            count(ignored, f"include.{included}")
+        elif included not in _INCLUDED:
             text = f"{clip(included)!r} cannot be included"
             raise RequestError(text, code="unsupported", param=f"include[{index}]")
     if body.top_logprobs and _LOGPROBS not in (body.include or ()):
@@ -228,89 +258,126 @@ def _form_of(text: TextSettings | None) -> ResponseFormat | None:
     return None
 
 
-def _function_of(place: str, tool: Object) -> Function:
-    if (kind := tool.get("type")) != "function":
-        text = f"tools of type {clip(str(kind))!r} are not supported; only functions are"
-        raise RequestError(text, code="unsupported", param=f"{place}.type")
-    return _converted(place, {name: tool[name] for name in tool if name != "type"}, Function)
+def _tool_of(place: str, tool: Object, ignored: list[str]) -> Tool:
+    kind = tool.get("type")
+    if not isinstance(kind, str):
+        raise RequestError("a tool needs a type, which is text", param=f"{place}.type")
+    if kind != "function":
+        return Tool(kind)
+    function = {name: value for name, value in tool.items() if name != "type"}
+    return Tool("function", converted(place, function, Function, ignored))
 
 
-def _choice_of(
-    choice: str | Object | None,
-) -> Literal["none", "auto", "required"] | NamedTool | None:
+def _choice_of(choice: str | Object | None) -> ToolChoice | None:
     if not isinstance(choice, dict):
         return choice  # type: ignore[return-value]
-    if choice.get("type") != "function":
-        raise unsupported("tool_choice")
-    return NamedTool("function", _converted("tool_choice", choice, FunctionName))
-
-
-def _converted(place: str, value: Object, kind: type[S]) -> S:
-    try:
-        return msgspec.convert({k: v for k, v in value.items() if v is not None}, kind)
-    except msgspec.ValidationError as error:
-        raise invalid(str(error), kind, place) from None
+    match choice.get("type"):
+        case "function":
+            return NamedTool(converted("tool_choice", choice, FunctionName))
+        case "allowed_tools":
+            allowed = converted("tool_choice", choice, _AllowedTools)
+            tools = [
+                AllowedTool(tool.type, FunctionName(tool.name))
+                for tool in allowed.tools
+                if tool.type == "function"
+            ]
+            return AllowedTools(AllowedList(allowed.mode, tools))
+    raise unsupported("tool_choice")
 
 
 # --- the turns ----------------------------------------------------------------------------------
 
 
-def _turns_of(body: ResponseBody) -> list[Object]:
+def _turns_of(body: ResponseBody, ignored: list[str]) -> list[Object]:
     """Return the items of the input, in their order, as turns in the form that templates take."""
     turns: list[Object] = []
     if body.instructions:
         turns.append({"role": "system", "content": body.instructions})
-    if not body.input:
+    if not body.input and (isinstance(body.input, str) or not turns):
         raise RequestError("input must not be empty", param="input")
     if isinstance(body.input, str):
         return [*turns, {"role": "user", "content": body.input}]
+    num_history = num_answered([_role_of(item) for item in body.input])
     for index, item in enumerate(body.input):
-        place, kind = f"input[{index}]", item.get("type")
-        if not isinstance(kind, str | None) or kind not in _ITEMS:
-            text = f"items of type {clip(str(kind))!r} are not supported"
-            if kind == "item_reference":
-                text += ": no response is stored, so send the item itself"
-            raise RequestError(text, code="unsupported", param=f"{place}.type")
-        _add(turns, place, _converted(place, item, _ITEMS[kind]))
+        place = f"input[{index}]"
+        kind = _kind_of(place, item)
+        turn_item = converted(place, item, kind, ignored)
+        _add(turns, place, turn_item, is_history=index < num_history)
     return turns
 
 
-def _add(turns: list[Object], place: str, item: Item) -> None:
+def _role_of(item: Object) -> str:
+    """Return the role of the turn that an item becomes or is a part of."""
+    role = item.get("role", "assistant")
+    return role if isinstance(role, str) else ""
+
+
+def _kind_of(place: str, item: Object) -> type[Item]:
+    kind = item.get("type")
+    if not isinstance(kind, str | None):
+        raise RequestError("the type of an item must be text", param=f"{place}.type")
+    if kind in _ITEMS:
+        return _ITEMS[kind]
+    if kind is not None and kind.endswith("_call_output"):
+        return CallOutputItem
+    if kind is not None and (kind.endswith("_call") or kind in _UNSHOWN_ITEMS):
+        return OtherCallItem
+    text = f"items of type {clip(str(kind))!r} are not supported"
+    if kind == "item_reference":
+        text += ": no response is stored, so send the item itself"
+    raise RequestError(text, code="unsupported", param=f"{place}.type")
+
+
+def _add(turns: list[Object], place: str, item: Item, *, is_history: bool) -> None:
     last = turns[-1] if turns else {}
     is_answer = last.get("role") == "assistant"
     match item:
         case MessageItem(role=role, content=content):
             # Templates know no developers, and many only one turn of the system.
             role = "system" if role == "developer" else role
-            turn = plain_turn(place, Turn(role, text_of(f"{place}.content", content)))
+            text = text_of(f"{place}.content", content, is_history)
+            turn = plain_turn(place, Turn(role, text))
             if role == "system" == last.get("role"):
                 last["content"] = f"{last['content']}\n\n{turn['content']}"
             elif role == "assistant" and is_answer and _is_only_reasoning(last):
                 last["content"] = turn["content"]
             else:
                 turns.append(turn)
-        case ReasoningItem(summary=summary, content=parts, encrypted_content=encrypted):
+        case ReasoningItem(summary=summary, content=parts):
+            # What another server has encrypted cannot be shown.
             text = "\n".join(part.text or "" for part in parts or summary)
-            if encrypted and not text:
-                raise unsupported(f"{place}.encrypted_content")
-            turns.append(plain_turn(place, Turn("assistant", reasoning=text or None)))
+            if text:
+                turns.append(plain_turn(place, Turn("assistant", reasoning=text)))
         case CallItem(call_id=call_id, name=name, arguments=arguments):
-            call = plain_call(place, TurnCall(CalledFunction(name, arguments), id=call_id))
-            if not is_answer:
-                turns.append(last := plain_turn(place, Turn("assistant")))
-            calls = last.setdefault("tool_calls", [])
-            assert isinstance(calls, list)
-            calls.append(call)
+            _add_call(turns, TurnCall(CalledFunction(name, arguments), id=call_id))
+        case OtherCallItem(type=kind, call_id=call_id) if call_id is not None:
+            name = item.name or str(kind).removesuffix("_call")
+            arguments = item.action or item.operation or {"input": item.input or ""}
+            _add_call(turns, TurnCall(CalledFunction(name, arguments), id=call_id))
+        case OtherCallItem(type=kind):
+            turns.append(plain_turn(place, Turn("assistant", placeholder(str(kind)))))
         case CallOutputItem(call_id=call_id, output=output):
-            text = text_of(f"{place}.output", output)
+            if isinstance(output, dict):
+                text = placeholder(str(output.get("type", item.type)))
+            else:
+                text = text_of(f"{place}.output", output, is_history=True)
             turns.append({"role": "tool", "content": text, "tool_call_id": call_id})
+
+
+def _add_call(turns: list[Object], call: TurnCall) -> None:
+    """Add a call to the last turn of the assistant, or to a new one."""
+    if not turns or turns[-1]["role"] != "assistant":
+        turns.append({"role": "assistant", "content": ""})
+    calls = turns[-1].setdefault("tool_calls", [])
+    assert isinstance(calls, list)
+    calls.append(plain_call(call))
 
 
 def _is_only_reasoning(turn: Object) -> bool:
     return not turn["content"] and "tool_calls" not in turn
 
 
-def _settings(body: ResponseBody, parsed: ParsedRequest, tools: list[Function]) -> Object:
+def _settings(body: ResponseBody, parsed: ParsedRequest, tools: list[Tool]) -> Object:
     """Return the fields of a response object that repeat its request."""
     text, reasoning = body.text or TextSettings(), body.reasoning or ReasoningSettings()
     choice = body.tool_choice or "auto"
@@ -333,8 +400,9 @@ def _settings(body: ResponseBody, parsed: ParsedRequest, tools: list[Function]) 
         "text": {"format": text.format or PlainFormat(), "verbosity": text.verbosity},
         "tool_choice": choice,
         "tools": [
-            {"type": "function", **{name: getattr(tool, name) for name in tool.__struct_fields__}}
+            {"type": "function", **msgspec.structs.asdict(tool.function)}
             for tool in tools
+            if tool.function is not None
         ],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": parsed.params.top_p,

@@ -1,8 +1,7 @@
 """The bodies that clients of the OpenAI endpoints may send, and why any other is refused.
 
-Every mistake in a body becomes a `RequestError` that names the field. A field that baton does not
-support is refused unless its value asks for nothing, because a response that ignores a field of its
-request would be wrong.
+Every mistake in a body becomes a `RequestError` that names the field. `decoding.py` says which
+unknown fields are ignored.
 """
 
 import operator
@@ -15,6 +14,7 @@ from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import EVERYONE, MAX_BIASES, NEUTRAL, SamplingParams, Scope
+from baton.router.http.api.decoding import decoded
 from baton.router.http.api.turns import (
     MAX_TURNS,
     Anything,
@@ -22,12 +22,14 @@ from baton.router.http.api.turns import (
     ToolList,
     ToolUse,
     Turn,
+    allowed_of,
+    functions_of,
     plain_tools,
-    plain_turn,
+    plain_turns,
     tool_use_of,
     unsupported,
 )
-from baton.router.http.errors import FORM_PARAM, decoded
+from baton.router.http.errors import FORM_PARAM
 
 MAX_PROMPTS = 512
 MAX_TOTAL_CHOICES = 1024
@@ -102,7 +104,7 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # These change nothing about a response.
     user: str | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, object] | None = None
     service_tier: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -217,6 +219,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     form_param: str = "structured_outputs"  # the field that asks for it
     scope: Scope = EVERYONE
     settings: bytes = b""  # what a response object repeats of its request, as JSON
+    ignored: tuple[str, ...] = ()  # the names of fields that change nothing
 
     @property
     def is_chat(self) -> bool:
@@ -239,6 +242,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         names = {"prompt": prompt, "messages": prompt, FORM_PARAM: self.form_param}
         return {**names, "prompt_logprobs": logprobs}
 
+    def ignoring(self, names: Sequence[str]) -> "ParsedRequest":
+        """Return the request with the names of the fields that are ignored."""
+        return msgspec.structs.replace(self, ignored=tuple(names)) if names else self
+
     @cached_property
     def params(self) -> SamplingParams:
         return SamplingParams(**self.sampling)  # type: ignore[arg-type]
@@ -249,7 +256,7 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Par
 
     `defaults` are the model's sampling parameters, for fields that the body leaves out.
     """
-    body = decoded(_completion_decoder, data)
+    body, ignored = decoded(_completion_decoder, data)
     check(body)
     if body.max_tokens is None:
         body.max_tokens = max(DEFAULT_MAX_TOKENS, body.min_tokens or 0)
@@ -257,7 +264,8 @@ def parse_completion(data: bytes, defaults: Mapping[str, object] = _NONE) -> Par
     if only_echo:
         body.max_tokens = 1  # its token is dropped if nodes have to compute the prompt
     prompts = _prompts_of(body)
-    return _parsed_request(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
+    parsed = _parsed_request(body, defaults, prompts, echo=bool(body.echo), generates=not only_echo)
+    return parsed.ignoring(ignored)
 
 
 def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> ParsedRequest:
@@ -266,27 +274,30 @@ def parse_chat(data: bytes, defaults: Mapping[str, object] = _NONE) -> ParsedReq
     A chat without a limit in its body or in the model's `defaults` may use all the room that the
     model has left.
     """
-    body = decoded(_chat_decoder, data)
+    body, ignored = decoded(_chat_decoder, data)
     if not body.messages:
         raise RequestError("messages must not be empty", param="messages")
-    messages = [plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages)]
-    return parsed_chat(body, messages, defaults)
+    return parsed_chat(body, plain_turns(body.messages), defaults, ignored)
 
 
 def parsed_chat(
     body: ChatBody,
     messages: list[dict[str, object]],
     defaults: Mapping[str, object],
+    ignored: list[str],
     limit_name: str = "max_completion_tokens",
 ) -> ParsedRequest:
     """Return what a checked body asks for, with these turns. Raises `RequestError`.
 
-    `limit_name` is the name that clients use for `max_completion_tokens`.
+    `ignored` has the names of ignored fields. `limit_name` is the name that clients use for
+    `max_completion_tokens`.
     """
     check(body)
     generates = body.add_generation_prompt is not False
-    tools = plain_tools(body.tools)
-    use = tool_use_of(body.tools, body.tool_choice, body.parallel_tool_calls)
+    functions = functions_of(body.tools or (), body.tool_choice, ignored)
+    functions = allowed_of(functions, body.tool_choice)
+    tools = plain_tools(functions)
+    use = tool_use_of(functions, body.tool_choice, body.parallel_tool_calls)
     # With `none` the model must not call, so it does not see the tools.
     options = {**options_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
     chat = Chat(messages, generates, options or None, tools if use else None)
@@ -295,6 +306,7 @@ def parsed_chat(
     else:
         body.max_tokens = body.max_completion_tokens
         parsed = _parsed_request(body, defaults, [chat], limit_name=limit_name)
+    parsed = parsed.ignoring(ignored)
     if use is None and body.include_reasoning is not False:
         return parsed
     return msgspec.structs.replace(

@@ -7,23 +7,32 @@ from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.router.core.health import ServedModel
-from baton.router.http.api.anthropic import CountBody, chat_of, count_decoder
+from baton.router.http.api.anthropic import chat_of, count_decoder
+from baton.router.http.api.decoding import decoded
 from baton.router.http.api.prepare import check_ids, checked_prompt, lora_of
-from baton.router.http.api.schema import Chat
+from baton.router.http.api.schema import Chat, ParsedRequest
 from baton.router.http.api.turns import (
     MAX_TURNS,
     ToolList,
     Turn,
+    functions_of,
     plain_tools,
-    plain_turn,
+    plain_turns,
 )
-from baton.router.http.errors import blaming, decoded
+from baton.router.http.errors import blaming
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import (
     Text,
 )
 
 TokenEndpoint = Literal["tokenize", "detokenize", "count_tokens"]
+
+
+class TokenResponse(msgspec.Struct, frozen=True, tag=True):
+    """The response to a body, and the names of the fields that were ignored."""
+
+    body: bytes
+    ignored: tuple[str, ...] = ()
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,31 +65,37 @@ def token_response(
     model: ServedModel,
     text: Text,
     template: ChatTemplate | None,
-) -> bytes:
+) -> TokenResponse:
     """Return the response to a body. Raises `RequestError`."""
     match endpoint:
         case "tokenize":
-            return _tokenized(decoded(_tokenize_decoder, data), model, text, template)
+            tokenize, ignored = decoded(_tokenize_decoder, data)
+            response = _tokenized(tokenize, ignored, model, text, template)
         case "detokenize":
-            return _detokenized(decoded(_detokenize_decoder, data), model, text)
+            detokenize, ignored = decoded(_detokenize_decoder, data)
+            response = _detokenized(detokenize, model, text)
         case "count_tokens":
-            return _counted(decoded(count_decoder, data), model, text, template)
+            counted, ignored = decoded(count_decoder, data)
+            response = _counted(chat_of(counted, {}, ignored), model, text, template)
+    return TokenResponse(response, tuple(ignored))
 
 
 def _tokenized(
-    body: TokenizeBody, model: ServedModel, text: Text, template: ChatTemplate | None
+    body: TokenizeBody,
+    ignored: list[str],
+    model: ServedModel,
+    text: Text,
+    template: ChatTemplate | None,
 ) -> bytes:
     lora_of(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise RequestError("give either prompt or messages", param="prompt")
     prompt, adds_tokens = body.prompt, body.add_special_tokens is not False
     if prompt is None:
-        turns = [
-            plain_turn(f"messages[{index}]", turn) for index, turn in enumerate(body.messages or [])
-        ]
+        turns = plain_turns(body.messages or ())
         if not turns:
             raise RequestError("messages must not be empty", param="messages")
-        tools = plain_tools(body.tools)
+        tools = plain_tools(functions_of(body.tools or (), None, ignored))
         chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
         prompt = checked_prompt(chat, template)
         adds_tokens = body.add_special_tokens is True
@@ -106,10 +121,10 @@ def _detokenized(body: DetokenizeBody, model: ServedModel, text: Text) -> bytes:
 
 
 def _counted(
-    body: CountBody, model: ServedModel, text: Text, template: ChatTemplate | None
+    parsed: ParsedRequest, model: ServedModel, text: Text, template: ChatTemplate | None
 ) -> bytes:
-    lora_of(body.model, model)
-    (chat,) = chat_of(body, {}).prompts
+    lora_of(parsed.model, model)
+    (chat,) = parsed.prompts
     assert isinstance(chat, Chat)
     with blaming({"prompt": "messages"}):
         token_ids = text.encode_now(checked_prompt(chat, template), False, model.max_model_len)

@@ -1,11 +1,14 @@
 """The turns and tools of chats, which the bodies of all APIs share."""
 
+import contextlib
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from baton.protocol.errors import RequestError
+from baton.router.http.api.decoding import count
 from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
@@ -23,7 +26,8 @@ class ContentPart(msgspec.Struct):
 
 class CalledFunction(msgspec.Struct):
     name: Annotated[str, Meta(min_length=1)]
-    arguments: str | dict[str, object] = ""  # an object, or its JSON; empty text means none
+    # An object, or its JSON. Empty text means none.
+    arguments: str | dict[str, object] | None = None
 
 
 class TurnCall(msgspec.Struct):
@@ -69,8 +73,11 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    type: Literal["function"]
-    function: Function
+    """A function, or a tool of another type, which some servers run themselves."""
+
+    type: str
+    function: Function | None = None
+    strict: bool | None = None  # some clients write it here
     cache_control: Anything = msgspec.UNSET
 
 
@@ -78,13 +85,28 @@ class FunctionName(msgspec.Struct, frozen=True):
     name: str
 
 
-class NamedTool(msgspec.Struct, frozen=True):
-    type: Literal["function"]
+class NamedTool(msgspec.Struct, frozen=True, tag_field="type", tag="function"):
     function: FunctionName
 
 
+class AllowedTool(msgspec.Struct, frozen=True):
+    type: str
+    function: FunctionName | None = None
+
+
+class AllowedList(msgspec.Struct, frozen=True):
+    mode: Literal["auto", "required"]
+    tools: list[AllowedTool]
+
+
+class AllowedTools(msgspec.Struct, frozen=True, tag_field="type", tag="allowed_tools"):
+    """The tools of a chat that this response may call."""
+
+    allowed_tools: AllowedList
+
+
 ToolList = Annotated[list[Tool], Meta(max_length=MAX_TOOLS)]
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 class ToolUse(msgspec.Struct, frozen=True):
@@ -99,10 +121,8 @@ class ToolUse(msgspec.Struct, frozen=True):
         return any(function.strict for function in self.functions)
 
 
-_ONLY_IN_ANSWERS = (
-    "annotations", "reasoning", "tool_calls", "audio", "provider_specific_fields",
-    "reasoning_details", "thinking_blocks", "citations",
-)  # fmt: skip
+# The model would miss them in other turns than the assistant's.
+_ONLY_IN_ANSWERS = ("reasoning", "reasoning_content", "tool_calls", "audio")
 # Those of OpenAI's API, and those that some model's template has.
 ROLES = (
     "system", "developer", "user", "assistant", "tool", "function", "ipython", "environment",
@@ -110,16 +130,44 @@ ROLES = (
 )  # fmt: skip
 _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _EMPTY = (b"null", b"[]", b"{}", b"")
+# What stands for a part of the history that cannot be shown; for other types, their own names.
+_PLACEHOLDERS = {
+    "image_url": "image", "input_image": "image", "video_url": "video", "input_audio": "audio",
+    "input_file": "file",
+}  # fmt: skip
 
 
 def unsupported(name: str) -> RequestError:
     return RequestError(f"{name} is not supported", code="unsupported", param=name)
 
 
-def plain_turn(place: str, turn: Turn) -> dict[str, object]:
+def placeholder(kind: str) -> str:
+    """Return the text that stands for a part of the history that the model cannot see."""
+    return f"[{clip(_PLACEHOLDERS.get(kind, kind))}]"
+
+
+def num_answered(roles: Sequence[str]) -> int:
+    """Return how many turns are history: those up to the last one of the assistant."""
+    for index in range(len(roles) - 1, -1, -1):
+        if roles[index] == "assistant":
+            return index + 1
+    return 0
+
+
+def plain_turns(turns: Sequence[Turn]) -> list[dict[str, object]]:
+    """Return turns in the form that templates take. Raises `RequestError`."""
+    num_history = num_answered([turn.role for turn in turns])
+    return [
+        plain_turn(f"messages[{index}]", turn, is_history=index < num_history)
+        for index, turn in enumerate(turns)
+    ]
+
+
+def plain_turn(place: str, turn: Turn, *, is_history: bool = False) -> dict[str, object]:
     """Return a turn in the form that templates take, with text or text parts as its content.
 
-    `place` names the turn in errors.
+    `place` names the turn in errors. Images and the like become placeholders in results of tools
+    and in what `is_history`, and are refused elsewhere.
 
     Raises `RequestError`.
     """
@@ -136,7 +184,7 @@ def plain_turn(place: str, turn: Turn) -> dict[str, object]:
             raise unsupported(f"{place}.{name}")
     plain: dict[str, object] = {
         "role": turn.role,
-        "content": content_of(f"{place}.content", turn.content),
+        "content": content_of(f"{place}.content", turn.content, is_history or turn.role == "tool"),
     }
     if turn.name is not None:
         plain["name"] = turn.name
@@ -146,47 +194,91 @@ def plain_turn(place: str, turn: Turn) -> dict[str, object]:
     if reasoning is not None:
         plain["reasoning_content"] = plain["reasoning"] = reasoning
     if turn.tool_calls:
-        plain["tool_calls"] = [
-            plain_call(f"{place}.tool_calls[{number}].function", call)
-            for number, call in enumerate(turn.tool_calls)
-        ]
+        plain["tool_calls"] = [plain_call(call) for call in turn.tool_calls]
     return plain
 
 
-def plain_tools(tools: list[Tool] | None) -> list[dict[str, object]] | None:
-    """Return tools in the form that templates take; None if there are none.
+def functions_of(
+    tools: Sequence[Tool], choice: ToolChoice | None, ignored: list[str]
+) -> list[Function]:
+    """Return the functions among tools, with the types of the others appended to `ignored`.
 
-    Raises `RequestError` for two tools of one name and for parameters that are no object.
+    Raises `RequestError` for two functions of one name, for parameters that are no object, and
+    for tools without any function among them that the model could call instead.
     """
-    names: set[str] = set()
-    plain: list[dict[str, object]] = []
-    for index, tool in enumerate(tools or ()):
-        function, place = tool.function, f"tools[{index}].function"
-        if function.name in names:
+    functions: dict[str, Function] = {}
+    has_function = any(tool.type == "function" for tool in tools)
+    for index, tool in enumerate(tools):
+        place = f"tools[{index}]"
+        if tool.type != "function":
+            if not has_function and choice != "none":
+                text = f"tools of type {clip(tool.type)!r} are not supported; only functions are"
+                raise RequestError(text, code="unsupported", param=f"{place}.type")
+            count(ignored, f"tools.{tool.type}")
+            continue
+        if tool.function is None:
+            text = "a tool of type function needs the field function"
+            raise RequestError(text, param=f"{place}.function")
+        function = _checked_function(f"{place}.function", tool.function, tool.strict)
+        if function.name in functions:
             text = f"there are several tools with the name {function.name}"
-            raise RequestError(text, param=f"{place}.name")
-        names.add(function.name)
+            raise RequestError(text, param=f"{place}.function.name")
+        functions[function.name] = function
+    return list(functions.values())
+
+
+def _checked_function(place: str, function: Function, strict: bool | None) -> Function:
+    if function.strict is None and strict is not None:
+        function = msgspec.structs.replace(function, strict=strict)
+    parameters = function.parameters or {}
+    kind = parameters.get("type", "object")
+    if kind == "object":
+        return function
+    if not isinstance(kind, list) or "object" not in kind:
+        text = "the parameters of a tool must be the JSON schema of an object"
+        raise RequestError(text, param=f"{place}.parameters")
+    # Arguments are an object, whatever else the schema allows.
+    return msgspec.structs.replace(function, parameters={**parameters, "type": "object"})
+
+
+def plain_tools(functions: Sequence[Function]) -> list[dict[str, object]] | None:
+    """Return functions in the form that templates take; None if there are none."""
+    plain: list[dict[str, object]] = []
+    for function in functions:
         parameters = function.parameters or {"type": "object", "properties": {}}
-        if parameters.get("type", "object") != "object":
-            text = "the parameters of a tool must be the JSON schema of an object"
-            raise RequestError(text, param=f"{place}.parameters")
         shown = {"name": function.name, "description": function.description or ""}
         plain.append({"type": "function", "function": {**shown, "parameters": parameters}})
     return plain or None
 
 
-def tool_use_of(
-    tools: list[Tool] | None, choice: ToolChoice | None, parallel: bool | None
-) -> ToolUse | None:
-    """Return which tools a response may call. Raises `RequestError` for a choice without them.
+def allowed_of(functions: list[Function], choice: ToolChoice | None) -> list[Function]:
+    """Return the functions that a choice leaves.
 
-    A tool that is named is called once.
+    Raises `RequestError` for a choice of one that is not there.
     """
-    functions = tuple(tool.function for tool in tools or ())
+    if not isinstance(choice, AllowedTools):
+        return functions
+    known = {function.name: function for function in functions}
+    names = [tool.function.name for tool in choice.allowed_tools.tools if tool.function is not None]
+    for name in names:
+        if name not in known:
+            raise RequestError(f"tools has no function {clip(name)!r}", param="tool_choice")
+    return [function for function in functions if function.name in names]
+
+
+def tool_use_of(
+    functions: Sequence[Function], choice: ToolChoice | None, parallel: bool | None
+) -> ToolUse | None:
+    """Return which functions a response may call. Raises `RequestError` for a choice without them.
+
+    A function that is named is called once.
+    """
     is_required = choice == "required"
+    if isinstance(choice, AllowedTools):
+        is_required = choice.allowed_tools.mode == "required"
     if isinstance(choice, NamedTool):
         is_required, parallel, name = True, False, choice.function.name
-        functions = tuple(function for function in functions if function.name == name)
+        functions = [function for function in functions if function.name == name]
         if not functions:
             text = f"tools has no function {clip(name)!r}"
             raise RequestError(text, param="tool_choice")
@@ -194,44 +286,53 @@ def tool_use_of(
         raise RequestError("tool_choice asks for a call, but there are no tools", param="tools")
     if not functions or choice == "none":
         return None
-    return ToolUse(functions, is_required, parallel is not False)
+    return ToolUse(tuple(functions), is_required, parallel is not False)
 
 
-def text_of(place: str, content: str | list[ContentPart] | None) -> str:
-    """Return the text of a content. Raises `RequestError` for any other part, at `place`."""
-    parts = content_of(place, content)
+def text_of(place: str, content: str | list[ContentPart] | None, is_history: bool = False) -> str:
+    """Return the text of a content. Raises `RequestError` as `content_of`."""
+    parts = content_of(place, content, is_history)
     return parts if isinstance(parts, str) else "\n".join(part["text"] for part in parts)
 
 
-def content_of(place: str, content: str | list[ContentPart] | None) -> str | list[dict[str, str]]:
+def content_of(
+    place: str, content: str | list[ContentPart] | None, is_history: bool = False
+) -> str | list[dict[str, str]]:
     """Return a content as text, or as text parts if it came in parts.
 
-    Raises `RequestError` for any other part, at `place`.
+    Parts without text become placeholders in what `is_history`. Elsewhere they raise
+    `RequestError`, at `place`.
     """
     if not isinstance(content, list):
         return content or ""
     texts = []
     for index, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in _TEXT_PARTS or text is None:
-            raise RequestError(
-                f"content of type {clip(part.type)!r} is not supported; only text is",
-                code="unsupported",
-                param=f"{place}[{index}]",
-            )
+        if part.type not in _TEXT_PARTS:
+            if not is_history:
+                raise RequestError(
+                    f"content of type {clip(part.type)!r} is not supported; only text is",
+                    code="unsupported",
+                    param=f"{place}[{index}]",
+                )
+            text = placeholder(part.type)
+        if text is None:
+            missing = f"a part of type {part.type} needs text"
+            raise RequestError(missing, param=f"{place}[{index}]")
         texts.append(text)
     return [{"type": "text", "text": text} for text in texts]
 
 
-def plain_call(place: str, call: TurnCall) -> dict[str, object]:
-    """Return a call in the form that templates take. `place` names its function in errors."""
-    arguments = call.function.arguments
+def plain_call(call: TurnCall) -> dict[str, object]:
+    """Return a call in the form that templates take.
+
+    Its arguments stay text if they are not the JSON of an object: a model may have written them
+    so, and a conversation goes on.
+    """
+    arguments = call.function.arguments or {}
     if isinstance(arguments, str):
-        try:
-            arguments = msgspec.json.decode(arguments or "{}", type=dict[str, object])
-        except (msgspec.DecodeError, RecursionError):
-            text = "the arguments of a tool call must be the JSON text of an object"
-            raise RequestError(text, param=f"{place}.arguments") from None
+        with contextlib.suppress(msgspec.DecodeError, RecursionError):
+            arguments = msgspec.json.decode(arguments, type=dict[str, object])
     function = {"name": call.function.name, "arguments": arguments}
     plain: dict[str, object] = {"type": "function", "function": function}
     return plain if call.id is None else {"id": call.id, **plain}
