@@ -365,4 +365,6 @@ def _check_ranges(params: SamplingParams) -> None:
 def _in_range(name: str, value: float, low: float, high: float, *, open_low: bool = False) -> None:
     if not low <= value <= high or (open_low and value == low):
         edge = "above" if open_low else "at least"
-        raise RequestError(f"{name} must be {edge} {low:g} and at most {high:g}", param=name)
+        # An integer is shown with all of its digits, and 1.0 as 1.
+        lowest, highest = f"{low:.10g}", f"{high:.10g}"
+        raise RequestError(f"{name} must be {edge} {lowest} and at most {highest}", param=name)

@@ -455,8 +455,8 @@ def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> N
         raise RequestError(text, param="prompt")
     if len(token_ids) >= max_model_len:
         raise RequestError(
-            f"the prompt has {len(token_ids)} tokens, but prompt and output together may have "
-            f"at most {max_model_len}",
+            f"the prompt is too long: {len(token_ids)} tokens > {max_model_len - 1} maximum, which "
+            "leaves room for one token of output; shorten it",
             code="context_length_exceeded",
             param="prompt",
         )

@@ -262,7 +262,7 @@ class App:
             refusal = RequestError(text, code="method_not_allowed", http_status=405)
             return self._error(request, refusal, {"Allow": ",".join(sorted(error.allowed_methods))})
         except web.HTTPNotFound:
-            text = f"there is no {request.method} {clip(request.path)}"
+            text = f"there is no {request.method} {clip(request.path)}{self._hint(request.path)}"
             return self._error(request, RequestError(text, code="unknown_url", http_status=404))
         except BatonError as error:
             return self._error(request, error)
@@ -271,6 +271,12 @@ class App:
         except Exception:
             log.exception("unhandled error", route=_route_of(request))
             return self._error(request, BatonError("the router failed to handle this request"))
+
+    def _hint(self, path: str) -> str:
+        """Return which path a client with a wrong base URL may mean, for a message."""
+        meant = path.rstrip("/").replace("/v1/v1/", "/v1/")
+        paths = {resource.canonical for resource in self.application.router.resources()}
+        return f"; did you mean {meant}?" if meant != path and meant in paths else ""
 
     def _ended(self, request: web.Request, status: int, name: str, took_s: float) -> None:
         """Count a request that is over, and report it to the logs, traces and records."""

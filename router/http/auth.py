@@ -42,7 +42,10 @@ _PREFLIGHT = {
     hdrs.ACCESS_CONTROL_ALLOW_HEADERS: "*, Authorization",
     hdrs.ACCESS_CONTROL_MAX_AGE: "600",
 }
-_READABLE = "X-Request-Id, Retry-After, retry-after-ms"
+_READABLE = "X-Request-Id, Retry-After, retry-after-ms, Baton-Max-Tokens"
+# A page of the Internet that calls a router in a private network has to be allowed to.
+_ASKS_FOR_PRIVATE = "Access-Control-Request-Private-Network"
+_ALLOWS_PRIVATE = "Access-Control-Allow-Private-Network"
 
 
 class Access:
@@ -137,7 +140,12 @@ class Cors:
         asks = request.method == "OPTIONS" and (
             hdrs.ACCESS_CONTROL_REQUEST_METHOD in request.headers
         )
-        return web.Response(status=204, headers=_PREFLIGHT) if asks else None
+        if not asks:
+            return None
+        headers: dict[str, str] = {**_PREFLIGHT}
+        if request.headers.get(_ASKS_FOR_PRIVATE) == "true":
+            headers[_ALLOWS_PRIVATE] = "true"
+        return web.Response(status=204, headers=headers)
 
     def headers_for(self, request: web.Request) -> dict[str, str]:
         """Return the headers of any response, which name the page's origin if it is allowed."""

@@ -35,6 +35,14 @@ WHITE_SPACE = r"( |\n[ ]{0,40})?"
 _LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 
 
+# Where llguidance finds a JSON schema wrong.
+_POSITION = re.compile(
+    r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<problem>.*)", re.DOTALL
+)
+# The beginnings of the rules of the tool with this number, in grammars of calls.
+_RULE_OF_TOOL = re.compile(r"(args|v_p|tag)_(?P<number>\d+)")
+
+
 class Form(msgspec.Struct, frozen=True):
     """What a client asks of a response, with schemas as JSON text."""
 
@@ -116,7 +124,7 @@ def _checked(form: Form) -> str:
     if len(grammar) > 2 * MAX_GRAMMAR_BYTES:
         raise _wrong(kind, f"its grammar is larger than {2 * MAX_GRAMMAR_BYTES} bytes")
     if problem := LLMatcher.validate_grammar(grammar, limits=_LIMITS):
-        raise _wrong(kind, problem)
+        raise _wrong_line(kind, problem, grammar)
     return grammar
 
 
@@ -144,6 +152,21 @@ class _Grammars(msgspec.Struct):
 def _wrong(kind: str, problem: str) -> RequestError:
     what = clip(problem.partition("\n")[0])
     return RequestError(f"structured_outputs.{kind}: {what}", param="structured_outputs")
+
+
+def _wrong_line(kind: str, problem: str, grammar: str) -> RequestError:
+    """Return the error for a grammar, with the number of the tool whose rule is wrong."""
+    position = _POSITION.match(problem)
+    if position is None:
+        return _wrong(kind, problem)
+    lines = grammar.split("\n")
+    number = int(position["line"]) - 1
+    rule = _RULE_OF_TOOL.match(lines[number]) if number < len(lines) else None
+    if rule is None or not position["problem"]:
+        return _wrong(kind, problem)
+    what = clip(position["problem"].partition("\n")[0])
+    text = f"the JSON schema cannot be kept: {what}"
+    return RequestError(text, param=f"structured_outputs[{rule['number']}]")
 
 
 def _json_grammar(text: str) -> str:

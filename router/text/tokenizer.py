@@ -165,8 +165,8 @@ class Text:
 def too_long(max_tokens: int) -> RequestError:
     """Return the error for a prompt with more than `max_tokens` tokens."""
     return RequestError(
-        f"the prompt has more than {max_tokens} tokens, but prompt and output together may have "
-        f"at most {max_tokens + 1}: shorten it",
+        f"the prompt is too long: at least {max_tokens + 1} tokens > {max_tokens} maximum, which "
+        "leaves room for one token of output; shorten it",
         code="context_length_exceeded",
         param="prompt",
     )

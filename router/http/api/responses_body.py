@@ -58,7 +58,7 @@ _NEVER_THERE = (
     "web_search_call.results",
 )  # fmt: skip
 # The names that the fields of a chat have here.
-_NAMES = {"logprobs": "top_logprobs", "response_format": "text.format"}
+_NAMES = {"response_format": "text.format"}
 
 
 class PlainFormat(msgspec.Struct, tag_field="type", tag="text"):
@@ -352,8 +352,8 @@ def _add(turns: list[Object], place: str, item: Item, *, is_history: bool) -> No
             _add_call(turns, TurnCall(CalledFunction(name, arguments), id=call_id))
         case OtherCallItem(type=kind, call_id=call_id) if call_id is not None:
             name = item.name or str(kind).removesuffix("_call")
-            arguments = item.action or item.operation or {"input": item.input or ""}
-            _add_call(turns, TurnCall(CalledFunction(name, arguments), id=call_id))
+            details = item.action or item.operation or {"input": item.input or ""}
+            _add_call(turns, TurnCall(CalledFunction(name, details), id=call_id))
         case OtherCallItem(type=kind):
             turns.append(plain_turn(place, Turn("assistant", placeholder(str(kind)))))
         case CallOutputItem(call_id=call_id, output=output):

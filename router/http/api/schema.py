@@ -18,6 +18,7 @@ from baton.router.http.api.decoding import decoded
 from baton.router.http.api.turns import (
     MAX_TURNS,
     Anything,
+    Tool,
     ToolChoice,
     ToolList,
     ToolUse,
@@ -215,6 +216,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     num_prompt_logprobs: int | None = None
     names_ids: bool = False
     tools: ToolUse | None = None
+    tool_indices: tuple[int, ...] = ()  # of those in `tools`, in the field of the body
     include_reasoning: bool = True
     form_param: str = "structured_outputs"  # the field that asks for it
     scope: Scope = EVERYONE
@@ -240,6 +242,10 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
         logprobs = "logprobs" if self.num_prompt_logprobs is None else "prompt_logprobs"
         prompt = _PROMPTS[self.endpoint]
         names = {"prompt": prompt, "messages": prompt, FORM_PARAM: self.form_param}
+        if self.form_param == "tools":
+            # A grammar numbers the tools that may be called, and a client all of them.
+            for number, index in enumerate(self.tool_indices):
+                names[f"{FORM_PARAM}[{number}]"] = f"tools[{index}]"
         return {**names, "prompt_logprobs": logprobs}
 
     def ignoring(self, names: Sequence[str]) -> "ParsedRequest":
@@ -310,8 +316,19 @@ def parsed_chat(
     if use is None and body.include_reasoning is not False:
         return parsed
     return msgspec.structs.replace(
-        parsed, tools=use, include_reasoning=body.include_reasoning is not False
+        parsed,
+        tools=use,
+        tool_indices=_indices_of(use, body.tools or ()),
+        include_reasoning=body.include_reasoning is not False,
     )
+
+
+def _indices_of(use: ToolUse | None, tools: Sequence[Tool]) -> tuple[int, ...]:
+    """Return at which indices of `tools` the functions are that a response may call."""
+    if use is None:
+        return ()
+    indices = {tool.function.name: index for index, tool in enumerate(tools) if tool.function}
+    return tuple(indices[function.name] for function in use.functions)
 
 
 def _parsed_request(
@@ -416,6 +433,9 @@ def _check_params(parsed: ParsedRequest, limit_name: str) -> None:
     except RequestError as error:
         if error.param == "structured_outputs":
             error.param = parsed.form_param
+        if error.param == "logprobs" and parsed.is_chat:
+            text = error.message.replace("logprobs", "top_logprobs")
+            raise RequestError(text, param="top_logprobs") from None
         if error.param != "max_tokens":
             raise
         text = error.message.replace("max_tokens", limit_name)
