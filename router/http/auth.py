@@ -142,7 +142,7 @@ class Cors:
         )
         if not asks:
             return None
-        headers: dict[str, str] = {**_PREFLIGHT}
+        headers = {str(name): value for name, value in _PREFLIGHT.items()}
         if request.headers.get(_ASKS_FOR_PRIVATE) == "true":
             headers[_ALLOWS_PRIVATE] = "true"
         return web.Response(status=204, headers=headers)

@@ -874,9 +874,9 @@ class ParsingDetokenizer(Detokenizer):
         merged = Merged()
         last = len(token_ids) - 1
         for index, token_id in enumerate(token_ids):
-            is_last = index == last
-            merged.add(self._push_one(self._text_stops, [token_id], final if is_last else None))
-            if self._is_stopped:
+            part = self._push_one(self._text_stops, [token_id], final if index == last else None)
+            merged.add(part)
+            if part.finish_reason is not None:
                 break
         return merged.take()[0]
 
