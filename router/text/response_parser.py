@@ -102,8 +102,15 @@ class ResponseParser:
         if self._is_plain(text):  # almost every token
             return [text]
         self._held += text
-        self._is_end, self._is_cut = is_end, is_cut
-        parts = []
+        parts = self._read_on()
+        if is_end:  # afterwards, so that the end settles only what the text leaves open
+            self._is_end, self._is_cut = True, is_cut
+            parts += self._read_on()
+        return parts
+
+    def _read_on(self) -> list[Part]:
+        """Return the parts up to where more text is needed."""
+        parts: list[Part] = []
         for part in self._reading:
             if part is None:
                 break

@@ -95,14 +95,15 @@ class ModelFormat(msgspec.Struct, frozen=True):
 def _rules_of(parsed: ParsedRequest, tools: ToolUse) -> CallRules | None:
     """Return which calls a grammar has to allow; None where the response needs none.
 
-    Raises `RequestError` for a form that cannot be kept beside calls.
+    A form that is none of JSON is kept alone, and says itself where there may be calls. Raises
+    `RequestError` for a form that cannot be kept beside calls.
     """
     form: dict[str, object] | None = None
     if "structured_outputs" in parsed.sampling:
         wanted = parsed.params.structured_outputs
         assert wanted is not None, "the field is there"
         form = _schema_of_form(wanted)
-        if tools.is_required or form is None:
+        if tools.is_required or (tools.is_strict and form is None):
             text = f"{parsed.form_param} cannot be kept beside tool calls that must have a form"
             raise RequestError(text, param=parsed.form_param)
     if not (tools.is_required or tools.is_strict or form is not None):

@@ -278,6 +278,16 @@ async def test_a_form_of_json_beside_tools_lets_calls_pass_too(bench, engine):
     assert not judge.passes("free text")
 
 
+@served(script=token_by_token, chat_template=QWEN)
+async def test_another_form_beside_tools_is_kept_alone(bench, engine):
+    call = '<tool_call>{"name": "add", "arguments": null}</tool_call>'
+    body = {**BODY, "structured_outputs": {"choice": [call]}}
+    assert (await bench.post(body, PATH)).status == 200
+    judge = Judge(checked_grammar(engine.streams[0].params.structured_outputs))
+    assert judge.passes(call)
+    assert not judge.passes("free text")
+
+
 @served(chat_template=QWEN)
 async def test_a_demand_that_cannot_be_kept_is_refused_by_name(bench, engine):
     required = {**BODY, "tool_choice": "required"}
