@@ -28,7 +28,7 @@ def complaint_about(cluster: Cluster, asked: BadRequest) -> str:
             connection.request(asked.method, asked.path, asked.body, headers)
         reply = connection.getresponse()
         text = reply.read().decode()
-    found = json.loads(text).get("error", {})
+    found = json.loads(text).get("error") or {}
     took_s = time.monotonic() - begun_s
     problems, wanted = [], asked.param if asked.status != 200 else None
     if reply.status != asked.status or not blames(found.get("param"), wanted):

@@ -105,9 +105,13 @@ def decoded(decoder: msgspec.json.Decoder[S], data: bytes) -> tuple[S, list[str]
     try:
         try:
             return decoder.decode(data), []
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            data.decode()  # fields that are left out have to be text, too
             cleaning = _Cleaning()
-            cleaned = cleaning.of(data, decoder.type, "", is_setting=True)
+            try:
+                cleaned = cleaning.of(data, decoder.type, "", is_setting=True)
+            except RecursionError:
+                raise error from None  # it names the field
             return decoder.decode(cleaned), cleaning.ignored
     except msgspec.ValidationError as error:
         raise invalid(str(error), decoder.type) from None
