@@ -142,6 +142,32 @@ class ChatTemplate:
         if fields:
             _check_marks(prompt_of(marked, tools), fields)
 
+    def open_ended(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Tools | None = None,
+        options: Mapping[str, object] | None = None,
+    ) -> str:
+        """Return the prompt up to the end of the last message's content, for a model to go on.
+
+        Raises `RequestError` for a template that does not show that content.
+        """
+        program = self._with_tools if tools else self._plain
+        *earlier, last = program.adapted(messages)
+        mark = _MARK.format(len(earlier))
+        values = {**(options or {}), "add_generation_prompt": False}
+        marked = [*earlier, _with_mark_at_end(last, mark)]
+        prompt, is_shown, _ = program.prompt(marked, tools, values).rpartition(mark)
+        if not is_shown:
+            raise RequestError(
+                "the model's chat template does not show the end of the last message, so the "
+                "model cannot continue it",
+                code="unsupported",
+                param="continue_final_message",
+            )
+        return prompt
+
 
 class _Program:
     """One compiled template, and the form of messages that it takes."""
@@ -374,6 +400,16 @@ def _with_marked_text(message: Message, mark: str) -> Message:
         for part in content
     ]
     return {**message, "content": parts}
+
+
+def _with_mark_at_end(message: Message, mark: str) -> Message:
+    """Return a message with a mark behind the text of its content."""
+    content = message.get("content") or ""
+    if isinstance(content, str):
+        return {**message, "content": content + mark}
+    assert isinstance(content, list)
+    *parts, last = content
+    return {**message, "content": [*parts, {**last, "text": f"{last.get('text', '')}{mark}"}]}
 
 
 def _with_marked_calls(message: Message, mark: str) -> Message:

@@ -114,6 +114,7 @@ class LLM:
         use_tqdm: bool = True,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, object] | None = None,
         tools: Sequence[Mapping[str, object]] | None = None,
         lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
@@ -122,7 +123,8 @@ class LLM:
 
         A conversation is a list of messages, and a message a dict of `role` and `content`. The
         model's chat template makes the prompt and sees `tools`, in OpenAI's form, and
-        `chat_template_kwargs`. Everything else is as in `generate`.
+        `chat_template_kwargs`. With `continue_final_message` and without `add_generation_prompt`,
+        it goes on with the last message instead. Everything else is as in `generate`.
         """
         tokenizer = self.get_tokenizer()
         prompts: list[Prompt] = []
@@ -131,6 +133,7 @@ class LLM:
                 conversation,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
                 tools=tools,
                 **(chat_template_kwargs or {}),
             )

@@ -12,6 +12,7 @@ import msgspec
 
 from baton.protocol.config import ModelConfig
 from baton.protocol.errors import RequestError
+from baton.router.http.api.schema import check_continued
 from baton.router.http.api.turns import ToolList, functions_of, plain_tools
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.tokenizer import Text
@@ -68,8 +69,9 @@ class ModelTokenizer:
     ) -> str | list[int]:
         """Return the prompt that the model's chat template makes from a conversation.
 
-        `add_generation_prompt` opens the turn of the assistant. The template sees `tools`, in
-        OpenAI's form, and the other `options`.
+        `add_generation_prompt` opens the turn of the assistant, and the option
+        `continue_final_message` leaves the last message open for the model to continue. The
+        template sees `tools`, in OpenAI's form, and the other `options`.
         Raises `RequestError` if the model has no template or the template refuses the messages.
         """
         for name in ("documents", "chat_template"):
@@ -79,6 +81,9 @@ class ModelTokenizer:
         template = self._chat_template()
         messages = [_plain(index, message) for index, message in enumerate(conversation)]
         tools = _plain_tools(options.pop("tools", None))
+        continues = bool(options.pop("continue_final_message", False))
+        if continues:
+            check_continued(messages, add_generation_prompt=add_generation_prompt)
         prompt = template.render(
             messages, tools=tools, add_generation_prompt=add_generation_prompt, options=options
         )
@@ -89,6 +94,8 @@ class ModelTokenizer:
             add_generation_prompt=add_generation_prompt,
             options=options,
         )
+        if continues:
+            prompt = template.open_ended(messages, tools=tools, options=options)
         return self.encode(prompt, add_special_tokens=False) if tokenize else prompt
 
     def _chat_template(self) -> ChatTemplate:

@@ -12,6 +12,7 @@ from baton.router.http.api.anthropic import parse_message
 from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.responses_body import parse_response
 from baton.router.http.api.schema import (
+    LONGEST_PROMPT,
     BodyPrompt,
     Chat,
     Endpoint,
@@ -73,14 +74,18 @@ def tokenized(
     template: ChatTemplate | None,
 ) -> Prepared:
     """Return the prompts of a body as token ids. Raises `RequestError`."""
+    num_kept = _num_kept(parsed, model)
     prompts, echoes = [], []
     for prompt in parsed.prompts:
         with blaming(parsed.sent):
-            token_ids = _ids_of(prompt, model, text, template)
+            token_ids = _ids_of(prompt, parsed, model, text, template)
+            if num_kept is not None:
+                token_ids = token_ids[-num_kept:]
             check_ids(token_ids, model)
         prompts.append(packed(token_ids))
         if parsed.echo:
-            echoes.append(prompt if isinstance(prompt, str) else text.decode(token_ids))
+            is_whole = isinstance(prompt, str) and num_kept is None
+            echoes.append(prompt if is_whole else text.decode(token_ids))
     return Prepared(parsed, parsing, prompts, echoes)
 
 
@@ -127,6 +132,8 @@ def checked_prompt(chat: Chat, template: ChatTemplate | None) -> str:
         add_generation_prompt=chat.add_generation_prompt,
         options=chat.options,
     )
+    if chat.continues_final:
+        return template.open_ended(chat.messages, tools=chat.tools, options=chat.options)
     return prompt
 
 
@@ -142,12 +149,37 @@ def unpacked(data: bytes) -> list[int]:
     return array("i", data).tolist()
 
 
+def _num_kept(parsed: ParsedRequest, model: ServedModel) -> int | None:
+    """Return how many of its last tokens are left of a prompt; None for all.
+
+    Raises `RequestError`.
+    """
+    num_kept = parsed.truncate_prompt_tokens
+    if num_kept is None:
+        return None
+    if num_kept > model.max_model_len:
+        text = f"truncate_prompt_tokens can be at most {model.max_model_len}, the model's length"
+        raise RequestError(text, param="truncate_prompt_tokens")
+    if num_kept == LONGEST_PROMPT:
+        num_kept = model.max_model_len - (parsed.params.max_tokens or 1)
+    if num_kept < 1:
+        text = "max_tokens leaves no room for a prompt in the model's length"
+        raise RequestError(text, param="truncate_prompt_tokens")
+    return num_kept
+
+
 def _ids_of(
-    prompt: BodyPrompt, model: ServedModel, text: Text, template: ChatTemplate | None
+    prompt: BodyPrompt,
+    parsed: ParsedRequest,
+    model: ServedModel,
+    text: Text,
+    template: ChatTemplate | None,
 ) -> list[int]:
-    max_tokens = model.max_model_len - 1
-    if isinstance(prompt, str):
-        return text.encode_now(prompt, max_tokens=max_tokens)
+    if isinstance(prompt, list):
+        return prompt
     if isinstance(prompt, Chat):
-        return text.encode_now(checked_prompt(prompt, template), False, max_tokens)
-    return prompt
+        prompt = checked_prompt(prompt, template)
+    # A prompt that is cut may be longer than the model takes.
+    is_cut = parsed.truncate_prompt_tokens is not None
+    max_tokens = None if is_cut else model.max_model_len - 1
+    return text.encode_now(prompt, parsed.add_special_tokens, max_tokens)

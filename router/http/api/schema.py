@@ -49,6 +49,9 @@ TokenIdList = Annotated[
 
 AllowedIds = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(max_length=MAX_ALLOWED_TOKEN_IDS)]
 Biases = Annotated[dict[str, float], Meta(max_length=MAX_BIASES)]
+KeptTokens = Annotated[int, Meta(ge=-1, le=2**31 - 1)]
+# The value of `truncate_prompt_tokens` that keeps what fits the model.
+LONGEST_PROMPT = -1
 Endpoint = Literal["completions", "chat", "responses", "messages"]
 
 
@@ -95,10 +98,10 @@ class AnyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     repetition_penalty: float | None = None
     logit_bias: Biases | None = None
     cache_salt: Annotated[str, Meta(min_length=1)] | None = None
+    truncate_prompt_tokens: KeptTokens | None = None  # the last ones of the prompt
     # These are accepted only with values that ask for nothing (`_NEUTRAL`).
     length_penalty: float | None = None
     use_beam_search: bool | None = None
-    truncate_prompt_tokens: int | None = None
     spaces_between_special_tokens: bool | None = None
     priority: int | None = None
     include_reasoning: bool | None = None  # in chats; a completion's text has it anyway
@@ -136,6 +139,8 @@ class GenerationBody(AnyBody, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     prompt_logprobs: Int | None = None
+    # Those that the tokenizer adds to every text; by default only in completions.
+    add_special_tokens: bool | None = None
     response_format: ResponseFormat | None = None
     # These are accepted only with values that ask for nothing.
     reasoning_effort: Effort | None = None  # in chats, for templates that read it
@@ -153,7 +158,6 @@ class CompletionBody(GenerationBody, kw_only=True):
     echo: bool | None = None
     logprobs: Int | bool | None = None  # of each token and of so many of the likeliest
     suffix: str | None = None
-    add_special_tokens: bool | None = None
 
 
 class ChatBody(GenerationBody, kw_only=True):
@@ -162,6 +166,7 @@ class ChatBody(GenerationBody, kw_only=True):
     messages: Annotated[list[Turn], Meta(max_length=MAX_TURNS)]
     max_completion_tokens: Int | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, object] | None = None
     logprobs: bool | None = None
     top_logprobs: Int | None = None
@@ -172,11 +177,11 @@ class ChatBody(GenerationBody, kw_only=True):
 
 # The values besides null that ask for nothing.
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    **NEUTRAL,
+    # Bodies may cut their prompts, unlike `SamplingParams`.
+    **{name: values for name, values in NEUTRAL.items() if name != "truncate_prompt_tokens"},
     "priority": (0,),
     "modalities": (["text"],),
     "suffix": ("",),
-    "add_special_tokens": (True,),
 }
 _NONE: Mapping[str, object] = {}
 
@@ -191,6 +196,7 @@ class Chat(msgspec.Struct, frozen=True):
     add_generation_prompt: bool
     options: dict[str, object] | None
     tools: list[dict[str, object]] | None = None  # in the form that templates take
+    continues_final: bool = False  # the last message stays open, so that the model goes on with it
 
 
 _RULES = ("structured_outputs", "allowed_token_ids", "bad_words", "logit_bias")
@@ -218,6 +224,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True, dict=True):
     tools: ToolUse | None = None
     tool_indices: tuple[int, ...] = ()  # of those in `tools`, in the field of the body
     include_reasoning: bool = True
+    add_special_tokens: bool = True  # those that the tokenizer adds to every text
+    truncate_prompt_tokens: int | None = None  # how many of its last tokens a prompt keeps
     form_param: str = "structured_outputs"  # the field that asks for it
     scope: Scope = EVERYONE
     settings: bytes = b""  # what a response object repeats of its request, as JSON
@@ -299,14 +307,17 @@ def parsed_chat(
     `max_completion_tokens`.
     """
     check(body)
-    generates = body.add_generation_prompt is not False
+    continues = bool(body.continue_final_message)
+    if continues:
+        check_continued(messages, add_generation_prompt=body.add_generation_prompt is True)
+    generates = body.add_generation_prompt is not False and not continues
     functions = functions_of(body.tools or (), body.tool_choice, ignored)
     functions = allowed_of(functions, body.tool_choice)
     tools = plain_tools(functions)
     use = tool_use_of(functions, body.tool_choice, body.parallel_tool_calls)
     # With `none` the model must not call, so it does not see the tools.
     options = {**options_of(body.reasoning_effort), **(body.chat_template_kwargs or {})}
-    chat = Chat(messages, generates, options or None, tools if use else None)
+    chat = Chat(messages, generates, options or None, tools if use else None, continues)
     if body.max_completion_tokens is None:
         parsed = _parsed_request(body, defaults, [chat])
     else:
@@ -358,9 +369,31 @@ def _parsed_request(
         generates=generates,
         form_param="response_format" if body.response_format else "structured_outputs",
         scope=Scope(cache_salt=body.cache_salt or ""),
+        add_special_tokens=_adds_special_tokens(body),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
     )
     _check_params(parsed, limit_name)
     return parsed
+
+
+def _adds_special_tokens(body: GenerationBody) -> bool:
+    if body.add_special_tokens is None:
+        return isinstance(body, CompletionBody)  # a chat template has written them
+    return body.add_special_tokens
+
+
+def check_continued(
+    messages: Sequence[Mapping[str, object]], *, add_generation_prompt: bool
+) -> None:
+    """Raise `RequestError` if the model cannot continue the last message."""
+    problem = ""
+    if add_generation_prompt:
+        problem = "cannot be used together with add_generation_prompt"
+    elif not messages or messages[-1].get("tool_calls"):
+        problem = "needs a last message without tool calls"
+    if problem:
+        text = f"continue_final_message {problem}"
+        raise RequestError(text, param="continue_final_message")
 
 
 def _prompts_of(body: CompletionBody) -> list[str | list[int]]:
@@ -471,6 +504,9 @@ def _check_neutral(body: GenerationBody) -> None:
 def check(body: GenerationBody) -> None:
     """Raise a `RequestError` for fields that are not supported, or not together."""
     _check_neutral(body)
+    if body.truncate_prompt_tokens == 0:
+        text = "truncate_prompt_tokens must be at least 1, or -1 for what fits the model"
+        raise RequestError(text, param="truncate_prompt_tokens")
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of")
     options = body.stream_options

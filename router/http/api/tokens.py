@@ -10,7 +10,7 @@ from baton.router.core.health import ServedModel
 from baton.router.http.api.anthropic import chat_of, count_decoder
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.prepare import check_ids, checked_prompt, lora_of
-from baton.router.http.api.schema import Chat, ParsedRequest
+from baton.router.http.api.schema import Chat, ParsedRequest, check_continued
 from baton.router.http.api.turns import (
     MAX_TURNS,
     ToolList,
@@ -43,7 +43,8 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True):
     messages: Annotated[list[Turn], Meta(max_length=MAX_TURNS)] | None = None
     tools: ToolList | None = None
     add_special_tokens: bool | None = None  # true for a prompt, false for messages
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None  # true by default
+    continue_final_message: bool = False
     chat_template_kwargs: dict[str, object] | None = None
     return_token_strs: bool | None = None
 
@@ -96,7 +97,11 @@ def _tokenized(
         if not turns:
             raise RequestError("messages must not be empty", param="messages")
         tools = plain_tools(functions_of(body.tools or (), None, ignored))
-        chat = Chat(turns, body.add_generation_prompt, body.chat_template_kwargs, tools)
+        continues = body.continue_final_message
+        if continues:
+            check_continued(turns, add_generation_prompt=body.add_generation_prompt is True)
+        generates = body.add_generation_prompt is not False and not continues
+        chat = Chat(turns, generates, body.chat_template_kwargs, tools, continues)
         prompt = checked_prompt(chat, template)
         adds_tokens = body.add_special_tokens is True
     with blaming({"prompt": "prompt" if body.messages is None else "messages"}):

@@ -239,6 +239,31 @@ def test_developers_are_the_system_of_templates_that_do_not_know_them():
     assert ChatTemplate(knowing, {}).render([turn]) == "developerbrief"
 
 
+TRIMMED = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content | trim }}" + END + "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [SOURCE, TRIMMED])
+@pytest.mark.parametrize("content", ["the end", "end " + END, "the ", "", "the the"])
+def test_a_last_message_stays_open_for_the_model_to_continue(source, content):
+    turns = [*TURNS, {"role": "assistant", "content": content}]
+    prompt = ChatTemplate(source, {}).open_ended(turns)
+    assert prompt.endswith(f"[user]hello <&>{END}[assistant]{content}")
+
+
+def test_the_last_part_of_a_last_message_stays_open():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert ChatTemplate(OF_PARTS, {}).open_ended([{"role": "user", "content": parts}]) == "<a><b"
+
+
+def test_a_message_whose_end_is_not_shown_cannot_be_continued():
+    with pytest.raises(RequestError) as caught:
+        ChatTemplate("{{ messages[0].content[:5] }}", {}).open_ended(TURNS)
+    assert (caught.value.code, caught.value.param) == ("unsupported", "continue_final_message")
+
+
 def test_marks_for_training_change_nothing():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
     assert ChatTemplate(source, {}).render(TURNS) == "hello <&>"
@@ -280,6 +305,46 @@ async def test_a_chat_is_a_completion_of_its_rendered_template(bench, engine):
     assert joined
     assert chunks[-1]["object"] == "chat.completion.chunk"
     assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+
+
+@served(script=hello, chat_template=ChatTemplate(CHAT, {}))
+async def test_a_chat_can_go_on_with_its_last_message(bench, engine):
+    turns = [*TURNS, {"role": "assistant", "content": "the"}]
+    body = {"messages": turns, "continue_final_message": True, "add_generation_prompt": False}
+    expected = TEXT.encode_now(f"[user]hello <&>{END}[assistant]the")
+    assert (await bench.post(body, "/v1/chat/completions")).status == 200
+    assert engine.streams[0].prompt_token_ids == expected
+    assert (await bench.post(body, "/tokenize")).json["tokens"] == expected
+    both = {**body, "add_generation_prompt": True}
+    for path in ("/v1/chat/completions", "/tokenize"):
+        refused = await bench.post(both, path)
+        assert (refused.status, refused.error["param"]) == (400, "continue_final_message")
+
+
+@served(script=hello, chat_template=ChatTemplate(CHAT, {}))
+async def test_a_prompt_keeps_its_last_tokens(bench, engine):
+    chat: dict[str, object] = {"messages": TURNS}
+    whole = TEXT.encode_now(f"[user]hello <&>{END}[assistant]")
+    bodies = {
+        "/v1/chat/completions": (chat, whole),
+        "/v1/responses": ({"input": "hello <&>"}, whole),
+        "/v1/completions": ({"prompt": "hello the end"}, TEXT.encode_now("hello the end")),
+    }
+    for path, (body, token_ids) in bodies.items():
+        for kept in (1, 2, 50):
+            await bench.post({**body, "truncate_prompt_tokens": kept}, path)
+            assert engine.streams[-1].prompt_token_ids == token_ids[-kept:]
+    length = engine.get_model_config().max_model_len
+    longest = {"prompt": [5] * (length + 9), "truncate_prompt_tokens": -1, "max_tokens": 3}
+    await bench.post(longest)
+    assert len(engine.streams[-1].prompt_token_ids) == length - 3
+    echoed = {"prompt": "hello the end", "truncate_prompt_tokens": 1, "echo": True, "max_tokens": 0}
+    assert (await bench.post(echoed)).json["choices"][0]["text"] == " end"
+    num_streams = len(engine.streams)
+    for wrong in ({"truncate_prompt_tokens": length + 1}, {"max_tokens": length}):
+        refused = await bench.post({**longest, **wrong})
+        assert (refused.status, refused.error["param"]) == (400, "truncate_prompt_tokens")
+    assert len(engine.streams) == num_streams
 
 
 @served()
