@@ -62,9 +62,9 @@ def serve(config: ClusterConfig) -> int:
 
 def _greet(url: str, config: ClusterConfig) -> None:
     if is_json():
-        log.info("ready", model=config.model.served_model_name, url=f"{url}/v1")
+        log.info("ready", model=config.model.shown_name, url=f"{url}/v1")
     else:
-        text = greeting(url, config.model.served_model_name, wants_key=config.router.wants_key)
+        text = greeting(url, config.model.shown_name, wants_key=config.router.wants_key)
         say(text, sys.stdout)
 
 

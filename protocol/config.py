@@ -71,7 +71,11 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         ),
     ] = ""
     served_model_name: Annotated[
-        str, about("name of the model in the API; empty takes the folder's name")
+        str,
+        about(
+            "name of the model in the API, or several with commas, of which responses show the "
+            "first; empty takes the folder's name"
+        ),
     ] = ""
     chat_template: Annotated[
         str, about("file with a chat template that replaces the model's own", kind="path")
@@ -99,8 +103,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ()
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """Return the names by which clients may ask for the model, at least one."""
+        names = [name.strip() for name in self.served_model_name.split(",")]
+        return tuple(filter(None, names)) or (Path(self.path).resolve().name,)
+
+    @property
     def shown_name(self) -> str:
-        return self.served_model_name or Path(self.path).resolve().name
+        return self.served_names[0]
 
 
 class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -46,7 +46,6 @@ class TextRouter:
         self._is_cache_aware = config.router.routing == "cache-aware"
         self.core = core
         self._text = text
-        self._name = config.model.shown_name
         self._is_closed = False
         self._sampling = sampling or {}
         self._served: ServedModel | None = None
@@ -188,8 +187,10 @@ class TextRouter:
     def _model_now(self) -> ServedModel:
         max_model_len, model = self.core.known_limits().max_model_len, self.core.registry.model
         assert model is not None, "there are limits only with a model"
+        name, *other_names = self._config.served_names
         return ServedModel(
-            name=self._name,
+            name=name,
+            other_names=tuple(other_names),
             path=self._config.path,
             fingerprint=model.model,
             layout_fingerprint=model.layout.fingerprint,

@@ -20,7 +20,7 @@ Status = Literal["starting", "ready", "degraded", "draining", "failed"]
 class ServedModel(msgspec.Struct, frozen=True):
     """The model that the nodes serve, as the first ready node described it."""
 
-    name: str
+    name: str  # as responses show it
     path: str
     fingerprint: str
     layout_fingerprint: str
@@ -31,6 +31,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     dtype: str = ""
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     sampling: dict[str, object] = {}  # the default of HTTP requests
+    other_names: tuple[str, ...] = ()  # by which clients may ask for it, too
 
 
 class Health(msgspec.Struct, frozen=True):

@@ -141,7 +141,7 @@ class App:
         raise RequestError(text, code="model_not_found", param="model", http_status=404)
 
     def _cards(self) -> list[dict[str, object]]:
-        """Return the model's card, and those of its adapters."""
+        """Return a card for each name of the model, and those of its adapters."""
         model = self._engine.get_model_config()
         card = {
             "id": model.name,
@@ -150,8 +150,9 @@ class App:
             "owned_by": "baton",
             "max_model_len": model.max_model_len,
         }
+        others = [card | {"id": name} for name in model.other_names]
         adapters = [card | {"id": name, "parent": model.name} for name in model.lora_modules]
-        return [card, *adapters]
+        return [card, *others, *adapters]
 
     async def _health(self, request: web.Request) -> web.Response:
         health = self._health_now()

@@ -62,6 +62,8 @@ def _from_keywords(model: Model, settings: Mapping[str, object]) -> ClusterConfi
         section, _, key = setting.partition(".")
         if value is not None:  # None takes the default
             given = _dtype(value) if key == "dtype" else value
+            if key == "served_model_name" and isinstance(value, list | tuple):
+                given = ",".join(map(str, value))
             plain[section] = _with(plain.get(section), section, key, given)
     try:
         return msgspec.convert(plain, ClusterConfig)

@@ -34,7 +34,15 @@ from tests.support.small_tokenizers import small_text
 
 TEXT = small_text()
 MODEL = ServedModel(
-    "tiny", "/models/tiny", "model", "layout", 256, 400, 16, lora_modules=("sql", "poems")
+    "tiny",
+    "/models/tiny",
+    "model",
+    "layout",
+    256,
+    400,
+    16,
+    lora_modules=("sql", "poems"),
+    other_names=("small",),
 )
 WAIT_S = 20.0
 JSON = {"Content-Type": "application/json"}

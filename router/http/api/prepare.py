@@ -94,11 +94,12 @@ def lora_of(name: str | None, model: ServedModel) -> str:
 
     Raises `RequestError` if this server has neither.
     """
-    if not name or name in (model.name, model.path):
+    names = (model.name, *model.other_names)
+    if not name or name in names or name == model.path:
         return ""
     if name in model.lora_modules:
         return name
-    known = ", ".join(map(repr, (model.name, *model.lora_modules)))
+    known = ", ".join(map(repr, (*names, *model.lora_modules)))
     text = f"the model {clip(name)!r} does not exist; this server has {known}"
     raise RequestError(text, code="model_not_found", param="model", http_status=404)
 

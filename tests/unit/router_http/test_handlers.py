@@ -318,10 +318,17 @@ async def test_an_adapter_is_chosen_as_the_model(bench, engine):
         assert engine.caller.scope == Scope(lora, "mine")
     listed = (await bench.get("/v1/models")).json["data"]
     named = [(card["id"], card.get("parent")) for card in listed]
-    assert named == [("tiny", None), ("sql", "tiny"), ("poems", "tiny")]
-    assert (await bench.get("/v1/models/poems")).json == listed[2]
+    assert named == [("tiny", None), ("small", None), ("sql", "tiny"), ("poems", "tiny")]
+    assert (await bench.get("/v1/models/poems")).json == listed[3]
     body = {"model": "sql", "prompt": "the end"}
     assert (await bench.post(body, path="/tokenize")).json["count"] > 0
+
+
+@served(script=hello)
+async def test_a_model_may_have_several_names_of_which_responses_show_the_first(bench):
+    for name in ("small", "tiny", "/models/tiny"):
+        assert (await bench.post({"model": name, "prompt": [5]})).json["model"] == "tiny"
+    assert (await bench.get("/v1/models/small")).json["id"] == "small"
 
 
 @served()

@@ -181,9 +181,16 @@ def test_settings_survive_a_file(tmp_path):
     assert load(SERVE, ["--config", write(tmp_path, to_yaml(config))]) == config
 
 
+def test_a_model_has_the_names_between_commas_or_that_of_its_folder():
+    assert ModelConfig(served_model_name="a, b/c,").served_names == ("a", "b/c")
+    assert ModelConfig(path="/models/tiny").served_names == ("tiny",)
+    assert ModelConfig(path="/models/tiny", served_model_name="a,b").shown_name == "a"
+
+
 DEMO = ModelConfig(path=str(CHECKPOINT), served_model_name="demo")
 MAPPED: list[tuple[str, object, object]] = [
     ("served_model_name", "mine", "mine"),
+    ("served_model_name", ["mine", "also mine"], "mine,also mine"),
     ("dtype", "bfloat16", "bfloat16"),
     ("dtype", torch.float32, "float32"),
     ("enable_prefix_caching", False, False),
