@@ -203,6 +203,20 @@ class Connection(web.RequestHandler, asyncio.BufferedProtocol):
         response.force_close()
         return response
 
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Send a response. The only one that aiohttp makes by itself gets the form of all errors.
+
+        It refuses a value of the header Expect before the application sees the request.
+        """
+        if isinstance(resp, web.HTTPExpectationFailed):
+            text = "the header Expect may only be 100-continue"
+            error = RequestError(text, code="expectation_failed", http_status=417)
+            resp = self._connections.refuse(request, error)
+            resp.force_close()  # the client may wait with its body
+        return await super().finish_response(request, resp, start_time)
+
     def pause_writing(self) -> None:
         super().pause_writing()
         self._room = asyncio.get_running_loop().create_future()

@@ -48,7 +48,16 @@ M = TypeVar("M")
 
 def toy_token(token_ids: list[int], choice: int = 0) -> int:
     """What follows `token_ids` in a choice; never token 0."""
-    return 1 + (zlib.crc32(array("q", token_ids).tobytes()) + choice) % (VOCAB_SIZE - 1)
+    return _token_after(digest_of(token_ids), choice)
+
+
+def digest_of(token_ids: list[int], digest: int = 0) -> int:
+    """Return the digest of the tokens that have `digest` and of these after them."""
+    return zlib.crc32(array("q", token_ids).tobytes(), digest)
+
+
+def _token_after(digest: int, choice: int) -> int:
+    return 1 + (digest + choice) % (VOCAB_SIZE - 1)
 
 
 def toy_answer(prompt: list[int], num_tokens: int, choice: int = 0) -> list[int]:
@@ -162,13 +171,15 @@ class ScriptedNode:
 class ToyNode(ScriptedNode):
     """Answers like a node, one token of every sequence per turn of the event loop.
 
-    `max_steps` holds it still after so many tokens of a sequence. `uncached` is what it says a
-    local prompt lacks.
+    `max_steps` holds it still after so many tokens of a sequence. `pace_s` is the time of a step.
     """
 
-    def __init__(self, endpoint: str, info: NodeInfo, max_steps: int | None = None) -> None:
+    def __init__(
+        self, endpoint: str, info: NodeInfo, max_steps: int | None = None, pace_s: float = 0.0
+    ) -> None:
         super().__init__(endpoint, info)
         self.max_steps = max_steps
+        self._pace_s = pace_s
         self.orders: list[Prefill | Decode] = []
         self.cancelled: list[Key] = []
         self._streams: dict[Key, _Stream] = {}
@@ -200,7 +211,7 @@ class ToyNode(ScriptedNode):
 
     def _wake(self) -> None:
         if self._turn is None:
-            self._turn = asyncio.get_running_loop().call_soon(self._step)
+            self._turn = asyncio.get_running_loop().call_later(self._pace_s, self._step)
 
     def _step(self) -> None:
         self._turn = None
@@ -219,13 +230,16 @@ class ToyNode(ScriptedNode):
 class _Stream:
     def __init__(self, message: Decode, token_ids: list[int]) -> None:
         self.message = message
-        self.token_ids = token_ids
+        self.num_tokens = len(token_ids)
         self.num_steps = 0
+        self._digest = digest_of(token_ids)
 
     def step(self, key: Key) -> TokenEntry:
         self.num_steps += 1
-        position, token = len(self.token_ids), toy_token(self.token_ids, key.choice)
-        self.token_ids.append(token)
+        position = self.num_tokens
+        token = _token_after(self._digest, key.choice)
+        self.num_tokens += 1
+        self._digest = digest_of([token], self._digest)
         reason = _finish(self.message, self.num_steps)
         times = StageTimes(first_step_s=0.25) if self.num_steps == 1 else None
         return TokenEntry(key, position, [token], reason, times)

@@ -314,6 +314,7 @@ async def test_what_http_does_not_allow_is_refused_without_repeating_secrets(ben
         (b"".join(b"X-%d: secret\r\n" % i for i in range(140)), b"400", "invalid_http"),
         (b"Content-Type: a\r\ncontent-type: a", b"400", "invalid_http"),
         (b"Authorization: Bearer secret\0", b"400", "invalid_http"),
+        (b"Expect: secret", b"417", "expectation_failed"),
     ]
     for fields, status, code in wrong:
         reader, writer = await bench.dial()
