@@ -84,8 +84,10 @@ def tokenized(
             check_ids(token_ids, model)
         prompts.append(packed(token_ids))
         if parsed.echo:
-            is_whole = isinstance(prompt, str) and num_kept is None
-            echoes.append(prompt if is_whole else text.decode(token_ids))
+            if num_kept is None and isinstance(prompt, str):
+                echoes.append(prompt)
+            else:
+                echoes.append(text.decode(token_ids))
     return Prepared(parsed, parsing, prompts, echoes)
 
 
