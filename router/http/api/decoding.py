@@ -30,17 +30,18 @@ _MAX_LETTERS = 64
 _MAX_SECOND_BYTES = 2 * 1024 * 1024
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-# Names by which APIs ask for the same. A body that has one of them says so where another is sent.
+# Names by which APIs ask for the same. Where one of them is sent, and is no field of the body, the
+# error names the first that is.
 SAME_PURPOSE: tuple[tuple[str, ...], ...] = (
-    ("prompt", "messages", "input", "input_ids", "prompt_token_ids"),
+    ("input", "messages", "prompt", "input_ids", "prompt_token_ids"),
     ("max_tokens", "max_completion_tokens", "max_output_tokens", "max_new_tokens",
      "max_tokens_to_sample"),
     ("min_tokens", "min_new_tokens"),
     ("stop", "stop_sequences"),
     ("seed", "sampling_seed"),
-    ("structured_outputs", "response_format", "text", "output_config", "output_format",
-     "guided_json", "guided_regex", "guided_choice", "guided_grammar", "guided_whitespace_pattern",
-     "json_schema", "regex", "ebnf", "structural_tag"),
+    ("response_format", "text", "output_config", "output_format"),
+    ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+     "guided_whitespace_pattern", "json_schema", "regex", "ebnf", "structural_tag"),
     ("tools", "functions"),
     ("tool_choice", "function_call"),
     ("chat_template_kwargs", "thinking", "enable_thinking"),
@@ -223,9 +224,13 @@ def _check_settings(unknown: Mapping[str, bytes], kind: type[msgspec.Struct], pa
 
 
 def _others_of(name: str, known: Collection[str]) -> list[str]:
-    """Return the known fields that ask for the same as `name`."""
-    groups = [group for group in SAME_PURPOSE if name in group]
-    return [other for group in groups for other in group if other in known]
+    """Return the known fields that ask for the same as `name`, one for each of its purposes."""
+    others = []
+    for group in SAME_PURPOSE:
+        same = [other for other in group if other in known]
+        if name in group and same:
+            others.append(same[0])
+    return others
 
 
 def _check_spelling(names: Collection[str], kind: type[msgspec.Struct], path: str) -> None:

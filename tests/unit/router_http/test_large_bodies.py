@@ -178,7 +178,7 @@ def test_hostile_bodies_leave_a_router_small_and_serving(config, start):
             b'{"prompt":"' + b"hello 1 " * (mib // 2 - 8) + b'"}',
             b'{"prompt":[' + b"5," * (2 * mib - 50) + b"5]}",
             b'{"prompt":[' + b"{}," * mib + b"{}]}",
-            b'{"prompt":"x","' + b"k" * (4 * mib - 50) + b'":1}',
+            b'{"prompt":"x","prompt_embeds":"' + b"k" * (4 * mib - 50) + b'"}',
         ]
         with ThreadPoolExecutor(4) as pool:
             assert set(pool.map(refused, hostile)) == {400}

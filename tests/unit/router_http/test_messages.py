@@ -174,9 +174,35 @@ def test_turns_become_those_of_a_chat():
     assert ask.params.structured_outputs is not None
 
 
+def test_blocks_of_the_history_that_cannot_be_shown_become_placeholders():
+    image = {"type": "image", "source": {"type": "base64", "data": "aGk="}}
+    search = {"type": "server_tool_use", "id": "s1", "name": "web_search", "input": {}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "s1", "content": {"type": "error"}}
+    calls = [
+        {"type": "tool_use", "id": name, "name": "add", "input": {}} for name in ("t1", "t2", "t3")
+    ]
+    results = [
+        {"type": "tool_result", "tool_use_id": "t1", "content": [image]},
+        {"type": "tool_result", "tool_use_id": "t2", "content": None},
+        {"type": "tool_result", "tool_use_id": "t3", "content": "no", "is_error": True},
+    ]
+    turns = [
+        {"role": "user", "content": [image, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": [search, found, *calls]},
+        {"role": "user", "content": results},
+    ]
+    (chat,) = parse_message(json.dumps(BODY | {"messages": turns}).encode(), {}).prompts
+    user, answer, *shown = chat.messages
+    assert user["content"] == "[image]\nWhat is it?"
+    assert answer["content"] == "[server_tool_use]\n[web_search_tool_result]"
+    assert [turn["content"] for turn in shown] == ["[image]", "", "Error: no"]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
+        ({"messages": [{**SAYS[0], "content": [{"type": "image"}]}]}, "messages[0].content[0]"),
+        ({"tools": [{"name": "add"}]}, "tools[0].input_schema"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [TOOL | {"input_schema": {"type": "array"}}]}, "tools[0].input_schema"),
         ({"output_config": {"format": {"type": "text"}}}, "output_config.format.type"),

@@ -190,6 +190,50 @@ def test_settings_are_those_of_a_chat():
     assert parsed().params.max_tokens is None
 
 
+def test_what_agents_send_beside_the_conversation_changes_nothing():
+    fields = {
+        "reasoning": {"effort": "low", "summary": "concise"}, "metadata": {"tags": ["a"]},
+        "include": ["web_search_call.action.sources", "reasoning.encrypted_content"],
+    }  # fmt: skip
+    ask = parsed(**fields)
+    assert ask.prompts == parsed(reasoning={"effort": "low"}).prompts
+    assert ask.ignored == ("include.web_search_call.action.sources",)
+    (chat,) = parsed(input=[], instructions="You add.").prompts
+    assert chat.messages == [{"role": "system", "content": "You add."}]
+
+
+def test_calls_of_other_tools_in_the_history_are_shown_and_other_items_become_placeholders():
+    image = [{"type": "input_image", "image_url": "data:x"}]
+    items = [
+        {"role": "user", "content": image},
+        {"type": "web_search_call", "id": "w", "status": "completed", "action": {"query": "x"}},
+        {"type": "reasoning", "summary": [], "encrypted_content": "abc"},
+        {"type": "custom_tool_call", "call_id": "a", "name": "patch", "input": "x"},
+        {"type": "local_shell_call", "call_id": "b", "action": {"command": ["ls"]}},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "done"},
+        {"type": "local_shell_call_output", "call_id": "b", "output": image},
+        {"role": "user", "content": "why?"},
+    ]
+    (chat,) = parsed(input=items).prompts
+
+    def call(call_id: str, name: str, arguments: dict[str, object]) -> dict[str, object]:
+        function = {"name": name, "arguments": arguments}
+        return {"id": call_id, "type": "function", "function": function}
+
+    assert chat.messages == [
+        {"role": "user", "content": "[image]"},
+        {
+            "role": "assistant", "content": "[web_search_call]",
+            "tool_calls": [
+                call("a", "patch", {"input": "x"}), call("b", "local_shell", {"command": ["ls"]})
+            ],
+        },
+        {"role": "tool", "content": "done", "tool_call_id": "a"},
+        {"role": "tool", "content": "[image]", "tool_call_id": "b"},
+        {"role": "user", "content": "why?"},
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -204,7 +248,6 @@ def test_settings_are_those_of_a_chat():
             {"text": {"format": {"type": "json_object"}}, "structured_outputs": {"regex": "a"}},
             "text.format",
         ),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
         ({"tools": [TOOL, TOOL]}, "tools[1].name"),
         ({"tools": [{**TOOL, "name": "a\nb"}]}, "tools[0].name"),
         ({"tools": [{**TOOL, "parameters": {"type": "array"}}]}, "tools[0].parameters"),
@@ -216,16 +259,12 @@ def test_settings_are_those_of_a_chat():
         ({"input": [{"type": ["message"], "role": "user"}]}, "input[0].type"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
         ({"input": [ITEMS[0], {"role": "user"}]}, "input[1].content"),
-        ({"input": [{"role": "user", "content": "x", "role_": 1}]}, "input[0].role_"),
-        ({"input": [{**ITEMS[4], "arguments": "["}]}, "input[0].arguments"),
         (
-            {"input": [{**ITEMS[6], "output": [{"type": "input_file"}]}]},
-            "input[0].output[0]",
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0]",
         ),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-            "input[0].encrypted_content",
-        ),
+        ({"input": [], "instructions": None}, "input"),
+        ({"input": [{"type": "compaction", "encrypted_content": "x"}]}, "input[0].type"),
     ],
 )
 def test_what_cannot_be_honoured_is_named(fields, param):

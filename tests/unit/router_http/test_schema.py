@@ -1,4 +1,4 @@
-"""Bodies of clients: every refusal names its field, and no wish is ignored.
+"""Bodies of clients: every refusal names its field.
 
 `tests.support.bad_requests` has the rest of what is refused.
 """
@@ -8,7 +8,9 @@ import json
 import pytest
 
 from baton.protocol.errors import RequestError
-from baton.router.http.api.schema import Chat, parse_chat, parse_completion
+from baton.router.http.api.prepare import checked_prompt
+from baton.router.http.api.schema import Chat, ParsedRequest, parse_chat, parse_completion
+from baton.router.text.chat_template import ChatTemplate
 
 
 def body_of(**fields: object) -> bytes:
@@ -34,7 +36,7 @@ def with_tools(*functions: dict[str, object], choice: object = None) -> bytes:
         (body_of(prompt=[[1], []]), "prompt"),
         (body_of(stop="x" * 1025), "stop"),
         (body_of(stop=["x" * 1024] * 5), "stop"),
-        (body_of(stream=True, stream_options={"include": 1}), "stream_options.include"),
+        (body_of(stream=True, stream_options={"include_usag": 1}), "stream_options.include_usag"),
         (body_of(logit_bias=dict.fromkeys(range(1025), 0)), "logit_bias"),
         (body_of(logprobs=21, echo=True), "logprobs"),
         (body_of(prompt_logprobs=-1), "prompt_logprobs"),
@@ -59,7 +61,6 @@ def test_a_misspelt_field_is_answered_with_the_nearest():
     ("data", "param"),
     [
         (turn(role="assistant", tool_call_id="1"), "messages[0].tool_call_id"),
-        (turn(wishes=1, hopes=None), "messages[0].wishes"),
         (turn(audio={"id": "1"}), "messages[0].audio"),
         (
             with_tools({"name": "f"}, choice={"type": "function", "function": {"name": "g"}}),
@@ -126,13 +127,11 @@ LONG = "k" * 100_000
 @pytest.mark.parametrize(
     "data",
     [
-        body_of(**{LONG: 1}),
-        body_of(stream=True, stream_options={LONG: 1}),
-        body_of(metadata={LONG: 1}),
+        body_of(**dict.fromkeys((LONG, *map(str, range(40))), 1)),
+        body_of(response_format={"type": LONG}),
         body_of(stop=[LONG]),
         body_of()[:-1] + f',"{LONG}":NaN}}'.encode(),
         body_of()[:-1] + b',"temperature":' + b"1" * 100_000 + b"}",
-        turn(**{LONG: 1}),
         turn(content=[{"type": LONG}]),
         turn(role=3, name=LONG),
     ],
@@ -205,3 +204,86 @@ def test_tools_and_their_turns_reach_the_template_as_objects():
     assert none.tools is None
     assert isinstance(none.prompts[0], Chat)
     assert none.prompts[0].tools is None
+
+
+def called(arguments: object) -> bytes:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    image = [{"type": "image_url", "image_url": {"url": "data:x"}}]
+    turns = [
+        {"role": "user", "content": image},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": image},
+    ]
+    return json.dumps({"messages": turns}).encode()
+
+
+def test_images_become_placeholders_in_what_was_answered_and_in_results_of_tools():
+    (chat,) = parse_chat(called("{}")).prompts
+    assert isinstance(chat, Chat)
+    question, _, result = chat.messages
+    assert question["content"] == result["content"] == [{"type": "text", "text": "[image]"}]
+
+
+# Templates that take the arguments of calls as objects, and as text.
+TAKES = {
+    "object": "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}",
+    "text": "{% for m in messages %}{{ m.content or '' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ':' + c.function.arguments }}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("arguments", ['{"zone": "U', "null", "[]", "3", '{"a":1}{"b":2}', None])
+def test_broken_arguments_of_a_call_end_no_conversation(arguments):
+    (chat,) = parse_chat(called(arguments)).prompts
+    assert isinstance(chat, Chat)
+    as_object = ChatTemplate(TAKES["object"], {})
+    assert "f{}" in checked_prompt(chat, as_object)
+    as_text = ChatTemplate(TAKES["text"], {})
+    assert f"f:{arguments or '{}'}" in checked_prompt(chat, as_text)
+
+
+def test_functions_take_what_other_servers_take():
+    tool = {"type": "function", "strict": True}
+    parameters = {"type": ["object", "null"], "properties": {}}
+    tools = [{**tool, "function": {"name": "f", "parameters": parameters}}]
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": tools}
+    use = parse_chat(json.dumps(body).encode()).tools
+    assert use is not None
+    (function,) = use.functions
+    assert use.is_strict
+    assert function.parameters == {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(("mode", "is_required"), [("auto", False), ("required", True)])
+def test_a_choice_of_allowed_tools_leaves_those_alone(mode, is_required):
+    def asked(*names: str) -> ParsedRequest:
+        tools = [{"type": "function", "function": {"name": name}} for name in ("f", "g", "h")]
+        allowed = [{"type": "function", "function": {"name": name}} for name in names]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+        turns = [{"role": "user", "content": "hi"}]
+        body = {"messages": turns, "tools": tools, "tool_choice": choice}
+        return parse_chat(json.dumps(body).encode())
+
+    ask = asked("h", "f")
+    assert ask.tools is not None
+    assert [function.name for function in ask.tools.functions] == ["f", "h"]
+    assert ask.tools.is_required == is_required
+    (chat,) = ask.prompts
+    assert isinstance(chat, Chat)
+    assert chat.tools is not None
+    assert len(chat.tools) == 2
+    with pytest.raises(RequestError) as caught:
+        asked("i")
+    assert caught.value.param == "tool_choice"
+
+
+def test_too_many_log_probabilities_of_a_chat_are_those_of_top_logprobs():
+    with pytest.raises(RequestError, match="top_logprobs must be at least 0") as caught:
+        parse_chat(turn()[:-1] + b',"logprobs":true,"top_logprobs":21}')
+    assert caught.value.param == "top_logprobs"
+
+
+def test_limits_are_shown_with_all_of_their_digits():
+    with pytest.raises(RequestError, match="at least 0 and at most 2147483647"):
+        parse_completion(body_of(min_tokens=-1))
