@@ -189,7 +189,7 @@ class RouterCore:
         seed = secrets.randbits(SEED_BITS) if params.seed is None else params.seed
         request = Request(
             RequestId(name if kept is None else stream.request_id),
-            list(prompt),
+            prompt,
             sampling_of(params, seed, max_tokens, rules),
             params.n,
             self._config.max_attempts,

@@ -49,9 +49,9 @@ class RequestStream:
 
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
-        "_has_changed", "_on_close", "_prompt_logprobs", "_pushed_s", "_repeated", "_sink",
-        "_spell", "finished", "metrics", "params", "prompt", "prompt_rows", "prompt_token_ids",
-        "request_id", "token_gaps",
+        "_has_changed", "_on_close", "_packed_prompt", "_prompt_logprobs", "_prompt_token_ids",
+        "_pushed_s", "_repeated", "_sink", "_spell", "finished", "metrics", "params", "prompt",
+        "prompt_rows", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -66,7 +66,10 @@ class RequestStream:
         """`spell` is for log probabilities."""
         self.request_id = request_id
         self.prompt = prompt
-        self.prompt_token_ids = prompt_token_ids
+        # The responses to 500 long prompts may end at once, and to free two million integers would
+        # hold the event loop for a tenth of a second.
+        self._packed_prompt = array("I", prompt_token_ids)
+        self._prompt_token_ids: list[int] | None = None  # for `output`
         self.params = params
         self.metrics = RequestMetrics(
             arrival_time=time.time(), num_prompt_tokens=len(prompt_token_ids)
@@ -148,6 +151,11 @@ class RequestStream:
             self._at_end = callback
 
     @property
+    def prompt_token_ids(self) -> list[int]:
+        """Return the prompt in a list of the caller's own."""
+        return self._packed_prompt.tolist()
+
+    @property
     def has_failed(self) -> bool:
         return self._error is not None
 
@@ -160,7 +168,7 @@ class RequestStream:
     def num_prompt_logprobs(self) -> int:
         """Return how many the caller gets, those of likeliest tokens included."""
         num_top = self.params.prompt_logprobs
-        return 0 if num_top is None else len(self.prompt_token_ids) * (1 + num_top)
+        return 0 if num_top is None else len(self._packed_prompt) * (1 + num_top)
 
     def prompt_logprobs(self) -> PromptScores | None:
         """Return those of each token, None for the first; None before the first delta.
@@ -172,7 +180,7 @@ class RequestStream:
             return None
         pairs = struct.iter_unpack("<if", self.prompt_rows)
         found: PromptScores = [None]
-        for token_id in self.prompt_token_ids[1:]:
+        for token_id in self._packed_prompt[1:]:
             rank, logprob = next(pairs)
             one = TokenLogprobs(logprob, rank, tuple(islice(pairs, num_top)))
             found.append(self._shown(token_id, one))
@@ -181,10 +189,12 @@ class RequestStream:
     def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
         if self._prompt_logprobs is None:  # all outputs share them
             self._prompt_logprobs = self.prompt_logprobs()
+        if self._prompt_token_ids is None:
+            self._prompt_token_ids = self.prompt_token_ids
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=self.prompt_token_ids,
+            prompt_token_ids=self._prompt_token_ids,
             outputs=outputs,
             finished=self.finished and self._error is None and not self._has_changed,
             metrics=self.metrics,

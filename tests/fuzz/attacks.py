@@ -14,7 +14,7 @@ from tests.fuzz.values import Schema, fields_with_a_form, large_fields, object_o
 
 JSON_TYPE = "Content-Type: application/json\r\n"
 MAX_VOLLEY = 4
-MAX_BODY_BYTES = 6 << 20
+MAX_BODY_BYTES = 12 << 20
 TAIL_PIECES = 400  # of a body that comes byte by byte
 
 

@@ -220,7 +220,7 @@ def large_fields(draw: st.DrawFn, path: str) -> dict[str, str]:
     stops = json.dumps([f"{index} " + "y" * 1_000 for index in range(4)])
     match path:
         case "/v1/completions":
-            rows = "[" + ",".join([f"[{'5,' * 4_000}5]"] * min(num // 2_000, 500)) + "]"
+            rows = "[" + ",".join([f"[{'700,' * 4_000}5]"] * min(num // 2_000, 500)) + "]"
             many = "[" + ",".join(['"the end"'] * min(num // 20, 512)) + "]"
             prompt = draw(st.sampled_from((words, ids, rows, many, nested("[", "]", num))))
             return {"prompt": prompt, "max_tokens": "2", "stop": stops}

@@ -15,12 +15,14 @@ import msgspec
 
 from baton.protocol.messages import Decode, Prefill, ToNode
 from tests.fuzz.client import RESPONSE_S
-from tests.support.router_process import HEARTBEAT_S, NUM_BLOCKS
+from tests.support.router_process import HEARTBEAT_S
 from tests.support.scripted_nodes import ToyNode, node_info, toy_answer
 
 PROBE_S = 0.01
 PACE_S = 0.02  # between two tokens of a stream
-MAX_MODEL_LEN = 8192
+MAX_MODEL_LEN = 1 << 18  # so that bodies of many megabytes are taken
+NUM_BLOCKS = 1 << 20
+VOCAB_SIZE = 1000  # Python keeps small integers, so prompts of those alone cost less than others
 PROMPT = [5, 6, 7]
 NUM_TOKENS = 400
 MAX_HOSTILE_TOKENS = 30
@@ -157,7 +159,9 @@ def serve_nodes(control: str, pipe: Connection) -> None:
 async def _nodes(control: str, pipe: Connection) -> None:
     infos = [
         msgspec.structs.replace(
-            node_info(name, role, num_blocks=NUM_BLOCKS), max_model_len=MAX_MODEL_LEN
+            node_info(name, role, num_blocks=NUM_BLOCKS),
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCAB_SIZE,
         )
         for name, role in (("p0", "prefill"), ("d0", "decode"))  # type: ignore[attr-defined]
     ]

@@ -1,6 +1,8 @@
 """What a caller takes out of a request's stream, and the stages that add up to its time."""
 
 import asyncio
+import gc
+import tracemalloc
 
 import pytest
 
@@ -141,3 +143,19 @@ def test_a_stage_names_its_node_and_a_lost_attempt_its_failure():
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=[LOST, OTHER, RESUMED]))
     assert [one.node for one in stages if one.stage == "prefill"] == ["p0", "d1"]
     assert [one.failure for one in stages if one.stage == "lost"] == ["node_lost"]
+
+
+def test_a_long_prompt_takes_four_bytes_a_token_and_nothing_that_is_freed_one_by_one():
+    params = SamplingParams()
+    prompt = [1000 + index % 1000 for index in range(100_000)]
+    gc.collect()
+    tracemalloc.start()
+    try:
+        detokenizer = small_text().detokenizer([], params, 0)
+        before_bytes, _ = tracemalloc.get_traced_memory()
+        stream = RequestStream("r", None, list(prompt), params, [detokenizer])
+        after_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert after_bytes - before_bytes < 5 * len(prompt)
+    assert stream.prompt_token_ids == prompt
