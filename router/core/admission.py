@@ -358,6 +358,8 @@ class Admission:
             if decision is None:
                 waiting.unplaceable_at = self._registry.version
                 waiting.waits_for = self._absent()
+            elif now_s < selection.avoid_until_s and decision.goes_to(selection.avoid):
+                waiting.waits_for = frozenset()  # the next look finds it again
             elif not decision.full:
                 yield selection, decision
             else:

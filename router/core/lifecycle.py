@@ -31,6 +31,7 @@ from baton.protocol.messages import (
 )
 from baton.router.core.request import (
     AVOID_S,
+    PAUSE_S,
     Adopted,
     Attempt,
     AttemptState,
@@ -427,6 +428,7 @@ class Lifecycle:
             wants_decode=max_tokens - len(first.output) > 1,
             num_final_tokens=num_prompt + max_tokens,
             avoid=avoid,
+            avoid_until_s=self._now_s + PAUSE_S if first.num_losses > 1 else 0.0,
             is_resume=bool(first.output),
             is_suspect=self._num_crashes > 0,
             is_remote_only=self._is_remote_only,

@@ -7,7 +7,7 @@ names a full node, the attempt waits, so no prompt is computed without a decode 
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 
 import msgspec
 
@@ -17,7 +17,7 @@ from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
 from baton.router.core.pair_health import Hosts
 from baton.router.core.registry import Node, Registry, ReservedLoad
-from baton.router.core.request import NodesSelected, SelectNodes
+from baton.router.core.request import NodeProcess, NodesSelected, SelectNodes
 from baton.router.outputs import ServedBy
 
 # The assumed length of a response before any has ended, and the weight of the newest one.
@@ -44,6 +44,11 @@ class Decision(msgspec.Struct, frozen=True):
     is_fallback: bool = False  # decode computes the prompt because no pair works
     full: tuple[NodeId, ...] = ()  # the chosen nodes that have no room for it now
     num_cached_tokens: int = 0  # at the node that computes the prompt, as far as is known
+
+    def goes_to(self, processes: Container[NodeProcess]) -> bool:
+        """Return whether one of the chosen nodes is among these processes."""
+        epochs = self.selected.epochs
+        return any((node, epochs[node]) in processes for node, _ in self.loads)
 
     @property
     def path(self) -> ServedBy:

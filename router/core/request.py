@@ -151,6 +151,7 @@ class SelectNodes(msgspec.Struct, frozen=True):
     wants_decode: bool
     num_final_tokens: int  # the greatest length that one of its sequences can reach
     avoid: frozenset[NodeProcess] = frozenset()  # processes that failed this request recently
+    avoid_until_s: float = 0.0  # until then, it rather waits than goes to one of those
     is_resume: bool = False  # the caller has tokens already
     is_suspect: bool = False  # a node has died of an error in one of its steps
     is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
@@ -234,6 +235,9 @@ RequestCommand = (
 
 # How long a request avoids a process that failed it, if there is another one.
 AVOID_S = 30.0
+# After two losses in a row, an attempt waits so long before it goes to nodes that failed the request:
+# what cuts them off may be over then, or is known.
+PAUSE_S = 2.0
 # How long a client waits before it asks again for a stream that was not found.
 RETRY_S = 1.0
 DRAINING = "draining"  # the failure of a draining node that sends an attempt elsewhere

@@ -25,6 +25,7 @@ from baton.router.core.lifecycle import SILENCE_DEADLINE_S, Lifecycle
 from baton.router.core.request import (
     AVOID_S,
     DRAINING,
+    PAUSE_S,
     Adopted,
     AdoptedChoice,
     Begun,
@@ -162,6 +163,21 @@ def test_only_losses_without_progress_use_up_attempts():
     key = drive.place_again(drive.step(NodeLost(D, LOST)))
     key = drive.place_again(drive.step(NodeLost(D, LOST)))
     assert of_type(drive.step(NodeLost(D, LOST)), Outcome) == [Outcome(LOST)]
+
+
+def test_after_two_losses_in_a_row_nodes_that_failed_get_time_to_come_back():
+    drive = Driver(max_tokens=50, max_attempts=9)
+    drive.place()
+    drive.now_s = 10.0
+    waits = []
+    for _ in range(3):
+        (again,) = of_type(commands := drive.step(NodeLost(D, LOST)), SelectNodes)
+        waits.append(again.avoid_until_s)
+        key = drive.place_again(commands)
+    assert waits == [0.0, 10.0 + PAUSE_S, 10.0 + PAUSE_S]
+    drive.says(D, TokenEntry(key, 3, [9, 9]))
+    (again,) = of_type(drive.step(NodeLost(D, LOST)), SelectNodes)
+    assert again.avoid_until_s == 0.0, "it had made progress"
 
 
 def test_a_node_that_may_only_have_paused_is_told_to_give_up_what_it_had():

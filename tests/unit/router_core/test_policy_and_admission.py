@@ -190,6 +190,23 @@ def test_resumes_go_before_retries_and_these_before_what_is_new_and_need_no_room
     assert taken(admission) == ["c"]
 
 
+def test_an_attempt_rather_waits_than_goes_back_at_once_to_the_nodes_that_failed_it():
+    admission = queue()
+    failed = frozenset(process(name) for name in ("p0", "p1", "d0"))
+    attempt = SelectNodes(
+        Key(RequestId("a"), 0, 2), 40, 1, True, 50, avoid=failed, avoid_until_s=2.0
+    )
+    admission.wait(0.0, attempt)
+    admission.wait(0.0, place("b"))
+    assert taken(admission) == ["b"]
+    assert list(admission.take(1.9)) == []
+    assert [one.key for one, _ in admission.take(2.2)] == [attempt.key]
+    healthy = msgspec.structs.replace(attempt, avoid=frozenset({process("p0")}))
+    admission.leave(attempt.key)
+    admission.wait(0.0, healthy)
+    assert taken(admission) == ["a"], "another node can take it"
+
+
 def test_the_queue_is_bounded_in_number_and_bytes_and_says_when_to_try_again():
     admission = queue(max_queued=2)
     admission.check_room(0.0, 2 * MAX_QUEUED_TOKENS, could_serve=False)  # alone, any may wait
