@@ -27,7 +27,7 @@ from baton.model.config.weight_files import (
 )
 from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError
-from baton.router.text.special_tokens import check_tokens
+from baton.router.text.special_tokens import check_tokens, missing_tokenizer
 from baton.runtime.fields import with_values
 from baton.runtime.log import logger
 
@@ -146,10 +146,7 @@ def _check_weights(folder: Path) -> None:
 def check_tokenizer(folder: Path) -> None:
     """Raise `ConfigError` if a folder has no tokenizer.json, or one that lacks tokens."""
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model {folder} has no tokenizer.json, which baton needs: fetch it, or have "
-            "transformers write one with save_pretrained"
-        )
+        raise missing_tokenizer(folder)
     check_tokens(folder)
 
 

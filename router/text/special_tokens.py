@@ -114,6 +114,18 @@ def check_tokens(folder: Path) -> None:
                 _refuse(folder, "tokenizer_config.json has another add_prefix_space")
 
 
+def missing_tokenizer(folder: Path) -> ConfigError:
+    """Return the error for a folder without tokenizer.json, with a way to get one."""
+    if (folder / "tiktoken.model").is_file():
+        advice = (
+            "the folder has its tokenizer in tiktoken.model alone; the script in docs/models.md "
+            "(Kimi) writes a tokenizer.json from it"
+        )
+    else:
+        advice = "fetch it, or have transformers write one with save_pretrained"
+    return ConfigError(f"model {folder} has no tokenizer.json, which baton needs: {advice}")
+
+
 def _refuse(folder: Path, reason: str) -> None:
     raise ConfigError(
         f"{folder / 'tokenizer.json'} is not the whole tokenizer: {reason}; "

@@ -18,7 +18,7 @@ from baton.protocol.sampling import SamplingParams
 from baton.router.text.detokenizer import Decoding, Detokenizer, decoding_of
 from baton.router.text.formats import reasoning_format
 from baton.router.text.response_parser import Parsing, ParsingDetokenizer
-from baton.router.text.special_tokens import check_tokens
+from baton.router.text.special_tokens import check_tokens, missing_tokenizer
 
 # Long prompts have threads of their own, so that a short one never waits behind them.
 _THREADS_PER_LANE = 2
@@ -55,11 +55,10 @@ class Text:
         try:
             data = path.read_bytes()
             tokenizer = Tokenizer.from_buffer(data)
+        except FileNotFoundError as error:
+            raise missing_tokenizer(path.parent) from error
         except OSError as error:
-            raise ConfigError(
-                f"cannot read {path}: {error.strerror}. Baton needs a model folder with a "
-                f"tokenizer.json (transformers writes one with save_pretrained)"
-            ) from error
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except ValueError as error:
             raise ConfigError(f"{path} is not a tokenizer that baton can use: {error}") from error
         check_tokens(path.parent)

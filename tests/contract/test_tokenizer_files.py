@@ -1,13 +1,18 @@
 """A folder's tokenizer is refused where transformers would read text in another way."""
 
+import base64
 import json
+import subprocess
+import sys
 
 import pytest
 from tokenizers import Tokenizer
 
 from baton.protocol.errors import ConfigError
 from baton.router.text.special_tokens import check_tokens
+from baton.router.text.tokenizer import Text
 from tests.support.small_tokenizers import END, write_tokenizer
+from tests.support.sources import REPOSITORY
 
 TEXT = f"hello <|new|> the end{END} <|other|> x"
 NEW = {
@@ -72,3 +77,50 @@ def test_splitting_special_tokens_is_refused(tmp_path):
     (tmp_path / CONFIG).write_text('{"split_special_tokens": true}')
     with pytest.raises(ConfigError, match="split_special_tokens is not supported"):
         check_tokens(tmp_path)
+
+
+# In the form of Moonshot's code, which only the real tokenizer runs.
+KIMI_CODE = r'''
+class TikTokenTokenizer(PreTrainedTokenizer):
+    pat_str = "|".join(
+        [
+            r"""[\p{Han}]+""",
+            r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lo}\p{M}&&[^\p{Han}]]*[\p{Ll}\p{Lo}\p{M}&&[^\p{Han}]]+(?i:'s|'t)?""",
+            r"""\p{N}{1,3}""",
+            r""" ?[^\s\p{L}\p{N}]+[\r\n]*""",
+            r"""\s+(?!\S)""",
+            r"""\s+""",
+        ]
+    )
+
+    def __init__(self):
+        self.model = Encoding(pat_str=self.pat_str)
+'''
+# The tokens behind those of single bytes. `n` is never merged with a part of a Chinese character.
+KIMI_MERGES = [b"th", b"the", b" the", b"en", b"12", b"n\xe4", "你".encode()[:2], "你".encode()]
+
+
+def test_the_script_of_the_documents_writes_the_tokenizer_of_a_folder_with_tiktoken_alone(tmp_path):
+    ranks = [bytes([byte]) for byte in range(256)] + KIMI_MERGES
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(ranks)]
+    (tmp_path / "tiktoken.model").write_text("\n".join(lines) + "\n")
+    (tmp_path / "tokenization_kimi.py").write_text(KIMI_CODE)
+    first = len(ranks)
+    call = NEW | {"content": "<|call|>", "special": False}
+    decoder = {str(first): NEW, str(first + 3): call}
+    (tmp_path / CONFIG).write_text(json.dumps({"added_tokens_decoder": decoder}))
+    with pytest.raises(ConfigError, match=r"tiktoken\.model alone; the script in docs/models\.md"):
+        Text.load(str(tmp_path))
+    page = (REPOSITORY / "docs/models.md").read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
+    subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True)
+    text = Text.load(str(tmp_path))
+    ids = {token: rank for rank, token in enumerate(ranks)}
+    expected = [
+        *(ids[token] for token in (b"the", b" the", b" ", b"12", b"3", b"4")),
+        *(ids[token] for token in ("你".encode(), "你".encode(), b"the", b"n", "你".encode())),
+        first, first + 3, *(ids[bytes([byte])] for byte in "好".encode()),
+    ]  # fmt: skip
+    assert text.encode_now("the the 1234你你then你<|new|><|call|>好") == expected
+    assert text.decode(expected, skip_special_tokens=False).endswith("then你<|new|><|call|>好")
+    text.close()
