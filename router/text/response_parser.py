@@ -870,73 +870,66 @@ class ParsingDetokenizer(Detokenizer):
     def push(
         self, token_ids: list[int], final: FinishReason | None = None
     ) -> CompletionOutput | None:
-        if self._text_stops is None:
-            delta = super().push(token_ids, final)
-            assert delta is not None, "without stop strings, nothing ends the text"
-            return self._with_parts(delta, self._parts_of(delta))
-        if self._is_stopped:
-            return None
-        if len(token_ids) <= 1:
-            return self._push_one(self._text_stops, token_ids, final)
-        merged = Merged()
-        last = len(token_ids) - 1
-        for index, token_id in enumerate(token_ids):
-            part = self._push_one(self._text_stops, [token_id], final if index == last else None)
-            merged.add(part)
-            if part.finish_reason is not None:
-                break
-        return merged.take()[0]
-
-    def _push_one(
-        self, stops: StopStrings, token_ids: list[int], final: FinishReason | None
-    ) -> CompletionOutput:
-        """Return the delta of at most one token, so that the text ends at the first stop string."""
+        stops = self._text_stops
+        if stops is not None:
+            if self._is_stopped:
+                return None
+            if len(token_ids) > 1:
+                return self._push_each(token_ids, final)
         delta = super().push(token_ids, final)
         assert delta is not None, "the texts of tokens have no stop strings of their own"
-        self._num_tokens += len(token_ids)
-        shown: list[Part] = []
-        for part in self._parts_of(delta):
-            if isinstance(part, str):
-                shown.append(self._show(stops, part))
-            else:
-                # A stop string does not reach over a call.
-                shown += [stops.flush(), part]
-            if stops.matched is not None:
-                break
-        if stops.matched is not None:
-            self._is_stopped = True
-            delta.finish_reason = "stop"
-            delta.stop_reason = stops.matched
-        elif final is not None:
-            shown.append(stops.flush())
-        return self._with_parts(delta, shown)
-
-    def _parts_of(self, delta: CompletionOutput) -> list[Part]:
-        """Parse the text of a delta, and count the tokens of reasoning."""
         parser = self._parser
         may_think = parser.may_think
-        parts = parser.push(
-            delta.text,
-            is_end=delta.finish_reason is not None,
-            is_cut=delta.finish_reason == "length",
-        )
+        parts = parser.push(delta.text, is_end=final is not None, is_cut=final == "length")
         if may_think:
             counted, end_id = delta.token_ids, self._end_think_id
             if not parser.may_think and end_id in counted and end_id is not None:
                 counted = counted[: counted.index(end_id) + 1]  # few models spell it with several
             self._num_begun += len(counted)
-        return parts
-
-    def _with_parts(self, delta: CompletionOutput, parts: list[Part]) -> CompletionOutput:
+        if stops is not None:
+            parts = self._up_to_stop(stops, delta, parts)
         if delta.finish_reason is None and len(parts) == 1 and parts[0] is delta.text:
             return delta
         delta.text = "".join([part for part in parts if isinstance(part, str)])
         if self._includes_reasoning:
             delta.reasoning = "".join([part.text for part in parts if isinstance(part, Reasoning)])
         delta.tool_calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
-        if self._parser.num_calls and delta.finish_reason == "stop":
+        if parser.num_calls and delta.finish_reason == "stop":
             delta.finish_reason = "tool_calls"
         return delta
+
+    def _push_each(self, token_ids: list[int], final: FinishReason | None) -> CompletionOutput:
+        """Push tokens one by one, because those after a stop string do not count."""
+        merged = Merged()
+        last = len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            delta = self.push([token_id], final if index == last else None)
+            assert delta is not None, "the loop ends with a stop string"
+            merged.add(delta)
+            if delta.finish_reason is not None:
+                break
+        return merged.take()[0]
+
+    def _up_to_stop(
+        self, stops: StopStrings, delta: CompletionOutput, parts: list[Part]
+    ) -> list[Part]:
+        """Return the parts up to the first stop string in the text, which ends the delta."""
+        self._num_tokens += len(delta.token_ids)
+        shown: list[Part] = []
+        for part in parts:
+            if isinstance(part, str):
+                shown.append(self._show(stops, part))
+            else:
+                # A stop string does not reach over a call.
+                shown += [stops.flush(), part]
+            if stops.matched is not None:
+                self._is_stopped = True
+                delta.finish_reason = "stop"
+                delta.stop_reason = stops.matched
+                return shown
+        if delta.finish_reason is not None:
+            shown.append(stops.flush())
+        return shown
 
     @property
     def num_reasoning_tokens(self) -> int:
