@@ -68,7 +68,7 @@ def test_a_stream_that_cannot_finish_in_time_is_told_of_the_end(number, config, 
     ("section", "field", "said"),
     [
         ("router", "port", "port {port} on 127.0.0.1 is in use"),
-        ("model", "path", "{folder}/tokenizer.json"),
+        ("model", "path", "{folder} has no tokenizer.json"),
         ("model", "chat_template", "/nowhere.jinja"),
     ],
 )
