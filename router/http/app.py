@@ -89,6 +89,7 @@ class App:
         router.add_post("/v1/completions", handlers.completions)
         router.add_post("/v1/chat/completions", handlers.chat)
         router.add_post("/v1/responses", handlers.responses)
+        router.add_post("/v1/responses/input_tokens", handlers.input_tokens)
         router.add_post(MESSAGES, handlers.messages)
         router.add_post(f"{MESSAGES}/count_tokens", handlers.count_tokens)
         router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
@@ -333,6 +334,7 @@ _POSTS: dict[str, tuple[type, str]] = {
     "/v1/completions": (CompletionBody, "Continue one or several prompts."),
     "/v1/chat/completions": (ChatBody, "Answer the last turn of a chat."),
     "/v1/responses": (ResponseBody, "Answer a list of items, in OpenAI's newer form."),
+    "/v1/responses/input_tokens": (ResponseBody, "Return the number of a prompt's tokens."),
     "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
     "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),

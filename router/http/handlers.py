@@ -141,10 +141,12 @@ class Handlers:
         self.chat = partial(self._serve, endpoint="chat")
         self.responses = partial(self._serve, endpoint="responses")
         self.messages = partial(self._serve, endpoint="messages")
-        # Answer a POST to /tokenize, /detokenize or /v1/messages/count_tokens.
+        # Answer a POST to /tokenize or /detokenize, to /v1/messages/count_tokens or
+        # /v1/responses/input_tokens.
         self.tokenize = partial(self._tokens, endpoint="tokenize")
         self.detokenize = partial(self._tokens, endpoint="detokenize")
         self.count_tokens = partial(self._tokens, endpoint="count_tokens")
+        self.input_tokens = partial(self._tokens, endpoint="input_tokens")
 
     def close(self) -> None:
         self._work.close()

@@ -113,7 +113,7 @@ def main(arguments: list[str]) -> None:
 
     def answer(job: Job) -> Prepared | TokenResponse:
         match job.endpoint:
-            case "tokenize" | "detokenize" | "count_tokens":
+            case "tokenize" | "detokenize" | "count_tokens" | "input_tokens":
                 return token_response(job.endpoint, job.body, job.model, text, template)
         parsed, parsing = parse_body(job.endpoint, job.body, job.model, job.model_format)
         prepared = tokenized(parsed, parsing, job.model, text, template)

@@ -1,4 +1,4 @@
-"""What /tokenize, /detokenize and /v1/messages/count_tokens compute, in vLLM's form."""
+"""What the endpoints compute that tokenize, detokenize or count the tokens of a prompt."""
 
 from typing import Annotated, Literal
 
@@ -10,6 +10,7 @@ from baton.router.core.health import ServedModel
 from baton.router.http.api.anthropic import chat_of, count_decoder
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.prepare import check_ids, checked_prompt, lora_of
+from baton.router.http.api.responses_body import parse_response
 from baton.router.http.api.schema import Chat, ParsedRequest, check_continued
 from baton.router.http.api.turns import (
     MAX_TURNS,
@@ -25,7 +26,7 @@ from baton.router.text.tokenizer import (
     Text,
 )
 
-TokenEndpoint = Literal["tokenize", "detokenize", "count_tokens"]
+TokenEndpoint = Literal["tokenize", "detokenize", "count_tokens", "input_tokens"]
 
 
 class TokenResponse(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +78,14 @@ def token_response(
             response = _detokenized(detokenize, model, text)
         case "count_tokens":
             counted, ignored = decoded(count_decoder, data)
-            response = _counted(chat_of(counted, {}, ignored), model, text, template)
+            num_tokens = _num_tokens(chat_of(counted, {}, ignored), model, text, template)
+            response = msgspec.json.encode({"input_tokens": num_tokens})
+        case "input_tokens":
+            parsed = parse_response(data, {})
+            ignored = [*parsed.ignored]
+            num_tokens = _num_tokens(parsed, model, text, template)
+            described = {"object": "response.input_tokens", "input_tokens": num_tokens}
+            response = msgspec.json.encode(described)
     return TokenResponse(response, tuple(ignored))
 
 
@@ -125,12 +133,13 @@ def _detokenized(body: DetokenizeBody, model: ServedModel, text: Text) -> bytes:
     return msgspec.json.encode({"prompt": prompt})
 
 
-def _counted(
+def _num_tokens(
     parsed: ParsedRequest, model: ServedModel, text: Text, template: ChatTemplate | None
-) -> bytes:
+) -> int:
+    """Return how many tokens the prompt of a chat has."""
     lora_of(parsed.model, model)
     (chat,) = parsed.prompts
     assert isinstance(chat, Chat)
-    with blaming({"prompt": "messages"}):
+    with blaming(parsed.sent):
         token_ids = text.encode_now(checked_prompt(chat, template), False, model.max_model_len)
-    return msgspec.json.encode({"input_tokens": len(token_ids)})
+    return len(token_ids)

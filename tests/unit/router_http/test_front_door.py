@@ -5,6 +5,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -122,6 +123,11 @@ def test_pages_of_allowed_origins_may_call_and_need_no_key_to_ask(
         async with bench.session.options("/v1/messages", headers=asks) as reply:
             # Clients send x-api-key, x-stainless-os and more.
             assert reply.headers["Access-Control-Allow-Headers"] == "*, Authorization"
+            assert "Access-Control-Allow-Private-Network" not in reply.headers
+            assert "Baton-Max-Tokens" in reply.headers["Access-Control-Expose-Headers"]
+        asks["Access-Control-Request-Private-Network"] = "true"
+        async with bench.session.options("/v1/messages", headers=asks) as reply:
+            assert reply.headers["Access-Control-Allow-Private-Network"] == "true"
         status = 401 if keys else 200
         assert await seen_by_page(bench, "POST", PAGE) == (status, PAGE)
         assert (await seen_by_page(bench, "POST", STRANGER))[1] == stranger
@@ -356,3 +362,12 @@ def test_keys_of_the_file_and_of_the_settings_are_both_taken(path):
 
 def request_with(key: str) -> web.Request:
     return make_mocked_request("GET", "/v1/models", {"Authorization": f"Bearer {key}"})
+
+
+@served(script=hello)
+async def test_a_path_with_a_doubled_version_or_a_slash_at_its_end_gets_the_right_one(bench):
+    for path in ("/v1/v1/completions", "/v1/completions/"):
+        reply = await bench.post({"prompt": "x"}, path)
+        error: Any = reply.json
+        assert reply.status == 404
+        assert error["error"]["message"].endswith("did you mean /v1/completions?")

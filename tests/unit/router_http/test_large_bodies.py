@@ -149,6 +149,7 @@ async def test_bodies_of_the_tokenizers_endpoints_get_the_answers_of_small_ones(
         ("/detokenize", {"tokens": [5, 6]}),
         ("/detokenize", {"tokens": [400]}),
         ("/v1/messages/count_tokens", {"messages": turns}),
+        ("/v1/responses/input_tokens", {"input": turns, "speed": "fast"}),
         ("/v1/messages/count_tokens", {"messages": [], "model": "x"}),
     ]
     async with Bench(tmp_path) as bench:

@@ -190,6 +190,16 @@ def test_settings_are_those_of_a_chat():
     assert parsed().params.max_tokens is None
 
 
+@served(script=hello, chat_template=QWEN)
+async def test_the_tokens_of_a_response_can_be_counted_before(bench):
+    asked: dict[str, object] = {"input": ITEMS, "instructions": "You add.", "tools": [TOOL]}
+    counted: Any = (await bench.post(asked, f"{PATH}/input_tokens")).json
+    whole: Any = (await bench.post({**asked, "max_output_tokens": 9}, PATH)).json
+    assert counted == {
+        "object": "response.input_tokens", "input_tokens": whole["usage"]["input_tokens"]
+    }  # fmt: skip
+
+
 def test_what_agents_send_beside_the_conversation_changes_nothing():
     fields = {
         "reasoning": {"effort": "low", "summary": "concise"}, "metadata": {"tags": ["a"]},

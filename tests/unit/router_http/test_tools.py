@@ -9,9 +9,12 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.config import RouterConfig
+from baton.protocol.errors import RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.model_format import ModelFormat
+from baton.router.http.api.schema import parse_chat
+from baton.router.http.errors import blaming
 from baton.router.outputs import CompletionOutput, ToolCall, merged_calls
 from baton.router.text.call_grammar import CallableTool, CallRules, form_of_calls
 from baton.router.text.chat_template import ChatTemplate
@@ -298,3 +301,19 @@ async def test_a_demand_that_cannot_be_kept_is_refused_by_name(bench, engine):
         reply = await bench.post({**required, **more}, PATH)
         assert (reply.status, reply.error["param"]) == (400, param)
     assert not engine.streams
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+def test_a_schema_that_cannot_be_kept_names_its_tool(choice):
+    bad = {"type": "object", "properties": {"a": {"type": "string", "format": "no-such"}}}
+    functions = [{"name": "f"}, {"name": "g", "parameters": bad, "strict": True}]
+    tools = [{"type": "function", "function": function} for function in functions]
+    body = {**BODY, "tools": [{"type": "web_search"}, *tools], "tool_choice": choice}
+    parsed = parse_chat(json.dumps(body).encode())
+    parsed, _ = ModelFormat(tools="hermes").apply(parsed)
+    wanted = parsed.params.structured_outputs
+    assert wanted is not None
+    with pytest.raises(RequestError) as caught, blaming(parsed.sent):
+        checked_grammar(wanted)
+    assert caught.value.param == "tools[2]"
+    assert caught.value.message == "the JSON schema cannot be kept: Unknown format: no-such"
