@@ -15,7 +15,7 @@ from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError, RequestError
 from baton.protocol.messages import ResumeState
-from baton.protocol.sampling import SamplingParams, Scope
+from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import OutputRules, check_num_logprobs, check_prompt
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.reattach import Claim, FoundRequest
@@ -97,7 +97,7 @@ class TextRouter:
         is_computed_whole = params.prompt_logprobs is not None
         is_cached = self._is_cache_aware and not is_computed_whole
         keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
-        rules = await self._rules_of(params, caller.scope)
+        rules = await self._rules_of(params, caller)
         if rules.grammar and parsing is not None and parsing.reasoning:
             is_open = self._text.opens_reasoning(token_ids, parsing.reasoning)
             grammar = after_reasoning(rules.grammar, parsing.reasoning, is_open=is_open)
@@ -112,7 +112,7 @@ class TextRouter:
         stream.request_id = request_id or minted
         return stream
 
-    async def _rules_of(self, params: SamplingParams, scope: Scope) -> OutputRules:
+    async def _rules_of(self, params: SamplingParams, caller: Caller) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
         vocab_size = self.core.limits().vocab_size
         for name in ("allowed_token_ids", "logit_bias"):
@@ -124,9 +124,9 @@ class TextRouter:
         words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
         grammar = ""
         if (form := params.structured_outputs) is not None:
-            grammar = await self._forms.grammar_of(form)
+            grammar = await self._forms.grammar_of(form, caller.tenant.name)
         bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
-        return OutputRules(grammar, bad_words, scope)
+        return OutputRules(grammar, bad_words, caller.scope)
 
     async def _keys_of(self, token_ids: list[int], root: BlockHash) -> tuple[BlockKey, ...]:
         """Return the keys of a prompt's blocks, hashed off the event loop if there are many."""

@@ -20,6 +20,7 @@ import socket
 import struct
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
@@ -50,6 +51,42 @@ R = TypeVar("R")
 log = logger("router")
 
 
+class Turns:
+    """Lets so many jobs run at once. Where several clients have jobs that wait, they take turns."""
+
+    def __init__(self, at_once: int) -> None:
+        self._num_free = at_once
+        # The next turn is that of the first client, whose jobs are in the order of their arrival.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    async def acquire(self, client: str) -> None:
+        """Wait for a turn, which the caller must `release`."""
+        if self._num_free:
+            self._num_free -= 1
+            return
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # the turn came when the job had just been given up
+                self.release()
+            raise
+
+    def release(self) -> None:
+        while self._waiting:
+            client = next(iter(self._waiting))
+            turns = self._waiting.pop(client)
+            while turns and turns[0].cancelled():
+                turns.popleft()
+            if turns:
+                turns.popleft().set_result(None)
+                if turns:
+                    self._waiting[client] = turns  # behind all other clients
+                return
+        self._num_free += 1
+
+
 class Lane:
     """Jobs of one kind of cost: the limits of each, and how many may run at once.
 
@@ -57,7 +94,7 @@ class Lane:
     """
 
     def __init__(self, at_once: int, *, cpu_s: float, memory_mib: int, wall_s: float) -> None:
-        self.turns = asyncio.Semaphore(at_once)
+        self.turns = Turns(at_once)
         self.cpu_s = cpu_s
         self.memory_mib = memory_mib
         self.wall_s = wall_s
@@ -110,15 +147,15 @@ class Worker(Generic[J, R]):
         self._waits_since_s: float | None = None  # since when the process has taken no job
         self._is_closed = False
 
-    async def run(self, job: J, lane: Lane) -> R:
-        """Return the reply to a job.
+    async def run(self, job: J, lane: Lane, client: str = "") -> R:
+        """Return the reply to a job of a client.
 
         Raises what the job raised, `TooMuchWork`, or `Overloaded` if it could not be done in time.
         """
         data = _encode(job)
         try:
             async with asyncio.timeout(lane.wall_s):
-                await lane.turns.acquire()
+                await lane.turns.acquire(client)
             try:
                 ended = await self._exchange(data, lane)
                 if ended is None:

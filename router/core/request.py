@@ -235,8 +235,8 @@ RequestCommand = (
 
 # How long a request avoids a process that failed it, if there is another one.
 AVOID_S = 30.0
-# After two losses in a row, an attempt waits so long before it goes to nodes that failed it: what
-# cuts them off may be over then, or is known.
+# After two losses in a row, an attempt waits so long before it goes to nodes that failed the
+# request: what cuts them off may be over then, or is known.
 PAUSE_S = 2.0
 # How long a client waits before it asks again for a stream that was not found.
 RETRY_S = 1.0

@@ -155,9 +155,10 @@ class Handlers:
         model = self._engine.get_model_config()
         token_bytes = self._engine.get_tokenizer().max_token_bytes
         max_bytes = min(self._bodies.limit(model, token_bytes), MAX_TOKENS_BYTES)
+        client = request[TENANT].name
         with self._bodies.room() as room:
             body = await self._bodies.read(request, room, max_bytes)
-            response = await self._work.token_response(endpoint, model, body)
+            response = await self._work.token_response(endpoint, model, body, client)
         self._metrics.ignored(response.ignored)
         return web.Response(body=response.body, content_type="application/json")
 
@@ -281,7 +282,7 @@ class Handlers:
     async def _prepare(
         self, request: web.Request, body: bytes, endpoint: Endpoint, model: ServedModel
     ) -> Work:
-        prepared = await self._work.prepare(endpoint, model, body)
+        prepared = await self._work.prepare(endpoint, model, body, request[TENANT].name)
         parsed, parsing, echoes = prepared.parsed, prepared.parsing, prepared.echoes
         self._metrics.ignored(parsed.ignored)
         if sum(map(len, echoes)) * parsed.params.n > MAX_ECHO_CHARS:

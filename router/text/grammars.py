@@ -63,8 +63,8 @@ class Forms:
         self._long = Lane(2, cpu_s=1.0, memory_mib=256, wall_s=10.0)
         self._grammars: dict[Form, str] = {}  # agents send the same schema again and again
 
-    async def grammar_of(self, wanted: StructuredOutputsParams) -> str:
-        """Return the grammar of a form.
+    async def grammar_of(self, wanted: StructuredOutputsParams, client: str = "") -> str:
+        """Return the grammar of a form, in whose check the clients take turns.
 
         Raises a `RequestError` for a value that is none, an unsupported keyword of a schema, and a
         grammar that takes too much work; `Overloaded` if it cannot be checked now.
@@ -72,7 +72,7 @@ class Forms:
         form = form_of(wanted)
         grammar = self._grammars.pop(form, None)
         if grammar is None:
-            grammar = await self._checked(form)
+            grammar = await self._checked(form, client)
             self._make_room(len(form.text) + len(grammar))
         self._grammars[form] = grammar  # the latest is last
         return grammar
@@ -80,13 +80,13 @@ class Forms:
     def close(self) -> None:
         self._worker.close()
 
-    async def _checked(self, form: Form) -> str:
+    async def _checked(self, form: Form, client: str) -> str:
         try:
-            return await self._worker.run(form, self._quick)
+            return await self._worker.run(form, self._quick, client)
         except TooMuchWork:
             pass
         try:
-            return await self._worker.run(form, self._long)
+            return await self._worker.run(form, self._long, client)
         except TooMuchWork:
             raise _wrong(form.kind, "the form takes too much work to check") from None
 

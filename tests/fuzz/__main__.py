@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from tests.fuzz.fuzzer import fuzz
-from tests.fuzz.test_front_door import besieged
+from tests.fuzz.test_hostile_clients import besieged
 
 
 def main() -> int:

@@ -54,10 +54,12 @@ class BodyWork:
         self._worker = Worker[Job, Prepared | TokenResponse](module, arguments, replies)
         self._lane = Lane(2, cpu_s=30.0, memory_mib=512, wall_s=60.0)
 
-    async def prepare(self, endpoint: Endpoint, model: ServedModel, body: bytes) -> Prepared:
-        """Return what a body asks for. Raises `RequestError` or `Overloaded`."""
+    async def prepare(
+        self, endpoint: Endpoint, model: ServedModel, body: bytes, client: str
+    ) -> Prepared:
+        """Return what a client's body asks for. Raises `RequestError` or `Overloaded`."""
         if len(body) > SMALL_BYTES:
-            prepared = await self._worked(Job(endpoint, model, self._format, body))
+            prepared = await self._worked(Job(endpoint, model, self._format, body), client)
             assert isinstance(prepared, Prepared)
             return prepared
         parsed, parsing = parse_body(endpoint, body, model, self._format)
@@ -67,11 +69,11 @@ class BodyWork:
         return await self._text.in_thread(len(body), work)
 
     async def token_response(
-        self, endpoint: TokenEndpoint, model: ServedModel, body: bytes
+        self, endpoint: TokenEndpoint, model: ServedModel, body: bytes, client: str
     ) -> TokenResponse:
         """Return the response to a body of the tokenizer's endpoints. Raises as `prepare`."""
         if len(body) > SMALL_BYTES:
-            response = await self._worked(Job(endpoint, model, self._format, body))
+            response = await self._worked(Job(endpoint, model, self._format, body), client)
             assert isinstance(response, TokenResponse)
             return response
         work = partial(token_response, endpoint, body, model, self._text, self._template)
@@ -80,9 +82,9 @@ class BodyWork:
     def close(self) -> None:
         self._worker.close()
 
-    async def _worked(self, job: Job) -> Prepared | TokenResponse:
+    async def _worked(self, job: Job, client: str) -> Prepared | TokenResponse:
         try:
-            return await self._worker.run(job, self._lane)
+            return await self._worker.run(job, self._lane, client)
         except TooMuchWork:
             text = "the body takes more time or memory to read than one request may have"
             raise TooMuchWork(text) from None

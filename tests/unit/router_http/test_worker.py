@@ -73,6 +73,33 @@ async def test_a_job_that_takes_too_much_is_refused_and_no_other_one_notices(job
 
 
 @on_a_loop
+async def test_clients_take_turns_so_that_one_with_many_jobs_holds_up_no_other():
+    lane = wide(at_once=1)
+    order: list[str] = []
+
+    async def take_a_turn(client: str) -> None:
+        await lane.turns.acquire(client)
+        order.append(client)
+
+    await lane.turns.acquire("greedy")
+    waiting = [asyncio.create_task(take_a_turn("greedy")) for _ in range(4)]
+    await asyncio.sleep(0)
+    waiting += [asyncio.create_task(take_a_turn(client)) for client in ("one", "other", "one")]
+    await asyncio.sleep(0)
+    waiting.pop(1).cancel()  # its client leaves
+    for _ in range(2):
+        lane.turns.release()
+    waiting.pop(3).cancel()  # its turn has just come
+    for _ in range(3):
+        await asyncio.sleep(0)
+        lane.turns.release()
+    await asyncio.gather(*waiting)
+    assert order == ["greedy", "other", "greedy", "one", "greedy"]
+    lane.turns.release()
+    await lane.turns.acquire("one")  # every turn was given back
+
+
+@on_a_loop
 async def test_errors_of_a_job_are_those_of_its_caller(caplog):
     async with a_worker() as made:
         with pytest.raises(RequestError, match="no") as refused:
