@@ -5,9 +5,10 @@ import pytest
 from baton.protocol.errors import RequestError
 from baton.router.core.reattach import ReceivedPart
 from baton.router.core.stream import digest_of
-from baton.router.http.api.openai_chunks import ResponseWriter
+from baton.router.http.api.openai_chunks import ResponseWriter, ShownPrompt
 from baton.router.http.api.sse import (
     MAX_CHOICES,
+    ChunkEvents,
     EventIds,
     Form,
     ResumePosition,
@@ -17,6 +18,7 @@ from baton.router.http.api.sse import (
     resume_position,
     start_of,
 )
+from baton.router.outputs import CompletionOutput
 from baton.router.text.response_parser import Parsing
 from tests.support.http_bench import served
 
@@ -84,6 +86,17 @@ def test_a_form_comes_back_as_it_was_and_another_version_of_it_is_gone():
     assert kept_of(form, b"", MAX_CHOICES + 1) is None
     huge = Form(writer, {"stop": ["x" * 40_000]}, "request")
     assert kept_of(huge, b"", 1) is None
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_the_token_ids_of_a_prompt_come_again_only_to_who_has_nothing(is_chat):
+    writer = ResponseWriter(NAME, "tiny", 7, is_chat, include_usage=False, token_ids=True)
+    prompts = [ShownPrompt(token_ids=[5, 6])]
+    for received, times in ((None, 1), ((ReceivedPart(1, True),), 0)):
+        events = ChunkEvents(writer, 1, prompts, [2], ResumePosition(NAME, received))
+        data = b"".join(events.take(CompletionOutput(0, " a", [token_id])) for token_id in (7, 8))
+        assert data.count(b'"prompt_token_ids":[5,6]') == times
+        assert data.count(b'"token_ids":') == 2
 
 
 def test_an_owner_is_known_by_its_key_alone():
