@@ -102,7 +102,7 @@ async def test_chats_work_whole_and_streamed(http):
         ({"model": "gpt-4"}, openai.NotFoundError, "model"),
         ({"prompt": [VOCAB_SIZE]}, openai.BadRequestError, "prompt"),
         ({"max_tokens": 0}, openai.BadRequestError, "max_tokens"),
-        ({"extra_body": {"lora": "x"}}, openai.BadRequestError, "lora"),
+        ({"extra_body": {"lora_path": "x"}}, openai.BadRequestError, "lora_path"),
     ],
 )
 @serving()
