@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections.abc import Callable, Container, Iterable, Iterator
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel
@@ -45,12 +45,15 @@ from baton.protocol.messages import (
     StepLimits,
 )
 from baton.router.core.router_core import ActiveRequest, RouterCore
+from baton.router.http.api.prepare import parse_body
+from baton.router.http.api.schema import Endpoint
 from baton.router.http.app import App
 from baton.router.http.server import Server
 from baton.router.text.detokenizer import decoding_of
 from baton.router.text.tokenizer import Text
 from baton.router.text_router import TextRouter
-from tests.sim.clock import Process
+from baton.router.worker import TooMuchWork
+from tests.sim.clock import PROCESS, Process
 from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
 from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
@@ -59,6 +62,9 @@ if TYPE_CHECKING:
     from tests.sim.world import World
 
 EOS = tuple(range(10, 14))
+# What it takes to decode a byte of a body and to fill a template with it, as measured.
+PARSED_BYTE_S = 200e-9
+WORK_S = 1.0
 DETACHED_S = 30.0
 DRAIN_S = 5.0
 
@@ -121,9 +127,11 @@ class Member:
 
 class SimNode(Member):
     def __init__(
-        self, world: "World", name: str, role: Role, num_blocks: int, life: int = 0
-    ) -> None:
+        self, world: "World", name: str, role: Role, num_blocks: int, life: int = 0,
+        model: str = "model",
+    ) -> None:  # fmt: skip
         super().__init__(world, name, life)
+        self.model = model
         self.role: Role = role
         self.speaks = PROTOCOL_VERSION
         self.salt = sum(name.encode())
@@ -175,7 +183,7 @@ class SimNode(Member):
         info = NodeInfo(
             node_id, self.epoch, self.role, bind, self.num_blocks,
             KVLayout(BLOCK_SIZE, BLOCK_BYTES // self.num_ranks, "layout", NUM_HEADS),
-            (RankAddress({kind.name: address}),) * self.num_ranks, "model",
+            (RankAddress({kind.name: address}),) * self.num_ranks, self.model,
             world.max_model_len, VOCAB, compute=self.name, reaches=(f"{kind.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32)),
         )  # fmt: skip
@@ -337,6 +345,7 @@ class SimRouter(Member):
 
     def _begin(self) -> None:
         super()._begin()
+        self.world.dismiss_strangers()
         self.process.run(self._build)
         self.process.start(self.server.start())
 
@@ -405,6 +414,20 @@ class SimRouter(Member):
 
     def serves(self, node: SimNode) -> bool:
         return self.state_of(node) == "ready"
+
+
+def parse_at_a_cost(endpoint: Endpoint, body: bytes, *rest: Any) -> Any:
+    """Parse a body in the time of the process that does it."""
+    process = PROCESS.get()
+    assert process is not None
+    process.spend(PARSED_BYTE_S * len(body))
+    return parse_body(endpoint, body, *rest)
+
+
+async def refuse_after_work(_worker: object, _job: object, _lane: object, _client: str = "") -> Any:
+    """Be the process that reads large bodies: those here are too large for the model."""
+    await asyncio.sleep(WORK_S)
+    raise TooMuchWork("the prompt is too long")
 
 
 def word(token: int) -> str:

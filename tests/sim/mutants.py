@@ -4,6 +4,7 @@ A mutant that survives says what the simulation does not see.
 """
 
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
@@ -18,14 +19,16 @@ from baton.node.scheduling.sequence import Sequence
 from baton.node.sockets import EngineSockets, PeerName
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import TokenEntry
-from baton.router.core import node_link
+from baton.router.core import node_link, registry
 from baton.router.core.node_link import NodeLink
 from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
 from baton.router.core.registry import Node, Registry
 from baton.router.core.stream import RequestStream
+from baton.router.http.api import large_bodies
 from baton.runtime.channels import listener
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.wire import ConnectionChange
+from tests.sim.clock import Process
 from tests.sim.transports import SimShm
 from tests.sim.world import Fault, Result, simulate
 
@@ -86,6 +89,10 @@ def _read_once_more(link: NodeLink) -> None:
         link._on_batch(link._batch())
 
 
+def _wall_clock(_process: Process) -> float:
+    return time.time()
+
+
 _RELEASE = Node.release
 _CHANGED = Dialer._changed
 
@@ -127,6 +134,9 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "hear an older connection as a stranger": (
         *UNASKED, (listener, "is_invented", lambda _: False),
     ),
+    "serve nodes with other weights": ((registry, "differences", lambda *_: {}),),
+    "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
+    "parse large bodies on the loop": ((large_bodies, "SMALL_BYTES", math.inf),),
     "read a backlog once more in each turn": (
         (node_link, "BATCH_S", math.inf), (NodeLink, "read", _read_once_more),
         (NodeLink, "_on_readable", _read_once_more),

@@ -14,6 +14,7 @@ COMMON = (
     "keep the channels of lost peers",
     "take an old success of libzmq for a new one",
     "read a backlog once more in each turn",
+    "parse large bodies on the loop",
 )
 MAX_SEEDS = 2_000
 MAX_EVENTS = 30  # of what is left of a schedule

@@ -38,7 +38,7 @@ def test_a_seed_decides_everything():
 
 
 def test_without_a_fault_every_handoff_lands():
-    for seed in (6, 7, 11, 15):
+    for seed in (1, 7, 9, 10):
         met = {kind for kind, _ in simulate(seed, [[], []]).met}
         assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
         assert "Done" in met
@@ -47,7 +47,7 @@ def test_without_a_fault_every_handoff_lands():
 CUT_S, HEALED_S = 1005.0, 1026.0
 
 
-@pytest.mark.parametrize("seed", [191, 200])
+@pytest.mark.parametrize("seed", [193, 198])
 def test_requests_leave_a_cut_pair_within_five_seconds_and_none_probes_it(seed):
     """Prefill tries the channel by itself, and the pair gets requests again once it is open."""
     told: list[tuple[str, object, float]] = []

@@ -18,11 +18,13 @@ from baton.node.router_channel import LONGEST_WAIT_S
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.ids import Epoch, Key, NodeId
 from baton.protocol.messages import PROTOCOL_VERSION, Heartbeat, Load
+from baton.router.http.api import large_bodies
+from baton.router.worker import Worker
 from tests.sim.clients import Client
 from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
-from tests.sim.http import Port
-from tests.sim.members import Member, SimNode, SimRouter
+from tests.sim.http import Exchange, Port
+from tests.sim.members import Member, SimNode, SimRouter, parse_at_a_cost, refuse_after_work
 from tests.sim.network import Network, Pair, SimChannels
 from tests.sim.transports import Pools
 
@@ -35,6 +37,7 @@ LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in servi
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
 NUM_FLOODING = 24_000  # messages at once, of one peer
+LARGE_BYTES = 3 << 20  # of a body
 LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
@@ -60,7 +63,8 @@ KINDS = (
     "kill router", "end router", "freeze router", "kill router, freeze node",
     "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
     "strand node", "double node", "drain silent node", "isolate node", "refuse", "slow names",
-    "other version", "pause all", "slow motion", "stall router", "flood",
+    "other version", "pause all", "slow motion", "stall router", "flood", "large body",
+    "other weights", "clock steps back",
 )  # fmt: skip
 
 
@@ -114,18 +118,21 @@ class World:
             *(SimNode(self, f"p{index}", "prefill", sizes[0]) for index in range(num_prefill)),
             *(SimNode(self, f"d{index}", "decode", sizes[1]) for index in range(num_decode)),
         ]
-        self.twins: list[SimNode] = []  # that use the name of another
+        self.twins: list[SimNode] = []  # that use the name of another, or have another model
         num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0), (30, 3.0)))
         self.clients = [Client(self, number) for number in range(num_clients)]
         # Few kinds of faults meet each other more often than all of them do.
-        kinds = rng.sample(KINDS, rng.choice((2, 4, len(KINDS))))
-        own = [faults_of(rng, kinds), faults_of(rng, kinds)]
+        # They have numbers of their own, so that another kind changes nothing but them.
+        lot = random.Random(rng.getrandbits(64))
+        kinds = lot.sample(KINDS, lot.choice((2, 4, len(KINDS))))
+        own = [faults_of(lot, kinds), faults_of(lot, kinds)]
         self.lanes = own if lanes is None else lanes
         self.healed_s = float("inf")
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
         self._calm_since_s: dict[tuple[Process, Process], float] = {}
         self._doubled_s: dict[str, float] = {}  # when a node last had a double
         self.longest_turn_s = 0.0
+        self.stepped_back_s = 0.0
         self.struck: list[tuple[str, float, float]] = []  # each fault, when it began and ended
 
     def problem(self, text: str) -> None:
@@ -347,7 +354,7 @@ class World:
                     await router.died.wait()
                     await asyncio.sleep(seconds / 2)
                     router.start()
-            case "pause all" | "slow motion" | "stall router" | "flood":
+            case "pause all" | "slow motion" | "stall router" | "flood" | "large body":
                 await self._hold_up(fault, router)
             case "freeze router":
                 router.freeze()
@@ -359,8 +366,11 @@ class World:
                 await self._drain_silent(node, seconds)
             case "strand node":
                 await self._strand(node, router, seconds)
-            case "double node":
-                await self._double(node, seconds)
+            case "double node" | "other weights":
+                bring = self._double if fault.kind == "double node" else self._bring_other_weights
+                await bring(node, seconds)
+            case "clock steps back":
+                self.stepped_back_s += self.rng.choice((1.0, 60.0, 3600.0))
             case _:
                 await self._cut(fault, node, router)
 
@@ -376,6 +386,8 @@ class World:
                 router.unstall()
             case "flood":
                 await self._flood(router)
+            case "large body":
+                await self._send_large_body()
 
     async def _pause_all(self, seconds: float) -> None:
         """Let the host stand still. Then threads go on in any order."""
@@ -419,6 +431,15 @@ class World:
         await asyncio.sleep(3.0)
         dialer.close()
         process.kill()
+
+    async def _send_large_body(self) -> None:
+        """Send a prompt that no model can take, which any router may get."""
+        body = {"model": "sim", "prompt": "x" * LARGE_BYTES}
+        headers = {"Content-Type": "application/json"}
+        exchange = Exchange(self.port, "POST /v1/completions", lambda *_: None, body, headers)
+        if exchange.begin():
+            await asyncio.wait([exchange.ended], timeout=5.0)
+            exchange.leave()
 
     async def _kill_before_freezing(self, node: SimNode, router: SimRouter, seconds: float) -> None:
         """Let a router die, and its node answer to no other for a while."""
@@ -472,6 +493,26 @@ class World:
         await asyncio.sleep(seconds)
         twin.drain()
         await twin.died.wait()
+
+    async def _bring_other_weights(self, node: SimNode, seconds: float) -> None:
+        """Run a node with other weights, which a router that has the model must refuse."""
+        if all(router.is_up and router.core.registry.model for router in self.routers):
+            name = f"w{len(self.twins)}"
+            stranger = SimNode(self, name, node.role, node.num_blocks, model="other")
+            self.twins.append(stranger)
+            stranger.start()
+            await asyncio.sleep(seconds)
+            stranger.kill()
+
+    def dismiss_strangers(self) -> None:
+        """End the nodes of the other model, before a router starts and takes that for its own."""
+        for stranger in self.twins:
+            if stranger.model == "other":
+                stranger.kill()
+
+    def wall_s(self) -> float:
+        """Return the time of day, which may step back."""
+        return self.loop.time() - self.stepped_back_s
 
     async def _cut(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
         seconds, other = fault.seconds, cast("Member", router)
@@ -532,7 +573,9 @@ def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
         with (
             mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
             mock.patch.object(secrets, "randbits", world.rng.getrandbits),
-            mock.patch.object(time, "time", loop.time),
+            mock.patch.object(time, "time", world.wall_s),
+            mock.patch.object(large_bodies, "parse_body", parse_at_a_cost),
+            mock.patch.object(Worker, "run", refuse_after_work),
         ):
             loop.run_until_complete(world.run())
     finally:
