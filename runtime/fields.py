@@ -125,7 +125,9 @@ class Field(msgspec.Struct, frozen=True):
         """
         given: object = text
         if self.is_list and isinstance(text, str):
-            given = [part for part in text.split(",") if part.strip()]
+            parts = text.split(",") if text else []
+            # What is blank alone is no empty list: an API key that was lost must not open a router.
+            given = [part for part in parts if part.strip()] or parts
         return self._convert(given, text, shown, strict=False)
 
     def from_yaml(self, value: object) -> object:

@@ -109,6 +109,8 @@ def checked(config: ClusterConfig) -> ClusterConfig:
         raise ConfigError("engine.prompt_lookup_min is above engine.prompt_lookup_max")
     if not config.node.routers:
         raise ConfigError("node.routers is empty: name the router's control endpoint")
+    if not all(config.router.api_keys):
+        raise ConfigError("router.api_keys has an empty key: no client could be told from others")
     if config.router.ssl_keyfile and not config.router.ssl_certfile:
         raise ConfigError(
             "router.ssl_keyfile is set without router.ssl_certfile: name the certificate with "

@@ -46,6 +46,12 @@ def test_later_sources_win(tmp_path):
         load(SERVE, [], {"BATON_ROUTER_PORT": "http"})
 
 
+def test_a_blank_secret_opens_no_router():
+    with pytest.raises(ConfigError, match="has an empty key"):
+        load(SERVE, [], {"BATON_ROUTER_API_KEYS": "\n"})
+    assert load(SERVE, [], {"BATON_ROUTER_API_KEYS": ""}).router.api_keys == ()
+
+
 def test_entries_of_a_list_have_no_white_space_around_them(tmp_path):
     wanted = ("abc", "def")
     secret = {"BATON_ROUTER_API_KEYS": "abc\n, def\n"}
@@ -147,6 +153,8 @@ def test_words_become_values(words, section, field, value):
         (["folder", "stray"], "does not take 'stray'"),
         (["--prefill", "0", "--local-prefill", "never"], "no node could compute a prompt"),
         (["--set", "node.routers="], "name the router's control endpoint"),
+        (["--api-key", " \n"], "has an empty key"),
+        (["--set", "router.api_keys= "], "has an empty key"),
     ],
 )
 def test_a_mistake_is_named(words, said):
