@@ -21,6 +21,20 @@ from tests.support.async_tests import on_a_loop
 WAIT_S = 20.0
 
 
+_others: set[psutil.Process] = set()  # children that other tests have left for later ones
+
+
+@pytest.fixture(autouse=True)
+def _remember_others():
+    _others.clear()
+    _others.update(psutil.Process().children())
+
+
+def spawned() -> list[psutil.Process]:
+    """The processes that the test has started."""
+    return [one for one in psutil.Process().children() if one not in _others]
+
+
 @asynccontextmanager
 async def a_worker() -> AsyncIterator[Worker[str, object]]:
     made = Worker[str, object]("tests.support.worker_jobs", (), msgspec.msgpack.Decoder(object))
@@ -29,7 +43,7 @@ async def a_worker() -> AsyncIterator[Worker[str, object]]:
             yield made
     finally:
         made.close()
-        assert psutil.Process().children(recursive=True) == []
+        assert spawned() == []
 
 
 def wide(at_once: int = 8, cpu_s: float = 5.0, wall_s: float = WAIT_S) -> Lane:
@@ -38,8 +52,7 @@ def wide(at_once: int = 8, cpu_s: float = 5.0, wall_s: float = WAIT_S) -> Lane:
 
 def job_processes() -> list[psutil.Process]:
     """The processes that work on jobs now."""
-    spawned = psutil.Process().children()
-    return [job for one in spawned for job in one.children()]
+    return [job for one in spawned() for job in one.children()]
 
 
 async def num_jobs_is(number: int) -> list[psutil.Process]:
@@ -51,7 +64,7 @@ async def num_jobs_is(number: int) -> list[psutil.Process]:
 @on_a_loop
 async def test_the_process_starts_with_the_first_job_and_each_job_has_one_of_its_own():
     async with a_worker() as made:
-        assert psutil.Process().children() == []
+        assert spawned() == []
         pids = [await made.run("pid", wide()) for _ in range(3)]
         assert len({os.getpid(), *pids}) == 4
         large = "x" * (4 << 20)
@@ -148,7 +161,7 @@ async def test_the_loss_of_a_job_is_one_refusal_and_that_of_an_idle_process_is_n
         with pytest.raises(Overloaded) as refused:
             await lost
         assert refused.value.code == "worker_lost"
-        (process,) = psutil.Process().children()
+        (process,) = spawned()
         process.kill()
         assert await made.run("hello", wide()) == "hello"
 
@@ -157,7 +170,7 @@ async def test_the_loss_of_a_job_is_one_refusal_and_that_of_an_idle_process_is_n
 async def test_a_process_that_hangs_is_replaced_even_if_its_clients_leave_sooner(monkeypatch):
     async with a_worker() as made:
         await made.run("hello", wide())
-        (process,) = psutil.Process().children()
+        (process,) = spawned()
         process.suspend()
         waiting = asyncio.create_task(made.run("hello", wide()))
         await asyncio.sleep(0)
@@ -166,7 +179,7 @@ async def test_a_process_that_hangs_is_replaced_even_if_its_clients_leave_sooner
         monkeypatch.setattr(worker, "monotonic", lambda: began_s + worker.START_S + 1.0)
         assert await made.run("hello", wide()) == "hello"
         assert await made.run("hello", wide()) == "hello"
-        assert process not in psutil.Process().children()
+        assert process not in spawned()
 
 
 def bomb(number: int) -> StructuredOutputsParams:
@@ -198,7 +211,7 @@ async def test_a_form_is_checked_once_and_not_kept_for_ever():
     try:
         schema = StructuredOutputsParams(json={"type": "integer"})
         grammar = await forms.grammar_of(schema)
-        (process,) = psutil.Process().children()
+        (process,) = spawned()
         process.suspend()
         assert await forms.grammar_of(schema) == grammar
         process.resume()
