@@ -198,7 +198,7 @@ def test_the_keys_of_clients_do_not_reach_the_nodes():
 
 
 def test_nodes_that_cannot_be_described_leave_no_folder(tmp_path, monkeypatch):
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("no space is left on the device")
 
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
