@@ -6,16 +6,24 @@ arguments as they are written. Until its name is known, text may turn out only t
 and then it comes out unchanged.
 """
 
-import ast
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import msgspec
 
 from baton.protocol.messages import FinishReason
 from baton.protocol.sampling import SamplingParams
 from baton.router.outputs import CompletionOutput, Merged, ToolCall, merged_calls
+from baton.router.text.call_values import (
+    JsonScanner,
+    call_of,
+    end_of_python,
+    json_or_none,
+    python_calls_in,
+    typed,
+    with_escapes,
+)
 from baton.router.text.detokenizer import Detokenizer, StopStrings, TextStream, num_begun
 from baton.router.text.formats import CallFormat, call_format, reasoning_format
 
@@ -26,9 +34,6 @@ _BARE_STARTS = ('{"name"', '{"type"', '{"function"', '{"parameters"')
 _MAX_BARE_START = 100
 _WHITE = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[\s;,]*")
-_CONTROLS = re.compile(r"[\x00-\x1f]")
-_OUTSIDE_STRING = re.compile(r'["{}\[\]]')
-_INSIDE_STRING = re.compile(r'["\\]')
 _CHANNEL = re.compile(
     r"\s{0,8}(?:<\|start\|>(?P<role>[^<]{0,200}))?<\|channel\|>(?P<channel>\w{1,40})"
     r"(?P<rest>[^<]{0,200})(?:<\|constrain\|>\w{0,40})?\s{0,8}<\|message\|>"
@@ -268,15 +273,15 @@ class ResponseParser:
 
     def _json_list(self, position: int) -> _Reader:
         """Read a list of calls where one is expected, once it is whole."""
-        scanner = _JsonScanner(position)
+        scanner = JsonScanner(position)
         while (end := scanner.end_of(self._held)) is None:
             if self._is_end:
                 return False
             yield None
-        values = _json_or_none(self._held[position:end])
+        values = json_or_none(self._held[position:end])
         if not isinstance(values, list):
             return False
-        calls = [_call_of(value, self._keys) for value in values]
+        calls = [call_of(value, self._keys) for value in values]
         if not calls or None in calls:
             return False
         for call in calls:
@@ -290,18 +295,18 @@ class ResponseParser:
         row = self._format
         assert row is not None, "a call belongs to a format"
         header = _json_header(row)
-        scanner = _JsonScanner(position)
+        scanner = JsonScanner(position)
         while True:
             if not self._begins_like_call(position):
                 return False
             if (match := header.match(self._held, position)) is not None:
-                name = _json_or_none(match["name"])
+                name = json_or_none(match["name"])
                 if isinstance(name, str) and self._may_call(name):
                     self._held = self._held[match.end() :]
                     yield from self._call(ToolCall(name, ""))
                     return (yield from self._json_arguments(num_open=1))
             if (end := scanner.end_of(self._held)) is not None:
-                call = _call_of(_json_or_none(self._held[position:end]), self._keys)
+                call = call_of(json_or_none(self._held[position:end]), self._keys)
                 if call is None or not self._may_call(call.name):
                     return False
                 yield from self._call(call)
@@ -331,12 +336,12 @@ class ResponseParser:
 
     def _json_arguments(self, num_open: int) -> _Reader:
         """Give out a JSON object as it comes, then skip to the end of `num_open` others."""
-        scanner = _JsonScanner(0)
+        scanner = JsonScanner(0)
         num_given, was_inside = 0, False
         while True:
             end = scanner.end_of(self._held)
             stop = scanner.position if end is None else end
-            piece = _with_escapes(self._held[num_given:stop], is_inside=was_inside)
+            piece = with_escapes(self._held[num_given:stop], is_inside=was_inside)
             if piece:
                 yield from self._more_arguments(piece)
             num_given, was_inside = stop, scanner.is_inside_string
@@ -348,7 +353,7 @@ class ResponseParser:
             yield None
         self._held = self._held[stop:]
         if num_open:
-            scanner = _JsonScanner(0, depth=num_open)
+            scanner = JsonScanner(0, depth=num_open)
             while (end := scanner.end_of(self._held)) is None:
                 if self._is_end:
                     self._held = ""
@@ -383,10 +388,10 @@ class ResponseParser:
             if value is None:
                 is_cut = True
                 break
-            typed = _typed(value, found, row, self._parsing.schemas.get(name, {}))
+            argument = typed(value, found, row, self._parsing.schemas.get(name, {}))
             opening = "{" if num_arguments == 0 else ", "
             key = json.dumps(found["key"], ensure_ascii=False)
-            yield from self._more_arguments(f"{opening}{key}: {typed}")
+            yield from self._more_arguments(f"{opening}{key}: {argument}")
             num_arguments += 1
             self._held = self._held[end:]
         is_ended = self._held.startswith(tuple(ends), position)
@@ -449,8 +454,8 @@ class ResponseParser:
         if not self._may_call(match["name"]):
             return
         while True:
-            end = _end_of_python(self._held, position)
-            calls = _python_calls_in(self._held[position:end]) if end is not None else []
+            end = end_of_python(self._held, position)
+            calls = python_calls_in(self._held[position:end]) if end is not None else []
             if calls and all(self._may_call(call.name) for call in calls):
                 for call in calls:
                     yield from self._call(call)
@@ -618,49 +623,6 @@ class ResponseParser:
             yield ToolCall("", text, self.num_calls - 1)
 
 
-class _JsonScanner:
-    """Finds the end of a JSON value in text that grows."""
-
-    __slots__ = ("_depth", "is_inside_string", "position")
-
-    def __init__(self, position: int, depth: int = 0) -> None:
-        """Begin at a value, or inside `depth` objects whose end is looked for."""
-        self.position = position
-        self._depth = depth
-        self.is_inside_string = False
-
-    def end_of(self, text: str) -> int | None:
-        """Return the position after the value; None until it is whole."""
-        while self.position < len(text):
-            if self.is_inside_string:
-                found = _INSIDE_STRING.search(text, self.position)
-                if found is None:
-                    self.position = len(text)
-                elif found[0] == '"':
-                    self.is_inside_string = False
-                    self.position = found.end()
-                elif found.end() < len(text):
-                    self.position = found.end() + 1
-                else:
-                    self.position = found.start()  # what is escaped has not come
-                    return None
-                continue
-            found = _OUTSIDE_STRING.search(text, self.position)
-            if found is None:
-                self.position = len(text)
-                return None
-            self.position = found.end()
-            if found[0] == '"':
-                self.is_inside_string = True
-            elif found[0] in "{[":
-                self._depth += 1
-            else:
-                self._depth -= 1
-                if self._depth <= 0:
-                    return self.position
-        return None
-
-
 def _json_header(row: CallFormat) -> re.Pattern[str]:
     """Return the pattern of a call in JSON up to its arguments, if the name is before them."""
     keys = "|".join(map(re.escape, row.arguments_keys))
@@ -686,159 +648,6 @@ def _without_cut_tag(text: str, tag: str) -> str:
 def _num_begun_end(text: str) -> int:
     """Return how many characters at the end may begin the end of a message."""
     return max(num_begun(text, tag) for tag in ("<|end|>", "<|return|>", "<|call|>", "<|start|>"))
-
-
-def _with_escapes(text: str, *, is_inside: bool) -> str:
-    """Return JSON with escapes for the control characters that some models write in strings."""
-    if _CONTROLS.search(text) is None:
-        return text
-    pieces, is_escaped = [], False
-    for char in text:
-        if is_inside and char < " ":
-            pieces.append(json.dumps(char)[1:-1])
-            is_escaped = False
-            continue
-        if is_inside and is_escaped:
-            is_escaped = False
-        elif is_inside and char == "\\":
-            is_escaped = True
-        elif char == '"':
-            is_inside = not is_inside
-        pieces.append(char)
-    return "".join(pieces)
-
-
-def _json_or_none(text: str) -> object:
-    try:
-        value: object = json.loads(text, strict=False)
-        return value
-    except (ValueError, RecursionError):
-        return None
-
-
-def _call_of(value: object, keys: tuple[str, tuple[str, ...]]) -> ToolCall | None:
-    """Return the call that a JSON object describes; None if it describes none."""
-    name_key, arguments_keys = keys
-    if not isinstance(value, dict):
-        return None
-    function = value.get("function")
-    if isinstance(function, dict):
-        value = function
-    name = value.get(name_key) or value.get("name")
-    given: object = next((value[key] for key in arguments_keys if value.get(key) is not None), {})
-    if isinstance(given, str):
-        given = _json_or_none(given or "{}")
-    if not isinstance(name, str) or not name or not isinstance(given, dict):
-        return None
-    arguments = _json_text(given)
-    return None if arguments is None else ToolCall(name, arguments)
-
-
-def _json_text(value: object) -> str | None:
-    """Return a value as JSON; None for NaN, half a character, or what is too deep."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text.encode()
-        return text
-    except (ValueError, TypeError, RecursionError):
-        return None
-
-
-def _typed(value: str, found: re.Match[str], row: CallFormat, schema: Mapping[str, object]) -> str:
-    """Return the value of an argument as JSON, by the schema of its tool."""
-    if row.has_line_breaks:
-        value = value.removeprefix("\n").removesuffix("\n")
-    is_text = found.groupdict().get("is_text")
-    if is_text == "true" or (is_text is None and _takes_text(schema, found["key"])):
-        return json.dumps(value, ensure_ascii=False)
-    stripped = value.strip()
-    parsed = {"True": True, "False": False, "None": None}.get(stripped, _json_or_none(stripped))
-    text = _json_text(parsed)
-    if text is None or (parsed is None and stripped not in ("null", "None")):
-        return json.dumps(value, ensure_ascii=False)
-    return text
-
-
-def _takes_text(schema: Mapping[str, object], key: str) -> bool:
-    """Return whether a schema says that an argument is text, and nothing else."""
-    properties = schema.get("properties")
-    wanted = properties.get(key) if isinstance(properties, dict) else None
-    if not isinstance(wanted, dict):
-        return False
-    kinds = wanted.get("type")
-    if kinds is None and isinstance(values := wanted.get("enum"), list):
-        return all(isinstance(value, str) for value in values)
-    return kinds in ("string", ["string"])
-
-
-def _end_of_python(text: str, start: int) -> int | None:
-    """Return the position after the list that begins there; None until it is whole."""
-    depth, quote, position = 0, "", start
-    while position < len(text):
-        char = text[position]
-        if quote:
-            if char == "\\":
-                position += 1
-            elif char == quote:
-                quote = ""
-        elif char in "'\"":
-            quote = char
-        elif char in "([{":
-            depth += 1
-        elif char in ")]}":
-            depth -= 1
-            if depth == 0:
-                return position + 1
-        position += 1
-    return None
-
-
-_PYTHON_NAMES = {"true": True, "false": False, "null": None}
-
-
-def _python_calls_in(text: str) -> list[ToolCall]:
-    """Return the calls of a Python list. Empty if there is anything else."""
-    try:
-        expression = ast.parse(text.strip(), mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    if not isinstance(expression, ast.List):
-        return []
-    calls = []
-    for element in expression.elts:
-        call = _python_call(element)
-        if call is None:
-            return []
-        calls.append(call)
-    return calls
-
-
-def _python_call(node: ast.expr) -> ToolCall | None:
-    if not isinstance(node, ast.Call) or node.args:
-        return None
-    arguments = {}
-    for keyword in node.keywords:
-        if keyword.arg is None:
-            return None
-        try:
-            arguments[keyword.arg] = _python_value(keyword.value)
-        except ValueError:
-            return None
-    text = _json_text(arguments)
-    return None if text is None else ToolCall(ast.unparse(node.func), text)
-
-
-def _python_value(node: ast.expr) -> object:
-    """Return a literal, in which JSON's names of constants are known, too. Raises `ValueError`."""
-    if isinstance(node, ast.Name) and node.id in _PYTHON_NAMES:
-        return _PYTHON_NAMES[node.id]
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_python_value(element) for element in node.elts]
-    if isinstance(node, ast.Dict):
-        pairs = zip(node.keys, node.values, strict=True)
-        return {_python_value(key): _python_value(value) for key, value in pairs if key is not None}
-    value: object = ast.literal_eval(node)
-    return value
 
 
 class ParsingDetokenizer(Detokenizer):
