@@ -23,18 +23,15 @@ MAX_GRAMMAR_BYTES = 256 << 10
 # Of checked forms and their grammars.
 MAX_KEPT = 64
 MAX_KEPT_BYTES = 8 << 20
+# With free white space, a weak model writes line breaks until it is cut off.
+WHITE_SPACE = r"( |\n[ ]{0,40})?"
+# A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
+_LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 # Classes, which may stand in classes.
 _ASCII = {
     r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
 }  # fmt: skip
-
-# With free white space, a weak model writes line breaks until it is cut off.
-WHITE_SPACE = r"( |\n[ ]{0,40})?"
-# A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
-_LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
-
-
 # Where llguidance finds a JSON schema wrong.
 _POSITION = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<problem>.*)", re.DOTALL

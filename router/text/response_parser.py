@@ -74,7 +74,7 @@ class ResponseParser:
     """
 
     __slots__ = (
-        "_format", "_header", "_held", "_is_cut", "_is_end", "_is_start", "_is_thinking",
+        "_format", "_header", "_held", "_is_cut", "_is_end", "_is_thinking",
         "_may_open", "_parsing", "_plain_until", "_reading", "_reasoning", "has_thought",
         "num_calls",
     )  # fmt: skip
@@ -87,7 +87,6 @@ class ResponseParser:
         self._held = ""
         self._may_open = self._reasoning is not None  # a tag may open the response
         self._is_thinking = self.has_thought = self._may_open and is_thinking
-        self._is_start = True  # no content was given out
         self._is_end = self._is_cut = False
         # The character that may begin a tag, if all other text is content at once.
         self._plain_until: str | None = None
@@ -211,7 +210,6 @@ class ResponseParser:
         """Yield the next characters as content."""
         text, self._held = self._held[:num_chars], self._held[num_chars:]
         if text:
-            self._is_start = False
             yield text
 
     def _section(self, position: int) -> _Reader:
@@ -516,7 +514,6 @@ class ResponseParser:
                 if text:
                     yield Reasoning(text)
             elif text:
-                self._is_start = False
                 yield text
             if end is not None or self._is_end:
                 break
@@ -613,7 +610,6 @@ class ResponseParser:
         return self.num_calls > 1 and not self._parsing.parallel_tool_calls
 
     def _call(self, call: ToolCall) -> Iterator[ToolCall]:
-        self._is_start = False
         self.num_calls += 1
         if not self._is_dropped:
             yield msgspec.structs.replace(call, index=self.num_calls - 1)
