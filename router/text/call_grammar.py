@@ -6,7 +6,7 @@ import msgspec
 
 from baton.protocol.sampling import StructuredOutputsParams
 from baton.router.text.formats import CallFormat
-from baton.router.text.grammars import WHITE_SPACE
+from baton.router.text.grammars import WHITE_SPACE, without_unique_items
 
 # A schema of only these keywords names all of its properties.
 _CLOSED_KEYWORDS = {"type", "properties", "required", "title", "description", "$defs", "$schema"}
@@ -167,7 +167,7 @@ def _schema_of(tool: CallableTool) -> dict[str, object]:
     rules = {"whitespace_pattern": WHITE_SPACE, "lenient": not tool.is_strict}
     if parameters.keys() <= _CLOSED_KEYWORDS and not tool.is_strict:
         parameters = {**parameters, "additionalProperties": False}
-    return {**parameters, "x-guidance": rules}
+    return {**without_unique_items(parameters), "x-guidance": rules}
 
 
 def _json_schema(schema: Mapping[str, object]) -> str:

@@ -63,7 +63,10 @@ class ReasoningFormat(msgspec.Struct, frozen=True, kw_only=True):
     end: str
 
 
-_NAME = r"(?P<name>[\w.-]{1,128})"
+MAX_TOOL_NAME = 256
+TOOL_NAME_CHARS = r"\w.:/@+-"  # of a class in a pattern
+# As short as what follows it allows: some formats write a number behind a name.
+_NAME = rf"(?P<name>[{TOOL_NAME_CHARS}]{{1,{MAX_TOOL_NAME}}}?)"
 
 CALL_FORMATS = (
     CallFormat(

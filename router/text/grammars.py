@@ -32,6 +32,9 @@ _ESCAPE = re.compile(r"\\.", re.DOTALL)
 _ASCII = {
     r"\d": "[0-9]", r"\D": "[^0-9]", r"\w": "[0-9A-Za-z_]", r"\W": "[^0-9A-Za-z_]",
 }  # fmt: skip
+# Keywords of JSON schemas whose values are schemas by name, and those whose values are no schemas.
+_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_VALUES = ("enum", "const", "default", "examples")
 # Where llguidance finds a JSON schema wrong.
 _POSITION = re.compile(
     r"at (?P<line>\d+)\(\d+\): failed to compile JSON schema: (?P<problem>.*)", re.DOTALL
@@ -170,7 +173,40 @@ def _json_grammar(text: str) -> str:
     schema = msgspec.json.decode(text)
     if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object")
+    if '"uniqueItems"' in text:
+        schema = without_unique_items(schema)
+        text = msgspec.json.encode(schema).decode()
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITE_SPACE})
+
+
+def without_unique_items(schema: dict[str, object]) -> dict[str, object]:
+    """Return a JSON schema without `uniqueItems`, which no grammar can hold.
+
+    Libraries write it for each set, so other servers leave it out, too.
+    """
+    try:
+        return _without_unique_items(schema)
+    except RecursionError:
+        return schema
+
+
+def _without_unique_items(schema: dict[str, object]) -> dict[str, object]:
+    kept: dict[str, object] = {}
+    for keyword, value in schema.items():
+        if keyword == "uniqueItems":
+            continue
+        if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+            kept[keyword] = {name: _in_schema(inner) for name, inner in value.items()}
+        else:
+            kept[keyword] = value if keyword in _VALUES else _in_schema(value)
+    return kept
+
+
+def _in_schema(value: object) -> object:
+    """Return schemas inside a schema without `uniqueItems`, and other values as they are."""
+    if isinstance(value, list):
+        return [_in_schema(item) for item in value]
+    return _without_unique_items(value) if isinstance(value, dict) else value
 
 
 def _regex_grammar(text: str) -> str:
@@ -206,7 +242,10 @@ def _structural_tag(text: str) -> str:
         trigger = next((trigger for trigger in form.triggers if one.begin.startswith(trigger)), "")
         if not trigger:
             raise ValueError(f"no trigger begins {one.begin!r}")
-        schema = {**one.schema, "x-guidance": {"whitespace_pattern": WHITE_SPACE}}
+        schema = {
+            **without_unique_items(one.schema),
+            "x-guidance": {"whitespace_pattern": WHITE_SPACE},
+        }
         tags.append(StructTag(trigger=trigger, begin=one.begin, grammar=schema, end=one.end))
     return StructTag.to_grammar(tags, assume_special=False)
 

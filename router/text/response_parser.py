@@ -25,7 +25,13 @@ from baton.router.text.call_values import (
     with_escapes,
 )
 from baton.router.text.detokenizer import Detokenizer, StopStrings, TextStream, num_begun
-from baton.router.text.formats import CallFormat, call_format, reasoning_format
+from baton.router.text.formats import (
+    MAX_TOOL_NAME,
+    TOOL_NAME_CHARS,
+    CallFormat,
+    call_format,
+    reasoning_format,
+)
 
 # The longest text between a tag and the arguments of a call, of which a name is the most.
 _MAX_HEADER_CHARS = 400
@@ -35,13 +41,13 @@ _MAX_BARE_START = 100
 _WHITE = re.compile(r"\s*")
 _SEPARATORS = re.compile(r"[\s;,]*")
 _CHANNEL = re.compile(
-    r"\s{0,8}(?:<\|start\|>(?P<role>[^<]{0,200}))?<\|channel\|>(?P<channel>\w{1,40})"
-    r"(?P<rest>[^<]{0,200})(?:<\|constrain\|>\w{0,40})?\s{0,8}<\|message\|>"
+    r"\s{0,8}(?:<\|start\|>(?P<role>[^<]{0,300}))?<\|channel\|>(?P<channel>\w{1,40})"
+    r"(?P<rest>[^<]{0,300})(?:<\|constrain\|>\w{0,40})?\s{0,8}<\|message\|>"
 )
-_RECIPIENT = re.compile(r"to=(?:functions\.)?([\w.-]+)")
+_RECIPIENT = re.compile(rf"to=(?:functions\.)?([{TOOL_NAME_CHARS}]+)")
 _CHANNEL_STARTS = ("<|start|>", "<|channel|>")
 _CHANNEL_ENDS = re.compile(r"<\|(?:end|return|call|start)\|>")
-_PYTHON_CALLS = re.compile(r"\s*\[\s*(?P<name>[A-Za-z_][\w.]{0,127})\s*\(")
+_PYTHON_CALLS = re.compile(rf"\s*\[\s*(?P<name>[^\W\d][\w.]{{0,{MAX_TOOL_NAME - 1}}})\s*\(")
 
 
 class Parsing(msgspec.Struct, frozen=True):
@@ -624,7 +630,7 @@ def _json_header(row: CallFormat) -> re.Pattern[str]:
     keys = "|".join(map(re.escape, row.arguments_keys))
     first = r'(?:"tool_call_id"\s*:\s*"[^"]{0,64}"\s*,\s*)?'
     return re.compile(
-        rf'\{{\s*{first}"{re.escape(row.name_key)}"\s*:\s*(?P<name>"(?:[^"\\]|\\.){{1,128}}")\s*,'
+        rf'\{{\s*{first}"{re.escape(row.name_key)}"\s*:\s*(?P<name>"(?:[^"\\]|\\.){{1,{MAX_TOOL_NAME}}}")\s*,'
         rf'\s*"(?:{keys})"\s*:\s*(?=\{{)'
     )
 

@@ -258,7 +258,7 @@ SCHEMAS = (
     '{"type":"object","required":["a"],"additionalProperties":false}',
     '{"type":"object","patternProperties":{"(":{}}}', '{"type":"object","propertyNames":{}}',
     '{"type":"object","dependentRequired":{"a":["b"]}}',
-    '{"type":"array","contains":{}}', '{"type":"array","uniqueItems":true}',
+    '{"type":"array","contains":{}}',
     '{"type":"array","minItems":5,"maxItems":1}',
     '{"type":"array","minItems":-1}', '{"type":"array","items":1}',
     '{"type":"integer","minimum":5,"maximum":1}', '{"type":"integer","multipleOf":0}',
@@ -352,7 +352,7 @@ def of_one(path: str, name: str, value: str, status: int = 400, **more: str) -> 
     return BadRequest(path, body_of({**WHOLE[path], name: value, **more}), name, status)
 
 
-NAMES = (r'"a\nb"', f'"{LONG}"', '""', "1", '"a b"', r'"\u00e9"', r'"a\u0000"', "null", '"a/b"')
+NAMES = (r'"a\nb"', f'"{LONG}"', '""', "1", '"a b"', r'"a\u0000"', "null", '"a{b"')
 # A function of a tool, and the part of it that is blamed.
 FUNCTIONS = (
     *((f'{{"name":{name}}}', ".name") for name in NAMES), ("{}", ".name"), ("1", ""),

@@ -20,7 +20,7 @@ from baton.router.text.formats import (
     shown_reasoning_format,
 )
 from baton.router.text.response_parser import Parsing, ResponseParser
-from baton.runtime.log import logger
+from baton.runtime.log import clip, logger
 
 log = logger("router")
 
@@ -76,6 +76,7 @@ class ModelFormat(msgspec.Struct, frozen=True):
             )
             raise RequestError(text, code="unsupported", param="tools")
         row = call_format(self.tools or _WITHOUT_FORMAT)
+        _check_names(tools, row)
         if row.has_special_tags:
             sampling["skip_special_tokens"] = False
         if (rules := _rules_of(parsed, tools)) is not None:
@@ -90,6 +91,19 @@ class ModelFormat(msgspec.Struct, frozen=True):
             schemas=_schemas_of(tools) if row.body == "parameters" else {},
             parallel_tool_calls=tools.parallel_tool_calls,
         )
+
+
+def _check_names(tools: ToolUse, row: CallFormat) -> None:
+    """Raise `RequestError` for a function that no call in this format can name."""
+    if row.body != "pythonic":
+        return
+    for function in tools.functions:
+        if not all(part.isidentifier() for part in function.name.split(".")):
+            text = (
+                f"this model calls functions in Python, where {clip(function.name)!r} is no name; "
+                "use letters, digits and _ alone"
+            )
+            raise RequestError(text, param="tools")
 
 
 def _rules_of(parsed: ParsedRequest, tools: ToolUse) -> CallRules | None:

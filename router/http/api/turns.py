@@ -9,13 +9,15 @@ from msgspec import Meta
 
 from baton.protocol.errors import RequestError
 from baton.router.http.api.decoding import count
+from baton.router.text.formats import MAX_TOOL_NAME, TOOL_NAME_CHARS
 from baton.runtime.fields import did_you_mean
 from baton.runtime.log import clip
 
 MAX_TURNS = 10_000
 MAX_TOOLS = 1024
 Anything = msgspec.Raw | msgspec.UnsetType
-ToolName = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,128}\Z")]
+# Agents name tools after paths and servers, and in their own languages.
+ToolName = Annotated[str, Meta(pattern=rf"\A[{TOOL_NAME_CHARS}]{{1,{MAX_TOOL_NAME}}}\Z")]
 
 
 class ContentPart(msgspec.Struct):

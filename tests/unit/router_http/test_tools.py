@@ -10,7 +10,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import RequestError
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.core.stream import RequestStream
 from baton.router.http.api.model_format import ModelFormat
 from baton.router.http.api.schema import parse_chat
@@ -254,6 +254,46 @@ def test_a_grammar_lets_only_fitting_calls_pass_and_all_of_them_are_found(
         other = call.replace("add", "other")
         assert judge.passes(before + other.replace('{"a": 1}', "{}"))
         assert not judge.passes(before + other)
+
+
+@pytest.mark.parametrize("written", CALLS)
+@pytest.mark.parametrize("name", ["mcp/files:read", "日本", "a.b-c@d", "x" * 256, "f:0"])
+def test_every_name_that_a_tool_may_have_is_found_in_a_call(written, name):
+    text = CALLS[written][0].replace("add", name)
+    tool = CallableTool(name, SCHEMA, True)
+    rules = CallRules((tool,), is_required=True, is_parallel=False)
+    if written == "pythonic" and not name.replace(".", "").isidentifier():
+        function = {"type": "function", "function": {"name": name}}
+        parsed = parse_chat(json.dumps({**BODY, "tools": [function]}).encode())
+        with pytest.raises(RequestError, match="is no name"):
+            ModelFormat(tools=written).apply(parsed)
+        return
+    row = call_format(written)
+    assert Judge(checked_grammar(form_of_calls(rules, row))).passes(text)
+    parser = ResponseParser(Parsing(written, (name,), {name: SCHEMA}))
+    parts = [part for letter in text for part in parser.push(letter)]
+    parts += parser.push("", is_end=True)
+    calls = merged_calls([part for part in parts if isinstance(part, ToolCall)])
+    assert [(one.name, json.loads(one.arguments)) for one in calls] == [(name, {"a": 1})]
+
+
+@pytest.mark.parametrize("is_strict", [True, False])
+def test_unique_items_are_left_out_of_schemas(is_strict):
+    properties: dict[str, object] = {
+        "tags": {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+        # Here it is a name, and below it is a value.
+        "uniqueItems": {"enum": [{"uniqueItems": True}]},
+    }
+    schema: dict[str, object] = {
+        "type": "object", "properties": properties, "required": [*properties],
+    }  # fmt: skip
+    text = '{"tags": [1, 1], "uniqueItems": {"uniqueItems": true}}'
+    assert Judge(checked_grammar(StructuredOutputsParams(json=schema))).passes(text)
+    rules = CallRules((CallableTool("add", schema, is_strict),), True, is_parallel=False)
+    judge = Judge(checked_grammar(form_of_calls(rules, call_format("hermes"))))
+    assert judge.passes(f'<tool_call>\n{{"name": "add", "arguments": {text}}}\n</tool_call>')
+    wrong = text.replace("1, 1", '"1"')
+    assert not judge.passes(f'<tool_call>\n{{"name": "add", "arguments": {wrong}}}\n</tool_call>')
 
 
 def test_texts_choices_and_optional_arguments_have_a_place_in_the_grammars():
