@@ -25,6 +25,9 @@ from baton.router.core.stream import RequestStream
 from baton.router.text.grammars import Forms, after_reasoning
 from baton.router.text.response_parser import Parsing
 from baton.router.text.tokenizer import Text, too_long
+from baton.runtime.log import logger
+
+log = logger("router")
 
 ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
@@ -63,7 +66,13 @@ class TextRouter:
         if not model.path:
             raise ConfigError("model.path is empty: set it to a Hugging Face model folder")
         sampling = sampling_of_model(model.path) if model.generation_config == "auto" else {}
-        return cls(config, RouterCore(config), Text.load(model.path), sampling)
+        text = Text.load(model.path)
+        if text.problem_of_forms:
+            log.warning(
+                "requests for a form are refused, because of the model's tokenizer",
+                problem=text.problem_of_forms,
+            )
+        return cls(config, RouterCore(config), text, sampling)
 
     def start(self, endpoint: str) -> str:
         """Open the endpoint that nodes dial, and return its address. Raises `ConfigError`."""
@@ -124,6 +133,9 @@ class TextRouter:
         words = [await self._text.encode(s, add_special_tokens=False) for s in spellings]
         grammar = ""
         if (form := params.structured_outputs) is not None:
+            if problem := self._text.problem_of_forms:
+                text = f"the model's tokenizer allows no form: {problem}"
+                raise RequestError(text, code="unsupported", param="structured_outputs")
             grammar = await self._forms.grammar_of(form, caller.tenant.name)
         bad_words = tuple(dict.fromkeys(map(tuple, filter(None, words))))
         return OutputRules(grammar, bad_words, caller.scope)

@@ -122,8 +122,9 @@ def _measures(root: Path) -> Iterator[tuple[str, str, str]]:
 def _docstring_lines(tree: ast.Module) -> set[int]:
     lines: set[int] = set()
     for node in ast.walk(tree):
-        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_text and isinstance(node.value.value, str):
+        if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
+            continue
+        if isinstance(node.value.value, str):
             lines.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return lines
 

@@ -155,7 +155,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         full_layers=full_layers,
         quantization=_quantization(file, raw),
         dtype=_dtype(file, raw),
-        is_widened=(raw.dtype or raw.torch_dtype) == "float16",
+        is_widened=_stored_dtype(raw) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
         experts=experts_config(file, family.experts, fields) if family.experts else None,
         latent=latent,
@@ -189,7 +189,7 @@ class _RawConfig(msgspec.Struct):
     text_config: object = None
     quantization_config: dict[str, object] | None = None
     compression_config: dict[str, object] | None = None
-    dtype: str | None = None
+    dtype: str | dict[str, str | None] | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -313,8 +313,16 @@ def _full_layers(windows: Windows, raw: _RawConfig) -> tuple[int, ...]:
             return tuple(layers[period - 1 :: period])
 
 
+def _stored_dtype(raw: _RawConfig) -> str:
+    """Return the type that the folder says its weights have."""
+    dtype = raw.dtype or raw.torch_dtype or "float32"
+    if isinstance(dtype, dict):  # by part of the model, and for the rest
+        dtype = dtype.get("text_config") or dtype.get("") or "float32"
+    return dtype
+
+
 def _dtype(file: Path, raw: _RawConfig) -> DecoderDtype:
-    match raw.dtype or raw.torch_dtype or "float32":
+    match _stored_dtype(raw):
         case "bfloat16":
             return "bfloat16"
         case "float32" | "float16":

@@ -108,7 +108,7 @@ def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     where = f"adapter {name!r} in {folder}"
     file = folder / CONFIG_FILE
     fields, given = read_json(file, dict[str, object]), read_json(file, _Config)
-    if given.peft_type != "LORA":
+    if given.peft_type.upper() != "LORA":
         raise ConfigError(f"{where}: peft_type {given.peft_type} is not supported, only LORA")
     if given.bias != "none":
         raise ConfigError(f"{where}: bias {given.bias!r} is not supported")

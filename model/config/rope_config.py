@@ -168,6 +168,7 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
         raise ConfigError(f"{file}: {field}.mscale_all_dim is supported with yarn only")
     # transformers prefers the length beside the scaling to the one in it.
     original = raw.original_max_position_embeddings or given.original_max_position_embeddings
+    original = original or raw.max_position_embeddings
     known = (*get_args(RopeScaling), "dynamic")
     if given.rope_type not in known:
         raise ConfigError(
@@ -183,26 +184,23 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
             return Rope(base, "linear", factor or 1.0)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
-            if low is None or high is None or original is None:
+            if low is None or high is None:
                 raise ConfigError(
-                    f"{file}: {field} of type llama3 needs low_freq_factor, high_freq_factor "
-                    "and original_max_position_embeddings"
+                    f"{file}: {field} of type llama3 needs low_freq_factor and high_freq_factor"
                 )
             if low >= high:
                 raise ConfigError(f"{file}: {field}.low_freq_factor must be below high_freq_factor")
             return Rope(base, "llama3", factor or 1.0, low, high, original)
         case "yarn":
-            if original is None or base <= 1:
-                text = f"{field} of type yarn needs original_max_position_embeddings"
-                raise ConfigError(f"{file}: {text}, and a rope_theta above 1")
+            if base <= 1:
+                raise ConfigError(f"{file}: {field} of type yarn needs a rope_theta above 1")
             if not original * (factor or 1.0) <= MAX_POSITIONS:
                 raise ConfigError(f"{file}: {field} has more than {MAX_POSITIONS} positions")
             return _yarn(given, factor or 1.0, original)
         case "longrope":
-            if original is None or not (given.short_factor and given.long_factor):
+            if not (given.short_factor and given.long_factor):
                 raise ConfigError(
-                    f"{file}: {field} of type longrope needs short_factor, long_factor and "
-                    "original_max_position_embeddings"
+                    f"{file}: {field} of type longrope needs short_factor and long_factor"
                 )
             if original < 2:  # its logarithm divides
                 raise ConfigError(f"{file}: original_max_position_embeddings must be 2 or more")

@@ -5,6 +5,7 @@ implies: a scale or a bias that nothing reads would give wrong text, and kernels
 It reads headers alone and never imports torch.
 """
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -106,7 +107,7 @@ def weight_files(folder: Path) -> list[Path]:
 def stored_tensors(folder: Path) -> dict[str, Stored]:
     """Return every tensor of every file by name, without those that only images need.
 
-    Raises `ConfigError` if one is there twice.
+    Raises `ConfigError` if one is there twice, with different bytes.
     """
     found: dict[str, Stored] = {}
     for file in weight_files(folder):
@@ -114,10 +115,28 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             if _OF_IMAGES.fullmatch(own):
                 continue
             name = text_name(own)
-            if name in found:
+            tensor = Stored(file, own, entry)
+            if name in found and not _are_equal(found[name], tensor):
                 raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
-            found[name] = Stored(file, own, entry)
+            found[name] = tensor
     return found
+
+
+def _are_equal(first: Stored, second: Stored) -> bool:
+    """Return whether two tensors have one type, shape and content."""
+    if (first.entry.dtype, first.entry.shape) != (second.entry.dtype, second.entry.shape):
+        return False
+    return _digest_of(first) == _digest_of(second)
+
+
+def _digest_of(tensor: Stored) -> bytes:
+    begin, end = tensor.entry.data_offsets
+    digest = hashlib.blake2b()
+    with tensor.file.open("rb") as stream:
+        stream.seek(begin)
+        for start in range(begin, end, _CHUNK_BYTES):
+            digest.update(stream.read(min(_CHUNK_BYTES, end - start)))
+    return digest.digest()
 
 
 def text_name(name: str) -> str:

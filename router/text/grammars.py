@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated
 
 import msgspec
-from llguidance import LLMatcher, LLParserLimits, StructTag, grammar_from
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, grammar_from
 
 from baton.protocol.errors import RequestError
 from baton.protocol.sampling import StructuredOutputsParams
@@ -41,6 +41,9 @@ _POSITION = re.compile(
 )
 # The beginnings of the rules of the tool with this number, in grammars of calls.
 _RULE_OF_TOOL = re.compile(r"(args|v_p|tag)_(?P<number>\d+)")
+
+
+_Fields = dict[str, msgspec.Raw]
 
 
 class Form(msgspec.Struct, frozen=True):
@@ -96,6 +99,36 @@ class Forms:
         while self._grammars and (len(self._grammars) >= MAX_KEPT or num_bytes > MAX_KEPT_BYTES):
             oldest = next(iter(self._grammars))
             num_bytes -= len(oldest.text) + len(self._grammars.pop(oldest))
+
+
+def problem_of_tokenizer(tokenizer_json: bytes) -> str:
+    """Return why nodes cannot hold a form in this tokenizer's tokens; "" if they can.
+
+    llguidance has to know the bytes of each token, which it takes from the kind of decoder.
+    """
+    parts = msgspec.json.decode(tokenizer_json, type=dict[str, msgspec.Raw])
+    model: dict[str, object] = {**msgspec.json.decode(parts["model"], type=_Fields)}
+    # The vocabulary does not matter, and takes half a second to read.
+    vocabulary = msgspec.json.decode(parts["model"], type=_Vocabulary)
+    if bytes(vocabulary.vocab).startswith(b"["):
+        tokens = msgspec.json.decode(vocabulary.vocab, type=list[msgspec.Raw])
+        model["vocab"] = tokens[: (vocabulary.unk_id or 0) + 1]
+    else:
+        model["vocab"] = {vocabulary.unk_token or "a": 0}
+    if "merges" in model:
+        model["merges"] = []
+    small: dict[str, object] = {**parts, "model": model, "added_tokens": [], "post_processor": None}
+    try:
+        LLTokenizer(msgspec.json.encode(small).decode(), eos_token=0)
+    except ValueError as error:
+        return clip(str(error).partition("\n")[0])
+    return ""
+
+
+class _Vocabulary(msgspec.Struct):
+    vocab: msgspec.Raw
+    unk_id: int | None = None
+    unk_token: str | None = None
 
 
 def form_of(wanted: StructuredOutputsParams) -> Form:

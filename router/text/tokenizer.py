@@ -17,6 +17,7 @@ from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
 from baton.router.text.detokenizer import Decoding, Detokenizer, decoding_of
 from baton.router.text.formats import reasoning_format
+from baton.router.text.grammars import problem_of_tokenizer
 from baton.router.text.response_parser import Parsing, ParsingDetokenizer
 from baton.router.text.special_tokens import check_tokens, missing_tokenizer
 
@@ -40,7 +41,11 @@ T = TypeVar("T")
 class Text:
     """The tokenizer of one model. `close` ends its threads."""
 
-    def __init__(self, tokenizer: Tokenizer, decoding: Decoding) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, decoding: Decoding, problem_of_forms: str = ""
+    ) -> None:
+        """`problem_of_forms` says why nodes cannot hold a form in these tokens, if they cannot."""
+        self.problem_of_forms = problem_of_forms
         self._tokenizer = tokenizer
         self._decoding = decoding
         self._short_lane = ThreadPoolExecutor(_THREADS_PER_LANE, thread_name_prefix="encode-short")
@@ -66,7 +71,7 @@ class Text:
         # prompts.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        return cls(tokenizer, decoding_of(tokenizer))
+        return cls(tokenizer, decoding_of(tokenizer), problem_of_tokenizer(data))
 
     async def encode(
         self, prompt: str, *, add_special_tokens: bool = True, max_tokens: int | None = None

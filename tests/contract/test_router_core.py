@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from baton.protocol.config import RouterConfig
-from baton.protocol.errors import BatonError, Cancelled, Failure, Overloaded
+from baton.protocol.errors import BatonError, Cancelled, Failure, Overloaded, RequestError
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import (
     Accepted,
@@ -20,7 +20,7 @@ from baton.protocol.messages import (
     TokenEntry,
     Tokens,
 )
-from baton.protocol.sampling import SamplingParams
+from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.core.lifecycle import Lifecycle
 from baton.router.core.request import Caller, Tenant
 from baton.router.outputs import CompletionOutput, RequestOutput
@@ -42,6 +42,17 @@ async def test_both_nodes_are_told_at_once_and_the_response_comes_back(bench):
     assert [type(order) for order in (*prefill.orders, *decode.orders)] == [Prefill, Decode]
     assert prefill.orders[0].key == decode.orders[0].key
     await bench.settled()
+
+
+@routed(tokenizer="word_piece")
+async def test_a_form_is_refused_at_once_where_no_node_could_hold_it(bench):
+    prefill, decode = await bench.toy_pair()
+    form = StructuredOutputsParams(choice=["yes", "no"])
+    with pytest.raises(RequestError, match="tokenizer allows no form") as caught:
+        await bench.router.submit(PROMPT, SamplingParams(structured_outputs=form))
+    assert (caught.value.code, caught.value.param) == ("unsupported", "structured_outputs")
+    assert not prefill.orders + decode.orders
+    await whole(bench.router)
 
 
 @routed()

@@ -31,7 +31,7 @@ def write_adapter(
             b = torch.randn(outputs, rank, generator=generator) * 0.1
             tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
     save_file(tensors, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
+    config = {"peft_type": "lora", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
     return folder
 

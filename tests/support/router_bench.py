@@ -16,7 +16,7 @@ from baton.router.outputs import Merged, RequestOutput
 from baton.router.text_router import TextRouter
 from tests.support.async_tests import AsyncTest, Test, with_bench
 from tests.support.scripted_nodes import ScriptedNode, ToyNode, node_info
-from tests.support.small_tokenizers import small_text
+from tests.support.small_tokenizers import Family, small_text
 from tests.support.virtual_clock import VirtualClock
 
 T = TypeVar("T")
@@ -28,13 +28,15 @@ REMOTE = RouterConfig(local_prefill="never")
 class RouterBench:
     """`run` starts the router, uses it and ends everything."""
 
-    def __init__(self, folder: Path, router: RouterConfig = REMOTE) -> None:
+    def __init__(
+        self, folder: Path, router: RouterConfig = REMOTE, tokenizer: Family = "byte_level"
+    ) -> None:
         self.clock = VirtualClock()
         config = ClusterConfig(
             router=msgspec.structs.replace(router, control=f"ipc://{folder}/control")
         )
         self.core = RouterCore(config, self.clock)
-        self.router = TextRouter(config, self.core, small_text())
+        self.router = TextRouter(config, self.core, small_text(tokenizer))
         self.endpoint = config.control
         self.nodes: list[ScriptedNode] = []
 
@@ -104,6 +106,10 @@ async def whole(
     return last
 
 
-def routed(router: RouterConfig = REMOTE) -> Callable[[AsyncTest], Test]:
+def routed(
+    router: RouterConfig = REMOTE, tokenizer: Family = "byte_level"
+) -> Callable[[AsyncTest], Test]:
     """Run an async test with a `RouterBench` as its `bench`."""
-    return with_bench("bench", run=lambda use, folder: RouterBench(folder, router).run(use))
+    return with_bench(
+        "bench", run=lambda use, folder: RouterBench(folder, router, tokenizer).run(use)
+    )

@@ -9,6 +9,7 @@ from typing import Literal
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from baton.router.text.detokenizer import decoding_of
+from baton.router.text.grammars import problem_of_tokenizer
 from baton.router.text.tokenizer import Text
 
 Family = Literal["byte_level", "byte_fallback", "byte_fallback_strip", "metaspace", "word_piece"]
@@ -44,7 +45,8 @@ def small_tokenizer(family: Family) -> Tokenizer:
 
 def small_text(family: Family = "byte_level") -> Text:
     tokenizer = small_tokenizer(family)
-    return Text(tokenizer, decoding_of(tokenizer))
+    problem = problem_of_tokenizer(tokenizer.to_str().encode())
+    return Text(tokenizer, decoding_of(tokenizer), problem)
 
 
 def write_tokenizer(folder: Path, family: Family = "byte_level") -> str:

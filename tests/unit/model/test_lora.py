@@ -119,7 +119,7 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"peft_type": "LOHA"}, "peft_type LOHA"),
+        ({"peft_type": "loha"}, "peft_type loha"),
         ({"use_dora": True}, "use_dora is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),

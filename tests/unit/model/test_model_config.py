@@ -205,6 +205,11 @@ def test_rope_is_read_from_old_and_new_fields(tmp_path):
     linear = {"type": "linear", "factor": 2.0}
     assert read(tmp_path, rope_scaling=linear).rope == Rope(10000.0, "linear", 2.0)
     assert read(tmp_path, rope_scaling=linear, rope_parameters=linear).rope.factor == 2.0
+    for without in (YARN, LLAMA3_ROPE, LONGROPE):
+        scaling = {**without, "original_max_position_embeddings": None}
+        taken = read(tmp_path, rope_scaling=scaling, max_position_embeddings=512)
+        assert taken.rope.original_max_position_embeddings == 512
+    assert read(tmp_path, max_position_embeddings=ABSENT).max_position_embeddings == 2048
     beside = read(tmp_path, rope_scaling=LLAMA3_ROPE, original_max_position_embeddings=4096)
     assert beside.rope.original_max_position_embeddings == 4096
 
@@ -270,6 +275,8 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
     assert read(tmp_path, torch_dtype=given).dtype == taken
     assert read(tmp_path, torch_dtype=given).is_widened == (given == "float16")
     assert read(tmp_path, dtype=given, torch_dtype=ABSENT).dtype == taken
+    for by_part in ({"": "float64", "text_config": given or "float32"}, {"": given}):
+        assert read(tmp_path, dtype=by_part, torch_dtype=ABSENT).dtype == taken
 
 
 @pytest.mark.parametrize(
@@ -285,14 +292,13 @@ def test_the_dtype_is_the_checkpoints(given, taken, tmp_path):
         ({"head_dim": 33}, "head_dim"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"torch_dtype": "float8_e4m3fn"}, "float8"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "original_max_position"),
         ({"rope_scaling": {**YARN, "factor": 1e9}}, "more than"),
         ({"rope_scaling": {**YARN, "rope_theta": 1.0}}, "rope_theta above 1"),
         (
             {"rope_scaling": {**YARN, "rope_type": "proportional"}},
             "'proportional' is not supported",
         ),
-        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "needs short_factor, long_factor"),
+        ({"rope_scaling": {**YARN, "rope_type": "longrope"}}, "needs short_factor and long_factor"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0]}}, "short_factor has 1 numbers, but"),
         ({"rope_scaling": {**LONGROPE, "long_factor": [1.0] * 63 + [0]}}, "long_factor[63]"),
         (

@@ -221,6 +221,9 @@ def test_one_file_hides_the_shards_beside_it_and_no_tensor_is_there_twice(tmp_pa
     (folder / "model.safetensors").unlink()
     checked(folder)
     first, second, *_ = sorted(folder.glob("model-*.safetensors"))
-    save_file({**load_file(second), **load_file(first)}, second)
+    twice = load_file(first)
+    save_file({**load_file(second), **twice}, second)
+    checked(folder)  # the bytes are equal
+    save_file({**load_file(second), **{name: one + 1 for name, one in twice.items()}}, second)
     with pytest.raises(ConfigError, match="both have tensor"):
         checked(folder)

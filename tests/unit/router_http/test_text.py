@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLTokenizer
 
 from baton.protocol.errors import ConfigError, RequestError
 from baton.protocol.sampling import SamplingParams
@@ -162,6 +163,21 @@ def test_a_folder_loads_and_forgets_the_limits_it_was_saved_with(tmp_path):
     text = Text.load(str(tmp_path))
     assert len(text.encode_now("hello world hello world")) == 4
     assert len(text.encode_now("hello")) == 1
+    text.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forms_are_refused_where_nodes_cannot_hold_them(family, tmp_path):
+    folder = Path(write_tokenizer(tmp_path, family))
+    reads = True
+    try:
+        LLTokenizer((folder / "tokenizer.json").read_text(encoding="utf-8"), eos_token=0)
+    except ValueError:
+        reads = False
+    assert reads is (family not in ("metaspace", "word_piece"))
+    text = Text.load(str(folder))
+    assert (text.problem_of_forms == "") is reads
+    assert "\n" not in text.problem_of_forms
     text.close()
 
 
