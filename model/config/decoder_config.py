@@ -21,7 +21,7 @@ from baton.model.config.families import (
 )
 from baton.model.config.latent_config import LatentConfig, latent_config
 from baton.model.config.layer_config import LayersConfig, layers_config
-from baton.model.config.quantization import Quantization, read_quantization
+from baton.model.config.quantization import Quantization, fields_of_tool, read_quantization
 from baton.model.config.reading import (
     EndIds,
     ModelKind,
@@ -253,11 +253,11 @@ def _quantization(file: Path, raw: _RawConfig) -> Quantization | None:
         given = raw.compression_config
     if given is not None:
         return read_quantization(file, given)
-    if other := [name for name in QUANTIZATION_FILES if (file.parent / name).is_file()]:
-        raise ConfigError(
-            f"{file} has no quantization_config, but {other[0]} is there: baton reads how weights "
-            "are quantized from config.json alone"
-        )
+    for name in QUANTIZATION_FILES:
+        other = file.parent / name
+        if other.is_file():
+            fields = fields_of_tool(other, read_json(other, msgspec.Raw))
+            return None if fields is None else read_quantization(other, fields)
     return None
 
 

@@ -7,117 +7,83 @@ int8, and kernels that widen weights of four bits or FP8 a tile at a time keep t
 This file never imports torch.
 """
 
+import re
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
+from baton.model.config.packing import FLOATS, POWERS, Fp4Names, Packing
 from baton.protocol.errors import ConfigError
 
 Side = Annotated[int, Meta(gt=0)]
 # Fields of a quantization_config that do not change what the stored numbers mean.
 _HARMLESS = frozenset({
-    "activation_scheme", "backend", "batch_size", "bits", "cache_block_size", "checkpoint_format",
-    "config_groups", "damp_percent", "dataset", "dequantize", "desc_act", "exllama_config", "fmt",
-    "format", "fuse_max_seq_len", "global_compression_ratio", "group_size", "ignore",
-    "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
+    "activation_scale_ub", "activation_scheme", "backend", "batch_size", "bits", "cache_block_size",
+    "checkpoint_format", "config_groups", "damp_percent", "dataset", "dequantize", "desc_act",
+    "exllama_config", "fmt", "format", "fuse_max_seq_len", "global_compression_ratio", "group_size",
+    "ignore", "ignored_layers", "is_marlin_format", "kv_cache_scheme", "max_input_length", "meta",
     "model_file_base_name", "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize",
-    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "quant_algo",
-    "quant_method", "quantization_status", "scale_fmt", "sparsity_config", "static_groups", "sym",
-    "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama", "version", "weight_block_size",
-    "zero_point",
+    "modules_to_not_convert", "pack_dtype", "pad_token_id", "producer", "q_group_size",
+    "quant_algo", "quant_method", "quantization_status", "scale_fmt", "sparsity_config",
+    "static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama",
+    "version", "w_bit", "weight_block_size", "zero_point",
 })  # fmt: skip
-_FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "pack-quantized")
 # The checkpoint formats of GPTQ, and how much smaller than they are zero points are stored.
 _GPTQ_OFFSETS = {"gptq": 1, "gptq_v2": 0}
-_METHODS = ("fp8", "compressed-tensors", "modelopt", "awq", "gptq", "mxfp4")
+# The formats of compressed-tensors with one number in each place.
+_PLAIN_FORMATS = ("float-quantized", "int-quantized", "naive-quantized")
+_METHODS = (
+    "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "modelopt_fp4", "awq", "gptq", "mxfp4",
+)  # fmt: skip
 
 
-WORDS, FLOATS, BYTES = ("I32",), ("F32", "F16", "BF16"), ("U8",)
+class WeightFormat(msgspec.Struct, frozen=True):
+    """How one kind of layer is stored: a weight of type `stored` has a tensor of scales beside it.
 
-
-class Part(NamedTuple):
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-
-
-class Packing(msgspec.Struct, frozen=True):
-    """How AWQ, GPTQ and compressed-tensors pack the integers of weights into words of 32 bits.
-
-    Several tensors take the place of `X.weight`. Inputs are in groups, and each output has a scale
-    and a zero point for every group. MXFP4 packs the floats of all experts into bytes, beside
-    scales that are powers of two.
+    `targets` names the layers: a class such as Linear, a name, or `re:` and a pattern.
     """
 
-    form: Literal["awq", "gptq", "compressed-tensors", "mxfp4"]
-    bits: int
-    group_size: int  # inputs; 0 is all of them
-    has_zeros: bool = True  # else zero is the middle of the integers
-    zero_offset: int = 0  # that is missing in the stored zero points
-
-    @property
-    def first(self) -> str:
-        """Return the tensor that says that a weight is packed."""
-        names = {"compressed-tensors": "weight_packed", "mxfp4": "_blocks"}
-        return names.get(self.form, "qweight")
-
-    @property
-    def scales(self) -> str:
-        return "weight_scale" if self.form == "compressed-tensors" else "scales"
-
-    def groups(self, inputs: int) -> int:
-        return -(-inputs // (self.group_size or inputs))
-
-    def parts(self, shape: tuple[int, ...]) -> dict[str, Part]:
-        """Return the tensors that stand for a weight `[outputs, inputs]`, or for experts."""
-        *experts, outputs, inputs = shape
-        if self.form == "mxfp4":
-            scales = (*experts, inputs, outputs // self.group_size)  # experts are turned
-            half = self.group_size // 2
-            return {"_blocks": Part((*scales, half), BYTES), "_scales": Part(scales, BYTES)}
-        per_word, groups = 32 // self.bits, self.groups(inputs)
-        if self.form == "compressed-tensors":
-            zeros = {"weight_zero_point": Part((-(-outputs // per_word), groups), WORDS)}
-            return {
-                "weight_packed": Part((outputs, -(-inputs // per_word)), WORDS),
-                "weight_scale": Part((outputs, groups), FLOATS),
-                "weight_shape": Part((2,), ("I32", "I64")),
-            } | (zeros if self.has_zeros else {})
-        common = {
-            "qzeros": Part((groups, outputs // per_word), WORDS),
-            "scales": Part((groups, outputs), FLOATS),
-        }
-        if self.form == "awq":
-            return {"qweight": Part((inputs, outputs // per_word), WORDS)} | common
-        words = Part((inputs // per_word, outputs), WORDS)
-        return {"qweight": words, "g_idx": Part((inputs,), WORDS)} | common
-
-
-class Quantization(msgspec.Struct, frozen=True):
-    """A weight whose stored type is `stored` has a tensor of scales beside it."""
-
-    stored: str  # F8_E4M3, I8, or I32 with a `packing`
+    stored: str  # F8_E4M3, I8, or the type of packed numbers
     scale_suffix: str = "weight_scale"
     strategy: str = "tensor"  # or channel or block
     block: tuple[int, int] | None = None  # rows and columns that share a scale
     # Each row of inputs is rounded to int8, too, where a device multiplies such integers.
     rounds_inputs: bool = False
+    scale_dtypes: tuple[str, ...] = (*FLOATS, "F8_E8M0")
     packing: Packing | None = None  # of tensors that take the place of the weight
-    has_kv_scales: bool = False  # of keys and values, which are not needed
+    targets: tuple[str, ...] = ("Linear",)
 
     def scale_of(self, name: str) -> str:
         return name.removesuffix("weight") + self.scale_suffix
-
-    def input_scale_of(self, name: str) -> str:
-        """Return a tensor that a folder may have, and which is not needed."""
-        return name.removesuffix("weight") + "input_scale"
 
     def scale_shapes(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes that the scales of a weight `[outputs, inputs]` may have."""
         if self.block is not None:
             return (tuple(-(-size // side) for size, side in zip(shape, self.block, strict=True)),)
         return ((shape[0], 1), (shape[0],)) if self.strategy == "channel" else ((), (1,))
+
+    def names(self, layer: str) -> bool:
+        """Return whether a target names this layer, and not only its class."""
+        return any(
+            re.match(target.removeprefix("re:"), layer) is not None
+            if target.startswith("re:")
+            else target == layer
+            for target in self.targets
+        )
+
+
+class Quantization(msgspec.Struct, frozen=True):
+    """The formats of a folder's weights. Layers whose tensors have none of them are plain."""
+
+    formats: tuple[WeightFormat, ...]
+
+    def of(self, layer: str) -> WeightFormat:
+        """Return the format of a layer, such as `model.layers.0.mlp.up_proj`, if it has one."""
+        named = (each for each in self.formats if each.names(layer))
+        classes = (each for each in self.formats if "Linear" in each.targets)
+        return next(named, None) or next(classes, self.formats[0])
 
 
 class _Weights(msgspec.Struct):
@@ -129,6 +95,10 @@ class _Weights(msgspec.Struct):
     block_structure: tuple[Side, Side] | None = None
     group_size: int | None = None
     actorder: str | bool | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        return self.num_bits == 8 and self.symmetric and not self.dynamic
 
 
 class _Activations(msgspec.Struct):
@@ -146,6 +116,8 @@ class _Activations(msgspec.Struct):
 
 class _Group(msgspec.Struct):
     weights: _Weights
+    targets: tuple[str, ...] = ("Linear",)
+    format: str | None = None
     input_activations: _Activations | None = None
     output_activations: _Activations | None = None
 
@@ -165,16 +137,16 @@ class _Config(msgspec.Struct):
     sparsity_config: _Sparsity | None = None
     # Of ModelOpt.
     quant_algo: str = ""
-    # Of AWQ and GPTQ.
-    bits: int = 4
-    group_size: int = 128
+    # Of AWQ and GPTQ. Old folders of AWQ have the second names.
+    bits: int | None = None
+    w_bit: int | None = None
+    group_size: int | None = None
+    q_group_size: int | None = None
     version: str = "gemm"
     zero_point: bool = True
     checkpoint_format: str = ""
     is_marlin_format: bool = False
     pack_dtype: str = "int32"
-    # Of compressed-tensors and ModelOpt.
-    kv_cache_scheme: dict[str, object] | None = None
 
 
 def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
@@ -193,40 +165,96 @@ def read_quantization(file: Path, raw: dict[str, object]) -> Quantization:
     for field, value in raw.items():
         if value and field not in _HARMLESS:
             raise ConfigError(f"{where}: {field} is not supported")
-    has_kv_scales = given.kv_cache_scheme is not None
-    return msgspec.structs.replace(_of_weights(where, given), has_kv_scales=has_kv_scales)
+    return Quantization(_formats(where, given))
 
 
-def _of_weights(where: str, given: _Config) -> Quantization:
+class _ModelOpt(msgspec.Struct):
+    """The part of hf_quant_config.json that says how weights are quantized."""
+
+    quant_algo: str | None = None
+    exclude_modules: tuple[str, ...] = ()
+
+
+class _ModelOptFile(msgspec.Struct):
+    quantization: _ModelOpt
+
+
+def fields_of_tool(file: Path, data: bytes) -> dict[str, object] | None:
+    """Return a quantization_config from the file that a tool left beside config.json.
+
+    None means that the file quantizes no weights. Raises `ConfigError`.
+    """
+    try:
+        if file.name == "hf_quant_config.json":
+            given = msgspec.json.decode(data, type=_ModelOptFile).quantization
+            if not given.quant_algo:
+                return None
+            return {"quant_method": "modelopt", "quant_algo": given.quant_algo}
+        fields = msgspec.json.decode(data, type=dict[str, object])
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{file}: {error}") from None
+    is_awq = file.name == "quant_config.json"
+    return {"quant_method": "awq" if is_awq else "gptq", **fields}
+
+
+def _formats(where: str, given: _Config) -> tuple[WeightFormat, ...]:
     match given.quant_method:
         case "mxfp4":
-            return Quantization("U8", packing=Packing("mxfp4", 4, 32))
+            return (WeightFormat("U8", packing=Packing("mxfp4", 4, 32)),)
         case "fp8" if given.weight_block_size is not None:
-            return Quantization("F8_E4M3", "weight_scale_inv", "block", given.weight_block_size)
-        case "modelopt" if given.quant_algo != "FP8":
-            raise ConfigError(
-                f"{where}: quant_algo {given.quant_algo!r} is not supported, only FP8"
-            )
-        case "fp8" | "modelopt":
-            return Quantization("F8_E4M3")
+            block = given.weight_block_size
+            return (WeightFormat("F8_E4M3", "weight_scale_inv", "block", block),)
+        case "fp8":
+            return (WeightFormat("F8_E4M3"),)
+        case "fbgemm_fp8":
+            return (WeightFormat("F8_E4M3", strategy="channel"),)
+        case "modelopt" | "modelopt_fp4":
+            return _modelopt(where, given)
         case "awq" | "gptq":
             return _grouped(where, given)
     return _compressed(where, given)
 
 
-def _grouped(where: str, given: _Config) -> Quantization:
+_MXFP8 = WeightFormat("F8_E4M3", strategy="block", block=(1, 32), scale_dtypes=POWERS)
+_NVFP4_OF_MODELOPT = Packing("fp4", 4, 16, fp4=Fp4Names("weight", "weight_scale", "weight_scale_2"))
+_NVFP4 = Packing(
+    "fp4", 4, 16,
+    fp4=Fp4Names("weight_packed", "weight_scale", "weight_global_scale", divides=True),
+)  # fmt: skip
+# ModelOpt's names of ways to quantize weights.
+_MODELOPT = {
+    "FP8": WeightFormat("F8_E4M3"),
+    "FP8_PER_CHANNEL_PER_TOKEN": WeightFormat("F8_E4M3", strategy="channel"),
+    "MXFP8": _MXFP8,
+    "NVFP4": WeightFormat("U8", packing=_NVFP4_OF_MODELOPT),
+    "W4A16_NVFP4": WeightFormat("U8", packing=_NVFP4_OF_MODELOPT),
+}
+
+
+def _modelopt(where: str, given: _Config) -> tuple[WeightFormat, ...]:
+    if given.quant_algo not in _MODELOPT:
+        raise ConfigError(
+            f"{where}: quant_algo {given.quant_algo!r} is not supported, only "
+            f"{', '.join(_MODELOPT)}"
+        )
+    return (_MODELOPT[given.quant_algo],)
+
+
+def _grouped(where: str, given: _Config) -> tuple[WeightFormat, ...]:
     """Return what AWQ and GPTQ say."""
     is_awq = given.quant_method == "awq"
-    if given.bits not in ((4,) if is_awq else (4, 8)):
-        raise ConfigError(f"{where}: {given.quant_method} of {given.bits} bits is not supported")
-    if given.group_size != -1 and given.group_size < 1:
-        raise ConfigError(f"{where}: group_size {given.group_size} is neither -1 nor above 0")
+    bits = given.bits or given.w_bit or 4
+    sizes = (given.group_size, given.q_group_size, 128)
+    size = next(size for size in sizes if size is not None)
+    if bits not in ((4,) if is_awq else (4, 8)):
+        raise ConfigError(f"{where}: {given.quant_method} of {bits} bits is not supported")
+    if size != -1 and size < 1:
+        raise ConfigError(f"{where}: group_size {size} is neither -1 nor above 0")
     if is_awq and (given.version.lower() != "gemm" or not given.zero_point):
         raise ConfigError(f"{where}: only version gemm of awq with zero_point is supported")
     offset = 0 if is_awq else _gptq_offset(where, given)
-    group_size = max(0, given.group_size)
-    packing = Packing("awq" if is_awq else "gptq", given.bits, group_size, zero_offset=offset)
-    return Quantization("I32", packing.scales, "group", packing=packing)
+    form = Packing("awq" if is_awq else "gptq", bits, max(0, size), zero_offset=offset)
+    return (WeightFormat("I32", form.scales, "group", packing=form),)
 
 
 def _gptq_offset(where: str, given: _Config) -> int:
@@ -239,38 +267,65 @@ def _gptq_offset(where: str, given: _Config) -> int:
     return _GPTQ_OFFSETS[formats.pop()]
 
 
-def _compressed(where: str, given: _Config) -> Quantization:
+def _compressed(where: str, given: _Config) -> tuple[WeightFormat, ...]:
+    """Return a format for each group of compressed-tensors."""
     groups = list(given.config_groups.values())
-    if not groups or any(group.weights != groups[0].weights for group in groups):
-        raise ConfigError(f"{where}: config_groups must quantize all weights in one way")
-    if given.format not in _FORMATS or (given.sparsity_config or _Sparsity()).format != "dense":
-        raise ConfigError(f"{where}: only {', '.join(_FORMATS)} without sparsity are supported")
+    if not groups:
+        raise ConfigError(f"{where}: config_groups names no weights")
+    if (given.sparsity_config or _Sparsity()).format != "dense":
+        raise ConfigError(f"{where}: sparsity_config is not supported")
     if any(group.output_activations for group in groups):
         raise ConfigError(f"{where}: output_activations are not supported")
-    weights = groups[0].weights
-    if given.format == "pack-quantized":
-        return _packed(where, weights)
+    for target in (target for group in groups for target in group.targets):
+        try:
+            re.compile(target.removeprefix("re:"))
+        except re.error as error:
+            raise ConfigError(f"{where}: targets: {target!r} is no pattern: {error}") from None
+    return tuple(
+        msgspec.structs.replace(
+            _format_of(where, group, group.format or given.format), targets=group.targets
+        )
+        for group in groups
+    )
+
+
+def _format_of(where: str, group: _Group, name: str) -> WeightFormat:
+    match name:
+        case "pack-quantized":
+            return _packed(where, group.weights)
+        case "nvfp4-pack-quantized":
+            return WeightFormat("U8", packing=_NVFP4)
+        case "mxfp4-pack-quantized":
+            return WeightFormat("U8", packing=Packing("fp4", 4, 32))
+        case "mxfp8-quantized":
+            return _MXFP8
+    if name not in _PLAIN_FORMATS:
+        known = (*_PLAIN_FORMATS, "pack-quantized", "nvfp4-pack-quantized", "mxfp4-pack-quantized",
+                 "mxfp8-quantized")  # fmt: skip
+        raise ConfigError(f"{where}: format {name!r} is not supported, only {', '.join(known)}")
+    return _plain(where, group)
+
+
+def _plain(where: str, group: _Group) -> WeightFormat:
+    """Return the format of numbers of eight bits each."""
+    weights = group.weights
     stored = {"float": "F8_E4M3", "int": "I8"}.get(weights.type)
-    is_plain = weights.num_bits == 8 and weights.symmetric and not weights.dynamic
-    known = ("tensor", "channel", *(["block"] if weights.block_structure else []))
-    if stored is None or not is_plain or weights.strategy not in known:
+    known = ["tensor", "channel"]
+    if weights.block_structure:
+        known.append("block")
+    if stored is None or not weights.is_plain or weights.strategy not in known:
         raise ConfigError(
             f"{where}: weights of {weights.num_bits} bits, type {weights.type} and strategy "
             f"{weights.strategy} are not supported, only symmetric ones of 8 bits by tensor, "
             "channel or block"
         )
     block = weights.block_structure if weights.strategy == "block" else None
-    rounds = (
-        stored == "I8"
-        and not block
-        and all(
-            group.input_activations and group.input_activations.is_bytes_by_row for group in groups
-        )
-    )
-    return Quantization(stored, "weight_scale", weights.strategy, block, rounds)
+    inputs = group.input_activations
+    rounds = stored == "I8" and not block and inputs is not None and inputs.is_bytes_by_row
+    return WeightFormat(stored, "weight_scale", weights.strategy, block, rounds)
 
 
-def _packed(where: str, weights: _Weights) -> Quantization:
+def _packed(where: str, weights: _Weights) -> WeightFormat:
     size = {"channel": 0, "group": weights.group_size or 0}.get(weights.strategy)
     is_known = weights.type == "int" and weights.num_bits in (4, 8) and not weights.dynamic
     if not is_known or size is None or size < (weights.strategy == "group"):
@@ -279,7 +334,13 @@ def _packed(where: str, weights: _Weights) -> Quantization:
             f"{weights.strategy} are not supported, only integers of 4 or 8 bits by channel or "
             "group"
         )
-    if weights.actorder in ("group", "dynamic", True):
-        raise ConfigError(f"{where}: actorder {weights.actorder!r} is not supported")
-    packing = Packing("compressed-tensors", weights.num_bits, size, has_zeros=not weights.symmetric)
-    return Quantization("I32", packing.scales, weights.strategy, packing=packing)
+    # With the order `weight` or `static`, a group's inputs are neighbours in the file.
+    has_order = weights.actorder in ("group", "dynamic", True)
+    packing = Packing(
+        "compressed-tensors",
+        weights.num_bits,
+        size,
+        has_zeros=not weights.symmetric,
+        has_order=has_order and weights.strategy == "group",
+    )
+    return WeightFormat("I32", packing.scales, weights.strategy, packing=packing)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from baton.model.config.decoder_config import DecoderConfig
-from baton.model.config.quantization import Packing, Quantization
+from baton.model.config.quantization import Quantization, WeightFormat
 from baton.model.config.reading import read_json
 from baton.model.config.tensors import EMBEDDING, HEAD, Shape, decoder_tensors, layout_of
 from baton.protocol.errors import ConfigError
@@ -30,7 +30,11 @@ _OF_IMAGES = re.compile(
 _DTYPES = ("F32", "F16", "BF16")
 _WIDE = ("F64", "I64", "I32", "I16", "BOOL", "C64")  # of no way to quantize
 _DERIVABLE = re.compile(r".*\brotary_emb\.inv_freq")  # from config.json
-_KV_SCALE = re.compile(r".*\.self_attn\.([kv]|k_proj\.k|v_proj\.v)_scale")
+# Of queries, keys, values and their products in FP8, which are computed in the model's own type.
+_UNNEEDED_SCALE = re.compile(
+    r".*\.self_attn\.((attn\.)?([qkv]|kv|prob|prob_output)|[qkv]_proj\.(output|[qkv]))_scale"
+    r"|.*\.input(_global)?_scale"
+)
 _CHUNK_BYTES = 1 << 24
 
 
@@ -155,27 +159,29 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
         _check_tied(folder, stored)
         expected[HEAD] = expected[EMBEDDING]
     how = config.quantization
-    scales, dtypes = frozenset[str](), dict[str, tuple[str, ...]]()
-    if how is not None and how.packing is not None:
-        dtypes = _expect_packed(folder, how.packing, stored, expected)
-    elif how is not None:
-        scales = _check_scales(folder, how, stored, expected)
+    scales = frozenset[str]()
+    dtypes: dict[str, tuple[str, ...]] = {}
+    if how is not None:
+        scales = _check_scales(how, stored, expected)
+        dtypes = _expect_packed(how, stored, expected)
+        if not scales and not dtypes:
+            raise ConfigError(f"{folder}: weights are said to be quantized, but none has scales")
     for name, shape in expected.items():
         if (there := stored.get(name)) is None:
             raise ConfigError(f"{folder} has no tensor {name}, which its config.json implies")
-        is_scaled = how is not None and how.scale_of(name) in scales
+        is_scaled = how is not None and _format_of(how, name).scale_of(name) in scales
         if there.entry.dtype not in dtypes.get(name, _DTYPES) and not is_scaled:
             why = "so the weights are quantized, and config.json does not say how"
             if there.entry.dtype in _WIDE:
                 why = "which is not supported"
             raise ConfigError(f"{there.file}: {name} is {there.entry.dtype}, {why}")
-        if there.entry.shape != shape:
+        if (there.entry.shape or (1,)) != shape:
             raise ConfigError(
                 f"{there.file}: {name} has the shape {list(there.entry.shape)}, but config.json "
                 f"implies {list(shape)}"
             )
-    if how is not None and how.packing is not None:
-        _check_packed(how.packing, stored, expected)
+    if how is not None:
+        _check_packed(how, stored, expected)
     layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
     guessing = tuple(f"model.layers.{layer}." for layer in layers)
     for name in sorted(stored.keys() - expected.keys() - scales):
@@ -188,78 +194,89 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
             )
 
 
-def _is_unneeded(quantization: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:
+def _is_unneeded(how: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:
     """Return whether a tensor belongs to what is not quantized here, or adds nothing."""
-    if quantization is None:
+    if how is None:
         return False
-    if quantization.packing is not None and name.endswith(".bias"):
+    packing = _format_of(how, name).packing
+    if packing is not None and name.endswith(".bias"):
         # Some tools write biases for all layers that they pack.
-        is_packed = name.removesuffix("bias") + quantization.packing.first in stored
+        is_packed = name.removesuffix("bias") + packing.first in stored
         return is_packed and not _numbers_of(stored[name]).any()
-    return quantization.has_kv_scales and _KV_SCALE.fullmatch(name) is not None
+    return _UNNEEDED_SCALE.fullmatch(name) is not None
+
+
+def _format_of(how: Quantization, name: str) -> WeightFormat:
+    """Return the format of the layer that a tensor belongs to."""
+    return how.of(name.rpartition(".")[0])
 
 
 def _check_scales(
-    folder: Path,
-    quantization: Quantization,
-    stored: dict[str, Stored],
-    expected: dict[str, Shape],
+    how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]
 ) -> frozenset[str]:
     """Return the tensors of scales, each of which must fit a weight that is quantized."""
     found = set()
     for name, shape in expected.items():
         there = stored.get(name)
-        if there is None or there.entry.dtype != quantization.stored or not _is_linear(name, shape):
+        weights = _format_of(how, name)
+        if weights.packing is not None or there is None or not _is_linear(name, shape):
             continue
-        scale = quantization.scale_of(name)
+        if there.entry.dtype != weights.stored:
+            continue
+        scale = weights.scale_of(name)
         if (values := stored.get(scale)) is None:
             raise ConfigError(f"{there.file}: {name} is quantized, but there is no {scale}")
-        if values.entry.shape not in quantization.scale_shapes(shape):
+        if values.entry.shape not in weights.scale_shapes(shape):
             raise ConfigError(f"{values.file}: {scale} has the shape {list(values.entry.shape)}")
+        if values.entry.dtype not in weights.scale_dtypes:
+            what = f"scales of type {values.entry.dtype} are not supported"
+            raise ConfigError(f"{values.file}: {scale}: {what}")
         _check_above_0(scale, values)
-        found |= {scale, quantization.input_scale_of(name)}
-    if not found:
-        raise _unquantized(folder)
+        found.add(scale)
     return frozenset(found)
 
 
 def _expect_packed(
-    folder: Path, packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]
+    how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]
 ) -> dict[str, tuple[str, ...]]:
     """Expect the parts of packed weights in their place, and return the types of each part."""
     dtypes = {}
     for name, shape in list(expected.items()):
+        packing = _format_of(how, name).packing
+        if packing is None or not (_is_linear(name, shape) or len(shape) == 3):
+            continue
         layer = name.removesuffix("weight")
-        if layer + packing.first in stored and (_is_linear(name, shape) or len(shape) == 3):
-            del expected[name]
-            for suffix, part in packing.parts(shape).items():
-                expected[layer + suffix], dtypes[layer + suffix] = part
-    if not dtypes:
-        raise _unquantized(folder)
+        first = stored.get(layer + packing.first)
+        if first is None or first.entry.dtype != packing.stored:
+            continue
+        del expected[name]
+        for suffix, part in packing.parts(shape).items():
+            expected[layer + suffix], dtypes[layer + suffix] = part
     return dtypes
 
 
-def _check_packed(packing: Packing, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
+def _check_packed(how: Quantization, stored: dict[str, Stored], expected: dict[str, Shape]) -> None:
     """Check the scales of packed weights, and the groups that each of their inputs names."""
-    for name in expected:
+    for name, shape in expected.items():
         layer, _, suffix = name.rpartition(".")
-        if suffix == packing.scales:
-            _check_above_0(name, stored[name])
-        elif suffix == "g_idx":
+        packing = how.of(layer).packing
+        if packing is None:
+            continue
+        if suffix in (packing.scales, packing.fp4.whole):
+            # A group of zeros has a scale of zero in FP4.
+            _check_above_0(name, stored[name], or_0=packing.form == "fp4")
+        elif suffix == packing.order:
             groups = _numbers_of(stored[name])
-            num_groups = stored[f"{layer}.scales"].entry.shape[0]
+            num_groups = packing.groups(shape[0])
             if not ((groups >= 0) & (groups < num_groups)).all():
                 raise ConfigError(f"{stored[name].file}: {name} names a group that is not there")
 
 
-def _check_above_0(name: str, values: Stored) -> None:
+def _check_above_0(name: str, values: Stored, *, or_0: bool = False) -> None:
     numbers = _numbers_of(values)
-    if not (np.isfinite(numbers) & (numbers > 0)).all():
+    is_high = numbers >= 0 if or_0 else numbers > 0
+    if not (np.isfinite(numbers) & is_high).all():
         raise ConfigError(f"{values.file}: {name} has a scale that is not above 0 and finite")
-
-
-def _unquantized(folder: Path) -> ConfigError:
-    return ConfigError(f"{folder}: config.json has a quantization_config, but no weight has scales")
 
 
 def _is_linear(name: str, shape: Shape) -> bool:
@@ -281,8 +298,30 @@ def _numbers_of(stored: Stored) -> NDArray[np.float32]:
             return (np.frombuffer(data, "<u2").astype(np.uint32) << 16).view(np.float32)
         case "I32":
             return np.frombuffer(data, "<i4").astype(np.float32)
+        case "U8" | "F8_E8M0":
+            return _powers_of_2()[np.frombuffer(data, np.uint8)]
+        case "F8_E4M3":
+            return _numbers_of_fp8()[np.frombuffer(data, np.uint8)]
         case other:
             raise ConfigError(f"{stored.file}: scales of type {other} are not supported")
+
+
+def _powers_of_2() -> NDArray[np.float32]:
+    """Return what each byte stands for as an exponent; the last is no number."""
+    powers: NDArray[np.float32] = np.exp2(np.arange(-127, 128, dtype=np.float32))
+    return np.append(powers, np.float32(np.nan))
+
+
+def _numbers_of_fp8() -> NDArray[np.float32]:
+    """Return what each byte stands for in E4M3."""
+    byte = np.arange(256)
+    exponent = (byte >> 3) & 15
+    fraction = byte & 7
+    normal = (1 + fraction / 8) * np.exp2(exponent - 7.0)
+    numbers = np.where(exponent == 0, fraction / 8 * np.exp2(-6.0), normal)
+    numbers[(byte & 127) == 127] = np.nan
+    signed: NDArray[np.float32] = np.where(byte < 128, numbers, -numbers).astype(np.float32)
+    return signed
 
 
 def _check_tied(folder: Path, stored: dict[str, Stored]) -> None:

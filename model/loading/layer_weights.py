@@ -15,6 +15,7 @@ from baton.kernels.reference import NarrowWeight
 from baton.model.batch_invariance.device_linears import OrderedLinears
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
 from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.packing import Packing
 from baton.model.config.tensors import LinearTensors, decoder_tensors, layout_of
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
@@ -25,6 +26,7 @@ from baton.model.loading.weights import (
     in_order,
     joined,
     narrow_fp8,
+    of_fp4,
     of_mxfp4,
     part_of,
     scaled,
@@ -187,9 +189,12 @@ class LayerWeights:
         order: Tensor | None = None,
     ) -> Linear | None:
         """Return joined layers that a CPU computes in int8; None if it does not."""
-        how, read = self.config.quantization, self.checkpoint.read
+        quantization, read = self.config.quantization, self.checkpoint.read
+        if quantization is None or not isinstance(self.linears, HostLinears):
+            return None
         weights = [name + ".weight" for name in names]
-        if how is None or not how.rounds_inputs or not isinstance(self.linears, HostLinears):
+        how = quantization.of(names[0])
+        if any(quantization.of(name) != how for name in names) or not how.rounds_inputs:
             return None
         if any(self.checkpoint.dtype_of(weight) != how.stored for weight in weights):
             return None
@@ -202,13 +207,14 @@ class LayerWeights:
         return self.linears.of_bytes(whole, scale, bias)
 
     def _narrow(self, name: str, rows: slice, columns: slice | None) -> NarrowWeight | None:
-        how, weight, whole = self.config.quantization, name + ".weight", None
-        if how is None:
+        if self.config.quantization is None:
             return None
+        how = self.config.quantization.of(name)
+        weight, whole = name + ".weight", None
         _, inputs = self.shapes[weight]
         read, packing = self.checkpoint.read, how.packing
         if packing is not None:
-            if packing.bits == 4 and self.checkpoint.dtype_of(f"{name}.{packing.first}"):
+            if packing.bits == 4 and packing.has_integers and self._is_packed(packing, name):
                 part = unpacked(packing, self.shapes[weight], lambda part: read(f"{name}.{part}"))
                 whole = part.narrow(packing.group_size or inputs)
         elif how.stored == self.checkpoint.dtype_of(weight) == "F8_E4M3" and self.narrow:
@@ -234,19 +240,28 @@ class LayerWeights:
 
     def _dequantized(self, name: str, item: int | None) -> Tensor | None:
         """Return the fp32 numbers of a quantized weight; None for a tensor of another kind."""
-        how, read = self.config.quantization, self.checkpoint.read
-        if how is None:
+        if self.config.quantization is None:
             return None
-        layer, stored = name.removesuffix("weight"), self.checkpoint.dtype_of(name)
+        read = self.checkpoint.read
         if item is not None:  # no other way quantizes experts that are in one tensor
             is_packed = self.checkpoint.dtype_of(name + "_blocks")
             parts = [read(name + end, item=item) for end in ("_blocks", "_scales") if is_packed]
             return of_mxfp4(*parts) if parts else None
-        if how.packing is not None and self.checkpoint.dtype_of(layer + how.packing.first):
-            packed = unpacked(how.packing, self.shapes[name], lambda part: read(layer + part))
-            return packed.values()
-        return (
-            scaled(read(name), read(how.scale_of(name)), how.block)
-            if stored == how.stored
-            else None
-        )
+        layer = name.removesuffix(".weight")
+        how = self.config.quantization.of(layer)
+        if how.packing is not None:
+            if not self._is_packed(how.packing, layer):
+                return None
+
+            def part_of_layer(part: str) -> Tensor:
+                return read(f"{layer}.{part}")
+
+            if how.packing.form == "fp4":
+                return of_fp4(how.packing, part_of_layer)
+            return unpacked(how.packing, self.shapes[name], part_of_layer).values()
+        if self.checkpoint.dtype_of(name) != how.stored:
+            return None
+        return scaled(read(name), read(how.scale_of(name)), how.block)
+
+    def _is_packed(self, packing: Packing, layer: str) -> bool:
+        return self.checkpoint.dtype_of(f"{layer}.{packing.first}") == packing.stored

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.kernels.reference import NarrowWeight
-from baton.model.config.quantization import Packing
+from baton.model.config.packing import Packing
 from baton.model.config.reading import read_json
 from baton.model.config.weight_files import stored_tensors
 from baton.protocol.errors import ConfigError
@@ -94,9 +94,10 @@ def fingerprint(folder: Path, dtype: str, weights: bytes, adapters: bytes = b"")
 def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Tensor:
     """Return the fp32 numbers `[outputs, inputs]` that a quantized weight stands for.
 
-    The scales are one, one for each output, or one for each block of rows and columns.
+    The scales are one, one for each output, or one for each block of rows and columns. Bytes are
+    exponents of 2.
     """
-    scales = scales.float()
+    scales = in_fp32(scales)
     if block is not None:
         for dim, side in enumerate(block):
             scales = scales.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
@@ -109,12 +110,35 @@ def scaled(weight: Tensor, scales: Tensor, block: tuple[int, int] | None) -> Ten
 _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
+def in_fp32(scales: Tensor) -> Tensor:
+    """Return scales as numbers; bytes are exponents of 2, of which 127 stands for 0."""
+    return torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+
+
 def of_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return the fp32 numbers `[inputs, outputs]` of an expert in MXFP4, two in each byte."""
+    return (_pairs(blocks) * in_fp32(scales)[..., None]).flatten(1).T
+
+
+def of_fp4(packing: Packing, read: Callable[[str], Tensor]) -> Tensor:
+    """Return the fp32 numbers `[outputs, inputs]` of FP4, two in each byte, by groups of inputs.
+
+    `read` returns one of the packed tensors by the end of its name.
+    """
+    names = packing.fp4
+    scales = in_fp32(read(names.scales))
+    if names.whole:
+        whole = read(names.whole).float()
+        scales = scales / whole if names.divides else scales * whole
+    numbers = _pairs(read(names.codes))
+    return numbers * scales.repeat_interleave(packing.group_size, 1)[:, : numbers.shape[1]]
+
+
+def _pairs(codes: Tensor) -> Tensor:
+    """Return the two numbers in each byte of `[…, count]` as `[…, 2 * count]`, the lower first."""
     numbers, byte = torch.cat((_FP4, -_FP4)), torch.arange(256)
     pairs = torch.stack((numbers[byte & 15], numbers[byte >> 4]), dim=-1)
-    numbers = F.embedding(blocks.int(), pairs).flatten(-2)
-    return (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(1).T
+    return F.embedding(codes.int(), pairs).flatten(-2)
 
 
 # Where AWQ puts each of eight neighbouring outputs in a word.
@@ -147,7 +171,7 @@ def narrow_fp8(
     outputs, inputs = weight.shape
     if weight.float().isnan().any():
         return None
-    scales = scales.float()
+    scales = in_fp32(scales)
     if block is None:
         scales = scales.view(-1, 1).expand(outputs, 1)
     else:
@@ -193,6 +217,8 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
         zeros = torch.full(scales.shape, 1 << (bits - 1), dtype=torch.int32)
         if packing.has_zeros:
             zeros = _integers(read("weight_zero_point"), bits, 0)[:outputs]
+        if packing.has_order:
+            groups = read(packing.order).long()
     else:
         is_awq = packing.form == "awq"
         order = _AWQ_ORDER if is_awq else None
@@ -200,7 +226,7 @@ def unpacked(packing: Packing, shape: tuple[int, ...], read: Callable[[str], Ten
         zeros = _integers(read("qzeros"), bits, 1, order).T + packing.zero_offset
         zeros, scales = zeros & ((1 << bits) - 1), scales.T
         if not is_awq:
-            groups = read("g_idx").long()
+            groups = read(packing.order).long()
     return Packed(numbers, scales, zeros, groups)
 
 

@@ -44,7 +44,15 @@ CONFIGS: dict[str, dict[str, object]] = {
     "fp8 by tensor": compressed("float", "tensor"),
     "fp8 by block of compressed-tensors": compressed("float", "block", block_structure=list(BLOCK)),
     "int8 by channel": compressed("int", "channel"),
-}
+    "fp8 by channel of fbgemm": {
+        "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0,
+        "modules_to_not_convert": ["lm_head"],
+    },
+    "fp8 by channel of modelopt": {
+        "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN",
+    },
+    "mxfp8": compressed("float", "group", group_size=32) | {"format": "mxfp8-quantized"},
+}  # fmt: skip
 
 
 # Of eight neighbouring outputs of AWQ, the one in the lowest four bits of the word comes first.
@@ -65,6 +73,19 @@ def _packed(strategy: str, **weights: object) -> dict[str, object]:
     return config
 
 
+def _fp4(name: str, group_size: int) -> dict[str, object]:
+    config = compressed("float", "tensor_group", num_bits=4, group_size=group_size)
+    return config | {"format": name}
+
+
+# Two ways in one folder: attention in FP8, the rest in packed integers.
+MIXED = _packed("group", num_bits=4, group_size=32)
+MIXED["config_groups"] |= {  # type: ignore[operator]
+    "group_1": compressed("float", "channel")["config_groups"]["group_0"]  # type: ignore[index]
+    | {"targets": ["re:.*self_attn.*"], "format": "float-quantized"},
+}
+
+
 FORMATS: dict[str, dict[str, object]] = {
     "awq": AWQ,
     "awq, one group": AWQ | {"group_size": -1},
@@ -73,6 +94,11 @@ FORMATS: dict[str, dict[str, object]] = {
     "packed": _packed("group", num_bits=4, group_size=32),
     "packed with zeros": _packed("group", num_bits=4, group_size=64, symmetric=False),
     "packed by channel": _packed("channel", num_bits=8),
+    "packed in another order": _packed("group", num_bits=4, group_size=32, actorder="group"),
+    "nvfp4 of modelopt": {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16},
+    "nvfp4": _fp4("nvfp4-pack-quantized", 16),
+    "mxfp4": _fp4("mxfp4-pack-quantized", 32),
+    "mixed": MIXED,
 }
 
 
@@ -84,8 +110,7 @@ def quantized(model: Path, name: str) -> tuple[Path, Path]:
         weights[key] = plain[key] = tensor
         if key.endswith(("_proj.weight", "_proj_with_mqa.weight")):
             del weights[key]
-            make = _eight_bits if name in CONFIGS else _pack
-            parts, plain[key] = make(tensor, name)
+            parts, plain[key] = _parts(tensor, name, key)
             weights |= {key.removesuffix("weight") + part: of for part, of in parts.items()}
     folders = [scratch_folder("quantized"), scratch_folder("plain")]
     for folder, tensors in zip(folders, (weights, plain), strict=True):
@@ -100,22 +125,36 @@ def change_config(folder: Path, **fields: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
 
 
+def _parts(weight: Tensor, name: str, key: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of a weight, and the numbers that they stand for."""
+    if name == "mixed":
+        name = "fp8 by channel" if "self_attn" in key else "packed"
+    if "fp4" in name:
+        return _pack_fp4(weight, name)
+    return _eight_bits(weight, name) if name in CONFIGS else _pack(weight, name)
+
+
 def _eight_bits(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     """Return a weight in eight bits with its scales, and their product."""
     largest = 127.0 if name.startswith("int8") else 448.0
-    if "block" in name:
+    block = (1, 32) if name == "mxfp8" else BLOCK
+    if "block" in name or name == "mxfp8":
         whole = torch.empty_like(weight)
-        for rows, values in zip(weight.split(BLOCK[0]), whole.split(BLOCK[0]), strict=True):
-            parts = rows.split(BLOCK[1], dim=1), values.split(BLOCK[1], dim=1)
+        for rows, values in zip(weight.split(block[0]), whole.split(block[0]), strict=True):
+            parts = rows.split(block[1], dim=1), values.split(block[1], dim=1)
             for part, value in zip(*parts, strict=True):
                 value.fill_(part.abs().max() / largest)
-        scales = whole[:: BLOCK[0], :: BLOCK[1]].contiguous()
+        if name == "mxfp8":
+            whole = torch.exp2(whole.log2().ceil())
+        scales = whole[:: block[0], :: block[1]].contiguous()
     elif "channel" in name:
         scales = whole = weight.abs().amax(dim=1, keepdim=True) / largest
     else:
         scales = whole = (weight.abs().max() / largest).view(1)
     divided = weight / whole
     numbers = divided.round().to(torch.int8) if name.startswith("int8") else divided.to(FP8)
+    if name == "mxfp8":
+        scales = (scales.log2() + 127).to(torch.uint8)
     suffix = "weight_scale_inv" if CONFIGS[name] is FINE_GRAINED else "weight_scale"
     return {"weight": numbers, suffix: scales}, numbers.float() * whole
 
@@ -136,7 +175,7 @@ def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
     zeros = torch.randint(top, (outputs, count), generator=generator)
     scales = torch.rand(outputs, count, generator=generator) * 0.02 / top + 1e-3
     groups = torch.arange(inputs) // size
-    if given.get("desc_act"):
+    if given.get("desc_act") or given.get("actorder"):
         groups = groups[torch.randperm(inputs, generator=generator)]
     if given.get("symmetric"):
         zeros.fill_(top // 2)
@@ -163,7 +202,36 @@ def _pack(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
         }
         if not given["symmetric"]:
             parts["weight_zero_point"] = words(zeros.T, bits).T.contiguous()
+        if given["actorder"]:
+            parts["weight_g_idx"] = groups.to(torch.int32)
     return parts, values
+
+
+def _pack_fp4(weight: Tensor, name: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Return random numbers of four bits in the shape of a weight, and what they stand for."""
+    outputs, inputs = weight.shape
+    size = 32 if name == "mxfp4" else 16
+    generator = torch.Generator().manual_seed(outputs + inputs)
+    codes = torch.randint(16, (outputs, inputs), generator=generator, dtype=torch.uint8)
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    numbers = torch.tensor([*magnitudes, *(-number for number in magnitudes)])[codes.int()]
+    packed = codes[:, ::2] | codes[:, 1::2] << 4
+    exponents = torch.randint(-9, -5, (outputs, inputs // size), generator=generator)
+    if name == "mxfp4":
+        scales = torch.exp2(exponents.float())
+        parts = {"weight_packed": packed, "weight_scale": (exponents + 127).to(torch.uint8)}
+    else:
+        fractions = torch.rand(exponents.shape, generator=generator) + 0.5
+        in_fp8 = (fractions * torch.exp2(exponents.float() + 9)).to(FP8)
+        in_fp8[0, 0] = 0.0
+        scales = in_fp8.float() / 512
+        if name == "nvfp4":
+            whole = torch.tensor([512.0])
+            parts = {"weight_packed": packed, "weight_scale": in_fp8, "weight_global_scale": whole}
+        else:
+            whole = torch.tensor(1 / 512)
+            parts = {"weight": packed, "weight_scale": in_fp8, "weight_scale_2": whole}
+    return parts, numbers * scales.repeat_interleave(size, 1)
 
 
 def words(numbers: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:

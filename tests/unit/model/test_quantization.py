@@ -1,6 +1,8 @@
 """Weights of eight bits compute what their numbers stand for, or are refused by name."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import msgspec
@@ -19,7 +21,7 @@ from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
 from baton.model.tensor_parallel import SharedMemoryRanks, SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.adapters import write_adapter
-from tests.support.checkpoints import model_folder
+from tests.support.checkpoints import model_folder, scratch_folder
 from tests.support.compute import (
     Text,
     chunked_logits,
@@ -177,18 +179,75 @@ def test_experts_latent_attention_and_joined_layers_may_be_quantized_too(kind):
     assert torch.equal(computed(ours), computed(plain))
 
 
-@pytest.mark.parametrize("names", ["self_attn.{0}_scale", "self_attn.{0}_proj.{0}_scale"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        "self_attn.{0}_scale",
+        "self_attn.{0}_proj.{0}_scale",
+        "self_attn.{0}_proj.output_scale",
+        "self_attn.attn.{0}_scale",
+    ],
+)
 def test_scales_of_keys_and_values_are_not_needed(names):
     """Blocks keep the type of activations."""
     ours, plain = quantized(model(), "fp8 by tensor")
     scales = {f"model.layers.{n}.{names.format(one)}": torch.tensor(0.5) for n, one in LAYERS_KV}
     add_tensors(ours, scales)
-    change_config(ours, quantization_config=MODELOPT | {"kv_cache_scheme": {"num_bits": 8}})
+    for config in (MODELOPT, MODELOPT | {"kv_cache_scheme": {"num_bits": 8}}):
+        change_config(ours, quantization_config=config)
+        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+        assert torch.equal(computed(ours), computed(plain))
+
+
+MODELOPT_FILE = {
+    "producer": {"name": "modelopt", "version": "0.29.0"},
+    "quantization": {
+        "quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "fields"),
+    [
+        ("fp8 by tensor", "hf_quant_config.json", MODELOPT_FILE),
+        ("awq", "quant_config.json",
+         {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+        ("gptq", "quantize_config.json",
+         {"bits": 4, "group_size": 32, "desc_act": True, "sym": False, "true_sequential": True,
+          "model_file_base_name": "model", "damp_percent": 0.01, "static_groups": False}),
+    ],
+)  # fmt: skip
+def test_the_file_of_the_tool_says_how_weights_are_quantized_where_config_json_does_not(
+    name, file, fields
+):
+    ours, plain = quantized(model(), name)
+    change_config(ours, quantization_config=None)
+    (ours / file).write_text(json.dumps(fields))
     check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
     assert torch.equal(computed(ours), computed(plain))
-    change_config(ours, quantization_config=MODELOPT)
-    with pytest.raises(ConfigError, match=r"nothing in config\.json calls for tensor .*k_scale"):
-        check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    (ours / file).write_text("[]")
+    with pytest.raises(ConfigError, match=f"{file}: ") as error:
+        plan_rank(compute_config(ours), 1)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_a_tool_that_quantizes_no_weights_changes_nothing():
+    folder = scratch_folder("plain")
+    shutil.copytree(model(), folder, dirs_exist_ok=True)
+    cache_alone = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (folder / "hf_quant_config.json").write_text(json.dumps(cache_alone))
+    assert torch.equal(computed(folder), computed(model()))
+
+
+def test_scales_that_are_powers_of_2_may_have_a_type_of_their_own():
+    ours, plain = quantized(model(), "mxfp8")
+    tensors = load_file(ours / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("weight_scale")]:
+        tensors[name] = tensors[name].view(torch.float8_e8m0fnu)
+    save_file(tensors, ours / "model.safetensors", {"format": "pt"})
+    check_tensors(ours, plan_rank(compute_config(ours), 1).decoder)  # type: ignore[arg-type]
+    assert torch.equal(computed(ours), computed(plain))
 
 
 def test_biases_of_zero_beside_packed_weights_add_nothing():
@@ -257,21 +316,26 @@ def test_an_adapter_adds_to_quantized_weights():
         (GPTQ | {"group_size": 0}, "group_size 0"),
         (AWQ | {"version": "gemv"}, "version gemm"),
         (AWQ | {"zero_point": False}, "zero_point"),
-        (FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "NVFP4"}, "NVFP4"),
+        (FORMATS["packed"] | {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "W4A8_AWQ"),
         ({}, "an unnamed method"),
         (FINE_GRAINED | {"weight_block_size": [0, 128]}, "weight_block_size"),
         (FINE_GRAINED | {"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         (compressed("int", "group", num_bits=4), "weights of 4 bits"),
         (compressed("int", "channel", symmetric=False), "symmetric"),
-        (compressed("int", "channel") | {"format": "marlin-24"}, "only float-quantized"),
+        (compressed("int", "channel") | {"format": "marlin-24"}, "'marlin-24' is not supported"),
         (compressed("int", "group") | {"format": "pack-quantized"}, "packed weights of 8 bits"),
-        (
-            compressed("int", "channel", actorder="group") | {"format": "pack-quantized"},
-            "actorder 'group'",
-        ),
         (compressed("int", "channel") | {"sparsity_config": {"format": "2:4"}}, "sparsity"),
         (compressed("int", "channel") | {"config_groups": {}}, "config_groups"),
         (compressed("int", "channel") | {"config_groups": {"a": {}}}, "weights"),
+        (
+            compressed("int", "channel")
+            | {
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 8, "type": "int"}, "targets": ["re:("]}
+                }
+            },
+            "is no pattern",
+        ),
     ],
 )
 def test_other_ways_are_refused_by_name(config, reason):
@@ -304,6 +368,12 @@ NAN, NONE_CALLS_FOR = torch.full((1,), torch.nan), "nothing in config.json calls
         ("gptq", GROUPS, torch.zeros(128), f"{GROUPS} is F32"),
         ("gptq", GROUPS, torch.zeros(64, dtype=torch.int32), r"the shape \[64\]"),
         ("gptq", f"{UP}.scales", torch.nan, "not above 0 and finite"),
+        ("packed in another order", f"{UP}.weight_g_idx", 9, "names a group that is not there"),
+        ("mxfp4", SCALES, 255, "not above 0 and finite"),
+        ("mxfp8", SCALES, 255, "not above 0 and finite"),
+        ("nvfp4", SCALES, torch.nan, "not above 0 and finite"),
+        ("nvfp4", f"{UP}.weight_global_scale", torch.ones(2), r"the shape \[2\]"),
+        ("nvfp4", f"{UP}.weight_global_scale", -NAN, "not above 0 and finite"),
         ("gptq", f"{UP}.weight", torch.ones(1), NONE_CALLS_FOR),
     ],
 )
@@ -326,7 +396,7 @@ def test_a_folder_that_only_says_it_is_quantized_is_refused():
     _, plain = quantized(model(), "int8 by channel")
     change_config(plain, quantization_config=CONFIGS["int8 by channel"])
     decoder = plan_rank(compute_config(plain), 1).decoder
-    with pytest.raises(ConfigError, match="has a quantization_config, but no weight has scales"):
+    with pytest.raises(ConfigError, match="said to be quantized, but none has scales"):
         check_tensors(plain, msgspec.structs.replace(decoder))  # type: ignore[arg-type, type-var]
 
 
