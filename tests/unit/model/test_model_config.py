@@ -343,11 +343,6 @@ def test_a_refusal_names_the_file_and_the_field(fields, named, tmp_path):
     assert named in refusal(tmp_path, **fields)
 
 
-def test_a_file_that_a_quantizer_left_is_refused(tmp_path):
-    (tmp_path / "hf_quant_config.json").write_text("{}")
-    assert "hf_quant_config.json" in refusal(tmp_path)
-
-
 def test_a_folder_that_is_no_model_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a folder"):
         read_decoder_config(tmp_path / "absent")
