@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -26,6 +26,7 @@ MODULES = (
     "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj",
     "down_proj",
 )  # fmt: skip
+T = TypeVar("T")
 _TENSOR = re.compile(r"base_model\.model\.([\w.]+)\.lora_([AB])\.weight")
 _NAME = re.compile(r"[^\s=,\0]+")
 # Fields that do not change what the tensors mean, whatever they say.
@@ -49,19 +50,34 @@ class _Config(msgspec.Struct):
     use_rslora: bool = False
     bias: str = "none"
     init_lora_weights: bool | str | None = True
+    # By the end of a layer's name, or a pattern of it, instead of `r` and `lora_alpha`.
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1, le=MAX_RANK)]] | None = None
+    alpha_pattern: dict[str, float] | None = None
 
-    @property
-    def scaling(self) -> float:
-        return self.lora_alpha / (self.r**0.5 if self.use_rslora else self.r)
+    def rank_of(self, layer: str) -> int:
+        return _by_pattern(self.rank_pattern, layer, self.r)
+
+    def scaling_of(self, layer: str) -> float:
+        rank = self.rank_of(layer)
+        alpha = _by_pattern(self.alpha_pattern, layer, self.lora_alpha)
+        return alpha / (rank**0.5 if self.use_rslora else rank)
+
+
+class AdaptedLayer(NamedTuple):
+    name: str  # in the adapter's file
+    rank: int
+    scaling: float
 
 
 class Adapter(NamedTuple):
     name: str
     folder: Path
-    rank: int
-    scaling: float
-    # The layers that it changes, such as model.layers.0.mlp.up_proj, by their names in its file.
-    layers: dict[str, str]
+    # The layers that it changes, by their names in the model, such as model.layers.0.mlp.up_proj.
+    layers: dict[str, AdaptedLayer]
+
+    @property
+    def rank(self) -> int:
+        return max(layer.rank for layer in self.layers.values())
 
     @property
     def file(self) -> Path:
@@ -98,7 +114,8 @@ def fingerprint_of(adapters: Sequence[Adapter]) -> bytes:
     """Return a digest of the names and of all bytes of the adapters; empty without any."""
     digest = hashlib.blake2b(digest_size=16)
     for adapter in adapters:
-        digest.update(f"{adapter.name}\0{adapter.scaling!r}\0".encode())
+        scalings = sorted((layer, of.scaling) for layer, of in adapter.layers.items())
+        digest.update(f"{adapter.name}\0{scalings!r}\0".encode())
         with adapter.file.open("rb") as stream:
             digest.update(hashlib.file_digest(stream, "blake2b").digest())
     return digest.digest() if adapters else b""
@@ -120,12 +137,27 @@ def _read(name: str, folder: Path, config: DecoderConfig) -> Adapter:
     for field, value in fields.items():
         if value and field not in _HARMLESS and field not in _Config.__struct_fields__:
             raise ConfigError(f"{where}: {field} is not supported")
-    layers = _layers_of(where, folder, given.r, config)
+    for pattern in (*(given.rank_pattern or ()), *(given.alpha_pattern or ())):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ConfigError(f"{where}: {pattern!r} is no pattern of layers: {error}") from None
+    layers = _layers_of(where, folder, given, config)
     _check_targets(where, given.target_modules, layers)
-    return Adapter(name, folder, given.r, given.scaling, layers)
+    return Adapter(name, folder, layers)
 
 
-def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> dict[str, str]:
+def _by_pattern(values: dict[str, T] | None, layer: str, default: T) -> T:
+    """Return the value whose key names a layer, as PEFT finds it, or the default."""
+    for pattern, value in (values or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _layers_of(
+    where: str, folder: Path, given: _Config, config: DecoderConfig
+) -> dict[str, AdaptedLayer]:
     """Return `Adapter.layers`. Raises `ConfigError` unless all tensors fit the model."""
     if not (folder / WEIGHTS_FILE).is_file():
         raise ConfigError(f"{where} has no {WEIGHTS_FILE}: baton reads weights from safetensors")
@@ -139,6 +171,7 @@ def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> di
         if match is None or shape is None or layer.rpartition(".")[2] not in MODULES:
             raise ConfigError(f"{where}: the model has no linear layer for tensor {tensor}")
         outputs, inputs = shape
+        rank = given.rank_of(own)
         wanted = (rank, inputs) if match[2] == "A" else (outputs, rank)
         if entry.shape != wanted:
             raise ConfigError(
@@ -154,15 +187,21 @@ def _layers_of(where: str, folder: Path, rank: int, config: DecoderConfig) -> di
         raise ConfigError(f"{where}: {odd[0][0]} has only one of lora_A and lora_B")
     if not parts["A"]:
         raise ConfigError(f"{where} changes no layer")
-    return parts["A"]
+    return {
+        layer: AdaptedLayer(own, given.rank_of(own), given.scaling_of(own))
+        for layer, own in parts["A"].items()
+    }
 
 
-def _check_targets(where: str, targets: list[str] | str | None, layers: dict[str, str]) -> None:
+def _check_targets(
+    where: str, targets: list[str] | str | None, layers: dict[str, AdaptedLayer]
+) -> None:
     """Check that no target is without tensors, as in a file that was cut or saved by halves."""
     if not isinstance(targets, list):
         return  # a pattern, which says nothing of what should be there
     for target in targets:
-        if not any(own == target or own.endswith(f".{target}") for own in layers.values()):
+        names = (layer.name for layer in layers.values())
+        if not any(name == target or name.endswith(f".{target}") for name in names):
             raise ConfigError(f"{where}: target_modules names {target}, but no tensor is for it")
 
 

@@ -51,8 +51,9 @@ class LoraLoader:
             for place, (name, own, size) in enumerate(zip(names, rows, sizes, strict=True)):
                 if (b := self._read(number, name, "B")) is not None:
                     left = place * self._rank
-                    scaled = b[own].float() * adapter.scaling
-                    whole[first : first + size, left : left + adapter.rank] = scaled
+                    layer = adapter.layers[name]
+                    scaled = b[own].float() * layer.scaling
+                    whole[first : first + size, left : left + layer.rank] = scaled
                 first += size
             yield whole.to(self._device, self._dtype)
 
@@ -62,4 +63,4 @@ class LoraLoader:
     def _read(self, number: int, layer: str, letter: str) -> Tensor | None:
         """Return a matrix in the adapter's own dtype; None if the adapter has none here."""
         own = self.adapters[number].layers.get(layer)
-        return None if own is None else self._files[number].get_tensor(tensor_of(own, letter))
+        return None if own is None else self._files[number].get_tensor(tensor_of(own.name, letter))

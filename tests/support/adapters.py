@@ -17,9 +17,13 @@ def write_adapter(
     targets: tuple[str, ...] = ALL,
     rank: int = 8,
     seed: int = 0,
+    ranks: dict[str, int] | None = None,
     **fields: object,
 ) -> Path:
-    """Write an adapter that changes what the model says; `fields` go into its configuration."""
+    """Write an adapter that changes what the model says; `fields` go into its configuration.
+
+    `ranks` are those of some layers, by the ends of their names.
+    """
     folder, generator = scratch_folder("adapter"), torch.Generator().manual_seed(seed)
     tensors = {}
     for name, weight in load_file(model / "model.safetensors").items():
@@ -27,8 +31,9 @@ def write_adapter(
         if layer.rpartition(".")[2] in targets:
             outputs, inputs = weight.shape
             begin = f"base_model.model.{layer}.lora_"
-            a = torch.randn(rank, inputs, generator=generator) * inputs**-0.5
-            b = torch.randn(outputs, rank, generator=generator) * 0.1
+            own = next((r for end, r in (ranks or {}).items() if layer.endswith(end)), rank)
+            a = torch.randn(own, inputs, generator=generator) * inputs**-0.5
+            b = torch.randn(outputs, own, generator=generator) * 0.1
             tensors |= {f"{begin}A.weight": a, f"{begin}B.weight": b}
     save_file(tensors, folder / "adapter_model.safetensors")
     config = {"peft_type": "lora", "r": rank, "lora_alpha": 16, "target_modules": list(targets)}
@@ -36,8 +41,13 @@ def write_adapter(
     return folder
 
 
-def merged(model: Path, adapter: Path, scaling: float) -> Path:
-    """Return a copy of the model whose weights hold the adapter."""
+def merged(
+    model: Path, adapter: Path, scaling: float, scalings: dict[str, float] | None = None
+) -> Path:
+    """Return a copy of the model whose weights hold the adapter.
+
+    `scalings` are those of some layers, by the ends of their names.
+    """
     folder = scratch_folder("merged")
     shutil.copytree(model, folder, dirs_exist_ok=True)
     weights = load_file(model / "model.safetensors")
@@ -46,6 +56,7 @@ def merged(model: Path, adapter: Path, scaling: float) -> Path:
         if name.endswith("lora_A.weight"):
             layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
             b = tensors[name.replace("lora_A", "lora_B")]
-            weights[f"{layer}.weight"] += scaling * (b @ a)
+            ends = (of for end, of in (scalings or {}).items() if layer.endswith(end))
+            weights[f"{layer}.weight"] += next(ends, scaling) * (b @ a)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return folder

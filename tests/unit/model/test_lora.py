@@ -76,6 +76,21 @@ def test_an_adapter_computes_what_its_merged_weights_compute(targets, use_rslora
     assert (split - theirs).abs().max() < 2e-5 * largest
 
 
+def test_layers_may_have_ranks_and_factors_of_their_own():
+    model = model_folder(MODEL, num_layers=2)
+    adapter = write_adapter(
+        model,
+        ranks={"0.self_attn.q_proj": 20, "up_proj": 3},
+        rank_pattern={"model.layers.0.self_attn.q_proj": 20, "up_proj": 3},
+        alpha_pattern={r"\d+\.mlp\.(up|down)_proj": 6, "up_proj": 1000},
+    )
+    scalings = {"0.self_attn.q_proj": 16 / 20, "up_proj": 6 / 3, "down_proj": 6 / 8}
+    theirs = expected(merged(model, adapter, 16 / 8, scalings))
+    with loaded(compute_config(model, lora_modules=(f"mine={adapter}",))) as runner:
+        ours = computed(runner, "mine")
+    assert (ours - theirs).abs().max() < 2e-5 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rows_of_several_adapters_have_the_bits_they_have_alone(dtype):
     model = model_folder(MODEL, num_layers=2)
@@ -123,7 +138,8 @@ def test_nodes_with_other_adapters_have_another_fingerprint():
         ({"use_dora": True}, "use_dora is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"rank_pattern": {"q_proj": 4}}, "rank_pattern"),
+        ({"rank_pattern": {"q_proj": 4}}, r"q_proj.lora_A.weight has the shape \[8, \d+\]"),
+        ({"alpha_pattern": {"q_(": 4}}, "is no pattern of layers"),
         ({"alora_invocation_tokens": [5]}, "alora_invocation_tokens"),
         ({"a_field_of_tomorrow": 1}, "a_field_of_tomorrow"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
