@@ -1,6 +1,7 @@
 # What people do with baton, one word each. Needs Linux, make, and Python 3.11 or newer.
 #
-#   make serve [PORT=8000] [MODEL=/path]   router, prefill and decode on this host
+#   make serve [PORT=8000] [MODEL=NAME]    router, prefill and decode on this host; NAME is a
+#                                          folder or a model of the Hugging Face hub
 #   make test [WORKERS=2]                  every test that this machine can run, in minutes
 #   make test-release                      the same in depth, and the tests that take long
 #   make check                             format, lint, types, hygiene, unit tests
@@ -27,8 +28,10 @@ FAULTS ?= 1000
 WORKERS ?= 2
 ARGS ?=
 
-# Nothing here talks to anybody by itself.
+# Nothing here talks to anybody by itself. A model that is no path is one of the hub, which is asked.
+ifneq ($(and $(MODEL),$(if $(wildcard $(MODEL)),,hub)),hub)
 export HF_HUB_OFFLINE = 1
+endif
 export DO_NOT_TRACK = 1
 export RAY_USAGE_STATS_ENABLED = 0
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -42,7 +45,7 @@ WISHES = $(if $(EXTRAS),-with-$(subst $(comma),-,$(EXTRAS)))
 SERVE_STAMP = $(VENV)/.ready-to-serve$(WISHES)
 TEST_STAMP = $(VENV)/.ready-to-test$(WISHES)
 TORCH_STAMP = $(if $(TORCH_INDEX),$(VENV)/.torch-from-$(subst /,_,$(subst :,_,$(TORCH_INDEX))))
-INSTALL = $(BIN)/python -m pip install --constraint constraints.txt
+INSTALL = sh deploy/install.sh "$(VENV)" --constraint constraints.txt
 
 .DEFAULT_GOAL := help
 .PHONY: help serve test test-release check sim soak demo-model bench fmt docs install install-test clean
@@ -95,24 +98,24 @@ clean:
 
 # The stamps make the second call instant, and a change of what is needed installs again.
 $(SERVE_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
-	@echo "installing baton into $(VENV) (once; several minutes where torch is to be fetched)"
 	@$(INSTALL) --editable ".$(if $(EXTRAS),[$(EXTRAS)])"
 	@touch $@ $(VENV)/.ready-to-serve
 
 $(TEST_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
-	@echo "installing baton and what its tests need into $(VENV) (once)"
 	@$(INSTALL) --editable ".[dev,nixl$(if $(EXTRAS),$(comma)$(EXTRAS))]"
 	@touch $@ $(SERVE_STAMP) $(VENV)/.ready-to-serve $(VENV)/.ready-to-test
 
 ifneq ($(TORCH_STAMP),)
 $(TORCH_STAMP): | $(BIN)/python
-	@echo "installing torch from $(TORCH_INDEX)"
 	@$(INSTALL) --no-deps --force-reinstall --index-url "$(TORCH_INDEX)" torch
 	@rm -f "$(VENV)"/.torch-from-*
 	@touch $@
 endif
 
 $(BIN)/python:
+	@[ "$$(uname -s)" = Linux ] || { \
+	  echo "baton needs Linux, and this is $$(uname -s): use a virtual machine or a container"; \
+	  exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	  echo "baton needs Python 3.11 or newer; name one: make PYTHON=python3.12"; exit 1; }
 	@$(PYTHON) -m venv "$(VENV)" || { rm -rf "$(VENV)"; \

@@ -94,7 +94,7 @@ def _bound(host: str, port: int, hint: str, *, is_shared: bool) -> socket.socket
 
 
 def _address(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, ...]]:
-    name = None if host in ("", "*") else host
+    name = None if host in ("", "*", "::") else host
     try:
         infos = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except OSError as error:
@@ -174,10 +174,8 @@ def ask_health(url: str) -> HealthReply | None:
 
 def url_of(host: str, port: int, *, is_tls: bool = False) -> str:
     """Return the URL by which a client on this host reaches a server bound to `host`."""
-    if host in ("0.0.0.0", "*", ""):
+    if host in ("0.0.0.0", "::", "*", ""):
         host = "127.0.0.1"
-    elif host == "::":
-        host = "::1"
     return f"{'https' if is_tls else 'http'}://{bracketed(host)}:{port}"
 
 

@@ -73,8 +73,9 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: Annotated[
         str,
         about(
-            "name of the model in the API, or several with commas, of which responses show the "
-            "first; empty takes the folder's name"
+            "name of the model in the API, or several, with commas or one to a flag, of which "
+            "responses show the first; empty takes the folder's name",
+            kind="repeated",
         ),
     ] = ""
     chat_template: Annotated[
@@ -215,7 +216,10 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    host: Annotated[str, about("address to which the HTTP server binds")] = "127.0.0.1"
+    host: Annotated[
+        str,
+        about("address to which the HTTP server binds; 0.0.0.0 is all of IPv4, :: also of IPv6"),
+    ] = "127.0.0.1"
     port: Annotated[int, about("port of the HTTP server; 0 picks a free one", ge=0, le=65535)] = (
         8000
     )

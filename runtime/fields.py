@@ -8,6 +8,7 @@ import argparse
 import difflib
 import functools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
@@ -124,6 +125,10 @@ class Field(msgspec.Struct, frozen=True):
         `text` is a list for a flag that was repeated.
         """
         given: object = text
+        if self.plain_type is str and isinstance(text, list):
+            given = ",".join(text)
+        if self.plain_type is int and isinstance(text, str):
+            given = _whole_number(text)
         if self.is_list and isinstance(text, str):
             parts = text.split(",") if text else []
             # What is blank alone is no empty list: an API key that was lost must not open a router.
@@ -144,18 +149,38 @@ class Field(msgspec.Struct, frozen=True):
             if not isinstance(value, float) or math.isfinite(value):
                 return value
         except msgspec.ValidationError as error:
-            why = _in_words(str(error))
+            why = in_words(str(error))
         if self.choices:
             why = f"choose one of {', '.join(filter(None, self.choices))}"
         raise ConfigError(f"{shown or f'setting {self.name}'} cannot be {written!r}: {why}")
 
 
-def _in_words(error: str) -> str:
-    """Return msgspec's message without the names of Python's types."""
-    words = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text"}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)([kKmMgG])")
+_FACTORS = {"k": 1000, "m": 1000**2, "g": 1000**3, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _whole_number(text: str) -> str:
+    """Return `100k` or `2K` as digits, as vLLM reads them: K, M and G are powers of 1,024."""
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None:
+        return text
+    number = float(match[1]) * _FACTORS[match[2]]
+    return str(int(number)) if number.is_integer() else text
+
+
+def in_words(error: str) -> str:
+    """Return msgspec's message without the names of Python's types, and with the field first."""
+    words = {
+        "int": "a whole number", "float": "a number", "bool": "true or false", "str": "text",
+        "array": "a list", "object": "a mapping",
+    }  # fmt: skip
     for kind, word in words.items():
-        error = error.replace(f", got `{kind}`", "").replace(f"`{kind}`", word)
-    return error.partition(" - at ")[0].replace("Expected", "expected")
+        error = re.sub(rf", got `{kind}`", "", error)
+        error = error.replace(f"`{kind}`", word)
+    error, _, field = error.partition(" - at ")
+    error = error.replace("Expected", "expected")
+    name = field.strip("`").removeprefix("$").removeprefix(".")
+    return f"{name}: {error}" if name else error
 
 
 @functools.cache
@@ -198,13 +223,15 @@ _UNKNOWN = "unrecognized arguments: "
 class FlagParser(argparse.ArgumentParser):
     """A parser without abbreviated flags: a new flag would change what an abbreviation means.
 
-    `words` holds, by an argument's `dest`, its only possible values if there are few.
+    `words` holds, by an argument's `dest`, its only possible values if there are few, and `foreign`
+    what to use instead of flags of other servers.
     """
 
     def __init__(self, prog: str, **how: object) -> None:
         how.setdefault("formatter_class", _HelpFormatter)
         super().__init__(prog, allow_abbrev=False, **how)  # type: ignore[arg-type]
         self.words: dict[str, tuple[str, ...]] = {}
+        self.foreign: dict[str, str] = {}
 
     def mark_values(self, path: object) -> None:
         """Mark arguments for `shtab`: those with few values, and those that are a `path`."""
@@ -260,6 +287,8 @@ class FlagParser(argparse.ArgumentParser):
         word = (unknown.split() or [unknown])[0].partition("=")[0]
         if not word.startswith("-"):
             raise ConfigError(f"{self.prog} does not take {word!r}; see {self.prog} --help")
+        if word in self.foreign:
+            raise ConfigError(f"{word} is a flag of another server: {self.foreign[word]}")
         known = [flag for flag in self._option_string_actions if flag.startswith("--")]
         hint = did_you_mean(word, known) or f"; see {self.prog} --help"
         raise ConfigError(f"unknown flag {word}{hint}")

@@ -36,6 +36,33 @@ SHORT_FLAGS = {
     "keys": "keys.file",
     **{name.partition(".")[2].replace("_", "-"): name for name in _OWN_NAMED},
 }
+# What to use instead of flags of `vllm serve` that baton does not have.
+FOREIGN_FLAGS = {
+    "--quantization": "leave it out, because the model's folder says how it is quantized",
+    "--load-format": "leave it out, because baton reads safetensors files",
+    "--trust-remote-code": "leave it out, because baton runs no code of a model's folder",
+    "--tokenizer": "leave it out, because the tokenizer is that of the model's folder",
+    "--revision": "download that revision with `hf download --revision` and name the folder",
+    "--download-dir": "set the variable HF_HUB_CACHE to the folder",
+    "--enable-auto-tool-choice": "leave it out, because tools work without it",
+    "--enable-lora": "leave it out, because --lora-modules alone is enough",
+    "--enable-chunked-prefill": "leave it out, because prompts are always computed in chunks",
+    "--enforce-eager": "use --engine-graphs none",
+    "--data-parallel-size": "use --prefill N and --decode N, the numbers of nodes",
+    "--pipeline-parallel-size": "use --tensor-parallel-size, or more nodes",
+    "--api-server-count": "use --router-processes",
+    "--kv-transfer-config": "leave it out, because prefill and decode are always parted",
+    "--speculative-config": "use --num-speculative-tokens",
+    "--disable-log-requests": "leave it out, because requests are not logged by default",
+    "--seed": "send `seed` with a request",
+    "--uds": "use --host 127.0.0.1 and --port, because baton serves over TCP alone",
+    "--root-path": "let the proxy strip the prefix of the path",
+}
+# The values of other servers' settings, and what to use instead.
+FOREIGN_VALUES = {
+    ("model.dtype", value): "baton computes in bfloat16 and float32: use bfloat16"
+    for value in ("float16", "half")
+}
 VARIABLE_PREFIX = "BATON_"
 # The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
 OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY")
@@ -64,8 +91,11 @@ def load(
     if parsed.folder is not None:
         values["model.path"] = parsed.folder
     for name, text in vars(parsed).items():
-        if name in known and text is not None:
-            values[name] = known[name].from_text(text)
+        if name not in known or text is None:
+            continue
+        if isinstance(text, str) and (name, text) in FOREIGN_VALUES:
+            raise ConfigError(f"{name} cannot be {text}: {FOREIGN_VALUES[name, text]}")
+        values[name] = known[name].from_text(text)
     for assignment in parsed.set:
         name, equals, text = assignment.partition("=")
         if not equals:
@@ -126,6 +156,7 @@ def parser(command: Subcommand) -> FlagParser:
         usage=f"baton {command.name} [MODEL] [--config FILE] [flags] [--set A.B=C ...]",
         description=command.description,
     )
+    built.foreign = FOREIGN_FLAGS
     built.add_argument("folder", metavar="MODEL", nargs="?", help="the same as --model MODEL")
     built.add_argument("--config", metavar="FILE", help="YAML file of settings; flags override it")
     built.add_argument(

@@ -50,6 +50,7 @@ RENDERED = {
     "systemd": "systemctl start baton-NAME.target",
 }
 DEFAULT_FILE = "cluster.yaml"
+SERVED_URL = "http://127.0.0.1:8000"
 
 
 class ClusterArguments(msgspec.Struct, frozen=True):
@@ -58,8 +59,11 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     file: str = ""
     on: Annotated[
         str,
-        about(f"what runs the processes: {LOCAL} or {RAY}, or to render {', '.join(RENDERED)}"),
-    ] = LOCAL
+        about(
+            f"what runs the processes: {LOCAL} (the default of `up`) or {RAY}, or to render "
+            f"{', '.join(RENDERED)}"
+        ),
+    ] = ""
     out: Annotated[str, about("folder for the files (default: NAME-PLATFORM)", kind="path")] = ""
     state: Annotated[
         str,
@@ -98,7 +102,8 @@ class ClusterArguments(msgspec.Struct, frozen=True):
         tuple[str, ...],
         about(
             "URL of a router to ask, such as http://10.0.0.1:8000; may be repeated; without FILE "
-            "and --state, only these routers are asked",
+            f"and --state, only these routers are asked, or {SERVED_URL} if there is no "
+            f"{DEFAULT_FILE}",
             kind="repeated",
         ),
     ] = ()
@@ -219,8 +224,12 @@ def down(given: ClusterArguments) -> int:
 
 def status(given: ClusterArguments) -> int:
     """Print the state of a cluster. The exit code is 0 if every process runs."""
-    if given.url and not (given.file or given.state):
-        routers = routers_of(given.url, given.api_key)
+    is_alone = not (given.file or given.state)
+    urls_alone = given.url
+    if is_alone and not given.url and not Path(DEFAULT_FILE).exists():
+        urls_alone = (SERVED_URL,)  # where `baton serve` serves without further settings
+    if is_alone and urls_alone:
+        routers = routers_of(urls_alone, given.api_key)
         return show(routers, ca_file=given.ca_file, is_json=given.json)
     folder, deployment = deployment_of(given.path, given.state)
     platform = _platform_of(deployment)
@@ -286,6 +295,8 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
     parsed = parser.parse_args(arguments)
     values = parser.values_in(parsed, _fields(command)) | {"file": parsed.file or ""}
     given, platforms = with_values(ClusterArguments(), values), _platforms(command)
+    if command == "up" and not given.on:
+        given = msgspec.structs.replace(given, on=LOCAL)
     for url in given.url:
         if not url.startswith(("http://", "https://")):
             raise ConfigError(f"--url {url}: give a URL such as http://10.0.0.1:8000")
@@ -294,6 +305,8 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
             f"--on {given.on}: write its files with `baton render {given.path} --on {given.on}` "
             f"and run them with `{RENDERED[given.on]}`"
         )
+    if command == "render" and not given.on:
+        raise ConfigError(f"name a platform: --on {', --on '.join(platforms)}")
     if command in ("up", "render") and given.on not in platforms:
         raise ConfigError(f"--on {given.on}: choose one of {', '.join(platforms)}")
     if given.address and given.on != RAY:

@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import Role
+from baton.runtime.fields import in_words
 from baton.runtime.settings import values_of
 
 # Settings of `protocol.config` by their dotted names, each one checked.
@@ -137,10 +138,16 @@ class Description(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def parse_description(path: Path) -> Description:
     """Return the content of a cluster.yaml, whose settings are valid. Raises `ConfigError`."""
+    content = read_yaml(path)
+    if isinstance(content, dict) and isinstance(content.get("secrets"), dict):
+        raise ConfigError(
+            f"{path}: secrets is a list of names; write the values below env: "
+            "secrets: [HF_TOKEN], env: {HF_TOKEN: …}"
+        )
     try:
-        found = msgspec.convert(read_yaml(path), Description)
+        found = msgspec.convert(content, Description)
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{path}: {error}") from error
+        raise ConfigError(f"{path}: {in_words(str(error))}") from error
     try:
         return msgspec.structs.replace(
             found,

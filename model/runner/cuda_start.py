@@ -143,7 +143,10 @@ CONTEXT_BYTES = 1 << 29  # about what CUDA itself takes for a process
 def why_no_gpu() -> str:
     """Return why no GPU can be used here; empty if one can."""
     if torch.version.cuda is None:
-        return "this torch is built without CUDA: install one with, such as by `make TORCH_INDEX=`"
+        return (
+            "this torch is built without CUDA: install a build with it, such as by "
+            "`make clean install`, or use --device cpu"
+        )
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

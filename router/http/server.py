@@ -3,8 +3,10 @@
 import asyncio
 import errno
 import logging
+import socket
 import ssl
 from asyncio import sslproto
+from functools import partial
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
@@ -16,6 +18,8 @@ from baton.router.http.connections import Connection, Connections
 from baton.runtime.log import ROOT
 
 BACKLOG = 4096
+# Those of IPv4 and IPv6. `::` alone would be IPv6's, which is what nobody means by it.
+EVERY_ADDRESS = ("", "*", "::")
 # How many connections the event loop accepts before it does anything else.
 ACCEPTS = 16
 # How long the server waits at shutdown for responses that were told to end.
@@ -58,16 +62,19 @@ class Server:
 
     async def _listen(self, port: int, *, is_shared: bool) -> None:
         host = self._config.host
+        handshake_s = HANDSHAKE_S if self._tls is not None else None
+        serve = partial(
+            asyncio.get_running_loop().create_server,
+            self._new_connection,
+            backlog=ACCEPTS,
+            ssl=self._tls,
+            ssl_handshake_timeout=handshake_s,
+        )
         try:
-            listener = await asyncio.get_running_loop().create_server(
-                self._new_connection,
-                None if host in ("", "*") else host,
-                port,
-                backlog=ACCEPTS,
-                reuse_port=is_shared,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_S if self._tls is not None else None,
-            )
+            if host in EVERY_ADDRESS:
+                listener = await serve(sock=_on_every_address(port, is_shared=is_shared))
+            else:
+                listener = await serve(host=host, port=port, reuse_port=is_shared)
         except OSError as error:
             await self.stop()
             raise NodeError(_why_not(host, port, error), code="no_port") from error
@@ -102,6 +109,18 @@ class Server:
         self._app.close()
         await self._runner.cleanup()
         await asyncio.sleep(0)  # in which the event loop tells the ends of connections
+
+
+def _on_every_address(port: int, *, is_shared: bool) -> socket.socket:
+    """Return a socket for IPv4, and for IPv6 too where this host has it. Raises `OSError`."""
+    is_dual = socket.has_dualstack_ipv6()
+    return socket.create_server(
+        ("", port),
+        family=socket.AF_INET6 if is_dual else socket.AF_INET,
+        backlog=ACCEPTS,
+        reuse_port=is_shared,
+        dualstack_ipv6=is_dual,
+    )
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -144,6 +144,8 @@ REMOTE = {"routers": [{"host": "10.0.0.1"}], "settings": {"keys": {"insecure": T
             "pools.d.hosts",
         ),
         ({"key": "nowhere.key"}, "key"),
+        ({"secrets": {"HF_TOKEN": "x"}}, "secrets is a list of names"),
+        ({"routers": [{"port": "many"}]}, "routers[0].port: expected a whole number"),
     ],
 )  # fmt: skip
 def test_a_mistake_is_refused_in_one_line_with_file_and_key(changes, key, tmp_path):

@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from baton.deploy.cluster import commands
 from baton.deploy.cluster.commands import arguments_of
 from baton.deploy.cluster.state import ProcessStatus
 from baton.deploy.cluster.status import (
@@ -38,6 +39,24 @@ def rows(*documents: RouterDocument) -> dict[str, StatusRow]:
         for i, one in enumerate(documents)
     ]
     return {row.name: row for row in rows_of([], replies)}
+
+
+def test_a_server_on_this_host_is_asked_where_no_cluster_is_described(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(commands, "SERVED_URL", "http://127.0.0.1:1")
+    assert commands.main("status", "", []) == 1
+    assert "http://127.0.0.1:1" in capsys.readouterr().out
+    (tmp_path / "cluster.yaml").write_text("name: a\npools:\n  d: {role: decode}\n")
+    with pytest.raises(ConfigError, match="nothing is up"):
+        commands.main("status", "", ["--state", str(tmp_path)])
+
+
+def test_render_asks_for_a_platform():
+    with pytest.raises(ConfigError, match="name a platform: --on helm, --on kubernetes"):
+        arguments_of("render", "", [])
+    assert arguments_of("up", "", []).on == "local"
 
 
 def test_handoffs_of_several_routers_are_added():

@@ -109,7 +109,7 @@ def test_each_rank_has_a_gpu_of_its_own_which_is_the_first_that_its_process_sees
 @pytest.mark.parametrize(
     ("cuda", "in_dev", "error", "line"),
     [
-        (None, 1, "", "this torch is built without CUDA: install one with"),
+        (None, 1, "", "this torch is built without CUDA: install a build with it"),
         ("13.0", 0, "Found no NVIDIA driver on your system.", "install the driver, or use"),
         ("13.0", 1, "CUDA driver initialization failed", "check it and its driver with nvidia-smi"),
         ("13.0", 1, "", "CUDA_VISIBLE_DEVICES leaves no GPU"),

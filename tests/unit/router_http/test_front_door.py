@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,21 @@ async def test_only_a_valid_key_opens_more_than_the_probes(bench, engine):
         assert (await ask(bench, Authorization=right)).status == 200
     for path in ("/live", "/health"):
         assert (await bench.get(path)).status == 200
+
+
+@pytest.mark.parametrize("host", ["::", "*", "0.0.0.0"])
+def test_a_server_on_every_address_takes_connections_of_both_families(host, tmp_path):
+    @served(script=hello, config=ClusterConfig(router=RouterConfig(host=host)))
+    async def connects(bench: HttpBench) -> None:
+        port = int(bench.url.rpartition(":")[2])
+        addresses = ["127.0.0.1"]
+        if host != "0.0.0.0" and socket.has_dualstack_ipv6():
+            addresses.append("::1")
+        for address in addresses:
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+
+    connects(tmp_path=tmp_path)
 
 
 @served(script=hello, config=NAMED)

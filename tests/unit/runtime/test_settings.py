@@ -1,6 +1,7 @@
 """Settings: where they come from, which source wins, what a mistake says, and those of `LLM`."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,16 @@ from baton.protocol.config import (
     RouterConfig,
 )
 from baton.protocol.errors import ConfigError
-from baton.runtime.settings import SHORT_FLAGS, ignored_variables, load, to_yaml
+from baton.runtime.fields import fields_of
+from baton.runtime.settings import (
+    FOREIGN_FLAGS,
+    FOREIGN_VALUES,
+    SHORT_FLAGS,
+    flags_of,
+    ignored_variables,
+    load,
+    to_yaml,
+)
 from tests.support.small_tokenizers import write_tokenizer
 from tests.support.sources import REPOSITORY
 
@@ -136,6 +146,11 @@ def test_the_sample_of_settings_can_be_loaded():
         (["--set", "transfer.device=a=b"], "transfer", "device", "a=b"),
         (["/models/tiny", "--served-model-name", "tiny"], "model", "served_model_name", "tiny"),
         (["--enable-prefix-caching"], "cache", "enable_prefix_caching", True),
+        (["--served-model-name", "a", "--served-model-name", "b,c"], "model",
+         "served_model_name", "a,b,c"),
+        (["--max-model-len", "100k"], "model", "max_model_len", 100_000),
+        (["--max-model-len", "1.5K"], "model", "max_model_len", 1536),
+        (["--set", "cache.memory_mib=2k"], "cache", "memory_mib", 2000),
     ],
 )  # fmt: skip
 def test_words_become_values(words, section, field, value):
@@ -150,6 +165,10 @@ def test_words_become_values(words, section, field, value):
         (["--set", "cache.block_size"], "write it as section.field=value"),
         (["--port", "many"], "setting router.port cannot be 'many': expected a whole number"),
         (["--dtype", "fp7"], "choose one of auto, float32, bfloat16"),
+        (["--dtype", "half"], "baton computes in bfloat16 and float32"),
+        (["--max-model-len", "1.0001k"], "expected a whole number"),
+        (["--quantization", "awq"], "the model's folder says how it is quantized"),
+        (["--data-parallel-size=2"], "use --prefill N and --decode N"),
         (["folder", "stray"], "does not take 'stray'"),
         (["--prefill", "0", "--local-prefill", "never"], "no node could compute a prompt"),
         (["--set", "node.routers="], "name the router's control endpoint"),
@@ -162,6 +181,14 @@ def test_a_mistake_is_named(words, said):
         load(SERVE, words)
     assert said in raised.value.message
     assert "\n" not in raised.value.message
+
+
+def test_what_is_said_instead_of_flags_of_other_servers_names_flags_that_exist():
+    known = {flag for field in fields_of(ClusterConfig) for flag in flags_of(field)}
+    assert not known & FOREIGN_FLAGS.keys()
+    for text in (*FOREIGN_FLAGS.values(), *FOREIGN_VALUES.values()):
+        named = set(re.findall(r"--[a-z-]+", text)) - {"--revision"}  # of another command
+        assert named <= known
 
 
 @pytest.mark.parametrize(
