@@ -25,7 +25,8 @@ MAX_KEPT = 64
 MAX_KEPT_BYTES = 8 << 20
 # With free white space, a weak model writes line breaks until it is cut off.
 WHITE_SPACE = r"( |\n[ ]{0,40})?"
-# A schema of 2,000 optional fields takes half a second here and on the nodes; 5,000 are too many.
+# A schema of 2,300 optional fields takes a quarter of a second here and on the nodes; more are
+# refused for their size.
 _LIMITS = LLParserLimits(max_grammar_size=20_000, initial_lexer_fuel=200_000)
 _ESCAPE = re.compile(r"\\.", re.DOTALL)
 # Classes, which may stand in classes.
@@ -61,9 +62,11 @@ class Forms:
             "baton.router.text.grammars", (), msgspec.msgpack.Decoder(str)
         )
         # Nearly every form is checked within some milliseconds. Those that take longer wait for one
-        # another, and not the others for them.
+        # another, and not the others for them. Their limit is one of CPU time, which the load of
+        # the host does not change, and more than twice what any form within `_LIMITS` takes. A
+        # hostile form has its answer within 2 s wherever half a core is left for its check.
         self._quick = Lane(2, cpu_s=0.1, memory_mib=128, wall_s=10.0)
-        self._long = Lane(2, cpu_s=1.0, memory_mib=256, wall_s=10.0)
+        self._long = Lane(2, cpu_s=0.6, memory_mib=256, wall_s=10.0)
         self._grammars: dict[Form, str] = {}  # agents send the same schema again and again
 
     async def grammar_of(self, wanted: StructuredOutputsParams, client: str = "") -> str:

@@ -206,6 +206,26 @@ async def test_a_hostile_form_is_refused_and_others_do_not_wait_for_it():
 
 
 @on_a_loop
+async def test_the_largest_forms_pass_and_a_hostile_one_costs_less_than_a_second_of_a_core():
+    forms = Forms()
+    try:
+        fields = {f"field_{number}": {"type": "string"} for number in range(2200)}
+        schema = {"type": "object", "properties": fields}
+        assert "field_2199" in await forms.grammar_of(StructuredOutputsParams(json=schema))
+        (process,) = spawned()
+        before = process.cpu_times()
+        with pytest.raises(RequestError, match="too much work"):
+            await forms.grammar_of(bomb(20))
+        await num_jobs_is(0)
+        after = process.cpu_times()
+    finally:
+        forms.close()
+    used_s = after.children_user - before.children_user
+    used_s += after.children_system - before.children_system
+    assert 0.5 < used_s < 0.9
+
+
+@on_a_loop
 async def test_a_form_is_checked_once_and_not_kept_for_ever():
     forms = Forms()
     try:
