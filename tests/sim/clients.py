@@ -8,7 +8,8 @@ from baton.protocol.ids import Key, RequestId
 from tests.sim.clock import Process
 from tests.sim.executor import VOCAB, Context, next_token, rank_of
 from tests.sim.http import Exchange
-from tests.sim.members import EOS, SimRouter, word
+from tests.sim.members import EOS
+from tests.sim.routers import SimRouter, word
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -21,25 +22,6 @@ RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_unknown",
 )  # fmt: skip
-# An attempt may be lost to a fault that takes its nodes, its channels or their time away, and a
-# request ends with the reason for which it lost the last of its attempts. Nothing else may end it.
-PAUSES = frozenset((
-    "freeze node", "suspend node", "hang node", "kill router, freeze node", "pause all",
-    "slow motion",
-))  # fmt: skip
-PARTINGS = frozenset((
-    "cut peers", "drop peers", "drop peers one way", "isolate node", "slow names",
-))  # fmt: skip
-LOSSES = frozenset((
-    "kill node", "drain node", "drain silent node", "strand node", "double node", "other version",
-    "kill router", "end router", "freeze router", "stall router", "cut", "drop", "drop one way",
-    "refuse",
-))  # fmt: skip
-EXCUSES = {
-    "node_lost": PAUSES | PARTINGS | LOSSES,
-    "lease_expired": PAUSES | PARTINGS | LOSSES,
-    "transfer_timeout": PAUSES | PARTINGS,
-}
 BLAME_S = 5.0  # for so long after its end, a fault may still cost an attempt
 
 
@@ -263,8 +245,7 @@ class Client:
         world = self.world
         if code == "lease_expired" and max(world.landing_s) > world.lease_s:
             return True  # most reads are made again until one is quick
-        causes = EXCUSES.get(code, frozenset())
-        return any(kind in causes for kind in world.faults_since(self.asked_s - BLAME_S))
+        return world.nemesis.explains(code, self.asked_s - BLAME_S)
 
     def check_queued(self) -> None:
         """Note whether it waits in the queue for a node that has room."""

@@ -29,8 +29,9 @@ from baton.runtime.channels import listener
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.wire import ConnectionChange
 from tests.sim.clock import Process
+from tests.sim.nemesis.schedule import Fault
 from tests.sim.transports import SimShm
-from tests.sim.world import Fault, Result, simulate
+from tests.sim.world import Result, simulate
 
 Patch = tuple[object, str, object]
 

@@ -32,7 +32,8 @@ from baton.node.sockets import EngineSockets, FromRouter, RouterLost
 from baton.protocol.messages import InProgress, PromptLogprobs, Tokens
 from tests.sim.executor import BLOCK_SIZE
 from tests.sim.members import SimNode
-from tests.sim.world import Fault, simulate
+from tests.sim.nemesis.schedule import Fault
+from tests.sim.world import simulate
 
 FROM_LINKS = (FromRouter, RouterLost, FromPeer, PeerLost)
 FROM_RANKS = (PeerUp, PeerDown, ReadEnded, ReadDrained, BlocksSummed)

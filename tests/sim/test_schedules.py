@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 
 from baton.router.core.pair_health import Pairs
-from tests.sim.world import Fault, simulate
+from tests.sim.nemesis.schedule import Fault
+from tests.sim.world import simulate
 
 SEEDS_APIECE = 10
 

@@ -8,27 +8,27 @@ import secrets
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, cast
+from typing import Any
 from unittest import mock
 
 from baton.node.router_channel import LONGEST_WAIT_S
-from baton.protocol.codec import to_node_codec, to_router_codec
-from baton.protocol.ids import Epoch, Key, NodeId
-from baton.protocol.messages import PROTOCOL_VERSION, Heartbeat, Load
+from baton.protocol.ids import Key
+from baton.protocol.messages import PROTOCOL_VERSION
 from baton.router.http.api import large_bodies
 from baton.router.worker import Worker
 from tests.sim.clients import Client
 from tests.sim.clock import Process, SimLoop
 from tests.sim.executor import Context
-from tests.sim.http import Exchange, Port
-from tests.sim.members import Member, SimNode, SimRouter, parse_at_a_cost, refuse_after_work
-from tests.sim.network import Network, Pair, SimChannels
+from tests.sim.http import Port
+from tests.sim.members import SimNode
+from tests.sim.nemesis.schedule import Fault, Nemesis, lanes_of
+from tests.sim.network import Network
+from tests.sim.routers import SimRouter, parse_at_a_cost, refuse_after_work
 from tests.sim.transports import Pools
 
-NUM_FAULTS = 10  # in each lane
 HEALING_S = 150.0  # after the last fault, every client has its tokens, also of a crowded node
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
 AUDIT_S = 0.5  # between two looks at who owns which block
@@ -36,8 +36,6 @@ LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nob
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
-NUM_FLOODING = 24_000  # messages at once, of one peer
-LARGE_BYTES = 3 << 20  # of a body
 LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
@@ -45,36 +43,6 @@ PACES = (  # of leases and of reads
 )  # fmt: skip
 SHAPES = ((1, 1, 1), (2, 1, 1), (2, 2, 2), (2, 1, 2), (1, 2, 2))
 RANKS = ((1, 1), (1, 1), (2, 2), (1, 2), (2, 1))  # of each prefill and each decode node
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """A fault of a lane, which begins `after_s` after the one before it has ended."""
-
-    kind: str
-    after_s: float
-    node: int
-    router: int
-    seconds: float
-
-
-KINDS = (
-    "kill node", "drain node", "freeze node", "freeze node", "suspend node", "hang node",
-    "kill router", "end router", "freeze router", "kill router, freeze node",
-    "cut", "cut peers", "drop", "drop peers", "drop one way", "drop peers one way",
-    "strand node", "double node", "drain silent node", "isolate node", "refuse", "slow names",
-    "other version", "pause all", "slow motion", "stall router", "flood", "large body",
-    "other weights", "clock steps back",
-)  # fmt: skip
-
-
-def faults_of(rng: random.Random, kinds: Sequence[str]) -> list[Fault]:
-    durations = (0.5, 1.9, 2.1, 2.4, 3.0, 3.5, 4.0, 5.0, 6.1, 7.0)
-    return [
-        Fault(rng.choice(kinds), rng.uniform(0.2, 5), rng.randrange(1000), rng.randrange(1000),
-              rng.choice(durations))
-        for _ in range(NUM_FAULTS)
-    ]  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -121,19 +89,15 @@ class World:
         self.twins: list[SimNode] = []  # that use the name of another, or have another model
         num_clients, self.latest_start_s = rng.choice(((20, 35.0), (30, 15.0), (30, 3.0)))
         self.clients = [Client(self, number) for number in range(num_clients)]
-        # Few kinds of faults meet each other more often than all of them do.
-        # They have numbers of their own, so that another kind changes nothing but them.
+        # Faults have numbers of their own, so that another kind changes nothing but them.
         lot = random.Random(rng.getrandbits(64))
-        kinds = lot.sample(KINDS, lot.choice((2, 4, len(KINDS))))
-        own = [faults_of(lot, kinds), faults_of(lot, kinds)]
-        self.lanes = own if lanes is None else lanes
+        self.nemesis = Nemesis(self, lanes_of(lot) if lanes is None else lanes)
         self.healed_s = float("inf")
         self._unwanted_since_s: dict[tuple[Process, Key], float] = {}
         self._calm_since_s: dict[tuple[Process, Process], float] = {}
         self._doubled_s: dict[str, float] = {}  # when a node last had a double
         self.longest_turn_s = 0.0
         self.stepped_back_s = 0.0
-        self.struck: list[tuple[str, float, float]] = []  # each fault, when it began and ended
 
     def problem(self, text: str) -> None:
         self.problems.append(self._stamped(text))
@@ -153,7 +117,7 @@ class World:
         audit = self.loop.create_task(self._audit())
         pulses = self.loop.create_task(self._feel_pulses())
         async with asyncio.timeout(600):  # each fault has an end
-            await asyncio.gather(*map(self._lane, self.lanes))
+            await self.nemesis.run()
         self.note("no more faults")
         self.healed_s = self.loop.time()
         await asyncio.wait(asking, timeout=HEALING_S)
@@ -305,253 +269,15 @@ class World:
                 if node.num_attempts or node.num_tokens:
                     yield f"{router.name} reserves load at {node.node_id}"
 
-    # --- faults ---------------------------------------------------------------------------------
-
-    async def _lane(self, faults: list[Fault]) -> None:
-        for fault in faults:
-            await asyncio.sleep(fault.after_s)
-            node = self.nodes[fault.node % len(self.nodes)]
-            router = self.routers[fault.router % len(self.routers)]
-            self.note(f"{fault.kind}: {node.name} {router.name} {fault.seconds:g} s")
-            index, now_s = len(self.struck), self.loop.time()
-            self.struck.append((fault.kind, now_s, math.inf))
-            await self._strike(fault, node, router)
-            self.struck[index] = fault.kind, now_s, self.loop.time()
-
-    def faults_since(self, at_s: float) -> list[str]:
-        """Return the faults that lasted at this time or later."""
-        return [kind for kind, _, ended_s in self.struck if ended_s >= at_s]
-
-    async def _strike(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
-        seconds = fault.seconds
-        match fault.kind:
-            case "kill node":
-                node.kill()
-                await asyncio.sleep(seconds / 2)
-                node.start()
-            case "other version":
-                await self._roll(node, seconds)
-            case "drain node":
-                if node.is_up:
-                    node.drain()
-                    await node.died.wait()
-                    await asyncio.sleep(seconds / 4)
-                    node.start()
-            case "freeze node" | "suspend node":
-                node.freeze()
-                await asyncio.sleep(seconds)
-                node.thaw(60.0 if fault.kind == "suspend node" else 0.0)
-            case "hang node":
-                node.hung_until_s = max(node.hung_until_s, self.loop.time() + 2 * seconds)
-                await asyncio.sleep(2 * seconds)
-            case "kill router":
-                router.kill()
-                await asyncio.sleep(seconds / 2)
-                router.start()
-            case "end router":
-                if router.is_up:
-                    router.end()
-                    await router.died.wait()
-                    await asyncio.sleep(seconds / 2)
-                    router.start()
-            case "pause all" | "slow motion" | "stall router" | "flood" | "large body":
-                await self._hold_up(fault, router)
-            case "freeze router":
-                router.freeze()
-                await asyncio.sleep(seconds)
-                router.thaw()
-            case "kill router, freeze node":
-                await self._kill_before_freezing(node, router, seconds)
-            case "drain silent node":
-                await self._drain_silent(node, seconds)
-            case "strand node":
-                await self._strand(node, router, seconds)
-            case "double node" | "other weights":
-                bring = self._double if fault.kind == "double node" else self._bring_other_weights
-                await bring(node, seconds)
-            case "clock steps back":
-                self.stepped_back_s += self.rng.choice((1.0, 60.0, 3600.0))
-            case _:
-                await self._cut(fault, node, router)
-
-    async def _hold_up(self, fault: Fault, router: SimRouter) -> None:
-        match fault.kind:
-            case "pause all":
-                await self._pause_all(fault.seconds * self.rng.choice((1, 4)))
-            case "slow motion":
-                await self._slow_motion(3 * fault.seconds)
-            case "stall router":
-                router.stall()
-                await asyncio.sleep(fault.seconds)
-                router.unstall()
-            case "flood":
-                await self._flood(router)
-            case "large body":
-                await self._send_large_body()
-
-    async def _pause_all(self, seconds: float) -> None:
-        """Let the host stand still. Then threads go on in any order."""
-        for member in (*self.routers, *self.nodes):
-            member.freeze()
-        await asyncio.sleep(seconds)
-        await self._thaw_all()
-
-    async def _slow_motion(self, seconds: float) -> None:
-        """Let each process, or its threads alone, run for moments only, as on a host that swaps."""
-        rng, members = self.rng, [*self.routers, *self.nodes]
-        ends_s = self.loop.time() + seconds
-        for member in members:
-            member.freeze()
-        while self.loop.time() < ends_s:
-            member = rng.choice(members)
-            member.thaw(stalled_s=rng.choice((0.0, 0.02, seconds)))
-            await asyncio.sleep(rng.choice((0.005, 0.02, 0.2, 1.0)))
-            member.freeze()
-            await asyncio.sleep(rng.choice((0.0, 0.05, 0.3, 1.0)))
-        await self._thaw_all()
-
-    async def _thaw_all(self) -> None:
-        members = [*self.routers, *self.nodes]
-        self.rng.shuffle(members)
-        for member in members:
-            member.thaw(stalled_s=self.rng.choice((0.0, 0.0, 0.1, 1.0, 3.0)))
-            await asyncio.sleep(self.rng.choice((0.0, 0.1, 1.0)))
-
-    async def _flood(self, router: SimRouter) -> None:
-        """Let a peer say more than the router can hear at once."""
-        process = Process(self.loop, "flood")
-        channels = SimChannels(self.network, process, lambda: None)
-        name = NodeId("flood")
-        dialer = channels.dial(
-            router.endpoint, f"heartbeats:{name}".encode(), to_router_codec(), to_node_codec()
-        )
-        await asyncio.sleep(1.0)
-        for number in range(NUM_FLOODING):
-            dialer.send(Heartbeat(name, Epoch("flood"), Load(number)))
-        await asyncio.sleep(3.0)
-        dialer.close()
-        process.kill()
-
-    async def _send_large_body(self) -> None:
-        """Send a prompt that no model can take, which any router may get."""
-        body = {"model": "sim", "prompt": "x" * LARGE_BYTES}
-        headers = {"Content-Type": "application/json"}
-        exchange = Exchange(self.port, "POST /v1/completions", lambda *_: None, body, headers)
-        if exchange.begin():
-            await asyncio.wait([exchange.ended], timeout=5.0)
-            exchange.leave()
-
-    async def _kill_before_freezing(self, node: SimNode, router: SimRouter, seconds: float) -> None:
-        """Let a router die, and its node answer to no other for a while."""
-        router.kill()
-        await asyncio.sleep(self.rng.uniform(0, 0.3))
-        node.freeze()
-        await asyncio.sleep(0.2)
-        router.start()
-        await asyncio.sleep(seconds)
-        node.thaw()
-
-    async def _roll(self, node: SimNode, seconds: float) -> None:
-        """Start the next version of a node too early, and go back to the one before."""
-        for node.speaks, after_s in ((PROTOCOL_VERSION + 1, seconds), (PROTOCOL_VERSION, 0.0)):
-            node.kill()
-            node.start()
-            await asyncio.sleep(after_s)
-
-    async def _drain_silent(self, node: SimNode, seconds: float) -> None:
-        """End a node whose last words reach the routers after those of the next process."""
-        directions = [(node.name, router.name) for router in self.routers]
-        for direction in directions:
-            self.network.fall_silent(direction)
-        node.drain()
-        await asyncio.sleep(min(seconds / 2, 2.0))
-        node.kill()
-        node.start()
-        for direction in directions:
-            self.network.speak_again(direction)
-
-    async def _strand(self, node: SimNode, router: SimRouter, seconds: float) -> None:
-        """Let streams leave a node that no router reaches, then kill all who know of it."""
-        directions = self._directions(node, self.routers)
-        for direction in directions:
-            self.network.fall_silent(direction)
-        await asyncio.sleep(4.0 + seconds)
-        gone = [router, *(one for one in self.nodes if one.role == "decode" and one is not node)]
-        for one in gone:
-            one.kill()
-        for direction in directions:
-            self.network.speak_again(direction)
-        await asyncio.sleep(3.0)
-        for one in gone:
-            one.start()
-
-    async def _double(self, node: SimNode, seconds: float) -> None:
-        """Run another process of the same name, from a frozen one's place or refused."""
-        twin = SimNode(self, node.name, node.role, node.num_blocks, 1000 + len(self.twins))
-        self.twins.append(twin)
-        twin.start()
-        await asyncio.sleep(seconds)
-        twin.drain()
-        await twin.died.wait()
-
-    async def _bring_other_weights(self, node: SimNode, seconds: float) -> None:
-        """Run a node with other weights, which a router that has the model must refuse."""
-        if all(router.is_up and router.core.registry.model for router in self.routers):
-            name = f"w{len(self.twins)}"
-            stranger = SimNode(self, name, node.role, node.num_blocks, model="other")
-            self.twins.append(stranger)
-            stranger.start()
-            await asyncio.sleep(seconds)
-            stranger.kill()
+    def wall_s(self) -> float:
+        """Return the time of day, which may step back."""
+        return self.loop.time() - self.stepped_back_s
 
     def dismiss_strangers(self) -> None:
         """End the nodes of the other model, before a router starts and takes that for its own."""
         for stranger in self.twins:
             if stranger.model == "other":
                 stranger.kill()
-
-    def wall_s(self) -> float:
-        """Return the time of day, which may step back."""
-        return self.loop.time() - self.stepped_back_s
-
-    async def _cut(self, fault: Fault, node: SimNode, router: SimRouter) -> None:
-        seconds, other = fault.seconds, cast("Member", router)
-        match fault.kind:
-            case "isolate node":  # but its memory can be read, and it can read that of others
-                directions = self._directions(node, (*self.routers, *self.nodes))
-                return await self._silence(directions, seconds)
-            case "refuse":  # new sessions, as between processes that have not the same keys
-                self.network.cut.add(pair := (node.name, router.name))
-                await asyncio.sleep(3 * seconds)
-                return self.network.cut.discard(pair)
-            case "slow names":
-                self.network.resolving_s = seconds
-                await asyncio.sleep(seconds)
-                self.network.resolving_s = 0.0
-                self.network.resolved_s = self.loop.time() + seconds
-                return None
-        if "peers" in fault.kind:
-            role = "decode" if node.role == "prefill" else "prefill"
-            other = self.rng.choice([one for one in self.nodes if one.role == role])
-        pair, back = (node.name, other.name), (other.name, node.name)
-        if fault.kind.startswith("cut"):
-            self.network.cut.add(pair)
-            self.network.sever(*pair)
-            await asyncio.sleep(seconds)
-            return self.network.cut.discard(pair)
-        directions = [self.rng.choice((pair, back))] if "one way" in fault.kind else [pair, back]
-        return await self._silence(directions, 3 * seconds)
-
-    def _directions(self, node: SimNode, others: Iterable[Member]) -> list[Pair]:
-        names = [one.name for one in others if one is not node]
-        return [pair for name in names for pair in ((node.name, name), (name, node.name))]
-
-    async def _silence(self, directions: list[Pair], seconds: float) -> None:
-        for direction in directions:
-            self.network.fall_silent(direction)
-        await asyncio.sleep(seconds)
-        for direction in directions:
-            self.network.speak_again(direction)
 
 
 def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
@@ -586,5 +312,5 @@ def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
         seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,
-        loop.time() - 1000.0, world.longest_turn_s, len(world.log) - 1, world.lanes,
+        loop.time() - 1000.0, world.longest_turn_s, len(world.log) - 1, world.nemesis.lanes,
     )  # fmt: skip

@@ -1,0 +1,47 @@
+"""More than a process can take: floods and large bodies."""
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from baton.protocol.codec import to_node_codec, to_router_codec
+from baton.protocol.ids import Epoch, NodeId
+from baton.protocol.messages import Heartbeat, Load
+from tests.sim.clock import Process
+from tests.sim.http import Exchange
+from tests.sim.members import SimNode
+from tests.sim.network import SimChannels
+from tests.sim.routers import SimRouter
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+NUM_FLOODING = 24_000  # messages at once, of one peer
+LARGE_BYTES = 3 << 20  # of a body
+
+
+async def flood(world: "World", _node: SimNode, router: SimRouter, _seconds: float) -> None:
+    """Let a peer say more than the router can hear at once."""
+    process = Process(world.loop, "flood")
+    channels = SimChannels(world.network, process, lambda: None)
+    name = NodeId("flood")
+    dialer = channels.dial(
+        router.endpoint, f"heartbeats:{name}".encode(), to_router_codec(), to_node_codec()
+    )
+    await asyncio.sleep(1.0)
+    for number in range(NUM_FLOODING):
+        dialer.send(Heartbeat(name, Epoch("flood"), Load(number)))
+    await asyncio.sleep(3.0)
+    dialer.close()
+    process.kill()
+
+
+async def send_large_body(
+    world: "World", _node: SimNode, _router: SimRouter, _seconds: float
+) -> None:
+    """Send a prompt that no model can take, which any router may get."""
+    body = {"model": "sim", "prompt": "x" * LARGE_BYTES}
+    headers = {"Content-Type": "application/json"}
+    exchange = Exchange(world.port, "POST /v1/completions", lambda *_: None, body, headers)
+    if exchange.begin():
+        await asyncio.wait([exchange.ended], timeout=5.0)
+        exchange.leave()

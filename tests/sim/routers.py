@@ -1,0 +1,135 @@
+"""The routers of a simulated cluster with their HTTP side, as `baton router` has them."""
+
+import asyncio
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel
+from tokenizers.models import WordLevel
+
+from baton.protocol.config import ClusterConfig, ModelConfig, NodeConfig, RouterConfig
+from baton.protocol.ids import NodeId, RequestId
+from baton.router.core.router_core import ActiveRequest, RouterCore
+from baton.router.http.api.prepare import parse_body
+from baton.router.http.api.schema import Endpoint
+from baton.router.http.app import App
+from baton.router.http.server import Server
+from baton.router.text.detokenizer import decoding_of
+from baton.router.text.tokenizer import Text
+from baton.router.text_router import TextRouter
+from baton.router.worker import TooMuchWork
+from tests.sim.clock import PROCESS
+from tests.sim.executor import VOCAB
+from tests.sim.members import DETACHED_S, DRAIN_S, Member, SimNode
+from tests.sim.network import SimChannels, world_call_at
+
+if TYPE_CHECKING:
+    from tests.sim.world import World
+
+# What it takes to decode a byte of a body and to fill a template with it, as measured.
+PARSED_BYTE_S = 200e-9
+WORK_S = 1.0
+
+
+class SimRouter(Member):
+    """A router with its HTTP side, as `baton router` has it."""
+
+    def __init__(self, world: "World", name: str) -> None:
+        super().__init__(world, name)
+        self.endpoint = f"ipc://{name}"
+
+    def _begin(self) -> None:
+        super()._begin()
+        self.world.dismiss_strangers()
+        self.process.run(self._build)
+        self.process.start(self.server.start())
+
+    def _build(self) -> None:
+        config = ClusterConfig(
+            model=ModelConfig(served_model_name="sim"),
+            router=RouterConfig(
+                control=self.endpoint,
+                local_prefill=self.world.local_prefill,
+                max_queued=self.world.max_queued,
+                max_queued_s=60.0,  # type: ignore[arg-type]
+                shares_port=True,
+            ),
+            node=NodeConfig(detached_s=DETACHED_S),
+        )
+        process, network = self.process, self.world.network
+        self.core = RouterCore(
+            config, process.clock, lambda *_: SimChannels(network, process, lambda: None)
+        )
+        self.router = TextRouter(config, self.core, Text(TOKENIZER, DECODING))
+        self.app = App(self.router, config)
+        self.server = Server(self.app, config.router)
+        process.state_of = self._state_of
+        self.router.start(self.endpoint)
+
+    def kill(self) -> None:
+        super().kill()
+        self.world.port.died(self.process)
+
+    def end(self) -> None:
+        """End as after SIGTERM."""
+        self.process.start(self._end())
+
+    async def _end(self) -> None:
+        await self.server.drain(DRAIN_S)
+        self.router.close()
+        await self.server.stop()
+        world_call_at(self.world.loop, self.world.loop.time(), self.kill)
+
+    @property
+    def is_idle(self) -> bool:
+        return not (self.app._num_open or self.server._connections._open)
+
+    def _state_of(self, request_id: str) -> str:
+        active = self.core._requests.get(RequestId(request_id))
+        if active is None:
+            return "sought" if request_id in self.core._reattaching._searching else "unknown"
+        if active.lifecycle.has_outcome:
+            return "ended"
+        return "waiting" if active.lifecycle.waiting_choices else "running"
+
+    def requests_of(self, seed: int) -> list[ActiveRequest]:
+        """Return the requests of the client with this seed."""
+        active = self.core._requests.values()
+        return [one for one in active if one.lifecycle.request.sampling.seed == seed]
+
+    def knows(self, node: SimNode) -> bool:
+        """Say whether this process has joined this router, not another one of its name."""
+        joined = self.core.registry.node(NodeId(node.name))
+        return joined is not None and joined.epoch == node.epoch
+
+    def state_of(self, node: SimNode) -> str:
+        """Return what this router makes of a node's process."""
+        joined = self.core.registry.node(NodeId(node.name))
+        return joined.state if joined is not None and joined.epoch == node.epoch else "unknown"
+
+    def serves(self, node: SimNode) -> bool:
+        return self.state_of(node) == "ready"
+
+
+def parse_at_a_cost(endpoint: Endpoint, body: bytes, *rest: Any) -> Any:
+    """Parse a body in the time of the process that does it."""
+    process = PROCESS.get()
+    assert process is not None
+    process.spend(PARSED_BYTE_S * len(body))
+    return parse_body(endpoint, body, *rest)
+
+
+async def refuse_after_work(_worker: object, _job: object, _lane: object, _client: str = "") -> Any:
+    """Be the process that reads large bodies: those here are too large for the model."""
+    await asyncio.sleep(WORK_S)
+    raise TooMuchWork("the prompt is too long")
+
+
+def word(token: int) -> str:
+    """Return the text of a token."""
+    return f"<{token}>"
+
+
+TOKENIZER = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(0)))
+TOKENIZER.decoder = ByteLevel()
+DECODING = decoding_of(TOKENIZER)
