@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from baton.protocol.ids import Key, RequestId
 from tests.sim.clock import Process
-from tests.sim.executor import VOCAB, Context, next_token, rank_of
+from tests.sim.executor import Context, next_token, rank_of
 from tests.sim.http import Exchange
-from tests.sim.members import EOS
-from tests.sim.routers import SimRouter, word
+from tests.sim.routers import SimRouter
+from tests.sim.rules import EOS, RULES, VOCAB, first_allowed, word
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -42,6 +42,8 @@ class Client:
         self.is_scored = number % 5 == 0  # its prompt has log probabilities, and it gets no stream
         if self.is_scored:  # it must have all of it within its patience
             self.max_tokens = min(self.max_tokens, 60)
+        self.rule = RULES[world.later_rng.choice(("none", *RULES))]
+        self.ignores_eos = self.ignores_eos and not self.rule.is_form
         self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
         self.ends = {*range(len(self.stops)), *(() if self.ignores_eos else EOS)}
         self.is_done = False
@@ -59,6 +61,7 @@ class Client:
         """Begin anew, with another request."""
         self.event_id = ""  # of the last event
         self.contexts: list[Context] = [self._root] * self.n
+        self.outputs: list[list[int]] = [[] for _ in range(self.n)]
         self.texts = [""] * self.n
         self.has_ended = [False] * self.n
         self.is_whole = [False] * self.n  # it has its last token
@@ -126,7 +129,7 @@ class Client:
             "model": "sim", "prompt": self.prompt, "n": self.n, "max_tokens": self.max_tokens,
             "seed": self.seed, "ignore_eos": self.ignores_eos, "stop": self.stops,
             "return_token_ids": True, "temperature": 1.0, "stream": not self.is_scored,
-            **({"prompt_logprobs": 0} if self.is_scored else {}),
+            **({"prompt_logprobs": 0} if self.is_scored else {}), **self.rule.fields,
         }  # fmt: skip
         headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
         return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
@@ -177,11 +180,11 @@ class Client:
             context = self.contexts[choice]
             if self.is_whole[choice]:
                 self._complain(f"a token after the end of choice {choice}")
-            said = {next_token(context, self.seed, choice, node.salt) for node in world.nodes}
-            if token not in said:
+            if token not in {self._next_token(choice, node.salt) for node in world.nodes}:
                 place = self.num_tokens(choice)
                 self._complain(f"token {place} of choice {choice} is what no node would say")
             self.contexts[choice] = context.then(token)
+            self.outputs[choice].append(token)
             is_last = self.num_tokens(choice) == self.max_tokens
             self.is_whole[choice] = is_last or token in self.ends
         now_s = world.loop.time()
@@ -199,12 +202,13 @@ class Client:
         self.longest_gap_s = max(self.longest_gap_s, now_s - self.last_s)
         self.last_s = now_s
 
-    def _tokens(self, choice: int) -> list[int]:
-        tokens, context = [], self.contexts[choice]
-        while context.length > self._root.length and context.before is not None:
-            tokens.append(context.token)
-            context = context.before
-        return tokens[::-1]
+    def _next_token(self, choice: int, salt: int) -> int:
+        """Return what a node says after the tokens of a choice, by the rule of this client."""
+        context, output = self.contexts[choice], self.outputs[choice]
+        return first_allowed(
+            lambda i: next_token(context, self.seed + i, choice, salt),
+            lambda token: self.rule.allows(self.prompt, output, token),
+        )
 
     def _check_prompt(self, rows: list[dict[str, Any] | None]) -> None:
         """Check that one node has said of each token what it says after those before it."""
@@ -223,7 +227,7 @@ class Client:
         if not all(self.has_ended):
             self._complain("an outcome without the end of all choices")
         for choice, text in enumerate(self.texts):
-            shown = [token for token in self._tokens(choice) if token not in self.ends]
+            shown = [token for token in self.outputs[choice] if token not in self.ends]
             if text != "".join(map(word, shown)):
                 self._complain(f"choice {choice} has not the text of its tokens")
         self.is_done = True
@@ -278,7 +282,7 @@ class Client:
             and node.name not in twins
             and frozenset((node.process, router.process)) in self.world.network.have_met
             for one in node.held(self.request_id)
-            if one.token_ids[: self.num_tokens(one.key.choice)] == self._tokens(one.key.choice)
+            if one.token_ids[: self.num_tokens(one.key.choice)] == self.outputs[one.key.choice]
         }
         lacking = {index for index in range(self.n) if not self.has_ended[index]}
         if lacking <= held:

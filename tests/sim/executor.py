@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from baton.kv_transfer.interfaces import TransferPort
+from baton.model.sampling.token_masks import NoMask
+from baton.node.executor import RANK_KILLED
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key
 from tests.sim.clock import Process
+from tests.sim.rules import VOCAB, SimMasks, first_allowed
 
-VOCAB = 1000
 BLOCK_SIZE = 4
 NUM_HEADS = 2  # of whose slots a block holds one after the other
 SLOT_BYTES = 8
@@ -61,25 +64,40 @@ def rank_of(context: Context, token: int, salt: int) -> int:
     return next_token(context, token, 0, salt)
 
 
-class WrongKV(Exception):
+class WrongStep(Exception):
     """A step would have computed with blocks of another sequence."""
 
 
+def _anything(_token: int) -> bool:
+    return True
+
+
 class CheckedModel:
-    """Computes plans; `says` returns the token of a choice after a context and with a seed."""
+    """Computes plans; `says` returns the token of a choice after a context and with a seed.
+
+    With `masks`, it follows the rules of requests.
+    """
 
     def __init__(
-        self, num_blocks: int, root: Context, says: Callable[[Context, int, int], int]
+        self,
+        num_blocks: int,
+        root: Context,
+        says: Callable[[Context, int, int], int],
+        masks: SimMasks | None = None,
     ) -> None:
         self.slots: list[list[Context | int | None]] = [
             [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
         ]
-        self._root, self.says = root, says
+        self._root, self.says, self._masks = root, says, masks
+        self.failed: dict[Key, str] = {}  # why nothing may come, in the last step
         self._sampled: dict[tuple[Key, int], int] = {}
 
     def run(self, plan: StepPlan) -> tuple[tuple[int, ...], ...]:
         for source, target in plan.copies:
             self.slots[target] = list(self.slots[source])
+        self.failed.clear()
+        if self._masks is not None:
+            self._masks.begin_step()
         return tuple(self._compute(part) for part in plan.slices)
 
     def write(self, block: int, offset: int, context: Context) -> None:
@@ -87,6 +105,7 @@ class CheckedModel:
 
     def _compute(self, part: Slice) -> tuple[int, ...]:
         context, sampled = self._before(part), []
+        allows = self._rule_of(part)
         for position in range(part.start, part.start + part.length):
             if part.token_ids:
                 token = part.token_ids[position - part.start]
@@ -96,12 +115,29 @@ class CheckedModel:
             self.write(part.block_table[position // BLOCK_SIZE], position % BLOCK_SIZE, context)
             if position + 1 < part.start + part.length - part.num_guesses:
                 continue
-            for choice in part.samples:
+            for choice in part.samples if allows is not None else ():
                 assert part.sampling is not None
-                token = self.says(context, part.sampling.seed, choice)
+                says, seed = partial(self.says, context), part.sampling.seed
+                token = first_allowed(lambda i: says(seed + i, choice), allows)  # noqa: B023
                 self._sampled[part.key.of_choice(choice), position + 1] = token
                 sampled.append(token)
         return tuple(sampled)
+
+    def _rule_of(self, part: Slice) -> Callable[[int], bool] | None:
+        """Return what says of a token whether it may come; None if that is not known yet."""
+        masks, sampling = self._masks, part.sampling
+        if masks is None or sampling is None:
+            return _anything
+        if not part.samples or not sampling.depends_on_output:
+            masks.prepare(sampling.grammar)
+            return _anything
+        tokens = part.token_ids or (self._sampled[part.key, part.start],)
+        allowed = masks.allowed(part, tokens)
+        if not isinstance(allowed, NoMask):
+            return allowed
+        if allowed.problem:
+            self.failed[part.key] = allowed.problem
+        return None
 
     def _before(self, part: Slice) -> Context:
         """Return the context before a slice, from the slots, which must all be of one sequence."""
@@ -109,7 +145,7 @@ class CheckedModel:
             return self._root
         found = self.slot(part, part.start - 1)
         if found is None or found.length != part.start:
-            raise WrongKV(f"{part.key}: the slot before {part.start} is of another sequence")
+            raise WrongStep(f"{part.key}: the slot before {part.start} is of another sequence")
         is_whole = part.length > 1 or part.start % FULL_CHECK_EVERY == 0
         context, position = found, part.start - 1
         while context.before is not None and context.length > 1:
@@ -117,7 +153,7 @@ class CheckedModel:
                 break
             context, position = context.before, position - 1
             if self.slot(part, position) is not context:
-                raise WrongKV(f"{part.key}: position {position} is of another sequence")
+                raise WrongStep(f"{part.key}: position {position} is of another sequence")
         return found
 
     def slot(self, part: Slice, position: int) -> Context | None:
@@ -132,14 +168,15 @@ class SimExecutor:
 
     def __init__(
         self, process: Process, num_blocks: int, salt: int, root: Context,
-        step_s: Callable[[], float],
+        step_s: Callable[[], float], masks: SimMasks,
     ) -> None:  # fmt: skip
-        self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt))
+        self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt), masks)
         self.ports: tuple[TransferPort, ...] = ()
         self.generations = [0] * num_blocks
         self._process, self._salt, self._step_s = process, salt, step_s
         self.wake: Callable[[], None] = lambda: None
-        self.error: WrongKV | None = None  # the next `poll` raises it
+        self.error: WrongStep | LookupError | NodeError | None = None  # the next `poll` raises it
+        self._is_broken = False  # a rank has died, so no step ends
         self._queue: deque[StepPlan] = deque()
         self._done: deque[StepResult] = deque()
 
@@ -161,11 +198,22 @@ class SimExecutor:
             self.generations[block] = generation
         self._process.loop.call_later(self._step_s(), self._end)
 
+    def break_rank(self, rank: int) -> None:
+        """Let a rank die, which `poll` may notice from `notice_death` on."""
+        self._is_broken = True
+        self._rank = rank
+
+    def notice_death(self) -> None:
+        self.error = NodeError(f"rank {self._rank} was killed", code=RANK_KILLED)
+        self.wake()
+
     def _end(self) -> None:
+        if self._is_broken:
+            return
         plan = self._queue.popleft()
         try:
             tokens = self.model.run(plan)
-        except WrongKV as error:
+        except (WrongStep, LookupError) as error:
             self.error = error
             self.wake()
             return
@@ -173,7 +221,11 @@ class SimExecutor:
         scores = tuple(
             (i, self._scores(part)) for i, part in enumerate(plan.slices) if part.targets
         )
-        result = StepResult(plan.step_id, tokens, now_s - 0.01, now_s, prompt_logprobs=scores)
+        why = self.model.failed
+        failed = tuple((i, why[part.key]) for i, part in enumerate(plan.slices) if part.key in why)
+        result = StepResult(
+            plan.step_id, tokens, now_s - 0.01, now_s, failed, prompt_logprobs=scores
+        )
         self._done.append(result)
         if self._queue:
             self._begin()

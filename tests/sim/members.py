@@ -37,15 +37,16 @@ from baton.protocol.messages import (
     StepLimits,
 )
 from tests.sim.clock import Process
-from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor
+from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
+from tests.sim.rules import EOS, VOCAB, SimMasks
 from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
-EOS = tuple(range(10, 14))
 DETACHED_S = 30.0
+COMPILE_S = (0.0, 0.005, 0.05, 0.4)  # that a node's thread takes for a grammar
 DRAIN_S = 5.0
 
 T = TypeVar("T")
@@ -149,6 +150,7 @@ class SimNode(Member):
         self.executor = SimExecutor(
             process, self.num_blocks, self.salt, world.root,
             lambda: world.rng.uniform(*world.step_s),
+            SimMasks(process.clock, lambda: world.later_rng.choice(COMPILE_S)),
         )  # fmt: skip
         self.executor.wake = wake
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)

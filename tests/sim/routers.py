@@ -1,11 +1,8 @@
 """The routers of a simulated cluster with their HTTP side, as `baton router` has them."""
 
 import asyncio
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel
-from tokenizers.models import WordLevel
 
 from baton.protocol.config import ClusterConfig, ModelConfig, NodeConfig, RouterConfig
 from baton.protocol.ids import NodeId, RequestId
@@ -14,14 +11,16 @@ from baton.router.http.api.prepare import parse_body
 from baton.router.http.api.schema import Endpoint
 from baton.router.http.app import App
 from baton.router.http.server import Server
+from baton.router.text import grammars
 from baton.router.text.detokenizer import decoding_of
+from baton.router.text.grammars import Form
 from baton.router.text.tokenizer import Text
 from baton.router.text_router import TextRouter
 from baton.router.worker import TooMuchWork
 from tests.sim.clock import PROCESS
-from tests.sim.executor import VOCAB
 from tests.sim.members import DETACHED_S, DRAIN_S, Member, SimNode
 from tests.sim.network import SimChannels, world_call_at
+from tests.sim.rules import TOKENIZER
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 # What it takes to decode a byte of a body and to fill a template with it, as measured.
 PARSED_BYTE_S = 200e-9
 WORK_S = 1.0
+CHECK_S = 0.01
 
 
 class SimRouter(Member):
@@ -119,17 +119,16 @@ def parse_at_a_cost(endpoint: Endpoint, body: bytes, *rest: Any) -> Any:
     return parse_body(endpoint, body, *rest)
 
 
-async def refuse_after_work(_worker: object, _job: object, _lane: object, _client: str = "") -> Any:
-    """Be the process that reads large bodies: those here are too large for the model."""
+async def work(_worker: object, job: object, _lane: object, _client: str = "") -> Any:
+    """Check forms and read large bodies, which are too large for the model."""
+    if isinstance(job, Form):
+        await asyncio.sleep(CHECK_S)
+        return checked(job)
     await asyncio.sleep(WORK_S)
     raise TooMuchWork("the prompt is too long")
 
 
-def word(token: int) -> str:
-    """Return the text of a token."""
-    return f"<{token}>"
+checked = cache(grammars._checked)
 
 
-TOKENIZER = Tokenizer(WordLevel({word(token): token for token in range(VOCAB)}, word(0)))
-TOKENIZER.decoder = ByteLevel()
 DECODING = decoding_of(TOKENIZER)

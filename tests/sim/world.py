@@ -26,7 +26,7 @@ from tests.sim.http import Port
 from tests.sim.members import SimNode
 from tests.sim.nemesis.schedule import Fault, Nemesis, lanes_of
 from tests.sim.network import Network
-from tests.sim.routers import SimRouter, parse_at_a_cost, refuse_after_work
+from tests.sim.routers import SimRouter, parse_at_a_cost, work
 from tests.sim.transports import Pools
 
 HEALING_S = 150.0  # after the last fault, every client has its tokens, also of a crowded node
@@ -62,6 +62,8 @@ class Result:
 class World:
     def __init__(self, loop: SimLoop, seed: int, lanes: list[list[Fault]] | None = None) -> None:
         self.loop, self.rng = loop, random.Random(seed)
+        # What came to the simulation later has numbers of its own.
+        self.later_rng = random.Random(~seed)
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
         self.port = Port(loop, rng)
@@ -301,7 +303,7 @@ def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
             mock.patch.object(secrets, "randbits", world.rng.getrandbits),
             mock.patch.object(time, "time", world.wall_s),
             mock.patch.object(large_bodies, "parse_body", parse_at_a_cost),
-            mock.patch.object(Worker, "run", refuse_after_work),
+            mock.patch.object(Worker, "run", work),
         ):
             loop.run_until_complete(world.run())
     finally:
