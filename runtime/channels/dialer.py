@@ -112,7 +112,7 @@ class Dialer(Generic[Out, In]):
         return self._wire.fileno()
 
     def send(self, message: Out) -> bool:
-        """Queue a message. Return False if the queue is full; Disconnected follows."""
+        """Queue a message. Return False if that is not possible; Disconnected follows."""
         if self._lost is not None:
             return False  # this session has lost a message, so no later one may arrive
         frame = self._session.frame(self._encode(message))
@@ -123,8 +123,8 @@ class Dialer(Generic[Out, In]):
                 self._unsent.append(frame)
             else:
                 raise zmq.Again
-        except zmq.Again:
-            self._lost = "the queue to the listener is full"
+        except zmq.ZMQError as error:
+            self._lost = _why_unsent(error)
             self._wire.wake_if_readable(anything_else=True)
             return False
         self._session.sent()
@@ -199,8 +199,8 @@ class Dialer(Generic[Out, In]):
             return  # each message asks the same, and a session begins with the first one
         try:
             self.socket.send(probe_frame(self._session.id, self._session.next_out), zmq.NOBLOCK)
-        except zmq.Again:  # there may be no connection, whatever its events said
-            self._lost = "the queue to the listener is full"
+        except zmq.ZMQError as error:  # there may be no connection, whatever its events said
+            self._lost = _why_unsent(error)
 
     def _changed(self, change: ConnectionChange) -> None:
         if change == "up" and not self._is_dialling:
@@ -248,8 +248,17 @@ class Dialer(Generic[Out, In]):
         self._destination.tried_s = self.clock()
         self.socket.connect(self._dialled)
         self._is_dialling = True
-        while self._unsent:
-            self.socket.send(self._unsent.popleft(), zmq.NOBLOCK)
+        try:
+            while self._unsent:
+                self.socket.send(self._unsent.popleft(), zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            self._lost = _why_unsent(error)
+
+
+def _why_unsent(error: zmq.ZMQError) -> str:
+    if isinstance(error, zmq.Again):
+        return "the queue to the listener is full"
+    return f"a message could not be sent: {error.strerror}"
 
 
 class Destination:

@@ -25,6 +25,7 @@ class Process:
         self.name = name
         self.is_dead = self.is_frozen = False
         self.is_stalled = False  # its loop stands still, and its I/O threads work
+        self.is_out_of_descriptors = self.is_out_of_memory = False
         self.resumed_s = loop.time()  # when it last went on
         self._busy_until_s = 0.0
         self.clock_offset_s = clock_offset_s

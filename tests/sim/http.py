@@ -1,6 +1,7 @@
 """HTTP in memory: one port that all routers share, and the connections of its clients."""
 
 import asyncio
+import errno
 import json
 import random
 import socket
@@ -12,6 +13,8 @@ from tests.sim.clock import Process, SimLoop
 from tests.sim.network import world_call_at
 
 LATENCY_S = 0.0003
+ACCEPT_AGAIN_S = 1.0
+P_NO_BUFFER = 0.1  # that a write fails while memory is short
 HIGH_WATER = 1024  # bytes that a client may leave unread before its router waits
 SOCKET = type("Socket", (), {"family": socket.AF_UNIX, "setsockopt": lambda *_: None})()
 
@@ -20,7 +23,7 @@ class Port:
     """The kernel's side of a port: it gives each connection to one process that listens."""
 
     def __init__(self, loop: SimLoop, rng: random.Random) -> None:
-        self.loop, self._rng = loop, rng
+        self.loop, self.rng = loop, rng
         self.listening: dict[Process, Listening] = {}
         self.exchanges: dict[Exchange, None] = {}  # whose connections the client has not closed
         loop.listen = lambda process, make: Listening(self, process, make)
@@ -29,7 +32,7 @@ class Port:
         """Open a connection if any process listens, if only a frozen one."""
         if self.listening:
             self.exchanges[exchange] = None
-            self._rng.choice(list(self.listening.values())).connect(exchange)
+            self.rng.choice(list(self.listening.values())).connect(exchange)
         return bool(self.listening)
 
     def died(self, process: Process) -> None:
@@ -72,7 +75,9 @@ class Listening:
         self._process.call(lambda: self._accept(exchange))
 
     def _accept(self, exchange: "Exchange") -> None:
-        if exchange in self._unaccepted:
+        if self._process.is_out_of_descriptors:  # asyncio tries again after this time
+            self._process.loop.call_later(ACCEPT_AGAIN_S, self._accept, exchange)
+        elif exchange in self._unaccepted:
             del self._unaccepted[exchange]
             exchange.wire = Wire(self._process.loop, self._make(), exchange)
 
@@ -87,9 +92,14 @@ class Wire(asyncio.Transport):
         protocol.connection_made(self)
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
-        if not self._is_closing and not self._loop.is_closed():
-            self._exchange.send(bytes(data))
-            self.flow()
+        if self._is_closing or self._loop.is_closed():
+            return
+        process = self._exchange.process
+        if process is not None and process.is_out_of_memory and self._exchange.fails_to_send():
+            self.lose(OSError(errno.ENOBUFS, "no buffer space is left"))
+            return
+        self._exchange.send(bytes(data))
+        self.flow()
 
     def is_closing(self) -> bool:
         return self._is_closing
@@ -170,6 +180,10 @@ class Exchange:
         is_open = self._port.connect(self)
         self._to_router(LATENCY_S, lambda wire: wire.take(self._request))
         return is_open
+
+    def fails_to_send(self) -> bool:
+        """Draw whether a router that has no memory left fails to send."""
+        return self._port.rng.random() < P_NO_BUFFER
 
     def leave(self, after_s: float = 0.0) -> None:
         """Close the connection. A client that vanishes is noticed `after_s` later."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Iterable, Iterator
 from typing import TYPE_CHECKING, TypeVar
 
 from baton.decode_node.scheduler import DecodeScheduler
-from baton.kv_transfer.agent import AgentLimits
 from baton.kv_transfer.connector import NodeConnector
 from baton.kv_transfer.transports.addresses import ShmAddress
 from baton.node.executor import Executor
@@ -20,12 +19,12 @@ from baton.prefill_node.scheduler import PrefillScheduler
 from baton.protocol.codec import to_node_codec, to_router_codec
 from baton.protocol.config import (
     LogConfig,
-    TransferConfig,
 )
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     PROTOCOL_VERSION,
+    Crashed,
     Heartbeat,
     HeldChoice,
     Hello,
@@ -36,6 +35,7 @@ from baton.protocol.messages import (
     Role,
     StepLimits,
 )
+from baton.runtime.channels.keys import KeyPair, Keys
 from tests.sim.clock import Process
 from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
@@ -70,6 +70,7 @@ class Member:
         offset_s = self.world.rng.uniform(0, 5000)
         self.process = Process(self.world.loop, self.name, offset_s)
         self.died = asyncio.Event()
+        self.keys = keys_of(self.world.key_names)  # a process reads its file at its start
 
     @property
     def is_up(self) -> bool:
@@ -106,6 +107,13 @@ class Member:
             self.process.thaw()
 
 
+def keys_of(names: Iterable[str]) -> Keys:
+    """Return the keys of a file. Those of the simulation are only names."""
+    keys = Keys()
+    keys.pairs = tuple(KeyPair(name.encode(), name.encode()) for name in names)
+    return keys
+
+
 class SimNode(Member):
     def __init__(
         self, world: "World", name: str, role: Role, num_blocks: int, life: int = 0,
@@ -123,6 +131,8 @@ class SimNode(Member):
     def _begin(self) -> None:
         super()._begin()
         self.hung_until_s = 0.0
+        self.half_dead_s: float | None = None  # since when a rank of it is dead
+        self.hoard: list[int] = []  # blocks that nobody else gets
         self._drain_by_s: float | None = None
         self._turn_at_s = float("inf")
         self._next_turn: asyncio.TimerHandle | None = None
@@ -134,12 +144,12 @@ class SimNode(Member):
         self.epoch = Epoch(f"{self.name}-{self.life}")
         node_id = NodeId(self.name)
         self.vitals = Vitals()
-        wake = self._wake
+        wake = self.wake
         endpoints = tuple(router.endpoint for router in world.routers)
-        self.channels = SimChannels(world.network, process, wake)
+        self.channels = SimChannels(world.network, process, wake, self.keys)
         hello = Hello(self.speaks, node_id, self.role, self.epoch)
         self.sockets = EngineSockets(endpoints, hello, self.channels, process.clock)
-        heartbeats = SimChannels(world.network, process, lambda: None)
+        heartbeats = SimChannels(world.network, process, lambda: None, self.keys)
         name = f"heartbeats:{self.name}".encode()
         self._heartbeats = [
             heartbeats.dial(endpoint, name, to_router_codec(), to_node_codec())
@@ -156,11 +166,11 @@ class SimNode(Member):
         self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
         own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
         kind = SimNixl if world.transport == "nixl" else SimShm
-        limits = AgentLimits(read_s=6.0, quiesce_s=10.0)
         self.executor.ports = tuple(
-            SimPort(process, kind(world, own, rank), limits, world.rng, wake)
+            SimPort(own, rank, kind(world, own, rank), world.rng, wake, verifies=world.verifies_kv)
             for rank in range(self.num_ranks)
         )
+        self.memory = own
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(
             node_id, self.epoch, self.role, bind, self.num_blocks,
@@ -175,14 +185,14 @@ class SimNode(Member):
         process.state_of = self._state_of
         self.sockets.ready(info)
         self.vitals.note(is_ready=True)
-        self._wake()
+        self.wake()
 
     def loop_with(
         self, pool: BlockPool, executor: Executor, links: EngineSockets, clock: Callable[[], float]
     ) -> EngineLoop:
         limits = NodeLimits(32, 8, self.world.max_model_len, EOS, VOCAB, DETACHED_S)
         make = DecodeScheduler if self.role == "decode" else PrefillScheduler
-        connector = NodeConnector(self.info, TransferConfig(lease_s=self.world.lease_s))
+        connector = NodeConnector(self.info, self.world.transfer)
         observer = NodeObserver(self.vitals, self.info.node_id, LogConfig(stats_s=0.0), clock)
         return EngineLoop(make(pool, limits), executor, connector, links, observer, clock)
 
@@ -243,6 +253,7 @@ class SimNode(Member):
             self.world.problem(f"LEAK: {self.name} has blocks without an owner, or the reverse")
 
     def _owned(self) -> Iterator[Iterable[int]]:
+        yield self.hoard
         scheduler = self.scheduler
         if isinstance(scheduler, PrefillScheduler):
             for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
@@ -256,7 +267,7 @@ class SimNode(Member):
         for copies in (scheduler._copies, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         """Let the loop turn soon."""
         self._turn_by(max(self.world.loop.time(), self.hung_until_s))
 
@@ -274,7 +285,8 @@ class SimNode(Member):
             return
         try:
             self.loop.turn()
-        except NodeError:  # too much is quarantined, so it ends for its supervisor
+        except NodeError:  # too much is quarantined, or a rank is dead: its supervisor restarts it
+            self._tell_crash()
             world_call_at(self.world.loop, now_s + 1.0, self.start)
             self.kill()
         except Exception as error:  # noqa: BLE001  any error would end the process
@@ -284,6 +296,24 @@ class SimNode(Member):
             if self._has_drained():
                 self.kill()
             self._turn_by(now_s + max(self.channels.timeout_s, 0.0001))
+
+    def _tell_crash(self) -> None:
+        """Tell the routers which requests were in the step that ends this process, if one does."""
+        crashed_in = self.loop.crashed_in
+        if crashed_in is not None:
+            keys = tuple(part.key for part in crashed_in.slices)
+            failure = NodeError(f"{self.name} ends because of an unexpected error")
+            self.sockets.broadcast(Crashed(keys, failure.to_failure()))
+
+    def lose_rank(self, rank: int, noticed_after_s: float) -> None:
+        """Let the process of a rank die, which the node notices a little later."""
+        if self.process.is_dead or self.half_dead_s is not None:
+            return
+        self.half_dead_s = self.world.loop.time()
+        rank %= self.num_ranks
+        self.memory.dead_ranks.add(rank)
+        self.executor.break_rank(rank)
+        self.process.run(self.world.loop.call_later, noticed_after_s, self.executor.notice_death)
 
     async def _beat(self) -> None:
         while True:
@@ -311,7 +341,7 @@ class SimNode(Member):
         self.vitals.note(is_draining=True)
         load = self.scheduler.load()
         self.sockets.broadcast(Heartbeat(NodeId(self.name), self.epoch, load, is_draining=True))
-        self._wake()
+        self.wake()
 
     def _has_drained(self) -> bool:
         is_asked = self._drain_by_s is not None

@@ -23,7 +23,7 @@ import zmq
 from baton.protocol.codec import Codec
 from baton.protocol.messages import Attach, Attached, Cancel, CancelDone, NotAttached
 from baton.runtime.channels.dialer import Dialer, Disconnected
-from baton.runtime.channels.keys import NO_KEYS, Keys
+from baton.runtime.channels.keys import NO_KEYS, KeyPair, Keys
 from baton.runtime.channels.listener import Channels, Listener, Received
 from baton.runtime.channels.wire import (
     HEADER,
@@ -45,6 +45,7 @@ LATE_CHANGES: tuple[ConnectionChange, ...] = ("up", "lost", "refused")  # after 
 # than those on which a router took 20 to 35 µs for a heartbeat.
 MESSAGE_S = 100e-6
 BYTE_S = 10e-9
+P_NO_MEMORY = 0.2  # that a message cannot be allocated while memory is short
 
 
 class Network:
@@ -83,13 +84,20 @@ class Network:
     def can_connect(self, dialer: Process, listener: Process) -> bool:
         pairs = (dialer.name, listener.name), (listener.name, dialer.name)
         blocked = any(pair in self.cut or pair in self.silent for pair in pairs)
+        blocked = blocked or dialer.is_out_of_descriptors or listener.is_out_of_descriptors
         return not (blocked or dialer.is_frozen or listener.is_frozen or listener.is_dead)
 
     def is_calm(self, one: Process, other: Process) -> bool:
         """Return whether nothing hinders the bytes between two processes."""
         pairs = {(one.name, other.name), (other.name, one.name)}
         is_slow = self.resolving_s or self.loop.time() < self.resolved_s
-        return not (pairs & self.cut or pairs & self.silent or is_slow)
+        is_short = any(end.is_out_of_descriptors or end.is_out_of_memory for end in (one, other))
+        return not (pairs & self.cut or pairs & self.silent or is_slow or is_short)
+
+    def check_memory(self, process: Process) -> None:
+        """Fail as a socket does that cannot allocate a message, if the process has no memory."""
+        if process.is_out_of_memory and self.rng.random() < P_NO_MEMORY:
+            raise zmq.ZMQError(errno.ENOMEM)
 
     def of(self, process: Process) -> "list[Connection]":
         return [one for one in self.connections if process in one.ends]
@@ -223,8 +231,10 @@ def world_call_at(loop: SimLoop, at_s: float, callback: Callable[[], None]) -> N
 class SimChannels(Channels):
     """The channels of one thread of a process. `wait` only notes how long the thread would wait."""
 
-    def __init__(self, network: Network, process: Process, wake: Callable[[], None]) -> None:
-        self.network, self.process, self.wake = network, process, wake
+    def __init__(
+        self, network: Network, process: Process, wake: Callable[[], None], keys: Keys = NO_KEYS
+    ) -> None:
+        self.network, self.process, self.wake, self.keys = network, process, wake, keys
         self.timeout_s = 0.0
         self.opened: list[SimDialer | SimListener] = []  # type: ignore[type-arg]
 
@@ -242,8 +252,13 @@ class SimChannels(Channels):
         self.opened.append(listener)
         return listener
 
-    def open_wire(self, _context: object, kind: int, _keys: Keys) -> "SimWire":
-        return SimWire(self, DealerSocket(self) if kind == zmq.DEALER else RouterSocket(self))
+    def open_wire(self, _context: object, kind: int, keys: Keys) -> "SimWire":
+        if self.process.is_out_of_descriptors:
+            raise zmq.ZMQError(errno.EMFILE)
+        wire = SimWire(self, DealerSocket(self) if kind == zmq.DEALER else RouterSocket(self))
+        if kind == zmq.ROUTER and keys.first is not None:
+            wire.use_key(keys.first)
+        return wire
 
     def watch(self, fileno: int) -> None: ...
 
@@ -267,7 +282,7 @@ class SimDialer(Dialer[Out, In]):
         self.clock = self.network.loop.time
         self.is_closed = False
         self._asked: set[object] = set()  # what must be answered in this session
-        super().__init__(endpoint, name, outgoing, incoming, None, NO_KEYS)  # type: ignore[arg-type]
+        super().__init__(endpoint, name, outgoing, incoming, None, channels.keys)  # type: ignore[arg-type]
 
     def send(self, message: Out) -> bool:
         if not self._asked.issuperset(_answered_by(message)):
@@ -302,7 +317,7 @@ class SimListener(Listener[Out, In]):
         self.open_wire = channels.open_wire  # type: ignore[assignment]
         self.clock = self.network.loop.time
         self.is_closed = False
-        super().__init__(endpoint, outgoing, incoming, None, NO_KEYS)  # type: ignore[arg-type]
+        super().__init__(endpoint, outgoing, incoming, None, channels.keys)  # type: ignore[arg-type]
 
     def receive(self) -> Received[In] | None:
         received = super().receive()
@@ -346,6 +361,9 @@ class SimWire(Wire):
 
     def fileno(self) -> int:
         return self._number
+
+    def use_key(self, pair: KeyPair) -> None:
+        self._sim.key = pair
 
     def readable(self) -> bool:
         self._is_told = False
@@ -400,7 +418,7 @@ class Link:
 
     def __init__(self, socket: "DealerSocket", endpoint: str, identity: bytes) -> None:
         self.socket, self.endpoint, self.identity = socket, endpoint, identity
-        self.network = socket.network
+        self.network, self.key = socket.network, socket.key
         self.connection: Connection | None = None
         self.unsent: deque[bytes] = deque()
         self.is_over = False
@@ -428,8 +446,11 @@ class Link:
         if self.is_over or process.is_dead or self.connection is not None:
             return
         router = network.listeners.get(self.endpoint)
-        if router is None or not network.can_connect(process, router.process):
-            if router is not None and not process.is_frozen and network.rng.random() < 0.3:
+        can_connect = router is not None and network.can_connect(process, router.process)
+        if router is None or not can_connect or router.key != self.key:
+            if can_connect or (
+                router is not None and not process.is_frozen and network.rng.random() < 0.3
+            ):
                 # The handshake failed. libzmq reports that twice, and tries again.
                 self.socket.changed("refused")
                 self.socket.changed("lost")
@@ -450,6 +471,7 @@ class DealerSocket:
     def __init__(self, channels: SimChannels) -> None:
         self.network, self.process = channels.network, channels.process
         self.link: Link | None = None
+        self.key: KeyPair | None = None  # of the next connection
         self.changes: list[ConnectionChange] = []
         self.notify: Callable[[], None]
         self.is_closed = False
@@ -474,6 +496,7 @@ class DealerSocket:
         self._inbox.clear()
 
     def send(self, frame: bytes, _flags: int) -> None:
+        self.network.check_memory(self.process)
         link = self.link
         if link is None:
             raise zmq.Again
@@ -520,6 +543,7 @@ class RouterSocket:
 
     def __init__(self, channels: SimChannels) -> None:
         self.network, self.process = channels.network, channels.process
+        self.key: KeyPair | None = None
         self.changes: list[ConnectionChange] = []
         self.notify: Callable[[], None]
         self.is_closed = False
@@ -579,6 +603,7 @@ class RouterSocket:
             connection, link = self._receiver.connection, self._receiver.connection.link
             connection.carry(1, lambda: link.socket.take(link, part))
             return
+        self.network.check_memory(self.process)
         self._learn()
         pipe = self.routes.get(part)
         if pipe is None or pipe.is_closed:

@@ -58,7 +58,9 @@ class SimRouter(Member):
         )
         process, network = self.process, self.world.network
         self.core = RouterCore(
-            config, process.clock, lambda *_: SimChannels(network, process, lambda: None)
+            config,
+            process.clock,
+            lambda *_: SimChannels(network, process, lambda: None, self.keys),
         )
         self.router = TextRouter(config, self.core, Text(TOKENIZER, DECODING))
         self.app = App(self.router, config)

@@ -9,8 +9,9 @@ compared, so only leases protect the reader.
 import asyncio
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.kv_transfer.agent import AgentLimits, AgentTurns
@@ -23,15 +24,17 @@ from baton.kv_transfer.interfaces import (
     Read,
 )
 from baton.node.scheduling.block_pool import BlockPool
-from baton.protocol.errors import TransferError
+from baton.protocol.errors import NodeError, TransferError
 from baton.protocol.ids import Epoch
 from tests.sim.clock import Process
-from tests.sim.executor import BLOCK_BYTES, SLOT_BYTES, SimExecutor
+from tests.sim.executor import BLOCK_BYTES, SLOT_BYTES, Context, SimExecutor
 from tests.sim.network import world_call_at
+from tests.sim.rules import VOCAB
 
 if TYPE_CHECKING:
     from tests.sim.world import World
 
+LIMITS = AgentLimits(read_s=6.0, quiesce_s=10.0)
 POLL_S = 0.05  # a pump that nothing wakes comes after this time at the latest
 
 
@@ -43,14 +46,31 @@ class Owner:
     executor: SimExecutor
     pool: BlockPool
     num_ranks: int
+    dead_ranks: set[int] = field(default_factory=set)
+    lies: bool = False  # what its transports read is not what they report
 
     def heads(self, rank: int, offset: int, num_bytes: int) -> slice:
         """Return the slots of a block that a rank has in these bytes of it."""
         first = (rank * BLOCK_BYTES // self.num_ranks + offset) // SLOT_BYTES
         return slice(first, first + num_bytes // SLOT_BYTES)
 
+    def is_gone(self, rank: int) -> bool:
+        return self.process.is_dead or rank in self.dead_ranks
+
+    def checksums(
+        self, rank: int, blocks: Sequence[int], offset: int, num_bytes: int
+    ) -> tuple[int, ...]:
+        """Return a checksum of these bytes of each block that a rank has."""
+        heads, slots = self.heads(rank, offset, num_bytes), self.executor.model.slots
+        rows = (tuple(map(_bits, slots[block][heads])) for block in blocks)
+        return tuple(hash(row) & 0xFFFFFFFF for row in rows)
+
 
 Pools = dict[Epoch, Owner]
+
+
+def _bits(slot: Context | int | None) -> int:
+    return slot.digest if isinstance(slot, Context) else slot or 0
 
 
 @dataclass(slots=True)
@@ -83,7 +103,7 @@ class SimTransport:
 
     def add_peer(self, peer: AddPeer) -> None:
         owner = self._world.pools.get(peer.peer.epoch)
-        if owner is None or owner.process.is_dead:
+        if owner is None or owner.is_gone(peer.peer.rank):
             raise TransferError("the peer's process is gone")
         self._peers[peer.peer] = owner, peer.part
 
@@ -116,7 +136,7 @@ class SimTransport:
         return -1
 
     def service(self) -> list[PeerRank]:
-        return [peer for peer, (owner, _) in self._peers.items() if owner.process.is_dead]
+        return [peer for peer, (owner, _) in self._peers.items() if owner.is_gone(peer.rank)]
 
     def close(self) -> None: ...
 
@@ -136,16 +156,26 @@ class SimTransport:
         ours = self._own.heads(self._rank, part.local_offset, part.num_bytes)
         slots = self._own.executor.model.slots
         for source, target in zip(posted.command.remote, local, strict=True):
-            slots[target][ours] = owner.executor.model.slots[source][theirs]
+            if not self._own.lies or self._rng.random() < 0.5:
+                slots[target][ours] = owner.executor.model.slots[source][theirs]
+            elif self._rng.random() < 0.5:  # else the block keeps what it had
+                slots[target][ours] = map(_altered, owner.executor.model.slots[source][theirs])
         posted.has_landed = True
         self.wake()
+
+
+def _altered(slot: Context | int | None) -> Context | int | None:
+    """Return what looks like a slot of another prompt."""
+    if isinstance(slot, Context) and slot.before is not None:
+        return slot.before.then((slot.token + 1) % VOCAB)
+    return slot ^ 1 if isinstance(slot, int) else slot
 
 
 class SimShm(SimTransport):
     name = "shm"
 
     def _land(self, posted: _Posted) -> None:
-        if posted not in self._posted.values() or self._own.process.is_dead:
+        if posted not in self._posted.values() or self._own.is_gone(self._rank):
             return
         if self._own.process.is_frozen:  # the copying thread is frozen, too
             self._in(0.1, lambda: self._land(posted))
@@ -168,9 +198,9 @@ class SimNixl(SimTransport):
     name = "nixl"
 
     def _land(self, posted: _Posted) -> None:
-        if self._own.process.is_dead:
+        if self._own.is_gone(self._rank):
             return
-        if posted.owner.process.is_dead:
+        if posted.owner.is_gone(posted.command.peer.rank):
             posted.error = TransferError("the connection broke")
             self.wake()
         elif posted.owner.process.is_frozen:
@@ -189,10 +219,15 @@ class SimNixl(SimTransport):
 class SimPort:
     """A `TransferPort`: the agent of one rank, in a thread that freezes with its process."""
 
-    def __init__(self, process: Process, transport: SimTransport, limits: AgentLimits,
-                 rng: random.Random, wake: Callable[[], None]) -> None:  # fmt: skip
-        self._turns = AgentTurns([transport], limits, process.clock)
+    def __init__(
+        self, owner: Owner, rank: int, transport: SimTransport, rng: random.Random,
+        wake: Callable[[], None], *, verifies: bool,
+    ) -> None:  # fmt: skip
+        process = owner.process
+        checksums = partial(owner.checksums, rank) if verifies else None
+        self._turns = AgentTurns([transport], LIMITS, process.clock, checksums)
         self._process, self._rng, self._wake = process, rng, wake
+        self._owner, self._rank = owner, rank
         self._events: list[AgentEvent] = []
         self._due: asyncio.TimerHandle | None = None
         transport.wake = lambda: process.call(self.pump)
@@ -201,14 +236,24 @@ class SimPort:
         return -1
 
     def send(self, command: AgentCommand) -> None:
+        if self._is_dead:
+            return
         self._turns.handle(command)
         self._pump_in(self._rng.choice((0.0, 0.001, 0.02)))
 
+    @property
+    def _is_dead(self) -> bool:
+        return self._rank in self._owner.dead_ranks
+
     def poll(self) -> list[AgentEvent]:
+        if self._is_dead and not self._events and self._owner.executor.error is not None:
+            raise NodeError(f"the transfer agent of rank {self._rank} is gone")
         events, self._events = self._events, []
         return events
 
     def pump(self) -> None:
+        if self._is_dead:
+            return
         while self._turns.turn():
             pass
         if events := self._turns.take_events():

@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 from baton.node.router_channel import LONGEST_WAIT_S
+from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Key
 from baton.protocol.messages import PROTOCOL_VERSION
 from baton.router.http.api import large_bodies
@@ -34,6 +35,7 @@ SETTLING_S = 120.0  # after the last client, all memory is given back, at the la
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
+LONGEST_HALF_S = 2.0  # that a node goes on while one of its ranks is dead
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
 LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
@@ -77,6 +79,10 @@ class World:
         self.local_prefill = rng.choice(("auto", "never"))
         self.p_leave = rng.choice((0.0, 0.2, 0.5))
         self.lease_s, self.landing_s = rng.choice(PACES)
+        self.verifies_kv = self.later_rng.random() < 0.5
+        self.transfer = TransferConfig(lease_s=self.lease_s, verify_kv=self.verifies_kv)
+        self.key_names = ("key",)  # what the file of the cluster's keys holds
+        self.is_exchanging_keys = False
         self.max_queued = rng.choice((3, 1024))
         self.is_tiny = rng.random() < 0.5  # every block is used again at once
         self.max_model_len = 160 if self.is_tiny else 400
@@ -159,6 +165,7 @@ class World:
             for node in (*self.nodes, *self.twins):
                 if not node.process.is_dead:
                     node.check_ownership()
+                    self._check_whole(node)
                     (self._check_outlived if node.role == "decode" else self._check_offers)(node)
 
             for router in self.routers:
@@ -221,6 +228,15 @@ class World:
             since_s = max(since_s, in_touch_s, node.hung_until_s, resumed_s)
             if self.loop.time() - since_s > LONGEST_DETOUR_S:
                 self.problem(f"{node.name} still runs {key}, which nobody wants")
+
+    def _check_whole(self, node: SimNode) -> None:
+        """Check that a node ends soon after one of its ranks has died."""
+        since_s = node.half_dead_s
+        if since_s is None or not node.is_up or self.loop.time() < node.hung_until_s:
+            return
+        since_s = max(since_s, node.process.resumed_s, node.hung_until_s)
+        if self.loop.time() - since_s > LONGEST_HALF_S:
+            self.problem(f"{node.name} goes on without one of its ranks")
 
     def _check_offers(self, node: SimNode) -> None:
         """Check that a prefill node in touch holds nothing for a handoff that decode has ended."""

@@ -1,4 +1,4 @@
-"""More than a process can take: floods and large bodies."""
+"""More than a process can take: floods, large bodies, no descriptors, no memory, no blocks."""
 
 import asyncio
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ LARGE_BYTES = 3 << 20  # of a body
 async def flood(world: "World", _node: SimNode, router: SimRouter, _seconds: float) -> None:
     """Let a peer say more than the router can hear at once."""
     process = Process(world.loop, "flood")
-    channels = SimChannels(world.network, process, lambda: None)
+    channels = SimChannels(world.network, process, lambda: None, router.keys)
     name = NodeId("flood")
     dialer = channels.dial(
         router.endpoint, f"heartbeats:{name}".encode(), to_router_codec(), to_node_codec()
@@ -45,3 +45,35 @@ async def send_large_body(
     if exchange.begin():
         await asyncio.wait([exchange.ended], timeout=5.0)
         exchange.leave()
+
+
+async def take_descriptors(
+    world: "World", node: SimNode, router: SimRouter, seconds: float
+) -> None:
+    """Let a process open and accept nothing, as after EMFILE."""
+    member = world.later_rng.choice((node, router))
+    process = member.process
+    process.is_out_of_descriptors = True
+    await asyncio.sleep(seconds)
+    process.is_out_of_descriptors = False
+
+
+async def take_memory(world: "World", node: SimNode, router: SimRouter, seconds: float) -> None:
+    """Let some of what a process sends fail, as with ENOMEM and ENOBUFS."""
+    member = world.later_rng.choice((node, router))
+    process = member.process
+    process.is_out_of_memory = True
+    await asyncio.sleep(seconds)
+    process.is_out_of_memory = False
+
+
+async def take_blocks(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Let a pool have no free block, as with sequences that end later."""
+    if node.process.is_dead or node.hoard:
+        return
+    hoard, pool = node.hoard, node.pool
+    hoard += pool.allocate(pool.num_free)
+    await asyncio.sleep(seconds)
+    pool.release(hoard)
+    hoard.clear()
+    node.wake()

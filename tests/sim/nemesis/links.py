@@ -117,3 +117,12 @@ async def _silence(world: "World", directions: list[Pair], seconds: float) -> No
     await asyncio.sleep(seconds)
     for direction in directions:
         world.network.speak_again(direction)
+
+
+async def lie(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Let a node's transports report what they did not read, where checksums can tell."""
+    if world.verifies_kv and not node.process.is_dead:
+        memory = node.memory
+        memory.lies = True
+        await asyncio.sleep(3 * seconds)
+        memory.lies = False

@@ -1,10 +1,11 @@
 """Faults of processes and of their host: they die, end and stand still, and others replace them."""
 
 import asyncio
-from typing import TYPE_CHECKING
+import contextlib
+from typing import TYPE_CHECKING, cast
 
 from baton.protocol.messages import PROTOCOL_VERSION
-from tests.sim.members import Member, SimNode
+from tests.sim.members import DRAIN_S, Member, SimNode
 from tests.sim.routers import SimRouter
 
 if TYPE_CHECKING:
@@ -15,6 +16,15 @@ async def kill_node(_world: "World", node: SimNode, _router: SimRouter, seconds:
     node.kill()
     await asyncio.sleep(seconds / 2)
     node.start()
+
+
+async def kill_rank(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Kill the process of one rank, of two or of one. The node has to end whole and start again."""
+    rng, died = world.later_rng, node.died
+    node.lose_rank(rng.randrange(2), rng.choice((0.0, 0.05, 0.5)))
+    with contextlib.suppress(TimeoutError):  # a frozen node learns of it later
+        async with asyncio.timeout(seconds):
+            await died.wait()
 
 
 async def drain_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
@@ -135,6 +145,34 @@ async def slow_motion(world: "World", _node: SimNode, _router: SimRouter, second
         member.freeze()
         await asyncio.sleep(rng.choice((0.0, 0.05, 0.3, 1.0)))
     await _thaw_all(world)
+
+
+async def exchange_keys(world: "World", _node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Exchange the cluster's key in three steps, with a restart of every process after each."""
+    if world.is_exchanging_keys:
+        return
+    world.is_exchanging_keys = True
+    (old,) = world.key_names
+    new = f"{old}'"
+    for world.key_names in ((old, new), (new, old), (new,)):
+        for member in _members(world):
+            await _restart(world, member, seconds)
+    world.is_exchanging_keys = False
+
+
+async def _restart(world: "World", member: Member, seconds: float) -> None:
+    """End a process, gently or not, and start the next one, unless another fault does it."""
+    before, died = member.process, member.died
+    if member.is_up and world.later_rng.random() < 0.5:
+        end = member.drain if isinstance(member, SimNode) else cast("SimRouter", member).end
+        end()
+        with contextlib.suppress(TimeoutError):  # it may be frozen meanwhile
+            async with asyncio.timeout(2 * DRAIN_S):
+                await died.wait()
+    if member.process is before:
+        member.kill()
+    await asyncio.sleep(seconds / 8)
+    member.start()
 
 
 async def step_clock_back(

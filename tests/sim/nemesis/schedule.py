@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.kv_transfer.interfaces import CORRUPT_BLOCKS
 from tests.sim.members import SimNode
 from tests.sim.nemesis import limits, links, processes
 from tests.sim.routers import SimRouter
@@ -36,6 +37,7 @@ PAUSE = LOSS | {"transfer_timeout"}
 PARTING = PAUSE  # of two nodes
 KINDS: Mapping[str, Kind] = {
     "kill node": Kind(processes.kill_node, LOSS),
+    "kill rank": Kind(processes.kill_rank, LOSS),
     "drain node": Kind(processes.drain_node, LOSS),
     "freeze node": Kind(processes.freeze_node, PAUSE),
     "suspend node": Kind(processes.suspend_node, PAUSE),
@@ -56,12 +58,17 @@ KINDS: Mapping[str, Kind] = {
     "isolate node": Kind(links.isolate_node, PARTING),
     "refuse": Kind(links.refuse, LOSS),
     "slow names": Kind(links.slow_names, PARTING),
+    "lie": Kind(links.lie, frozenset((CORRUPT_BLOCKS,))),
     "other version": Kind(processes.start_other_version, LOSS),
     "pause all": Kind(processes.pause_all, PAUSE),
     "slow motion": Kind(processes.slow_motion, PAUSE),
     "stall router": Kind(processes.stall_router, LOSS),
     "flood": Kind(limits.flood),
     "large body": Kind(limits.send_large_body),
+    "no descriptors": Kind(limits.take_descriptors, PAUSE),
+    "no memory": Kind(limits.take_memory, LOSS),
+    "no blocks": Kind(limits.take_blocks),
+    "exchange keys": Kind(processes.exchange_keys, LOSS),
     "other weights": Kind(processes.bring_other_weights),
     "clock steps back": Kind(processes.step_clock_back),
 }
