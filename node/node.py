@@ -166,6 +166,7 @@ class EngineNode:
             self.config.engine.prompt_lookup_max,
             self.config.engine.prompt_lookup_min,
             info.facts.lora_modules,
+            info.facts.tasks,
         )
         loop = EngineLoop(
             self._make_scheduler(pool, limits),

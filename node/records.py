@@ -223,8 +223,8 @@ class EventRing:
     """The last `capacity` events of one loop, which are encoded only when they are dumped.
 
     It holds fewer if their prompts have more than `max_tokens` tokens together, and none of the log
-    probabilities of a step, which may be far larger than its tokens. If none has been dropped, they
-    make a new loop do the same again.
+    probabilities and pooled rows of a step, which may be far larger than its tokens. If none has
+    been dropped, they make a new loop do the same again.
     """
 
     def __init__(self, capacity: int = 10_000, max_tokens: int = MAX_TOKENS) -> None:
@@ -243,8 +243,10 @@ class EventRing:
 
     def record(self, now_s: float, event: msgspec.Struct, rank: int = 0) -> None:
         """Add an event, which came from `rank` if it is one of an agent's."""
-        if isinstance(event, StepResult) and (event.logprobs or event.prompt_logprobs):
-            event = msgspec.structs.replace(event, logprobs=(), prompt_logprobs=())
+        if isinstance(event, StepResult) and (
+            event.logprobs or event.prompt_logprobs or event.pooled
+        ):
+            event = msgspec.structs.replace(event, logprobs=(), prompt_logprobs=(), pooled=())
         events = self._events
         events.append(_Line(self._turn, now_s, rank, type(event).__name__, event))
         self._num_tokens += _num_tokens(event)

@@ -6,11 +6,12 @@ chunk, so a prompt that has started never waits for blocks. If the pool cannot t
 waiting prompt, no other prompt passes it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.pooling import PooledPrompt
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.node.scheduling.sequence import Sequence, no_token, reserve
@@ -36,6 +37,7 @@ from baton.protocol.messages import (
     Keep,
     Load,
     NotAttached,
+    Pooled,
     Prefill,
     PromptLogprobs,
     StageTimes,
@@ -55,11 +57,26 @@ class Handoff:
     num_announced_blocks: int = 0
     is_offered: bool = False
     is_ended: bool = False
+    pooled: PooledPrompt = field(default_factory=PooledPrompt)
 
     @classmethod
     def of(cls, message: Prefill, origin: Origin, now_s: float) -> "Handoff":
         choices = Choices.of(message)
         return cls(Sequence.of(message), origin, choices, message.decode_node, now_s)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Return whether all rows that are wanted instead of tokens are there."""
+        sequence = self.sequence
+        is_computed = sequence.num_computed_tokens == sequence.num_tokens
+        return sequence.sampling.pooling is not None and is_computed
+
+    def times(self, now_s: float) -> StageTimes:
+        return StageTimes(
+            queue_s=self.admitted_s - self.arrived_s,
+            prefill_s=now_s - self.admitted_s,
+            num_cached_tokens=self.num_cached_tokens,
+        )
 
 
 class PrefillScheduler:
@@ -160,7 +177,7 @@ class PrefillScheduler:
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         failed, logprobs = dict(result.failed), dict(result.logprobs)
-        of_prompts = dict(result.prompt_logprobs)
+        of_prompts, pooled = dict(result.prompt_logprobs), dict(result.pooled)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
             handoff = self._computing.get(done.key) or self._holding[done.key]
             handoff.sequence.settle(done, tokens)
@@ -176,7 +193,11 @@ class PrefillScheduler:
                 continue
             handoff.sequence.store_prefix(self.pool)
             self._announce(handoff)
-            if tokens:
+            if index in pooled:
+                handoff.pooled.add(done.pooling, pooled[index])
+            if handoff.is_pooled:
+                self._send_pooled(now_s, handoff)
+            elif tokens:
                 firsts = handoff.sequence.first_tokens(tokens, self.limits, logprobs.get(index, ()))
                 self._complete(now_s, handoff, firsts)
 
@@ -250,13 +271,14 @@ class PrefillScheduler:
         block_range = BlockRange(sequence.key, first, blocks, self.pool.generations_of(blocks))
         self.outputs.to_connector.append(block_range)
 
-    def _complete(self, now_s: float, handoff: Handoff, tokens: tuple[FirstToken, ...]) -> None:
+    def _send_pooled(self, now_s: float, handoff: Handoff) -> None:
         sequence = handoff.sequence
-        times = StageTimes(
-            queue_s=handoff.admitted_s - handoff.arrived_s,
-            prefill_s=now_s - handoff.admitted_s,
-            num_cached_tokens=handoff.num_cached_tokens,
-        )
+        numbers = handoff.pooled.numbers(sequence.num_tokens)
+        self.outputs.send(handoff.origin, Pooled(sequence.key, numbers, handoff.times(now_s)))
+        self._end(handoff, None)
+
+    def _complete(self, now_s: float, handoff: Handoff, tokens: tuple[FirstToken, ...]) -> None:
+        sequence, times = handoff.sequence, handoff.times(now_s)
         self.outputs.send(
             handoff.origin, FirstTokens(sequence.key, sequence.num_tokens, tokens, times)
         )

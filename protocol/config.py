@@ -38,6 +38,7 @@ def about(
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 ModelImpl = Literal["auto", "transformers"]
+Convert = Literal["auto", "none", "embed", "classify"]
 Device = Literal["auto", "cpu", "cuda"]
 KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
@@ -93,6 +94,14 @@ class ModelConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         about(
             "code that computes the model; auto takes baton's own decoder for the families that "
             "it has, and transformers' for all others"
+        ),
+    ] = "auto"
+    convert: Annotated[
+        Convert,
+        about(
+            "what the model makes of whole prompts besides tokens: auto takes what its folder "
+            "says, embed makes embeddings of any model, classify scores by the tokens yes and no, "
+            "and none makes nothing"
         ),
     ] = "auto"
     max_model_len: Annotated[

@@ -27,6 +27,7 @@ from baton.protocol.ids import (
     RequestId,
     Total,
 )
+from baton.protocol.pooling import ModelTasks
 from baton.protocol.sampling import Sampling
 
 PROTOCOL_VERSION = 1
@@ -93,6 +94,7 @@ class NodeFacts(msgspec.Struct, frozen=True, omit_defaults=True):
     model_name: str = ""
     step: StepLimits = StepLimits()
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
+    tasks: ModelTasks = ModelTasks()
 
 
 class NodeInfo(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -139,7 +141,7 @@ class Prefill(Message, frozen=True):
 
     On a resume, `token_ids` include the tokens that were already streamed, and `num_prompt_tokens`
     says where the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens =
-    1).
+    1). If `sampling.pooling` is set, no token is sampled, and `Pooled` is the reply.
     """
 
     key: Key
@@ -390,6 +392,14 @@ class PromptLogprobs(Message, frozen=True):
     rows: bytes
 
 
+class Pooled(Message, frozen=True):
+    """What a node has made of a whole prompt: fp32 numbers, little-endian. It ends the attempt."""
+
+    key: Key
+    numbers: bytes
+    times: StageTimes = StageTimes()
+
+
 class TokenEntry(msgspec.Struct, frozen=True, array_like=True):
     """New tokens of one sequence. The first of them is at the absolute position `position`."""
 
@@ -474,6 +484,7 @@ class DrainNode(Message, frozen=True):
 ToRouter = (
     Hello | Starting | Ready | Heartbeat | Accepted | FirstTokens | Tokens | Failed | CancelDone
     | Crashed | InProgress | Attached | NotAttached | DrainNode | CacheChanges | PromptLogprobs
+    | Pooled
 )  # fmt: skip
 
 

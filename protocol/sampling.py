@@ -20,6 +20,7 @@ from msgspec.structs import force_setattr
 from baton.protocol.blocks import HASH_BYTES, BlockHash
 from baton.protocol.errors import RequestError
 from baton.protocol.ids import MAX_COUNT, Count, Int64
+from baton.protocol.pooling import Pooling
 
 OutputKind = Literal["cumulative", "delta", "final"]
 MAX_CHOICES = 128
@@ -95,6 +96,12 @@ class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
     # The root of its blocks' hashes, so that only sequences with the same root share blocks.
     cache_root: Annotated[BlockHash, Meta(max_length=HASH_BYTES)] = b""
     lora: str = ""  # the adapter's name
+    pooling: Pooling | None = None  # what is wanted of the prompt instead of tokens
+
+    @property
+    def needs_all_rows(self) -> bool:
+        """Return whether the whole prompt is computed, even where blocks hold its prefix."""
+        return self.prompt_logprobs is not None or self.pooling in ("mean", "cls")
 
     @property
     def depends_on_output(self) -> bool:

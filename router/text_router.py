@@ -15,8 +15,14 @@ from baton.protocol.blocks import BlockHash, BlockKey, prompt_keys
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError, RequestError
 from baton.protocol.messages import ResumeState
+from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import SamplingParams
-from baton.router.core.admission import OutputRules, check_num_logprobs, check_prompt
+from baton.router.core.admission import (
+    OutputRules,
+    check_num_logprobs,
+    check_prompt,
+    check_vocabulary,
+)
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.reattach import Claim, FoundRequest
 from baton.router.core.request import NO_CALLER, Caller
@@ -32,6 +38,7 @@ log = logger("router")
 ReadForm = Callable[[bytes], tuple[SamplingParams, Parsing | None]]
 # The blocks of a prompt up to this length are hashed in a fraction of a millisecond.
 MAX_HASHED_ON_LOOP = 4096
+_POOLED = SamplingParams(max_tokens=1, seed=0)  # of prompts of which no tokens are wanted
 
 
 class TextRouter:
@@ -118,6 +125,27 @@ class TextRouter:
         stream = RequestStream(request_id or "", text, token_ids, params, detokenizers, spell)
         check_num_logprobs(stream.num_prompt_logprobs)
         minted = self.core.submit(stream, kept, keys, rules, caller.tenant)
+        stream.request_id = request_id or minted
+        return stream
+
+    async def pool(
+        self,
+        token_ids: list[int],
+        pooling: Pooling,
+        request_id: str | None = None,
+        caller: Caller = NO_CALLER,
+    ) -> RequestStream:
+        """Queue a prompt of which no tokens are wanted. Raises `RequestError` or `Overloaded`.
+
+        The caller must wait for the end of the stream, which then has `pooled`, or `close` it.
+        """
+        check_vocabulary(token_ids, self.core.limits().vocab_size)
+        rules = OutputRules(scope=caller.scope, pooling=pooling)
+        # Of other kinds, all rows are computed, whatever is cached.
+        is_cached = self._is_cache_aware and pooling in ("last", "classify")
+        keys = await self._keys_of(token_ids, caller.scope.root) if is_cached else ()
+        stream = RequestStream(request_id or "", None, token_ids, _POOLED, ())
+        minted = self.core.submit(stream, None, keys, rules, caller.tenant)
         stream.request_id = request_id or minted
         return stream
 
@@ -213,6 +241,7 @@ class TextRouter:
             dtype=model.facts.dtype,
             lora_modules=model.facts.lora_modules,
             sampling=self._sampling,
+            tasks=model.facts.tasks,
         )
 
 

@@ -22,7 +22,7 @@ _OWN_NAMED = (
     "router.api_key_file", "router.allowed_origins", "router.ssl_certfile", "router.ssl_keyfile",
     "router.otlp_traces_endpoint", "model.generation_config", "model.served_model_name",
     "model.chat_template", "model.dtype", "model.model_impl", "model.max_model_len",
-    "model.lora_modules",
+    "model.lora_modules", "model.convert",
     "cache.memory_mib", "cache.gpu_memory_utilization", "cache.enable_prefix_caching",
     "cache.block_size", "engine.device", "engine.tensor_parallel_size", "engine.threads",
     "engine.kv_cache_dtype", "engine.max_num_batched_tokens", "engine.max_num_seqs",

@@ -16,7 +16,9 @@ from baton.model.config.families import (
     BY_ARCHITECTURE,
     BY_MODEL_TYPE,
     FAMILIES,
+    OTHER_HEADS,
     Family,
+    Head,
     Windows,
 )
 from baton.model.config.latent_config import LatentConfig, latent_config
@@ -36,6 +38,7 @@ from baton.protocol.errors import ConfigError
 DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 
+DEFAULT_LABELS = 2  # transformers' own
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -82,6 +85,10 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     num_nextn_predict_layers: int = 0  # in the files after the others; they only guess tokens
     layers: LayersConfig = LayersConfig()
     local_rope: Rope | None = None  # of layers with a window, if they have one of their own
+    head: Head = "tokens"
+    num_labels: int = 0  # of the head `labels`
+    # The tokens of which scores are made: the first one's logit, without the second one's.
+    label_token_ids: tuple[int, ...] = ()
 
     @property
     def rotary_dim(self) -> int:
@@ -115,7 +122,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     if not file.is_file():
         raise ConfigError(f"{folder} has no config.json; a Hugging Face model folder is needed")
     fields = read_fields(file)
-    family = _family(file, converted(file, fields, ModelKind))
+    family, head = _family(file, converted(file, fields, ModelKind))
     fields = family.with_defaults(fields)
     raw = converted(file, fields, _RawConfig)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
@@ -162,6 +169,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_nextn_predict_layers=raw.num_nextn_predict_layers if family.has_nextn_layers else 0,
         layers=layers_config(file, family, fields),
         local_rope=local_rope,
+        head="tokens" if raw.classifier_from_token is not None else head,
+        num_labels=raw.num_classes if head == "labels" else 0,
     )
 
 
@@ -184,6 +193,7 @@ class _RawConfig(msgspec.Struct):
     max_window_layers: int = 28  # of Qwen
     layer_types: tuple[str, ...] | None = None
     is_causal: bool = True
+    use_bidirectional_attention: bool | None = None
     attention_chunk_size: object = None
     per_layer_config: object = None
     text_config: object = None
@@ -192,6 +202,14 @@ class _RawConfig(msgspec.Struct):
     dtype: str | dict[str, str | None] | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    num_labels: Positive | None = None
+    id2label: dict[str, str] | None = None
+    classifier_from_token: tuple[str, ...] | None = None
+
+    @property
+    def num_classes(self) -> int:
+        """Return how many labels a classifier has, as transformers finds it."""
+        return len(self.id2label or ()) or self.num_labels or DEFAULT_LABELS
 
 
 class _RawGeneration(msgspec.Struct):
@@ -206,18 +224,23 @@ def _says(file: Path, fields: dict[str, object], name: str) -> bool:
     return bool(value)
 
 
-def _family(file: Path, kind: ModelKind) -> Family:
+def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
     named = kind.architectures or ()
+    heads: dict[str, tuple[Family, Head]] = {
+        **{name: (family, "tokens") for name, family in BY_ARCHITECTURE.items()},
+        **OTHER_HEADS,
+    }
     for name in named:
-        if (family := BY_ARCHITECTURE.get(name)) is not None:
+        if name in heads:
+            family, head = heads[name]
             if kind.model_type not in ("", family.model_type, *family.other_model_types):
                 raise ConfigError(
                     f"{file}: model_type {kind.model_type!r} contradicts the architecture {name}, "
                     f"whose model_type is {family.model_type!r}"
                 )
-            return family
+            return family, head
     if not named and kind.model_type in BY_MODEL_TYPE:
-        return BY_MODEL_TYPE[kind.model_type]
+        return BY_MODEL_TYPE[kind.model_type], "tokens"
     found = ", ".join(named) or kind.model_type or "nothing"
     known = ", ".join(family.architecture for family in FAMILIES)
     raise ConfigError(f"{file}: architectures names {found}; baton runs {known}")
@@ -230,7 +253,11 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
             "num_key_value_heads must divide num_attention_heads",
         ),
         (head_dim % 2 != 0, f"head_dim must be even for rotary embedding, not {head_dim}"),
-        (not raw.is_causal, "is_causal is false: tokens that see later ones are not supported"),
+        (
+            not raw.is_causal or bool(raw.use_bidirectional_attention),
+            "is_causal is false or use_bidirectional_attention is true: tokens that see later ones "
+            "are not supported",
+        ),
         *((bool(getattr(raw, name)), f"{name} is not supported") for name in UNSUPPORTED),
     )
     for is_refused, text in refusals:

@@ -15,6 +15,9 @@ from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 ALWAYS = "always"  # instead of the name of a field that says whether
 Routing = Literal["softmax", "sigmoid", "grouped_softmax", "grouped_sigmoid"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
+# What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
+Head = Literal["tokens", "none", "labels"]
+GENERATING = "ForCausalLM"  # the end of the names of architectures that make tokens
 
 
 class Windows(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +72,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
 
     title: str  # as people call its models
     architecture: str
+    base_architecture: str = ""  # without the head; empty: as the family's others are named
     model_type: str
     other_model_types: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()  # architectures of models that also see; this is their text
@@ -101,6 +105,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
             if not any(_says_something(fields, alias) for alias in names):
                 complete[name] = value
         return complete
+
+    @property
+    def other_architectures(self) -> dict[str, Head]:
+        """Return the architectures of the family that make no tokens, with their heads."""
+        stem, is_named, _ = self.architecture.partition(GENERATING)
+        if not is_named:
+            return {}
+        base = self.base_architecture or f"{stem}Model"
+        return {base: "none", f"{stem}ForSequenceClassification": "labels"}
 
 
 # Fields of which one is enough.
@@ -353,6 +366,7 @@ FAMILIES = (
     Family(
         title="Gemma 3",
         architecture="Gemma3ForCausalLM",
+        base_architecture="Gemma3TextModel",
         model_type="gemma3_text",
         wrappers=("Gemma3ForConditionalGeneration",),
         defaults={
@@ -504,6 +518,10 @@ FAMILIES = (
     ),
 )
 BY_ARCHITECTURE = {family.architecture: family for family in FAMILIES}
+# Those that make no tokens, each with its head.
+OTHER_HEADS = {
+    name: (family, head) for family in FAMILIES for name, head in family.other_architectures.items()
+}
 BY_MODEL_TYPE = {family.model_type: family for family in FAMILIES}
 WRAPPERS = {name for family in FAMILIES for name in family.wrappers}
 

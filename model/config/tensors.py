@@ -16,6 +16,7 @@ from baton.model.config.families import Experts
 from baton.model.config.latent_config import LatentConfig
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
+LABELS = "score.weight"  # a head that makes a number for each label
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
@@ -212,13 +213,14 @@ class LayerTensors(msgspec.Struct, frozen=True):
 
 
 class DecoderTensors(msgspec.Struct, frozen=True):
-    """All tensors that a decoder reads. A tied head is no tensor of its own."""
+    """All tensors that a decoder reads."""
 
     vocab_size: int
     hidden: int
     layers: tuple[LayerTensors, ...]
     norm: NormTensor
-    is_tied: bool
+    has_own_head: bool  # that makes tokens, and is not tied to the embedding
+    num_labels: int
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor by name."""
@@ -226,8 +228,10 @@ class DecoderTensors(msgspec.Struct, frozen=True):
         for layer in self.layers:
             shapes.update(layer.shapes())
         shapes.update(self.norm.shapes())
-        if not self.is_tied:
+        if self.has_own_head:
             shapes[HEAD] = (self.vocab_size, self.hidden)
+        if self.num_labels:
+            shapes[LABELS] = (self.num_labels, self.hidden)
         return shapes
 
 
@@ -238,7 +242,8 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
         hidden=config.hidden_size,
         layers=tuple(_layer(config, number, layout) for number in range(config.num_layers)),
         norm=NormTensor(NORM, config.hidden_size),
-        is_tied=config.tie_word_embeddings,
+        has_own_head=config.head == "tokens" and not config.tie_word_embeddings,
+        num_labels=config.num_labels,
     )
 
 

@@ -17,7 +17,7 @@ from baton.model.config.decoder_config import (
     DecoderConfig,
     DecoderDtype,
 )
-from baton.model.config.families import BY_ARCHITECTURE
+from baton.model.config.families import BY_ARCHITECTURE, OTHER_HEADS
 from baton.model.config.reading import converted, read_fields
 from baton.protocol.config import ModelImpl
 from baton.protocol.errors import ConfigError
@@ -69,7 +69,8 @@ def runs_in_transformers(folder: Path, wanted: ModelImpl) -> bool:
     except ConfigError:
         return False  # the reader of baton's own models says what is wrong
     named = raw.architectures or ()
-    return bool(named) and not any(name in BY_ARCHITECTURE for name in named)
+    known = BY_ARCHITECTURE.keys() | OTHER_HEADS
+    return bool(named) and known.isdisjoint(named)
 
 
 def check_for_transformers(folder: Path) -> tuple[str, str]:

@@ -17,10 +17,19 @@ from safetensors import SafetensorError, safe_open
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import Quantization, WeightFormat
 from baton.model.config.reading import read_json
-from baton.model.config.tensors import EMBEDDING, HEAD, Shape, decoder_tensors, layout_of
+from baton.model.config.tensors import (
+    EMBEDDING,
+    HEAD,
+    LABELS,
+    Shape,
+    decoder_tensors,
+    layout_of,
+)
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
+MODULES = "modules.json"  # of sentence-transformers
+_BASE = "model."  # before the names of the base model's tensors
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _OF_IMAGES = re.compile(
@@ -123,7 +132,20 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
             if name in found and not _are_equal(found[name], tensor):
                 raise ConfigError(f"{file} and {found[name].file.name} both have tensor {name}")
             found[name] = tensor
-    return found
+    if EMBEDDING in found or EMBEDDING.removeprefix(_BASE) not in found:
+        return found
+    # A model that was saved without a head has the names of the base model.
+    return {
+        name if name in (HEAD, LABELS) else _BASE + name: stored for name, stored in found.items()
+    }
+
+
+def as_stored(folder: Path, config: DecoderConfig) -> DecoderConfig:
+    """Return the decoder of a folder's files, which lack the head in many that make embeddings."""
+    is_there = config.tie_word_embeddings or HEAD in stored_tensors(folder)
+    if config.head != "tokens" or is_there or not (folder / MODULES).is_file():
+        return config
+    return msgspec.structs.replace(config, head="none")
 
 
 def _are_equal(first: Stored, second: Stored) -> bool:

@@ -70,7 +70,7 @@ class Decoder:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[DecoderLayer, ...]
     final_norm: Tensor  # [hidden]
-    head: Linear  # [vocab, hidden], or this rank's rows of it
+    head: Linear | None  # [vocab, hidden], or this rank's rows of it; None: it makes no tokens
     head_is_split: bool
     eps: float
     ranks: Ranks
@@ -80,6 +80,7 @@ class Decoder:
     of_adapters: tuple[Linear, ...] = ()  # their layers
     embedding_scale: float | None = None
     logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
+    classifier: Tensor | None = None  # [labels, hidden] in fp32
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -90,7 +91,8 @@ class Decoder:
             yield from (layer.qkv, layer.output, *layer.mlp.linears())
             if layer.latent is not None:
                 yield from layer.latent.linears()
-        yield self.head
+        if self.head is not None:
+            yield self.head
         yield from self.of_adapters
 
     def forward(self, batch: Batch, rows: Tensor, backend: Backend) -> Tensor:
@@ -99,13 +101,18 @@ class Decoder:
 
     def logits(self, hidden: Tensor, backend: Backend) -> Tensor:
         """Return `[num_rows, vocab]`."""
-        if not len(hidden):
-            return hidden.new_empty(0, len(self.embedding))
+        if not len(hidden) or self.head is None:  # a device warms up with tokens in any case
+            return hidden.new_zeros(len(hidden), len(self.embedding))
         logits = self.head(hidden)
         if self.logit_cap is not None:
             logits = logits.float()
             backend.soft_cap(logits, self.logit_cap)
         return self.ranks.all_gather(logits) if self.head_is_split else logits
+
+    def classify(self, hidden: Tensor) -> Tensor:
+        """Return `[num_rows, labels]` in fp32."""
+        assert self.classifier is not None, "the model is asked for what it can make"
+        return F.linear(hidden.float(), self.classifier)
 
     def hidden(
         self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False

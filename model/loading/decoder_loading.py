@@ -15,6 +15,7 @@ from baton.model.config.lora_files import Adapter
 from baton.model.config.tensors import (
     EMBEDDING,
     HEAD,
+    LABELS,
     ExpertTensors,
     LatentTensors,
     LayerTensors,
@@ -144,6 +145,7 @@ class _Loader:
             of_adapters=tuple(linear for lora in self.weights.made for linear in lora.linears()),
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
+            classifier=self._classifier(),
         )  # fmt: skip
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
@@ -296,11 +298,29 @@ class _Loader:
         every = slice(0, tensors.hidden)
         return self.weights.weight([tensors.expert(number).down.name], [every], own, is_expert=True)
 
-    def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear, bool]:
+    def _classifier(self) -> Tensor | None:
+        """Return the weight, `[labels, hidden]` in fp32, that a last hidden state meets."""
+        if self.config.num_labels:
+            return self.read(LABELS, dtype=torch.float32)
+        if not self.config.label_token_ids:
+            return None
+        name = EMBEDDING if self.config.tie_word_embeddings else HEAD
+        checkpoint, token_ids = self.weights.checkpoint, self.config.label_token_ids
+        first, *others = (
+            checkpoint.read(name, rows=slice(token_id, token_id + 1)).to(
+                self.place.device, torch.float32
+            )
+            for token_id in token_ids
+        )
+        return first - others[0] if others else first
+
+    def _head(self, embedding: Tensor, norm: Tensor) -> tuple[Linear | None, bool]:
         """Return the output projection, and whether it is split over the ranks.
 
         It is split where the number of ranks divides the vocabulary.
         """
+        if self.config.head != "tokens":
+            return None, False
         vocab, size = self.config.vocab_size, self.ranks.size
         is_split = size > 1 and vocab % size == 0
         rows = share(vocab, self.ranks.rank, size) if is_split else slice(None)

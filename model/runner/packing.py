@@ -20,6 +20,7 @@ from baton.model.layers.attention import AdaptedRows, Batch, Chunk, Tables
 from baton.model.runner.device_state import IDLE_PLACE, IDLE_ROW, DeviceTables, TokenRing
 from baton.model.sampling.device_counts import NO_ROW, DeviceCounts, NewRows
 from baton.model.sampling.penalties import CountedTokens, packed
+from baton.model.sampling.pooling import rows_of
 from baton.model.sampling.sampler import SampleRow, SamplingTensors
 from baton.model.sampling.token_masks import NoMask, TokenMasks, Words
 from baton.node.scheduling.plan import Slice, StepPlan
@@ -109,7 +110,8 @@ class StepInputs:
     new_rows: tuple[ArraySpan, ...] = ()
     # Rows whose next token's log probability is wanted, and these tokens.
     targets: tuple[ArraySpan, ArraySpan] | None = None
-    # Of the adapted tokens, and of those among `rows` and before `targets`.
+    pooled: ArraySpan | None = None  # rows that are wanted themselves
+    # Of the adapted tokens, and of those among `rows`, before `targets` and `pooled`.
     adapted: tuple[AdaptedPlaces, AdaptedPlaces] = (None, None)
     words: Tensor = NO_WORDS  # until all arrays are known
 
@@ -185,6 +187,7 @@ class _Lists:
     scored: dict[int, list[int]] = field(default_factory=dict)
     before: list[int] = field(default_factory=list)  # the rows before `targets`
     targets: list[int] = field(default_factory=list)
+    pooled: list[int] = field(default_factory=list)
     # The number of each token's adapter, or NO_ADAPTER; empty where no token has one.
     adapters: list[int] = field(default_factory=list)
 
@@ -249,6 +252,8 @@ class Packer:
             chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
+            if part.pooling is not None:
+                lists.pooled += rows_of(part.pooling, len(lists.ids), part.length)
             self._add_tokens(lists, part)
             is_counted = self._counts is not None and self._is_only_counted(
                 lists, part, self._counts
@@ -266,7 +271,10 @@ class Packer:
             width = self._add_tables(lists, plan.slices, num_decoding)
         held_back = [row.held_back(self._eos_token_ids) for row in lists.samples]
         # Masks are too large for the inputs of every padded step.
-        is_special = lists.masks or lists.counted or lists.scored or lists.targets or lists.adapters
+        is_special = (
+            lists.masks or lists.counted or lists.scored or lists.targets or lists.pooled
+            or lists.adapters
+        )  # fmt: skip
         bucket = None if is_special else self._bucket(plan.slices, num_decoding, held_back)
         if bucket is not None:
             return self._padded(plan, lists, held_back, bucket)
@@ -432,8 +440,11 @@ class Packer:
             inputs.counted = into.put(rows, torch.int32)
         if lists.targets:
             inputs.targets = into.put(lists.before), into.put(lists.targets)
+        if lists.pooled:
+            inputs.pooled = into.put(lists.pooled)
         if lists.adapters:
-            outputs = [lists.adapters[row] for row in (*lists.rows, *lists.before)]
+            wanted = (*lists.rows, *lists.before, *lists.pooled)
+            outputs = [lists.adapters[row] for row in wanted]
             inputs.adapted = self._adapted(into, lists.adapters), self._adapted(into, outputs)
         if lists.masks:
             masks = into.put(list(lists.masks.values()), torch.int32)

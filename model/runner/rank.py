@@ -7,10 +7,11 @@ settings that cannot work before anything large is allocated.
 import ctypes
 import hashlib
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,12 +22,14 @@ from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
 from baton.model.config.lora_files import Adapter, fingerprint_of, read_adapters
+from baton.model.config.tasks import read_tasks
 from baton.model.config.transformers_config import (
     AnyConfig,
     TransformersConfig,
     check_for_transformers,
     runs_in_transformers,
 )
+from baton.model.config.weight_files import as_stored
 from baton.model.layers.attention import PlainBackend
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder
@@ -67,6 +70,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, NodeError
 from baton.protocol.ids import Epoch
 from baton.protocol.messages import KVLayout, NodeFacts, StepLimits
+from baton.protocol.pooling import ModelTasks
 from baton.runtime.clock import boottime
 from baton.runtime.host import gpus_of, num_gpus, thread_counts
 from baton.runtime.log import logger
@@ -94,6 +98,7 @@ class RankPlan:
     max_num_batched_tokens: int
     max_num_seqs: int
     adapters: tuple[Adapter, ...] = ()
+    tasks: ModelTasks = field(default_factory=ModelTasks)
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,6 +159,7 @@ def load_rank(config: ClusterConfig, epoch: Epoch, ranks: Ranks, progress: Progr
             model_name=config.model.shown_name,
             step=StepLimits(plan.max_num_seqs, plan.max_num_batched_tokens),
             lora_modules=tuple(one.name for one in plan.adapters),
+            tasks=plan.tasks,
         ),
     )
     return LoadedRank(runner, pool, port, info)
@@ -185,6 +191,9 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         raise ConfigError("model.path is empty: name the folder of a model")
     folder = Path(config.model.path)
     decoder = _described(config, folder, num_ranks)
+    found = read_tasks(folder, decoder, config.model.convert)
+    if isinstance(decoder, DecoderConfig):
+        decoder = msgspec.structs.replace(decoder, label_token_ids=found.label_token_ids)
     limit = decoder.max_position_embeddings
     if config.model.max_model_len > limit:
         raise ConfigError(f"model.max_model_len: the model has {limit} positions")
@@ -210,6 +219,7 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         adapters=read_adapters(
             config.model.lora_modules, decoder if isinstance(decoder, DecoderConfig) else None
         ),
+        tasks=found.tasks,
     )
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
         return plan
@@ -232,7 +242,7 @@ def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -
 
 def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig:
     if not runs_in_transformers(folder, config.model.model_impl):
-        decoder = read_decoder_config(folder)
+        decoder = as_stored(folder, read_decoder_config(folder))
         check_split(decoder, num_ranks)
         return decoder
     if num_ranks > 1:

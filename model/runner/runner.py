@@ -26,6 +26,7 @@ from baton.model.sampling.logprobs import (
     packed_prompt,
     unpacked_logprobs,
 )
+from baton.model.sampling.pooling import packed_rows, rows_of, unpacked_rows
 from baton.model.sampling.sampler import Sampler
 from baton.model.tensor_parallel import Ranks
 from baton.node.executor import Progress
@@ -70,6 +71,10 @@ class StepDecoder(Protocol):
 
     def logits(self, hidden: Tensor, backend: Backend, /) -> Tensor:
         """Return `[num_rows, vocab]`."""
+        ...
+
+    def classify(self, hidden: Tensor, /) -> Tensor:
+        """Return the numbers of the model's classifier, `[num_rows, labels]`, if it has one."""
         ...
 
 
@@ -136,16 +141,23 @@ class Runner:
         plan = step.plan
         tokens = [tuple(next(ids) for _ in range(part.num_sampled)) for part in plan.slices]
         broken = {index: NOT_FINITE for index, ids in enumerate(tokens) if NO_TOKEN in ids}
+        logprobs = _logprobs(step, ids) if step.scored else ()
+        of_prompts = _prompt_logprobs(step, ids) if step.inputs.targets else ()
+        pooled: dict[int, bytes] = {}
+        for index, part in enumerate(plan.slices):
+            if part.pooling is not None:
+                pooled[index], is_finite = unpacked_rows(ids)
+                if not is_finite:
+                    broken[index] = NOT_FINITE
         unsampled = {**broken, **step.unsampled}
         for index in unsampled:
             tokens[index] = ()
         failed = tuple((index, why) for index, why in unsampled.items() if why)
-        logprobs = _logprobs(step, ids) if step.scored else ()
-        of_prompts = _prompt_logprobs(step, ids) if step.inputs.targets else ()
         started_s, self._ended_s = max(launched_s, self._ended_s), self._clock()
         return StepResult(
-            plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts
-        )
+            plan.step_id, tuple(tokens), started_s, self._ended_s, failed, logprobs, of_prompts,
+            tuple(pooled.items()),
+        )  # fmt: skip
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch a step and collect it."""
@@ -191,23 +203,45 @@ class Runner:
         return step.batch(inputs, ids, self._tables)
 
     def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
-        rows, targets = inputs.rows.of(inputs.words), inputs.targets
-        num_rows = len(rows)
-        if targets is not None:
-            rows = torch.cat([rows, targets[0].of(inputs.words)])
-        batch, are_many = self._batch(step, inputs), targets is not None
+        sampled = inputs.rows.of(inputs.words)
+        before = pooled = sampled[:0]
+        if inputs.targets is not None:
+            before = inputs.targets[0].of(inputs.words)
+        if inputs.pooled is not None:
+            pooled = inputs.pooled.of(inputs.words)
+        batch, num_slices = self._batch(step, inputs), len(step.plan.slices)
+        is_only_sampled = inputs.targets is None and inputs.pooled is None
+        rows = sampled if is_only_sampled else torch.cat([sampled, before, pooled])
+        are_many = inputs.targets is not None or len(pooled) > num_slices
         hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
-        ids = self._sample(step, inputs, hidden[:num_rows], batch.token_ids)
-        if targets is None:
-            return ids
+        parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
+        ids = self._sample(step, inputs, parts[0], batch.token_ids)
+        scored, made = self._scored(step, inputs, parts[1]), self._pooled(step, parts[2])
+        return torch.cat([ids, *scored, *made]) if scored or made else ids
+
+    def _scored(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
+        """Return the log probabilities of the tokens after the rows `hidden`, by slice."""
+        if inputs.targets is None:
+            return []
         parts = [part for part in step.plan.slices if part.targets]
-        lengths, next_ids = [len(part.targets) for part in parts], targets[1].of(inputs.words)
-        pieces = torch.split(hidden[num_rows:], lengths), torch.split(next_ids, lengths)
-        found = (
+        lengths, next_ids = [len(part.targets) for part in parts], inputs.targets[1]
+        pieces = torch.split(hidden, lengths), torch.split(next_ids.of(inputs.words), lengths)
+        return [
             packed_prompt(self._logits, own, tokens, part.num_top).view(-1)
             for part, own, tokens in zip(parts, *pieces, strict=True)
-        )
-        return torch.cat([ids, *found])
+        ]
+
+    def _pooled(self, step: PackedStep, hidden: Tensor) -> list[Tensor]:
+        """Return what is made of the rows `hidden`, by slice."""
+        if not len(hidden):
+            return []
+        wanted = [(part.pooling, part.length) for part in step.plan.slices]
+        pooled = [(how, len(rows_of(how, 0, length))) for how, length in wanted if how is not None]
+        pieces = torch.split(hidden, [num_rows for _, num_rows in pooled])
+        return [
+            packed_rows(how, rows, self.decoder.classify)
+            for (how, _), rows in zip(pooled, pieces, strict=True)
+        ]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         return self.decoder.logits(hidden, self.backend)

@@ -28,7 +28,7 @@ from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import sigmoid
 from baton.model.loading.layer_weights import LinearMaker
 from baton.model.tensor_parallel import Ranks
-from baton.protocol.errors import ConfigError
+from baton.protocol.errors import ConfigError, InvariantBroken
 
 # Arguments of an attention function that change nothing here: the chunks say what they say.
 HARMLESS = frozenset({
@@ -202,6 +202,9 @@ class TransformersDecoder:
             return logits[0]
         finally:
             del self._base.forward
+
+    def classify(self, hidden: Tensor, /) -> Tensor:
+        raise InvariantBroken("a model that transformers computes has no classifier")
 
     def hidden(
         self, batch: Batch, rows: Tensor, backend: Backend, *, are_many: bool = False

@@ -9,6 +9,7 @@ import msgspec
 
 from baton.protocol.ids import Key
 from baton.protocol.messages import TokenLogprobs
+from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import Sampling
 
 
@@ -41,6 +42,7 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     # one token more than there are guesses.
     num_guesses: int = 0
     lora: str = ""  # the adapter's name
+    pooling: Pooling | None = None  # which of its rows are wanted, if they are
 
     @property
     def num_sampled(self) -> int:
@@ -81,8 +83,8 @@ class StepResult(msgspec.Struct, frozen=True):
 
     It holds none if a grammar was not compiled in time, so that the sample has to be repeated, and
     if slice i is in `failed`, with the reason why nothing can be sampled for it. `logprobs` has the
-    slices that ask for them, by number, and `prompt_logprobs` those of targets, in the form of
-    `PromptLogprobs`.
+    slices that ask for them, by number, `prompt_logprobs` those of targets, in the form of
+    `PromptLogprobs`, and `pooled` what `pooling.PooledPrompt` takes.
     `started_s` and `ended_s` are seconds since this host's boot. A result is delivered after every
     store of its step is finished and visible to transports.
     """
@@ -94,3 +96,4 @@ class StepResult(msgspec.Struct, frozen=True):
     failed: tuple[tuple[int, str], ...] = ()
     logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
     prompt_logprobs: tuple[tuple[int, bytes], ...] = ()
+    pooled: tuple[tuple[int, bytes], ...] = ()

@@ -18,6 +18,7 @@ from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import BatonError, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Attach, Decode, Keep, Load, Prefill
+from baton.protocol.pooling import ModelTasks
 from baton.protocol.sampling import MAX_CHOICES
 
 
@@ -34,6 +35,7 @@ class NodeLimits(msgspec.Struct, frozen=True):
     prompt_lookup_max: int = 4
     prompt_lookup_min: int = 2
     lora_modules: tuple[str, ...] = ()
+    tasks: ModelTasks = ModelTasks()
 
     @property
     def max_first_tokens(self) -> int:
@@ -60,7 +62,13 @@ def problem_of(
     if not 0 <= min(message.token_ids) <= max(message.token_ids) < limits.vocab_size:
         text = f"token ids must be at least 0 and below {limits.vocab_size}"
         return RequestError(text, param="prompt")
-    if num_tokens >= limits.max_model_len:
+    pooling = message.sampling.pooling
+    if not limits.tasks.can(pooling):
+        text = f"this node's model cannot be asked for {pooling or 'tokens'}"
+        return RequestError(text, code="unsupported", param="model")
+    if pooling is not None and not _is_alone(message):
+        return MalformedMessage("a prompt to pool has one choice, and no node takes its blocks")
+    if num_tokens + (pooling is None) > limits.max_model_len:
         text = f"{num_tokens} tokens and the output exceed the {limits.max_model_len} of this node"
         return RequestError(text, code="context_length_exceeded", param="prompt")
     if num_output >= message.sampling.max_tokens:
@@ -71,6 +79,12 @@ def problem_of(
     if is_in_use(Choices.of(message)):
         return MalformedMessage(f"{message.key} is in use")
     return None
+
+
+def _is_alone(message: Prefill | Decode) -> bool:
+    if isinstance(message, Decode):
+        return False
+    return message.decode_node is None and message.num_choices == 1
 
 
 def load_of(pool: BlockPool, num_running: int, num_waiting: int) -> Load:

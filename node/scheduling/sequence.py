@@ -18,6 +18,7 @@ from baton.protocol.blocks import BlockHash, block_hashes
 from baton.protocol.errors import Failure, RequestError
 from baton.protocol.ids import Key
 from baton.protocol.messages import Decode, FinishReason, FirstToken, Prefill, TokenLogprobs
+from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import Sampling
 
 # Stands for rules that the runner has, because they may be long.
@@ -55,10 +56,10 @@ class Sequence:
     def num_reusable_tokens(self) -> int:
         """Return how many of its first tokens need not be computed where blocks hold them.
 
-        The last token always is, for its logits, and so is every token of a prompt whose log
-        probabilities are wanted.
+        The last token always is, for its logits, and so is every token of a prompt whose rows are
+        all needed.
         """
-        return self.num_tokens - 1 if self.sampling.prompt_logprobs is None else 0
+        return 0 if self.sampling.needs_all_rows else self.num_tokens - 1
 
     @property
     def is_idle(self) -> bool:
@@ -122,12 +123,20 @@ class Sequence:
             num_top=num_top or 0,
             num_guesses=len(guesses),
             lora=self.sampling.lora,
+            pooling=self._pooling_of(start, end),
         )
 
+    def _pooling_of(self, start: int, end: int) -> Pooling | None:
+        """Return what is wanted of the rows of these tokens."""
+        pooling = self.sampling.pooling
+        is_wanted = start == 0 if pooling == "cls" else end == self.num_tokens
+        return pooling if is_wanted or pooling == "mean" else None
+
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
-        """Return at most `budget` next tokens as a slice. The last chunk samples."""
+        """Return at most `budget` next tokens as a slice. The last chunk samples or pools."""
         length = min(budget, self.num_unplanned_tokens)
-        return self.slice(length, samples if length == self.num_unplanned_tokens else (), step_id)
+        is_last = length == self.num_unplanned_tokens and self.sampling.pooling is None
+        return self.slice(length, samples if is_last else (), step_id)
 
     def settle(self, done: Slice, tokens: tuple[int, ...]) -> None:
         """Count a slice as computed. `tokens` are those that `done` keeps."""
@@ -185,7 +194,7 @@ def no_token(reason: str) -> Failure:
     No rule of its form allows one, or the model computed no numbers to choose it by.
     """
     if reason == NOT_FINITE:
-        text = "the model computed NaN or infinity for the next token"
+        text = "the model computed NaN or infinity"
         return Failure("not_finite", text, http_status=500)
     text = f"the output cannot go on in the form that was asked for: {reason}"
     error = RequestError(text, code="no_token_allowed", param="structured_outputs", http_status=422)

@@ -19,6 +19,7 @@ from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Failure, Overloaded, RequestError
 from baton.protocol.ids import Key, NodeId, RequestId
 from baton.protocol.messages import Role
+from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import (
     EVERYONE,
     MAX_PROMPT_LOGPROBS,
@@ -357,7 +358,7 @@ class Admission:
             )
             if decision is None:
                 waiting.unplaceable_at = self._registry.version
-                waiting.waits_for = self._absent()
+                waiting.waits_for = self._absent(selection)
             elif now_s < selection.avoid_until_s and decision.goes_to(selection.avoid):
                 waiting.waits_for = frozenset()  # the next look finds it again
             elif not decision.full:
@@ -375,9 +376,11 @@ class Admission:
                     break
         self._looked_at, self._looked_s = self._news(), now_s
 
-    def _absent(self) -> frozenset[Role]:
+    def _absent(self, selection: SelectNodes) -> frozenset[Role]:
         """Return the roles that have no node in service and are needed."""
         needed: tuple[Role, ...] = ROLES if self._config.local_prefill == "never" else ("decode",)
+        if selection.is_pooled:
+            needed = ("prefill",)
         return frozenset(role for role in needed if not self._registry.in_service(role))
 
     def _in_order(self, blocked: Container[str]) -> Iterator[QueuedAttempt]:
@@ -427,6 +430,8 @@ class Admission:
     def _late(self, now_s: float, waiting: QueuedAttempt) -> Failure:
         """Return why an attempt waits no longer."""
         code, text = "no_nodes", "no node that is in service can take this request"
+        if absent := self._absent(waiting.selection):
+            text += f": there is no {' and no '.join(sorted(absent))} node"
         if waiting.unplaceable_at != self._registry.version:
             code = "queue_timeout"
             text = f"no node was free for this request within {now_s - waiting.since_s:.0f} s"
@@ -448,13 +453,18 @@ class Admission:
             self._presence.ended(tenant)
 
 
-def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
-    """Raise `RequestError` for a prompt that no node could compute."""
+def check_vocabulary(token_ids: list[int], vocab_size: int) -> None:
+    """Raise `RequestError` for a prompt without tokens, or with some that the model has not."""
     if not token_ids:
         raise RequestError("the prompt is empty", param="prompt")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         text = f"token ids must be at least 0 and below {vocab_size}"
         raise RequestError(text, param="prompt")
+
+
+def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> None:
+    """Raise `RequestError` for a prompt that no node could compute."""
+    check_vocabulary(token_ids, vocab_size)
     if len(token_ids) >= max_model_len:
         raise RequestError(
             f"the prompt is too long: {len(token_ids)} tokens > {max_model_len - 1} maximum, which "
@@ -462,6 +472,16 @@ def check_prompt(token_ids: list[int], vocab_size: int, max_model_len: int) -> N
             code="context_length_exceeded",
             param="prompt",
         )
+
+
+def check_pooled(num_tokens: int, limits: Limits) -> None:
+    """Raise `RequestError` for a prompt to pool that no prefill node could hold."""
+    held = limits.model_len
+    if limits.prefill_blocks is not None:
+        held = min(held, limits.prefill_blocks * limits.block_size)
+    if num_tokens > held:
+        text = f"the text is too long: {num_tokens} tokens > {held} maximum; shorten it"
+        raise RequestError(text, code="context_length_exceeded", param="prompt")
 
 
 def check_num_logprobs(number: int) -> None:
@@ -517,6 +537,7 @@ class OutputRules(msgspec.Struct, frozen=True):
     grammar: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()  # as token ids
     scope: Scope = EVERYONE
+    pooling: Pooling | None = None  # what is wanted of the prompt instead of tokens
 
 
 NO_RULES = OutputRules()
@@ -550,4 +571,5 @@ def sampling_of(
         prompt_logprobs=params.prompt_logprobs,
         cache_root=rules.scope.root,
         lora=rules.scope.lora,
+        pooling=rules.pooling,
     )

@@ -8,6 +8,7 @@ from baton.protocol.config import LocalPrefill
 from baton.protocol.errors import Overloaded
 from baton.protocol.ids import NodeId
 from baton.protocol.messages import Role
+from baton.protocol.pooling import ModelTasks
 from baton.router.core.admission import ROLES, Admission, Limits
 from baton.router.core.pair_health import PairTransfers
 from baton.router.core.registry import Node, Registry
@@ -32,6 +33,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     lora_modules: tuple[str, ...] = ()  # the names of the adapters
     sampling: dict[str, object] = {}  # the default of HTTP requests
     other_names: tuple[str, ...] = ()  # by which clients may ask for it, too
+    tasks: ModelTasks = ModelTasks()
 
 
 class Health(msgspec.Struct, frozen=True):
@@ -55,9 +57,11 @@ class Health(msgspec.Struct, frozen=True):
         return self.status in ("ready", "degraded")
 
 
-def can_serve(registry: Registry, mode: LocalPrefill) -> bool:
-    """Return whether there are nodes for an ordinary request."""
+def can_serve(registry: Registry, mode: LocalPrefill, *, is_pooled: bool = False) -> bool:
+    """Return whether there are nodes for an ordinary request, or for a prompt to pool."""
     has_prefill = bool(registry.in_service("prefill"))
+    if is_pooled:
+        return has_prefill
     return bool(registry.in_service("decode")) and (has_prefill or mode != "never")
 
 
@@ -109,8 +113,12 @@ def _status(
 ) -> tuple[Status, str]:
     if registry.model is None:
         return "starting", "nodes are starting"
-    if not can_serve(registry, mode):
+    tasks = registry.model.facts.tasks
+    has_pooling = tasks.pools and can_serve(registry, mode, is_pooled=True)
+    if not has_pooling and not (tasks.generates and can_serve(registry, mode)):
         return "failed", "no node is in service"
+    if tasks.generates and not registry.in_service("decode"):
+        return "degraded", "no decode node is in service, so no tokens can be generated"
     lacks_prefill = mode != "always" and not registry.in_service("prefill")
     if lacks_prefill or not all(node.state in ("ready", "degraded") for node in nodes):
         return "degraded", "some nodes are not in service"

@@ -24,6 +24,7 @@ from baton.protocol.messages import (
     FirstTokens,
     HeldChoice,
     InProgress,
+    Pooled,
     PromptLogprobs,
     StageTimes,
     TokenEntry,
@@ -42,6 +43,7 @@ from baton.router.core.request import (
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPooled,
     DeliverPrompt,
     HandoffEnded,
     Loss,
@@ -117,6 +119,8 @@ class Lifecycle:
                 if attempt is not None and node == (attempt.prefill or attempt.decode):
                     attempt.heard_s = now_s
                     attempt.prompt_rows += rows
+            case Pooled():
+                self._on_pooled(node, event)
             case Failed(key=key, failure=failure):
                 self._on_failed(node, key, failure)
             case CancelDone(keys=keys):
@@ -256,6 +260,19 @@ class Lifecycle:
         early, attempt.early = attempt.early, []
         for entry in early:
             self._on_entry(attempt.decode or NO_NODE, entry)
+
+    def _on_pooled(self, node: NodeId, message: Pooled) -> None:
+        attempt = self._attempt_of(message.key)
+        if attempt is None or attempt.prefill != node:
+            return
+        self._out.extend(attempt.releases({node}))
+        if self.request.sampling.pooling is None or not message.numbers:
+            text = "prefill sent something else than was wanted of the prompt"
+            self._lose(attempt, Loss.broken(text, node), node)
+            return
+        self._out.append(Timed(attempt.key, message.times, of_prompt=True))
+        self._out.append(DeliverPooled(message.numbers))
+        self._end_choice(self.choices[attempt.key.choice], by_router=False)
 
     def _forward_first_tokens(self, attempt: Attempt) -> None:
         for index, first in attempt.assured_firsts():
@@ -432,6 +449,7 @@ class Lifecycle:
             is_resume=bool(first.output),
             is_suspect=self._num_crashes > 0,
             is_remote_only=self._is_remote_only,
+            is_pooled=request.sampling.pooling is not None,
             block_keys=request.block_keys,
             tenant=request.tenant,
         )

@@ -106,6 +106,9 @@ class CheapestPair:
     def _choose(
         self, now_s: float, search: "_PairSearch", selection: SelectNodes
     ) -> Decision | None:
+        if selection.is_pooled:
+            prefills = search.prefill_candidates()
+            return search.decision(min(prefills)[-1], None) if prefills else None
         if self._mode == "always":
             return search.local(search.local_candidates())
         near: list[Candidate] = []  # decode nodes that may compute it, as they lack little of it

@@ -352,6 +352,10 @@ class Registry:
         """Return the nodes of a role that have been ready, including draining ones."""
         return [n.node_id for n in self.nodes if n.role == role and n.info is not None]
 
+    def has_met(self, role: Role) -> bool:
+        """Return whether a node of a role is here, also one that starts, or left without notice."""
+        return any(node.role == role for node in (*self._nodes.values(), *self._lost.values()))
+
     @property
     def node_ids(self) -> list[NodeId]:
         return sorted(self._nodes)
@@ -506,6 +510,8 @@ def differences(info: NodeInfo, model: NodeInfo) -> dict[str, str]:
         for name in ("max_model_len", "vocab_size", "eos_token_ids")
         if getattr(info, name) != getattr(model, name)
     ]
+    if info.facts.tasks != model.facts.tasks:
+        limits.append("its model can be asked for other things (modules.json, model.convert)")
     if limits:
         found["limits_mismatch"] = ", ".join(limits)
     return found

@@ -32,6 +32,7 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     InProgress,
+    Pooled,
     Prefill,
     PromptLogprobs,
     ResumeState,
@@ -130,7 +131,7 @@ class Tick(msgspec.Struct, frozen=True):
 
 # A node's message about a request is itself an event.
 NodeMessage = (
-    Accepted | FirstTokens | PromptLogprobs | TokenEntry | Failed | CancelDone | Crashed
+    Accepted | FirstTokens | PromptLogprobs | Pooled | TokenEntry | Failed | CancelDone | Crashed
     | InProgress
 )  # fmt: skip
 RequestEvent = (
@@ -155,6 +156,7 @@ class SelectNodes(msgspec.Struct, frozen=True):
     is_resume: bool = False  # the caller has tokens already
     is_suspect: bool = False  # a node has died of an error in one of its steps
     is_remote_only: bool = False  # a decode node had less of the prompt cached than expected
+    is_pooled: bool = False  # no token is wanted, so a prefill node alone computes it
     block_keys: tuple[BlockKey, ...] = ()  # keys of the prompt's blocks, if caches are watched
     tenant: Tenant = ANYONE
 
@@ -201,6 +203,12 @@ class DeliverPrompt(msgspec.Struct, frozen=True):
     rows: bytes  # of `PromptLogprobs`
 
 
+class DeliverPooled(msgspec.Struct, frozen=True):
+    """Passes on what was made of a prompt of which no token is wanted, which ends the choice."""
+
+    numbers: bytes  # of `Pooled`
+
+
 class Timed(msgspec.Struct, frozen=True):
     """Records the stage times of one node. `of_prompt` marks the node that computed the prompt."""
 
@@ -228,8 +236,8 @@ class Closed(msgspec.Struct, frozen=True):
 
 
 RequestCommand = (
-    SelectNodes | CancelSelection | Send | Release | HandoffEnded | Deliver | DeliverPrompt | Timed
-    | TriedAgain | Outcome | Closed
+    SelectNodes | CancelSelection | Send | Release | HandoffEnded | Deliver | DeliverPrompt
+    | DeliverPooled | Timed | TriedAgain | Outcome | Closed
 )  # fmt: skip
 
 

@@ -19,7 +19,14 @@ import msgspec
 
 from baton.protocol.blocks import BlockKey
 from baton.protocol.config import ClusterConfig
-from baton.protocol.errors import BatonError, Failure, Overloaded, from_failure, taken_over
+from baton.protocol.errors import (
+    BatonError,
+    Failure,
+    Overloaded,
+    RequestError,
+    from_failure,
+    taken_over,
+)
 from baton.protocol.ids import Epoch, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
@@ -36,6 +43,7 @@ from baton.protocol.messages import (
     InProgress,
     Keep,
     NotAttached,
+    Pooled,
     PromptLogprobs,
     Ready,
     ResumeState,
@@ -46,8 +54,17 @@ from baton.protocol.messages import (
     ToRouter,
     WatchCache,
 )
+from baton.protocol.pooling import ModelTasks, Pooling
 from baton.protocol.sampling import SEED_BITS
-from baton.router.core.admission import NO_RULES, Admission, Limits, OutputRules, fit, sampling_of
+from baton.router.core.admission import (
+    NO_RULES,
+    Admission,
+    Limits,
+    OutputRules,
+    check_pooled,
+    fit,
+    sampling_of,
+)
 from baton.router.core.health import Health, can_serve, health_of, limits_of
 from baton.router.core.lifecycle import NO_NODE, Lifecycle
 from baton.router.core.node_link import Heard, NodeLink, NodeNotifier
@@ -73,6 +90,7 @@ from baton.router.core.request import (
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPooled,
     DeliverPrompt,
     HandoffEnded,
     NodeLost,
@@ -180,8 +198,14 @@ class RouterCore:
         """
         limits = self.limits()
         prompt, params = stream.prompt_token_ids, stream.params
-        max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
-        could_serve = can_serve(self.registry, self._config.local_prefill)
+        is_pooled = rules.pooling is not None
+        self._check_task(rules.pooling)
+        if is_pooled:
+            check_pooled(len(prompt), limits)
+            max_tokens = 1
+        else:
+            max_tokens, stream.metrics.max_tokens_clamped = fit(len(prompt), params, limits)
+        could_serve = can_serve(self.registry, self._config.local_prefill, is_pooled=is_pooled)
         pushed_out = self._queue.check_room(
             self._clock(), len(prompt), tenant, could_serve=could_serve
         )
@@ -201,6 +225,19 @@ class RouterCore:
             self._feed(self._requests[key.request_id], NodesNotSelected(key, failure))
         self._begin(request, stream, name, Begun())
         return request.request_id
+
+    def _check_task(self, pooling: Pooling | None) -> None:
+        """Raise `RequestError` for what the model cannot make, or `Overloaded`."""
+        model = self.registry.model
+        tasks = ModelTasks() if model is None else model.facts.tasks
+        if not tasks.can(pooling):
+            what = "tokens" if pooling is None else "this"
+            text = f"the model cannot be asked for {what}: {tasks.described}"
+            raise RequestError(text, code="unsupported", param="model")
+        # A cluster that pools may have no decode nodes at all, and to wait for one is in vain.
+        if pooling is None and tasks.pools and not self.registry.has_met("decode"):
+            text = "no decode node has joined this cluster, so no tokens can be generated"
+            raise Overloaded(text, code="no_nodes", retry_after_s=1.0)
 
     def cancel(self, request_id: RequestId, reason: str = "client") -> None:
         """End a request with `Cancelled`, unless it is unknown or has ended."""
@@ -335,7 +372,7 @@ class RouterCore:
             case Tokens(entries=entries):
                 for entry in entries:
                     self._on_request_message(node, entry.key.request_id, entry)
-            case Accepted() | FirstTokens() | PromptLogprobs() | Failed():
+            case Accepted() | FirstTokens() | PromptLogprobs() | Pooled() | Failed():
                 if isinstance(message, Failed) and message.failure.code == DRAINING:
                     self.registry.drains(node)  # the node's next heartbeat will report it too
                 self._on_request_message(node, message.key.request_id, message)
@@ -496,6 +533,8 @@ class RouterCore:
                     self._feed(active, ChoiceStopped(choice))
             case DeliverPrompt(rows=rows):
                 stream.prompt_rows = rows
+            case DeliverPooled(numbers=numbers):
+                stream.pooled = numbers
             case Send(node=node, message=message):
                 self._send(node, message)
             case SelectNodes():
@@ -517,7 +556,8 @@ class RouterCore:
                 stream.metrics.lost(key, self._now_s - active.began_s, why)
                 stream.metrics.try_again(why, is_resume=is_resume)
             case Outcome(failure=failure):
-                if failure is None and not stream.metrics.num_received_tokens:
+                is_whole = failure is None and not stream.metrics.num_received_tokens
+                if is_whole and active.lifecycle.request.sampling.pooling is None:
                     self._policy.learn(stream.tokens_per_choice)
                 stream.finish(None if failure is None else from_failure(failure))
             case Closed():

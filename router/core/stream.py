@@ -50,8 +50,8 @@ class RequestStream:
     __slots__ = (
         "_arrival_s", "_at_end", "_change", "_detokenizers", "_early", "_end", "_error",
         "_has_changed", "_on_close", "_packed_prompt", "_prompt_logprobs", "_prompt_token_ids",
-        "_pushed_s", "_repeated", "_sink", "_spell", "finished", "metrics", "params", "prompt",
-        "prompt_rows", "request_id", "token_gaps",
+        "_pushed_s", "_repeated", "_sink", "_spell", "finished", "metrics", "params",
+        "pooled", "prompt", "prompt_rows", "request_id", "token_gaps",
     )  # fmt: skip
 
     def __init__(
@@ -80,6 +80,7 @@ class RequestStream:
         self._spell = spell
         self._prompt_logprobs: PromptScores | None = None
         self.prompt_rows = b""  # of `PromptLogprobs`, before the first delta
+        self.pooled = b""  # of `Pooled`, at the end, if no tokens are wanted
         self._pushed_s = [0.0] * len(detokenizers)
         self._repeated: dict[int, tuple[int, int, Failure]] = {}  # by choice, see `expect_again`
         self._arrival_s = time.monotonic()

@@ -1,6 +1,6 @@
 """What the lifecycle commands at the turns that random schedules seldom take."""
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +16,7 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     InProgress,
+    Pooled,
     PromptLogprobs,
     StageTimes,
     TokenEntry,
@@ -29,9 +30,11 @@ from baton.router.core.request import (
     Adopted,
     AdoptedChoice,
     Begun,
+    CallerGone,
     ChoiceStopped,
     Closed,
     Deliver,
+    DeliverPooled,
     DeliverPrompt,
     HandoffEnded,
     NodeLost,
@@ -66,9 +69,9 @@ class Driver:
         num_choices: int = 1,
         max_tokens: int = 5,
         max_attempts: int = 3,
-        prompt_logprobs: int | None = None,
+        **fields: Any,
     ) -> None:
-        sampling = Sampling(seed=1, max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+        sampling = Sampling(seed=1, max_tokens=max_tokens, **fields)
         self.lifecycle = Lifecycle(Request(R, PROMPT, sampling, num_choices, max_attempts))
         self.now_s = 0.0
 
@@ -374,3 +377,50 @@ def test_a_node_that_sends_too_few_of_them_loses_the_attempt(node):
     assert delivered(out) == []
     (place,) = of_type(out, SelectNodes)
     assert {name for name, _ in place.avoid} == {node}
+
+
+def pooling_drive() -> Driver:
+    """A request of which a prefill node alone has the prompt."""
+    drive = Driver(max_tokens=1, pooling="last")
+    (place,) = of_type(drive.step(Begun()), SelectNodes)
+    assert place.is_pooled
+    assert not place.wants_decode
+    (sent,) = of_type(drive.step(NodesSelected(place.key, P, None, EPOCHS)), Send)
+    assert sent.node == P
+    return drive
+
+
+def test_a_prompt_to_pool_ends_with_its_numbers():
+    drive = pooling_drive()
+    assert drive.says(D, Pooled(KEY, b"0000")) == []  # of a node that was not asked
+    assert drive.says(P, Pooled(KEY, b"1234", TIMES)) == [
+        Release(P, KEY),
+        Timed(KEY, TIMES, of_prompt=True),
+        DeliverPooled(b"1234"),
+        Outcome(),
+        Closed(),
+    ]
+    assert drive.says(P, Pooled(KEY, b"1234", TIMES)) == []
+
+
+@pytest.mark.parametrize(
+    "event",
+    [NodeLost(P, LOST), Failed(KEY, LOST), Pooled(KEY, b"")],
+    ids=["lost", "failed", "empty"],
+)
+def test_a_prompt_to_pool_is_computed_again_if_its_node_brings_nothing(event):
+    drive = pooling_drive()
+    commands = drive.lifecycle.step(0.0, event, P)
+    (place,) = of_type(commands, SelectNodes)
+    assert (place.is_pooled, place.avoid) == (True, frozenset({(P, EPOCHS[P])}))
+    assert not of_type(commands, Outcome)
+    drive.step(NodesSelected(place.key, P, None, EPOCHS))
+    assert of_type(drive.says(P, Pooled(place.key, b"1234")), DeliverPooled)
+
+
+def test_a_caller_who_leaves_ends_a_prompt_to_pool():
+    drive = pooling_drive()
+    commands = drive.step(CallerGone())
+    assert of_type(commands, Send) == [Send(P, Cancel((KEY,)))]
+    assert drive.says(P, Pooled(KEY, b"1234")) == []
+    assert of_type(drive.says(P, CancelDone((KEY,))), Closed)

@@ -114,6 +114,14 @@ def test_short_prompts_stay_local_unless_the_setting_forbids():
     assert choose(registry, place("d", 90), "always") == (None, "d1")
 
 
+@pytest.mark.parametrize("mode", ["auto", "never", "always"])
+def test_a_prompt_to_pool_goes_to_a_prefill_node_alone(mode):
+    pooled = msgspec.structs.replace(place("a", 8, wants_decode=False), is_pooled=True)
+    assert choose(cluster(*PAIRS), pooled, mode) == ("p0", None)
+    assert choose(cluster(*PAIRS[2:]), pooled, mode) is None
+    assert choose(cluster(*PAIRS[:2]), place("b", 8), mode) is None
+
+
 def test_nodes_whose_pool_is_too_small_are_passed_over():
     small = [node_info("p0", "prefill", num_blocks=9), node_info("d0", "decode", num_blocks=12)]
     large = [node_info("p1", "prefill"), node_info("d1", "decode")]
