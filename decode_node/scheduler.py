@@ -402,7 +402,8 @@ class DecodeScheduler:
             )  # fmt: skip
             first = firsts[sequence.key.choice - prompt.key.choice]
             stream.logprobs += () if first.logprobs is None else (first.logprobs,)
-            if self.limits.num_speculative_tokens and not sequence.sampling.depends_on_output:
+            may_guess = self.limits.num_speculative_tokens and not self.pool.state_blocks
+            if may_guess and not sequence.sampling.depends_on_output:
                 stream.lookup = PromptLookup(self.limits)
             self._running[sequence.key] = stream
             self._by_request.add(sequence.key, stream)
@@ -439,7 +440,7 @@ class DecodeScheduler:
         if sequence.is_idle:
             del self._leaving[sequence.key]
             sequence.store_prefix(self.pool)
-            self.pool.release(sequence.block_table)
+            self.pool.release(sequence.blocks)
 
 
 def _with_first_step(times: StageTimes, joined_s: float, result: StepResult) -> StageTimes:

@@ -1,7 +1,8 @@
 """One generating sequence, its guesses, and the fork of one prompt into several sequences.
 
-Only the decode scheduler holds streams. All choices share the prompt's whole blocks; its partial
-last block is copied for each choice but the first, because a shared block is never written.
+Only the decode scheduler holds streams. All choices share the prompt's whole blocks. Its partial
+last block and its state are copied for each choice but the first, because a shared block is never
+written.
 """
 
 from array import array
@@ -138,35 +139,37 @@ def fork_prompt(
     """Split a computed prompt into its choices. The references of prompt and tails are consumed.
 
     `first_tokens` maps each choice that goes on to its first token; `tails` are blocks, perhaps
-    more than needed, that are reserved for copies of a partial last block. Return the sequences,
-    and the copies to make before their first step, whose source and target each have one more
-    reference until the copy is settled.
+    more than needed, that are reserved for copies of a partial last block and of the state. Return
+    the sequences, and the copies to make before their first step, whose source and target each
+    have one more reference until the copy is settled.
     """
     num_whole = prompt.num_tokens // pool.block_size
     whole, tail = prompt.block_table[:num_whole], prompt.block_table[num_whole:]
+    written = [*tail, *prompt.state]
     sequences: list[Sequence] = []
     copies: list[tuple[int, int]] = []
     for index, (choice, token_id) in enumerate(first_tokens.items()):
         pool.retain(whole)
-        own_tail = tail
-        if index > 0 and tail:
-            own_tail = [tails.pop()]
-            copies.append((tail[0], own_tail[0]))
-            pool.retain((tail[0], own_tail[0]))
-        elif tail:
-            pool.retain(tail)
+        own = written
+        if index > 0:
+            own = [tails.pop() for _ in written]
+            copies.extend(zip(written, own, strict=True))
+            pool.retain(own)
+        pool.retain(written)
         sequences.append(
             Sequence(
                 prompt.key.of_choice(choice),
                 [*prompt.token_ids, token_id],
                 prompt.num_prompt_tokens,
                 prompt.sampling,
-                [*whole, *own_tail],
+                [*whole, *own[: len(tail)]],
+                own[len(tail) :],
                 list(prompt.hashes),
                 num_computed_tokens=prompt.num_tokens,
                 num_planned_tokens=prompt.num_tokens,
+                num_state_tokens=prompt.num_tokens,
             )
         )
-    pool.release(prompt.block_table)
+    pool.release(prompt.blocks)
     pool.release(tails)
     return sequences, copies

@@ -166,11 +166,11 @@ class WaitingQueue:
     def release_if_idle(self, prompt: PendingPrompt) -> None:
         if prompt.sequence.is_idle:
             self.take(prompt.key)
-            self.pool.release([*prompt.sequence.block_table, *prompt.tails])
+            self.pool.release([*prompt.sequence.blocks, *prompt.tails])
 
     def receive_ended(self, report: ReceiveEnded) -> None:
         prompt = self.take(report.key)
-        blocks = [*prompt.sequence.block_table, *prompt.tails]
+        blocks = [*prompt.sequence.blocks, *prompt.tails]
         self.pool.quarantine(report.quarantined)
         self.pool.release([block for block in blocks if block not in set(report.quarantined)])
         if not prompt.is_ended:
@@ -192,7 +192,7 @@ class WaitingQueue:
         longest = message.num_prompt_tokens + message.sampling.max_tokens
         longest = min(longest, self.limits.max_model_len)
         num_needed = blocks_needed(
-            pool.block_size, len(message.token_ids), longest, message.num_choices
+            pool.block_size, len(message.token_ids), longest, message.num_choices, pool.state_blocks
         )
         if num_needed > pool.num_blocks:
             text = "prompt, max_tokens and n together can never fit this node's KV pool"
@@ -207,15 +207,18 @@ class WaitingQueue:
         if bound is None or sequence.num_tokens <= bound:
             return False
         block_size = self.pool.block_size
-        hashes = sequence.hash_blocks(block_size, sequence.num_reusable_tokens)
+        reusable = self.pool.reusable(sequence.num_reusable_tokens)
+        hashes = sequence.hash_blocks(block_size, reusable)
         num_cached = len(self.pool.cache.lookup(hashes)) * block_size
         return sequence.num_tokens - num_cached > bound
 
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
         sequence, pool = prompt.sequence, self.pool
         has_tail = sequence.num_tokens % pool.block_size != 0
-        num_tails = len(prompt.choices.live) - 1 if has_tail else 0
-        num_held = sequence.num_reusable_tokens if prompt.is_local else sequence.num_tokens
+        num_tails = (len(prompt.choices.live) - 1) * (has_tail + pool.state_blocks)
+        num_held = sequence.num_tokens
+        if prompt.is_local:
+            num_held = pool.reusable(sequence.num_reusable_tokens)
         num_cached = reserve(pool, sequence, num_held, num_tails + watermark)
         if num_cached is None:
             return False
@@ -226,7 +229,7 @@ class WaitingQueue:
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)
         else:
-            fresh = tuple(sequence.block_table[num_cached:])
+            fresh = tuple(sequence.blocks[num_cached:])
             self.outputs.to_connector.append(BeginReceive(prompt.key, num_cached, fresh))
         self.outputs.send(prompt.origin, Accepted(prompt.key, prompt.num_cached_tokens))
         return True

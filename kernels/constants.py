@@ -19,6 +19,7 @@ ROWS = 128  # queries x heads of one KV head at a time, so that a tile is unpack
 PANEL, SHEET, FEW, DEPTH = 64, 256, 64, 256
 NARROW_DEPTH = 32  # of a weight that is widened, for few rows: such a tile fits the first cache
 MAX_STRIP = 6  # rows of a product whose sums fit the registers
+STRIP = 4 * WIDTH  # columns of a state's matrix at a time, whose sums fit the registers
 LARGEST_BYTE = 127.0  # to which the largest input of a row is rounded, as the least is to -127
 LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window

@@ -136,6 +136,11 @@ def gate_mul(gate_up: Tensor, how: Gate = SILU) -> Tensor:
     return (gate * share * up).to(gate_up.dtype)
 
 
+def sigmoid_mul(x: Tensor, gates: Tensor) -> Tensor:
+    """Return `x * sigmoid(gates)`, both `[num_rows, count]`."""
+    return (x.float() * gates.float().sigmoid()).to(x.dtype)
+
+
 def soft_cap(x: Tensor, softcap: float) -> None:
     """Replace each fp32 number of `x` by `softcap * tanh(x / softcap)`."""
     x.div_(softcap).tanh_().mul_(softcap)

@@ -154,6 +154,7 @@ class EngineNode:
             info.num_blocks,
             info.layout.block_size,
             cache_prefixes=self.config.cache.enable_prefix_caching,
+            state_blocks=info.layout.state_blocks,
         )
         limits = NodeLimits(
             info.facts.step.num_tokens,
@@ -217,12 +218,18 @@ class EngineNode:
         )
 
     def _log_ready(self, info: ExecutorInfo) -> None:
-        kv_tokens = info.num_blocks * info.layout.block_size
+        of_tokens = info.num_blocks - info.layout.state_blocks
+        kv_tokens = max(of_tokens, 0) * info.layout.block_size
         if kv_tokens < info.max_model_len:
             setting = "num_blocks" if self.config.cache.num_blocks else "memory_mib"
             log.warning(
                 f"the KV pool holds {kv_tokens} tokens, so no sequence can be longer, although the "
                 f"model takes {info.max_model_len}: raise cache.{setting}",
+            )
+        if info.layout.state_blocks and self.config.engine.num_speculative_tokens:
+            log.warning(
+                "engine.num_speculative_tokens: this node guesses no tokens, because a state that "
+                "has gone through wrong ones cannot be taken back"
             )
         log.info(
             "ready",

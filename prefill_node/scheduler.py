@@ -111,7 +111,8 @@ class PrefillScheduler:
                 self._end(lower, taken_over())
             elif lower.choices.supersede(handoff.choices):
                 self._end(lower, Cancelled("a newer attempt replaced it").to_failure())
-        if self.pool.blocks_for(handoff.sequence.num_tokens) > self.pool.num_blocks:
+        num_needed = self.pool.blocks_for(handoff.sequence.num_tokens) + self.pool.state_blocks
+        if num_needed > self.pool.num_blocks:
             never = RequestError("the prompt can never fit this node's KV pool", param="prompt")
             self.outputs.send(origin, Failed(message.key, never.to_failure()))
             return
@@ -239,7 +240,7 @@ class PrefillScheduler:
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
         """Reserve every block of the prompt, the cached prefix first, and offer them to decode."""
         sequence = handoff.sequence
-        num_cached = reserve(self.pool, sequence, sequence.num_reusable_tokens)
+        num_cached = reserve(self.pool, sequence, self.pool.reusable(sequence.num_reusable_tokens))
         if num_cached is None:
             return False
         handoff.num_cached_tokens = num_cached * self.pool.block_size
@@ -249,24 +250,27 @@ class PrefillScheduler:
         if handoff.decode_node is not None:
             handoff.is_offered = True
             offer = Offer(
-                sequence.key, handoff.decode_node, sequence.num_tokens, len(sequence.block_table)
+                sequence.key, handoff.decode_node, sequence.num_tokens, len(sequence.blocks)
             )
             self.outputs.to_connector.append(offer)
             self._announce(handoff)
         return True
 
     def _announce(self, handoff: Handoff) -> None:
-        """Announce the blocks that became final: whole blocks, and the tail with the last token."""
+        """Announce the blocks that became final: whole blocks, and all others with the last token.
+
+        The blocks of the state come last.
+        """
         if not handoff.is_offered:
             return
         sequence = handoff.sequence
         end = sequence.num_computed_tokens // self.pool.block_size
         if sequence.num_computed_tokens == sequence.num_tokens:
-            end = len(sequence.block_table)
+            end = len(sequence.blocks)
         first = handoff.num_announced_blocks
         if end == first:
             return
-        blocks = tuple(sequence.block_table[first:end])
+        blocks = tuple(sequence.blocks[first:end])
         handoff.num_announced_blocks = end
         block_range = BlockRange(sequence.key, first, blocks, self.pool.generations_of(blocks))
         self.outputs.to_connector.append(block_range)
@@ -310,4 +314,4 @@ class PrefillScheduler:
             key = handoff.sequence.key
             if self._holding.pop(key, None) is not None:
                 self._known.remove(key)
-                self.pool.release(handoff.sequence.block_table)
+                self.pool.release(handoff.sequence.blocks)

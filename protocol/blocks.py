@@ -25,23 +25,32 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-def blocks_needed(block_size: int, num_tokens: int, num_final_tokens: int, num_choices: int) -> int:
+def blocks_needed(
+    block_size: int,
+    num_tokens: int,
+    num_final_tokens: int,
+    num_choices: int,
+    state_blocks: int = 0,
+) -> int:
     """Return how many blocks a prompt and all its choices take in one pool at their full length.
 
     All choices share the whole blocks of the `num_tokens` that are sent. From there on each choice
-    has blocks of its own, up to `num_final_tokens`.
+    has blocks of its own, up to `num_final_tokens`, and `state_blocks` for its state.
     """
     shared = num_tokens // block_size
-    return shared + (blocks_for(num_final_tokens, block_size) - shared) * num_choices
+    own = blocks_for(num_final_tokens, block_size) - shared + state_blocks
+    return shared + own * num_choices
 
 
-def tokens_held(num_blocks: int, block_size: int, num_tokens: int, num_choices: int) -> int:
+def tokens_held(
+    num_blocks: int, block_size: int, num_tokens: int, num_choices: int, state_blocks: int = 0
+) -> int:
     """Return how many tokens each choice can add to `num_tokens` in a pool of `num_blocks`.
 
     This is the inverse of `blocks_needed`. It returns 0 when not even the prompt fits.
     """
     shared = num_tokens // block_size
-    own = (num_blocks - shared) // num_choices
+    own = (num_blocks - shared) // num_choices - state_blocks
     return max((shared + own) * block_size - num_tokens, 0)
 
 

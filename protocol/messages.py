@@ -48,6 +48,9 @@ class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
     A `full` layer stores keys and values, a `latent` one a row that is both, for all heads. In
     `full-fp8` layers, numbers are e4m3 bytes, and the rows of a block are followed by a byte each,
     their exponents.
+
+    A `state` layer stores nothing of a token, but a matrix of `planes` rows of `width` numbers for
+    each of `kv_heads` heads of a sequence.
     """
 
     kind: str
@@ -70,6 +73,8 @@ class KVLayout(msgspec.Struct, frozen=True, omit_defaults=True):
     fingerprint: str  # covers everything that two pools must share
     kv_heads: Count = 0  # of the model, on all ranks together; 0 means unknown
     groups: tuple[LayerGroup, ...] = ()  # empty means unknown
+    # Blocks that hold the state of one sequence, beside those of its tokens, if the model has any.
+    state_blocks: Count = 0
 
 
 class RankAddress(msgspec.Struct, frozen=True):

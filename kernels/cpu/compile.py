@@ -21,6 +21,7 @@ from baton.kernels.cpu import (
     rows,
     sampling,
 )
+from baton.kernels.cpu.states import kernels as states
 from baton.kernels.cpu.vectors import FEATURES
 
 # The kernels that depend on `in_pairs`, and those that depend on `fp8_pool` as well.
@@ -40,7 +41,12 @@ KERNELS = (
     rows.rope_and_store,
     rows.add_rms_norm,
     rows.gate_mul,
+    rows.sigmoid_mul,
     rows.soft_cap,
+    states.convolve,
+    states.gate_steps,
+    states.advance_states,
+    states.gated_norm,
     sampling.sample,
 )
 POINTED = {

@@ -232,6 +232,18 @@ class CpuKernels:
         )  # fmt: skip
         return out
 
+    def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Return `x * sigmoid(gates)`, both `[num_rows, count]`."""
+        assert x.is_contiguous()
+        assert gates.stride(1) == 1
+        num_rows, count = x.shape
+        out = torch.empty_like(x)
+        self._run_rows(
+            "sigmoid_mul", num_rows, count, x.data_ptr(), gates.data_ptr(), gates.stride(0), count,
+            out.data_ptr(),
+        )  # fmt: skip
+        return out
+
     def soft_cap(self, x: Tensor, softcap: float) -> None:
         """Replace the fp32 numbers of `[num_rows, count]` by `softcap * tanh(x / softcap)`."""
         assert x.is_contiguous()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from baton.kernels.constants import WIDTH
+from baton.kernels.constants import LOG2_E, WIDTH
 from baton.kernels.cpu.vectors import (
     Floats,
     Int64s,
@@ -31,6 +31,7 @@ from baton.kernels.cpu.vectors import (
 )
 
 ZERO, ONE, TWO = np.float32(0), np.float32(1), np.float32(2)
+MINUS_LOG2_E = np.float32(-LOG2_E)
 
 
 @kernel
@@ -118,6 +119,24 @@ def gate_mul(
                 store(out, to + i, gated)
             else:
                 store_first(out, to + i, gated, count)
+
+
+@kernel
+def sigmoid_mul(
+    first: int,
+    end: int,
+    x: Numbers,  # [num_rows, count]
+    gates: Numbers,  # [num_rows, …]
+    stride_gates: int,
+    count: int,
+    out: Numbers,  # [num_rows, count]
+) -> None:
+    for row in range(first, end):
+        at, gate_at = row * count, row * stride_gates
+        for i in range(0, count, WIDTH):
+            left = count - i
+            power = exp2(load_first(gates, gate_at + i, left) * every(MINUS_LOG2_E))
+            store_first(out, at + i, load_first(x, at + i, left) / (every(ONE) + power), left)
 
 
 @kernel

@@ -19,13 +19,9 @@ from baton.kernels import constants
 from baton.kernels.constants import (
     GOLDEN,
     LARGEST_UNIFORM,
-    LN_2_HIGH,
-    LN_2_LOW,
-    LOG,
     MIN_TEMPERATURE,
     MIX_1,
     MIX_2,
-    ROOT_HALF,
     ROW_INTS,
     ROW_REALS,
     SUMS,
@@ -47,7 +43,6 @@ from baton.kernels.cpu.vectors import (
     every,
     exp2,
     fma,
-    fused,
     hide,
     instruction,
     kernel,
@@ -55,6 +50,7 @@ from baton.kernels.cpu.vectors import (
     largest,
     load,
     load_first,
+    minus_log_of_rest,
     shift,
     spread,
     store,
@@ -281,27 +277,6 @@ def noise(context: object, key: types.Type, first: types.Type) -> object:
         uniform = builder.fmul(number, constant(FLOATS, 2.0**-32))
         most = constant(FLOATS, LARGEST_UNIFORM)
         is_less = builder.fcmp_ordered("<", uniform, most)
-        return _minus_log_of_rest(builder, builder.select(is_less, uniform, most))
+        return minus_log_of_rest(builder, builder.select(is_less, uniform, most))
 
     return instruction(LANES(types.uint64, types.int64), emit)
-
-
-def _minus_log_of_rest(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return -log(1 - x) of numbers above 0 and below 1; small numbers keep all their bits."""
-    rest = builder.bitcast(builder.fsub(constant(FLOATS, 1.0), x), WORDS)
-    above = builder.sub(rest, constant(WORDS, ROOT_HALF))
-    power = builder.ashr(above, constant(WORDS, 23))
-    near_one = builder.bitcast(builder.sub(rest, builder.shl(power, constant(WORDS, 23))), FLOATS)
-    is_near = builder.icmp_signed("==", power, constant(WORDS, 0))
-    f = builder.fsub(near_one, constant(FLOATS, 1.0))
-    f = builder.select(is_near, builder.fsub(constant(FLOATS, 0.0), x), f)
-    exponent = builder.sitofp(power, FLOATS)
-    square = builder.fmul(f, f)
-    value = constant(FLOATS, LOG[0])
-    for factor in LOG[1:]:
-        value = fused(builder, value, f, constant(FLOATS, factor))
-    value = builder.fmul(builder.fmul(value, square), f)
-    value = fused(builder, exponent, constant(FLOATS, LN_2_LOW), value)
-    value = fused(builder, square, constant(FLOATS, -0.5), value)
-    value = fused(builder, exponent, constant(FLOATS, LN_2_HIGH), builder.fadd(f, value))
-    return builder.fsub(constant(FLOATS, 0.0), value)

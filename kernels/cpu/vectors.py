@@ -30,7 +30,15 @@ from numba.types import CPointer as Numbers
 from numba.types import CPointer as Pooled
 from numba.types import CPointer as Sums
 
-from baton.kernels.constants import EXP2, ROUNDER, WIDTH
+from baton.kernels.constants import (
+    EXP2,
+    LN_2_HIGH,
+    LN_2_LOW,
+    LOG,
+    ROOT_HALF,
+    ROUNDER,
+    WIDTH,
+)
 
 __all__ = ["Doubles", "Factors", "Floats", "Int32s", "Int64s", "Numbers", "Pooled", "Sums"]
 
@@ -119,6 +127,27 @@ def power(builder: ir.IRBuilder, x: ir.Value, factors: Sequence[float]) -> ir.Va
     return builder.select(is_tiny, constant(FLOATS, 0.0), builder.fmul(value, whole))
 
 
+def minus_log_of_rest(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    """Return -log(1 - x) of numbers above 0 and below 1; small numbers keep all their bits."""
+    rest = builder.bitcast(builder.fsub(constant(FLOATS, 1.0), x), WORDS)
+    above = builder.sub(rest, constant(WORDS, ROOT_HALF))
+    power = builder.ashr(above, constant(WORDS, 23))
+    near_one = builder.bitcast(builder.sub(rest, builder.shl(power, constant(WORDS, 23))), FLOATS)
+    is_near = builder.icmp_signed("==", power, constant(WORDS, 0))
+    f = builder.fsub(near_one, constant(FLOATS, 1.0))
+    f = builder.select(is_near, builder.fsub(constant(FLOATS, 0.0), x), f)
+    exponent = builder.sitofp(power, FLOATS)
+    square = builder.fmul(f, f)
+    value = constant(FLOATS, LOG[0])
+    for factor in LOG[1:]:
+        value = fused(builder, value, f, constant(FLOATS, factor))
+    value = builder.fmul(builder.fmul(value, square), f)
+    value = fused(builder, exponent, constant(FLOATS, LN_2_LOW), value)
+    value = fused(builder, square, constant(FLOATS, -0.5), value)
+    value = fused(builder, exponent, constant(FLOATS, LN_2_HIGH), builder.fadd(f, value))
+    return builder.fsub(constant(FLOATS, 0.0), value)
+
+
 def _folded(fold: Emit) -> Emit:
     """Reduce all lanes to one: fold the upper half onto the lower half until one lane is left."""
 
@@ -167,6 +196,7 @@ _define(operator.truediv, _of_two(ir.IRBuilder.fdiv))
 # Where the first is NaN, the second is returned; the second may be NaN, too.
 larger, smaller = _of_two(_larger), _of_two(_smaller)
 exp2, root = _of_one(_exp2), _of_one(_root)
+log_of_rest = _of_one(minus_log_of_rest)
 total = _of_one(_folded(ir.IRBuilder.fadd), types.float32)
 largest = _of_one(_folded(_larger), types.float32)
 

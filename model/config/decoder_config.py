@@ -33,6 +33,7 @@ from baton.model.config.reading import (
     read_json,
 )
 from baton.model.config.rope_config import MAX_POSITIONS, Rope, ropes_config
+from baton.model.config.state_config import StateConfig, state_config
 from baton.protocol.errors import ConfigError
 
 DecoderDtype = Literal["float32", "bfloat16"]
@@ -89,6 +90,8 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     num_labels: int = 0  # of the head `labels`
     # The tokens of which scores are made: the first one's logit, without the second one's.
     label_token_ids: tuple[int, ...] = ()
+    state: StateConfig | None = None
+    guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
 
     @property
     def rotary_dim(self) -> int:
@@ -100,6 +103,18 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         width = self.head_dim if self.latent is None else self.latent.qk_head_dim
         scale: float = self.layers.scale or width**-0.5
         return scale if self.latent is None else scale * self.rope.score_factor
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Return how many layers store keys and values."""
+        return self.num_layers - (0 if self.state is None else len(self.state.layers))
+
+    def has_state(self, layer: int) -> bool:
+        return self.state is not None and layer in self.state.layers
+
+    def stored_number(self, layer: int) -> int:
+        """Return how many earlier layers store the same kind of things, a state or not."""
+        return sum(self.has_state(layer) == self.has_state(other) for other in range(layer))
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
@@ -171,6 +186,8 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         local_rope=local_rope,
         head="tokens" if raw.classifier_from_token is not None else head,
         num_labels=raw.num_classes if head == "labels" else 0,
+        state=None if family.state is None else state_config(file, family.state, fields),
+        guessing=family.guessing,
     )
 
 
@@ -296,6 +313,8 @@ def _sliding_window(
     The window is None if no layer has one that is shorter than the model's length.
     """
     windows, window = family.windows, raw.sliding_window
+    if family.state is not None:
+        return None, ()
     if windows is not None and windows.switch and not _says(file, fields, windows.switch):
         window = None
     has_own_rope = windows is not None and windows.has_own_rope

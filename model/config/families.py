@@ -67,6 +67,15 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
     is_interleaved: bool | None = None
 
 
+class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that keep a state for each sequence in place of keys and values: a Gated DeltaNet."""
+
+    layer_type: str = "linear_attention"  # in `layer_types`
+    block: str = "linear_attn"
+    # In the files, two tensors have what reads the hidden state, by heads of keys.
+    joins_inputs: bool = False
+
+
 class Family(msgspec.Struct, frozen=True, kw_only=True):
     """One family. Biases and norms are `ALWAYS` there, or where a named field says so."""
 
@@ -90,12 +99,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     scales_embeddings: bool = False  # by the root of the hidden size
     has_scalar: bool = False  # query_pre_attn_scalar and the caps of logits count
     has_sinks: bool = False  # a score of each head that no key has
+    has_output_gates: bool = False  # queries bring gates of what their heads give
     windows: Windows | None = None
     partial_rotary_factor: float | None = None  # None: whole heads are rotated
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
     latent: Latent | None = None
+    state: StateLayers | None = None  # of the layers that do not attend
     experts: Experts | None = None
     has_nextn_layers: bool = False  # num_nextn_predict_layers are in the files, and not read
+    guessing: tuple[str, ...] = ()  # what names of tensors that only guess tokens begin with
 
     def with_defaults(self, fields: dict[str, object]) -> dict[str, object]:
         """Return the fields of config.json, completed as transformers completes them."""
@@ -138,6 +150,15 @@ _DEEPSEEK_EXPERTS = Experts(routing="grouped_sigmoid", shared="shared_experts")
 _MROPE = {"mrope": "default"}
 _LLAVA = ("LlavaForConditionalGeneration", "LlavaNextForConditionalGeneration")
 _INTERNVL = ("InternVLForConditionalGeneration",)
+_DELTA_SIZES = {
+    "head_dim": 256,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_SHARED_EXPERT = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
 _QWEN_WINDOWS = Windows(layers="upper", switch="use_sliding_window")
 
 FAMILIES = (
@@ -219,7 +240,7 @@ FAMILIES = (
         },
         qkv_bias="qkv_bias",
         windows=Windows(layers="alternate", switch="use_sliding_window"),
-        experts=Experts(shared="shared_expert", shared_gate="shared_expert_gate"),
+        experts=_SHARED_EXPERT,
     ),
     Family(
         title="Qwen3-MoE",
@@ -238,6 +259,73 @@ FAMILIES = (
         qk_norm=ALWAYS,
         windows=Windows(reads_layer_types=False, switch="use_sliding_window"),
         experts=Experts(),
+    ),
+    Family(
+        title="Qwen3-Next",
+        architecture="Qwen3NextForCausalLM",
+        model_type="qwen3_next",
+        defaults={
+            **_DELTA_SIZES,
+            "num_key_value_heads": 2,
+            "norm_topk_prob": True,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        norm_offset=1.0,
+        has_output_gates=True,
+        partial_rotary_factor=0.25,
+        state=StateLayers(joins_inputs=True),
+        experts=_SHARED_EXPERT,
+        guessing=("mtp.",),
+    ),
+    Family(
+        title="Qwen3.5, 3.6 (dense)",
+        architecture="Qwen3_5ForCausalLM",
+        model_type="qwen3_5_text",
+        other_model_types=("qwen3_5",),
+        wrappers=("Qwen3_5ForConditionalGeneration",),
+        defaults={**_DELTA_SIZES, "num_key_value_heads": 4},
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        norm_offset=1.0,
+        has_output_gates=True,
+        partial_rotary_factor=0.25,
+        rope_types=_MROPE,
+        state=StateLayers(),
+        guessing=("mtp.",),
+    ),
+    Family(
+        title="Qwen3.5, 3.6 (MoE)",
+        architecture="Qwen3_5MoeForCausalLM",
+        model_type="qwen3_5_moe_text",
+        other_model_types=("qwen3_5_moe",),
+        wrappers=("Qwen3_5MoeForConditionalGeneration",),
+        defaults={
+            **_DELTA_SIZES,
+            "num_key_value_heads": 2,
+            "intermediate_size": 512,  # of no layer
+            "norm_topk_prob": True,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        qk_norm=ALWAYS,
+        norm_offset=1.0,
+        has_output_gates=True,
+        partial_rotary_factor=0.25,
+        rope_types=_MROPE,
+        state=StateLayers(),
+        experts=_SHARED_EXPERT,
+        guessing=("mtp.",),
     ),
     Family(
         title="Qwen2-VL, Qwen2.5-VL",

@@ -28,6 +28,7 @@ class LayersConfig(msgspec.Struct, frozen=True):
     score_cap: float | None = None
     logit_cap: float | None = None
     has_sinks: bool = False
+    has_output_gates: bool = False
 
 
 class RawLayers(msgspec.Struct):
@@ -68,6 +69,7 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
         has_output_norms=family.has_output_norms,
         embedding_scale=raw.hidden_size**0.5 if family.scales_embeddings else None,
         has_sinks=family.has_sinks,
+        has_output_gates=family.has_output_gates,
     )
     if not family.has_scalar:
         return layers

@@ -14,6 +14,8 @@ from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.expert_config import ExpertsConfig
 from baton.model.config.families import Experts
 from baton.model.config.latent_config import LatentConfig
+from baton.model.config.state_config import StateTensors, state_tensors
+from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
 
 EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
 LABELS = "score.weight"  # a head that makes a number for each label
@@ -21,87 +23,9 @@ LABELS = "score.weight"  # a head that makes a number for each label
 STACKED_BLOCK = "mlp"
 STACKED_GATE_UP, STACKED_DOWN = "experts.gate_up_proj", "experts.down_proj"
 
-Shape = tuple[int, ...]
 # Each expert has tensors of its own, or one tensor has all of a layer: [outputs, inputs] each, or
 # transposed.
 ExpertLayout = Literal["apart", "stacked", "transposed"]
-
-
-def share(num_units: int, rank: int, size: int, width: int = 1) -> slice:
-    """Return the rows or columns, of `num_units` units of `width`, that belong to `rank`.
-
-    If there are fewer units (KV heads) than ranks, neighbouring ranks hold the same unit.
-    """
-    if num_units < size:
-        first = rank * num_units // size
-        return slice(first * width, (first + 1) * width)
-    per_rank = num_units // size * width
-    return slice(rank * per_rank, (rank + 1) * per_rank)
-
-
-class Units(msgspec.Struct, frozen=True):
-    """Inputs or outputs of a layer: `count` units, such as heads, each of which one rank has."""
-
-    count: int
-    width: int = 1
-    is_rotated: bool = False  # kernels take the numbers of each unit in the order of rotation
-
-    @property
-    def size(self) -> int:
-        return self.count * self.width
-
-    def of_rank(self, rank: int, size: int) -> slice:
-        return share(self.count, rank, size, self.width)
-
-
-class LinearTensors(msgspec.Struct, frozen=True):
-    """A linear layer: `NAME.weight` is `[outputs, inputs]`, and `NAME.bias` may be there.
-
-    Ranks share the outputs, or else the inputs if `splits_inputs`. Outputs may be several blocks,
-    one under the other, each of which is shared by itself.
-    """
-
-    name: str
-    outputs: tuple[Units, ...]
-    inputs: Units
-    has_bias: bool = False
-    splits_inputs: bool = False
-
-    @property
-    def num_outputs(self) -> int:
-        return sum(units.size for units in self.outputs)
-
-    def rows(self, rank: int, size: int) -> list[slice]:
-        """Return the rows of `weight` that a rank has, in order."""
-        if size == 1 or self.splits_inputs:
-            return [slice(0, self.num_outputs)]
-        rows, first = [], 0
-        for units in self.outputs:
-            part = units.of_rank(rank, size)
-            rows.append(slice(first + part.start, first + part.stop))
-            first += units.size
-        return rows
-
-    def columns(self, rank: int, size: int) -> slice:
-        """Return the columns of `weight` that a rank has."""
-        if self.splits_inputs:
-            return self.inputs.of_rank(rank, size)
-        return slice(0, self.inputs.size)
-
-    def shapes(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.num_outputs, self.inputs.size)
-        if self.has_bias:
-            yield f"{self.name}.bias", (self.num_outputs,)
-
-
-class NormTensor(NamedTuple):
-    """The weight of a norm, over units whose order is that of the outputs it is of."""
-
-    name: str  # without `.weight`
-    size: int
-
-    def shapes(self) -> Iterator[tuple[str, Shape]]:
-        yield f"{self.name}.weight", (self.size,)
 
 
 class MlpTensors(NamedTuple):
@@ -185,13 +109,14 @@ class LayerTensors(msgspec.Struct, frozen=True):
     """The tensors of one layer."""
 
     norms: dict[str, NormTensor]  # by their names in `DecoderLayer`
-    qkv: tuple[LinearTensors, ...]  # queries, keys and values; none with `latent`
+    qkv: tuple[LinearTensors, ...]  # queries, keys and values; none with `latent` or `state`
     output: LinearTensors
     q_norm: NormTensor | None
     k_norm: NormTensor | None
     sinks: str | None
     num_heads: int
     latent: LatentTensors | None
+    state: StateTensors | None
     mlp: MlpTensors | None  # None with `experts`
     experts: ExpertTensors | None
 
@@ -203,7 +128,10 @@ class LayerTensors(msgspec.Struct, frozen=True):
             yield from linear.shapes()
         if self.latent is not None:
             yield from self.latent.shapes()
-        yield from self.output.shapes()
+        if self.state is None:
+            yield from self.output.shapes()
+        else:
+            yield from self.state.shapes()
         if self.mlp is not None:
             yield from self.mlp.shapes()
         if self.experts is not None:
@@ -279,8 +207,12 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         splits_inputs=True,
     )  # fmt: skip
     experts = config.experts_of(number)
+    state = None
+    if config.has_state(number):
+        assert config.state is not None, "the model has layers with a state"
+        state = state_tensors(config.state, layer, config.hidden_size)
     q_norm = k_norm = None
-    if config.qk_norm:
+    if config.qk_norm and state is None:
         num_heads, kv_heads = config.num_heads, config.num_kv_heads
         q_size, k_size = width, width
         if config.joins_qk_norm:
@@ -289,13 +221,14 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         k_norm = NormTensor(f"{attention}k_norm", k_size)
     return LayerTensors(
         norms=_norms(config, layer),
-        qkv=_qkv(config, attention) if latent is None else (),
-        output=output,
+        qkv=_qkv(config, attention) if latent is None and state is None else (),
+        output=output if state is None else state.output,
         q_norm=q_norm,
         k_norm=k_norm,
         sinks=f"{attention}sinks" if config.layers.has_sinks else None,
         num_heads=config.num_heads,
         latent=None if latent is None else _latent(latent, attention, config),
+        state=state,
         mlp=_dense_mlp(config, layer) if experts is None else None,
         experts=None if experts is None else _experts(config, experts, layer, layout),
     )
@@ -312,7 +245,8 @@ def _norms(config: DecoderConfig, layer: str) -> dict[str, NormTensor]:
 
 def _qkv(config: DecoderConfig, attention: str) -> tuple[LinearTensors, ...]:
     hidden, width = Units(config.hidden_size), config.head_dim
-    queries = Units(config.num_heads, width, is_rotated=True)
+    is_gated = config.layers.has_output_gates
+    queries = Units(config.num_heads, 2 * width if is_gated else width, is_rotated=True)
     keys = Units(config.num_kv_heads, width, is_rotated=True)
     values = Units(config.num_kv_heads, width)
     if config.is_fused:

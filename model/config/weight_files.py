@@ -17,14 +17,8 @@ from safetensors import SafetensorError, safe_open
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import Quantization, WeightFormat
 from baton.model.config.reading import read_json
-from baton.model.config.tensors import (
-    EMBEDDING,
-    HEAD,
-    LABELS,
-    Shape,
-    decoder_tensors,
-    layout_of,
-)
+from baton.model.config.tensor_parts import Shape
+from baton.model.config.tensors import EMBEDDING, HEAD, LABELS, decoder_tensors, layout_of
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
@@ -205,7 +199,7 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
     if how is not None:
         _check_packed(how, stored, expected)
     layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    guessing = tuple(f"model.layers.{layer}." for layer in layers)
+    guessing = (*(f"model.layers.{layer}." for layer in layers), *config.guessing)
     for name in sorted(stored.keys() - expected.keys() - scales):
         if name.startswith(guessing):
             continue

@@ -13,21 +13,25 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.kernels import reference
+from baton.kernels import reference, state_reference
 from baton.kernels.constants import SILU, Gate
+from baton.kernels.state_layout import StateLayout
+from baton.kernels.state_reference import StateBytes, StateWeights
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
     """Tokens [start, start + length) of one sequence, in rows [row, row + length) of the batch.
 
     The pool holds the keys and values of every position below `start`, but not yet those of the
-    chunk.
+    chunk. The state is that after the position before `start`.
     """
 
     row: int
     start: int
     length: int
     block_table: tuple[int, ...]
+    state: tuple[int, ...] = ()  # the blocks of the sequence's state, if the model has one
+    num_held: int = 0  # the first tokens, which the state has already
 
     @property
     def end(self) -> int:
@@ -126,6 +130,20 @@ class Backend(Protocol):
         """
         ...
 
+    def advance(
+        self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
+    ) -> Tensor:
+        """Let the states go through the batch, and return `[num_tokens, heads * value_dim]`.
+
+        With `rows`, return those rows of it alone. `layer` counts the layers with a state, and `x`
+        is what `weights` describe.
+        """
+        ...
+
+    def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
+        """Return `x * sigmoid(gates)`, both `[num_rows, count]`."""
+        ...
+
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
@@ -166,6 +184,7 @@ class PlainBackend:
         num_heads: int,
         cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
         eps: float,
+        states: StateLayout | None = None,
     ) -> None:
         self.name = "torch" + pool_suffix(pool)
         self.pool = pool
@@ -175,6 +194,7 @@ class PlainBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.rotation = 0
         self._angles = cos_sin.view(-1, *cos_sin.shape[-2:])
+        self._states = None if states is None else StateBytes(pool, states)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
@@ -208,6 +228,29 @@ class PlainBackend:
             q, self.pool, layer, self._tables, self._starts, self._lengths, *self.scoring
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def advance(
+        self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
+    ) -> Tensor:
+        assert self._states is not None, "the pool has states"
+        assert weights.gates is not None, "the layers have matrices"
+        decays, betas = state_reference.gate_steps(x, weights.gates)
+        parts = []
+        for chunk in self._batch.chunks:
+            own = slice(chunk.row, chunk.row + chunk.length)
+            parts.append(
+                self._states.advance(
+                    layer, x[own], weights, decays[own], betas[own], chunk.state, chunk.start,
+                    chunk.num_held,
+                )
+            )  # fmt: skip
+        out = torch.cat(parts)
+        if rows is not None:
+            out, x = out[rows], x[rows]
+        return state_reference.gated_norm(out, x, weights, self.eps)
+
+    def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
+        return reference.sigmoid_mul(x, gates)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

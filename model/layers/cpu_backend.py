@@ -16,6 +16,9 @@ from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.cpu.functions import AttentionWork, CpuKernels
 from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
+from baton.kernels.cpu.states.functions import CpuStates, state_work
+from baton.kernels.state_layout import StateLayout
+from baton.kernels.state_reference import StateWeights
 from baton.model.layers.attention import Batch, Scoring, pool_suffix
 from baton.protocol.config import KernelChoice
 from baton.protocol.errors import ConfigError
@@ -60,6 +63,7 @@ class CpuBackend:
         num_heads: int,
         cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
         eps: float,
+        states: StateLayout | None = None,
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
         # linear layers, which use the same instruction, tell such CPUs apart.
@@ -69,6 +73,7 @@ class CpuBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
+        self._states = None if states is None else CpuStates(library, pool, states)
         self.rotation = 0
         self._angles = cos_sin.contiguous().view(-1, *cos_sin.shape[-2:])
 
@@ -84,6 +89,11 @@ class CpuBackend:
         self._chunks = np.array(chunks, np.int64)
         self._is_decoding = len(chunks) == batch.num_tokens
         self._work = self._kernels.attention_work(self._tables, self._chunks)
+        if self._states is not None:
+            self._state_work = state_work(
+                [(one.row, one.length, one.start, one.num_held) for one in batch.chunks],
+                [*chain.from_iterable(one.state for one in batch.chunks)],
+            )
 
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
@@ -106,6 +116,22 @@ class CpuBackend:
         out = torch.empty_like(q)
         self._kernels.attend(q, layer, work, out, *self.scoring)
         return out.flatten(1)
+
+    def advance(
+        self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
+    ) -> Tensor:
+        states, work = self._states, self._state_work
+        assert states is not None, "the pool has states"
+        assert weights.gates is not None, "the layers have matrices"
+        mixed = states.convolve(x, layer, work, weights)
+        decays, betas = states.gate_steps(x, weights.gates)
+        out = states.advance(mixed, layer, work, weights, decays, betas)
+        if rows is not None:
+            out, x = out[rows], x[rows]
+        return states.gated_norm(out, x, weights, self.eps)
+
+    def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
+        return self._kernels.sigmoid_mul(x, gates)
 
     def _are_all(self, rows: NDArray[np.int64]) -> bool:
         """Return whether these are all rows of a step in which every sequence has one."""

@@ -26,7 +26,9 @@ from baton.kernels.cuda.paged import BLOCK_SIZES, HEAD_DIMS, LEAST_CAPABILITY, M
 from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
+from baton.kernels.state_reference import StateWeights
 from baton.model.layers.attention import Batch, Scoring, pool_suffix
+from baton.protocol.errors import InvariantBroken
 
 
 class CudaBackend:
@@ -102,6 +104,14 @@ class CudaBackend:
             q, k, v, self._positions, angles, self.pool, layer, self._slots, q_norm, k_norm,
             self.eps,
         )  # fmt: skip
+
+    def advance(
+        self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
+    ) -> Tensor:
+        raise InvariantBroken("a GPU was given a model whose layers keep a state")
+
+    def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
+        raise InvariantBroken("a GPU was given a model whose layers keep a state")
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

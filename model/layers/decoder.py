@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from baton.kernels.state_reference import StateWeights
 from baton.model.batch_invariance.row_rule import ByRows, at_once
 from baton.model.layers.attention import AdaptedRows, Backend, Batch, Scoring
 from baton.model.layers.latent_attention import LatentAttention
@@ -50,17 +51,20 @@ class DecoderLayer:
     """This rank's part of one layer's weights. Those of norms are in fp32."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Linear  # heads of queries, then of keys, then of values; or what `latent` takes
+    qkv: Linear  # heads of queries, keys and values; or what `latent` or `state` takes
     head_norms: Tensor | None  # [num_heads + kv_heads, head_dim]
     output: Linear
     mlp_norm: Tensor  # [hidden]
     mlp: Mlp
+    number: int  # among the layers that store the same kind of things
     latent: LatentAttention | None = None
     output_norm: Tensor | None = None  # [hidden], of what attention adds
     mlp_output_norm: Tensor | None = None  # [hidden], of what the MLP adds
     scoring: Scoring | None = None  # None: the backend's
     joined_norms: JoinedNorms | None = None
     rotation: int = 0  # the number of the backend's rotary table
+    state: StateWeights | None = None  # of a layer that keeps a state, whose inputs are `qkv`
+    num_gates: int = 0  # the last outputs of `qkv`, which gate what attention gives
 
 
 @dataclass(slots=True, frozen=True)
@@ -145,9 +149,15 @@ class Decoder:
         self, number: int, backend: Backend, x: Tensor, rows: Tensor | None = None
     ) -> Tensor:
         layer = self.layers[number]
+        if layer.state is not None:
+            return backend.advance(layer.number, x, layer.state, rows)
         if layer.scoring is not None:
             backend.scoring, backend.rotation = layer.scoring, layer.rotation
-        return backend.attend(number, x, layer.head_norms, rows)
+        if not layer.num_gates:
+            return backend.attend(layer.number, x, layer.head_norms, rows)
+        qkv, gates = x.split((x.shape[1] - layer.num_gates, layer.num_gates), dim=1)
+        out = backend.attend(layer.number, qkv.contiguous(), layer.head_norms, rows)
+        return backend.sigmoid_mul(out, gates if rows is None else gates[rows])
 
     def _to_next(
         self,

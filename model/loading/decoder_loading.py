@@ -12,6 +12,7 @@ from torch import Tensor
 from baton.model.batch_invariance.row_rule import RowThreads, at_once
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.lora_files import Adapter
+from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
 from baton.model.config.tensors import (
     EMBEDDING,
     HEAD,
@@ -19,10 +20,7 @@ from baton.model.config.tensors import (
     ExpertTensors,
     LatentTensors,
     LayerTensors,
-    LinearTensors,
     MlpTensors,
-    NormTensor,
-    share,
     units_of_rank,
 )
 from baton.model.config.transformers_config import AnyConfig
@@ -49,6 +47,7 @@ from baton.model.loading.layer_weights import (
     RankDevice,
     linears_for,
 )
+from baton.model.loading.state_loading import load_state
 from baton.model.loading.weights import (
     Checkpoint,
 )
@@ -57,6 +56,7 @@ from baton.node.executor import Progress
 from baton.protocol.errors import ConfigError
 
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
+NUM_STATE_KINDS = 2  # what reads the hidden state, and what writes it
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
@@ -74,6 +74,7 @@ def load_decoder(
     check_split(config, ranks.size)
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
     num_kinds += NUM_LATENT_KINDS if config.latent else 0
+    num_kinds += NUM_STATE_KINDS if config.state else 0
     num_kinds += NUM_LORA_KINDS if adapters else 0
     linears = linears_for(place, progress, num_kinds)
     loras = LoraLoader(adapters, place.device, place.dtype)
@@ -89,6 +90,8 @@ def local_heads(config: AnyConfig, size: int) -> tuple[int, int]:
 def check_split(config: DecoderConfig, size: int) -> None:
     """Raise `ConfigError` unless `size` ranks can share the model evenly."""
     kv_heads = config.num_kv_heads
+    if config.state is not None:
+        config.state.shape(kv_heads, size)
     widths = [("heads", config.num_heads)]
     if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
         widths.append(("MLP width", config.intermediate_size))
@@ -150,8 +153,10 @@ class _Loader:
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
         config, joins_norms = self.config, self.config.joins_qk_norm
-        latent = None
-        if tensors.latent is not None:
+        latent = state = None
+        if tensors.state is not None:
+            qkv, state = load_state(self.weights, tensors.state)
+        elif tensors.latent is not None:
             qkv, latent = self._latent(tensors.latent)
         else:
             qkv = self.weights.columns(tensors.qkv, self._order_of(tensors.qkv))
@@ -170,7 +175,14 @@ class _Loader:
             mlp_output_norm=norms.get("mlp_output_norm"),
             scoring=self._scoring(number, tensors.sinks),
             rotation=int(config.rope_of(number) is not config.rope),
+            number=config.stored_number(number),
+            state=state,
+            num_gates=self._num_gates() if state is None else 0,
         )
+
+    def _num_gates(self) -> int:
+        heads, _ = local_heads(self.config, self.ranks.size)
+        return heads * self.config.head_dim if self.config.layers.has_output_gates else 0
 
     def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
         config, sinks = self.config, None
@@ -214,14 +226,17 @@ class _Loader:
 
     def _order_of(self, linears: Sequence[LinearTensors]) -> Tensor | None:
         """Return the outputs of this rank's joined layers as kernels rotate them."""
-        if self.head_order is None:
+        has_gates, width = self.config.layers.has_output_gates, self.config.head_dim
+        if self.head_order is None and not has_gates:
             return None
-        order, first = [], 0
+        head_order = torch.arange(width) if self.head_order is None else self.head_order
+        order, gates, first = [], [], 0
         for count, units in units_of_rank(linears, self.ranks.rank, self.ranks.size):
             numbers = torch.arange(first, first + count * units.width).view(count, units.width)
-            order.append((numbers[:, self.head_order] if units.is_rotated else numbers).flatten())
+            gates.append(numbers[:, width:].flatten())  # behind those of a head's query
+            order.append((numbers[:, head_order] if units.is_rotated else numbers).flatten())
             first += count * units.width
-        return torch.cat(order)
+        return torch.cat(order + gates)
 
     def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp:
         if tensors.experts is not None:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from baton.kernels.state_layout import StateLayout, state_layout
 from baton.kv_transfer.pools import HostPool, available_bytes
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.transformers_config import AnyConfig
@@ -34,9 +35,15 @@ class KVCache:
     On a GPU, the blocks are in device memory and `generations` in host memory.
     """
 
-    def __init__(self, pool: Tensor, generations: NDArray[np.uint32]) -> None:
+    def __init__(
+        self,
+        pool: Tensor,
+        generations: NDArray[np.uint32],
+        states: StateLayout | None = None,  # in the same blocks, if the model has any
+    ) -> None:
         self.pool = pool
         self.generations = generations
+        self.states = states
 
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
         """Write new owners' generations before their first store, so that readers notice them."""
@@ -48,10 +55,12 @@ class KVCache:
             self.pool[target].copy_(self.pool[source])
 
 
-def host_cache(host: HostPool, shape: Sequence[int], dtype: torch.dtype) -> KVCache:
+def host_cache(
+    host: HostPool, shape: Sequence[int], dtype: torch.dtype, states: StateLayout | None = None
+) -> KVCache:
     """Return the cache whose blocks are the host pool's own bytes."""
     pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
-    return KVCache(pool, host.generations)
+    return KVCache(pool, host.generations, states)
 
 
 def device_cache(
@@ -90,21 +99,58 @@ def kv_layout(
         order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
         *([rotated] if rotated < group.width else []),
     )  # fmt: skip
+    states = states_of(config, cache, num_ranks, dtype)
+    if states is None:
+        return KVLayout(
+            block_size=cache.block_size,
+            block_bytes=block_bytes,
+            fingerprint=_digest(shared),
+            kv_heads=config.num_kv_heads,
+            groups=(group,),
+        )
+    # Equal in all splits over ranks, because the parts of a block are.
+    shared = (*shared, states.shape[1:], states.matrices, states.tails, states.part_bytes)
+    heads = states.shape.num_groups * states.shape.num_heads * num_ranks
+    of_states = LayerGroup(
+        "state", len(states.tails), heads, states.shape.key_dim, states.shape.value_dim
+    )
     return KVLayout(
         block_size=cache.block_size,
         block_bytes=block_bytes,
-        fingerprint=hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest(),
+        fingerprint=_digest(shared),
         kv_heads=config.num_kv_heads,
-        groups=(group,),
+        groups=(group, of_states),
+        state_blocks=states.num_blocks,
     )
 
 
+def states_of(
+    config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
+) -> StateLayout | None:
+    """Return where the blocks of each rank hold the states of sequences, if the model has any."""
+    if not isinstance(config, DecoderConfig) or config.state is None:
+        return None
+    shape = config.state.shape(config.num_kv_heads, num_ranks)
+    block_bytes = prod(pool_shape(config, cache, num_ranks, 1, dtype)) * dtype.itemsize
+    try:
+        return state_layout(shape, len(config.state.layers), block_bytes, dtype.itemsize)
+    except ValueError as error:
+        raise ConfigError(f"cache.block_size: the model's states do not fit: {error}") from None
+
+
+def _digest(shared: tuple[object, ...]) -> str:
+    return hashlib.blake2b(repr(shared).encode(), digest_size=16).hexdigest()
+
+
 def _group(config: AnyConfig, dtype: torch.dtype) -> LayerGroup:
-    """Return the one group of layers that a model of today has."""
+    """Return the group of layers that store something of each token."""
     is_latent = isinstance(config, DecoderConfig) and config.latent is not None
     full = "full-fp8" if dtype == torch.uint8 else "full"
     kind, planes = ("latent", 1) if is_latent else (full, 2)
-    return LayerGroup(kind, config.num_layers, config.num_kv_heads, planes, config.head_dim)
+    num_layers = config.num_layers
+    if isinstance(config, DecoderConfig):
+        num_layers = config.num_kv_layers
+    return LayerGroup(kind, num_layers, config.num_kv_heads, planes, config.head_dim)
 
 
 def num_blocks_for(

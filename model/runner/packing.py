@@ -213,6 +213,7 @@ class ModelFacts(NamedTuple):
     block_size: int
     eos_token_ids: tuple[int, ...]
     lora_modules: tuple[str, ...] = ()  # the names of the adapters, in the order of their numbers
+    state_blocks: int = 0  # that hold the state of a sequence
 
 
 class Packer:
@@ -234,7 +235,7 @@ class Packer:
         """`masks` needs `sampled_at`, which returns the token at a place of the ring."""
         self._adapters = {name: i for i, name in enumerate(("", *model.lora_modules), NO_ADAPTER)}
         self.buckets: Sequence[Bucket] = ()
-        self._block_size = model.block_size
+        self._block_size, self._state_blocks = model.block_size, model.state_blocks
         self._eos_token_ids = model.eos_token_ids
         self._tables = tables
         self._allocate = allocate
@@ -249,7 +250,14 @@ class Packer:
         if self._counts is not None:
             self._counts.begin_step(plan.slices)
         for index, part in enumerate(plan.slices):
-            chunks.append(Chunk(len(lists.ids), part.start, part.length, part.block_table))
+            if len(part.state) != self._state_blocks:
+                raise InvariantBroken(f"{part.key}: {len(part.state)} blocks hold its state")
+            chunks.append(
+                Chunk(
+                    len(lists.ids), part.start, part.length, part.block_table, part.state,
+                    part.num_held,
+                )
+            )  # fmt: skip
             lists.before += range(len(lists.ids), len(lists.ids) + len(part.targets))
             lists.targets += part.targets
             if part.pooling is not None:

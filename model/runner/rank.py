@@ -58,6 +58,7 @@ from baton.model.runner.kv_cache import (
     kv_layout,
     num_blocks_for,
     pool_shape,
+    states_of,
 )
 from baton.model.runner.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.model.runner.step_queue import CudaQueue, HostQueue
@@ -233,6 +234,8 @@ def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -
     refused = ""
     if isinstance(decoder, TransformersConfig):
         refused = "transformers' code computes the model"
+    elif decoder.state is not None:
+        refused = "layers keep a state for each sequence, whose numbers are not FP8"
     elif decoder.latent is not None:
         refused = "the model stores latent rows (MLA), which are small already"
     if refused:
@@ -259,7 +262,8 @@ def _described(config: ClusterConfig, folder: Path, num_ranks: int) -> AnyConfig
 
 def _sized(plan: RankPlan, config: ClusterConfig, num_ranks: int, num_bytes: int) -> RankPlan:
     """Return the plan with the blocks that are configured or fit `num_bytes`."""
-    most_tokens = plan.max_num_seqs * plan.max_model_len
+    of_state = plan.layout.state_blocks * plan.layout.block_size
+    most_tokens = plan.max_num_seqs * (plan.max_model_len + of_state)
     num_blocks = num_blocks_for(config.cache, plan.layout, num_ranks, num_bytes, most_tokens)
     return replace(plan, num_blocks=num_blocks)
 
@@ -300,10 +304,11 @@ def load_runner(
         return _on_gpu(plan, config, decoder, progress)
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
-    cache = host_cache(pool, shape, plan.pool_dtype)
+    states = states_of(plan.decoder, config.cache, ranks.size, plan.pool_dtype)
+    cache = host_cache(pool, shape, plan.pool_dtype, states)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    sizes = num_heads, *_rotation(plan)
+    sizes = num_heads, *_rotation(plan), states
     backend = (
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
     )
@@ -470,6 +475,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
     if num_ranks > 1 and num_ranks > (num_seen := len(gpus_of(0))):
         need = f"{num_ranks} ranks (engine.tensor_parallel_size) need one GPU each"
         return f"{need}, but this node sees {num_seen}"
+    if isinstance(decoder, DecoderConfig) and decoder.state is not None:
+        return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.model.layers.cuda_backend import missing_for
 

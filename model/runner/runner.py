@@ -100,7 +100,10 @@ class Runner:
         if backend.table_blocks:
             self._tables = DeviceTables(MAX_SEQUENCES, backend.table_blocks, device)
         self._ring = torch.zeros(RING_TOKENS, dtype=torch.int64, device=device)
-        facts = ModelFacts(cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules)
+        state_blocks = 0 if cache.states is None else cache.states.num_blocks
+        facts = ModelFacts(
+            cache.pool.shape[4], sampler.eos_token_ids, decoder.lora_modules, state_blocks
+        )
         self._packer = Packer(
             facts, self._tables, self._queue.allocate, sampler.masks, self._sampled, sampler.counts
         )

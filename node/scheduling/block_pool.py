@@ -26,11 +26,23 @@ class PoolCounts:
 
 
 class BlockPool:
-    """The `num_blocks` blocks of a node. Without `cache_prefixes`, released blocks are not kept."""
+    """The `num_blocks` blocks of a node. Without `cache_prefixes`, released blocks are not kept.
 
-    def __init__(self, num_blocks: int, block_size: int, *, cache_prefixes: bool = True) -> None:
+    Where a model keeps a state for each sequence, it takes `state_blocks` of them beside those of
+    the sequence's tokens.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        cache_prefixes: bool = True,
+        state_blocks: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
+        self.state_blocks = state_blocks
         self.cache = PrefixCache()
         self.counts = PoolCounts()
         self._cache_prefixes = cache_prefixes
@@ -56,6 +68,10 @@ class BlockPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
+
+    def reusable(self, num_tokens: int) -> int:
+        """Return of how many of these tokens cached blocks spare a step: none without a state."""
+        return 0 if self.state_blocks else num_tokens
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each, of a new generation."""

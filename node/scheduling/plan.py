@@ -43,6 +43,10 @@ class Slice(msgspec.Struct, frozen=True, array_like=True):
     num_guesses: int = 0
     lora: str = ""  # the adapter's name
     pooling: Pooling | None = None  # which of its rows are wanted, if they are
+    # The blocks of the sequence's state, if the model has any. It is that of the positions below
+    # start + num_held, and the step makes it that of all positions.
+    state: tuple[int, ...] = ()
+    num_held: int = 0
 
     @property
     def num_sampled(self) -> int:

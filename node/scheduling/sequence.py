@@ -32,9 +32,11 @@ class Sequence:
     num_prompt_tokens: int
     sampling: Sampling
     block_table: list[int] = field(default_factory=list)
+    state: list[int] = field(default_factory=list)  # the blocks of its state, if the model has any
     hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks hashed so far
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
+    num_state_tokens: int = 0  # that the state has after the steps that are launched
     num_unsettled: int = 0  # launched steps that name this sequence
     sampled_in: int = -1  # the last plan with a sample of it
     has_sampled: bool = False  # on this node
@@ -62,6 +64,11 @@ class Sequence:
         return 0 if self.sampling.needs_all_rows else self.num_tokens - 1
 
     @property
+    def blocks(self) -> list[int]:
+        """Return all blocks: those of its tokens, then those of its state."""
+        return [*self.block_table, *self.state]
+
+    @property
     def is_idle(self) -> bool:
         return self.num_unsettled == 0
 
@@ -82,7 +89,7 @@ class Sequence:
 
     def start_at(self, position: int) -> None:
         """Count the tokens before `position` as computed, because blocks hold them already."""
-        self.num_computed_tokens = self.num_planned_tokens = position
+        self.num_computed_tokens = self.num_planned_tokens = self.num_state_tokens = position
 
     def slice(
         self, length: int, samples: tuple[int, ...], step_id: int, guesses: tuple[int, ...] = ()
@@ -93,6 +100,7 @@ class Sequence:
         """
         start, end = self.num_planned_tokens, self.num_planned_tokens + length
         self.num_planned_tokens = end + len(guesses)
+        num_held = self._advance_state(start, end)
         self.num_unsettled += 1
         sampling, past = self.sampling, None
         num_top = sampling.prompt_logprobs
@@ -124,6 +132,8 @@ class Sequence:
             num_guesses=len(guesses),
             lora=self.sampling.lora,
             pooling=self._pooling_of(start, end),
+            state=tuple(self.state),
+            num_held=num_held,
         )
 
     def _pooling_of(self, start: int, end: int) -> Pooling | None:
@@ -131,6 +141,14 @@ class Sequence:
         pooling = self.sampling.pooling
         is_wanted = start == 0 if pooling == "cls" else end == self.num_tokens
         return pooling if is_wanted or pooling == "mean" else None
+
+    def _advance_state(self, start: int, end: int) -> int:
+        """Return how many tokens of a slice the state has, because a sample was refused."""
+        if not self.state:
+            return 0
+        num_held = self.num_state_tokens - start
+        self.num_state_tokens = end
+        return num_held
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
         """Return at most `budget` next tokens as a slice. The last chunk samples or pools."""
@@ -204,17 +222,20 @@ def no_token(reason: str) -> Failure:
 def reserve(
     pool: BlockPool, sequence: Sequence, num_cacheable_tokens: int, num_kept_free: int = 0
 ) -> int | None:
-    """Give `sequence` blocks for all its tokens, or return None if the pool has too few.
+    """Give `sequence` blocks for its tokens and its state, or return None if there are too few.
 
     Whole blocks among the first `num_cacheable_tokens` may come from the cache; return how many
     do. `num_kept_free` blocks must stay free.
     """
     cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
-    num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached)
+    num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached) + pool.state_blocks
     if num_fresh + num_kept_free > pool.num_free:
         pool.release(cached)
         return None
     pool.counts.prefix_queried_tokens += sequence.num_tokens
     pool.counts.prefix_hit_tokens += len(cached) * pool.block_size
-    sequence.block_table = [*cached, *pool.allocate(num_fresh)]
+    fresh = pool.allocate(num_fresh)
+    num_tokens_blocks = num_fresh - pool.state_blocks
+    sequence.block_table = [*cached, *fresh[:num_tokens_blocks]]
+    sequence.state = fresh[num_tokens_blocks:]
     return len(cached)

@@ -59,12 +59,17 @@ class Limits(msgspec.Struct, frozen=True, dict=True):
     block_size: int
     prefill_blocks: int | None  # blocks of the largest pool of a node that may compute prompts
     decode_blocks: int | None
+    state_blocks: int = 0  # of each choice, beside those of its tokens
 
     @cached_property
     def max_model_len(self) -> int:
         """Return the longest sequence, prompt and output, that the model and the nodes can take."""
         pools = (self.prefill_blocks, self.decode_blocks)
-        held = [num_blocks * self.block_size for num_blocks in pools if num_blocks is not None]
+        held = [
+            max(num_blocks - self.state_blocks, 0) * self.block_size
+            for num_blocks in pools
+            if num_blocks is not None
+        ]
         return min([self.model_len, *held])
 
 
@@ -527,7 +532,9 @@ def _held_by_pools(num_prompt: int, num_choices: int, limits: Limits) -> int:
     room = max(limits.max_model_len - num_prompt, 0)
     if num_choices == 1 or limits.decode_blocks is None:
         return room
-    held = tokens_held(limits.decode_blocks, limits.block_size, num_prompt, num_choices)
+    held = tokens_held(
+        limits.decode_blocks, limits.block_size, num_prompt, num_choices, limits.state_blocks
+    )
     return min(held, room)
 
 

@@ -105,6 +105,7 @@ def limits_of(registry: Registry, mode: LocalPrefill) -> Limits:
         model.layout.block_size,
         None if mode == "always" else registry.largest_pool("prefill"),
         registry.largest_pool("decode"),
+        model.layout.state_blocks,
     )
 
 

@@ -157,6 +157,7 @@ class _PairSearch:
         self._slot_tokens = max(1, self._likely_tokens - selection.num_tokens)
         model = registry.model
         size = self._block_size = 1 if model is None else model.layout.block_size
+        self._state_blocks = 0 if model is None else model.layout.state_blocks
         self._likely_blocks = self._blocks(self._likely_tokens, selection.num_choices)
         self._held: dict[NodeId, int] = {}
         self._cached: dict[NodeId, int] = {}
@@ -312,7 +313,9 @@ class _PairSearch:
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:
         num_tokens = self._selection.num_tokens
-        return blocks_needed(self._block_size, num_tokens, num_final_tokens, num_choices)
+        return blocks_needed(
+            self._block_size, num_tokens, num_final_tokens, num_choices, self._state_blocks
+        )
 
 
 def _paired(prefill: Candidate, decode: Candidate) -> _Pair:
@@ -335,8 +338,10 @@ def _likely_tokens(selection: SelectNodes, growth: int) -> int:
 
 def _decode_load(node: Node, selection: SelectNodes, likely_tokens: int) -> ReservedLoad:
     assert node.info is not None
-    block_size, num_choices = node.info.layout.block_size, selection.num_choices
-    num_blocks = blocks_needed(block_size, selection.num_tokens, likely_tokens, num_choices)
+    layout, num_choices = node.info.layout, selection.num_choices
+    num_blocks = blocks_needed(
+        layout.block_size, selection.num_tokens, likely_tokens, num_choices, layout.state_blocks
+    )
     return ReservedLoad(
         selection.num_tokens * num_choices,
         num_choices,

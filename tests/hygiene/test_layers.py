@@ -52,7 +52,10 @@ PACKAGES = {
 # and files beside the folders of a room, may import all of their room.
 WITHIN = {
     "node/scheduling": (),
-    "kernels/cpu": ("kernels/constants.py", "kernels/reference.py"),
+    "kernels/cpu": (
+        "kernels/constants.py", "kernels/reference.py", "kernels/state_layout.py",
+        "kernels/state_reference.py",
+    ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
     "model/config": (),
     "model/layers": (

@@ -103,6 +103,10 @@ class CheckedModel:
     def write(self, block: int, offset: int, context: Context) -> None:
         self.slots[block][offset::BLOCK_SIZE] = context, context.digest
 
+    def write_state(self, block: int, context: Context) -> None:
+        rest = [None] * (NUM_HEADS * BLOCK_SIZE - 2)
+        self.slots[block] = [context, *rest, context.digest]
+
     def _compute(self, part: Slice) -> tuple[int, ...]:
         context, sampled = self._before(part), []
         allows = self._rule_of(part)
@@ -121,6 +125,8 @@ class CheckedModel:
                 token = first_allowed(lambda i: says(seed + i, choice), allows)  # noqa: B023
                 self._sampled[part.key.of_choice(choice), position + 1] = token
                 sampled.append(token)
+        for block in part.state:
+            self.write_state(block, context)
         return tuple(sampled)
 
     def _rule_of(self, part: Slice) -> Callable[[int], bool] | None:
@@ -141,6 +147,18 @@ class CheckedModel:
 
     def _before(self, part: Slice) -> Context:
         """Return the context before a slice, from the slots, which must all be of one sequence."""
+        found = self._before_slots(part)
+        if part.state and part.start + part.num_held:
+            held = found
+            if part.num_held:  # its last token is computed again
+                assert part.num_held == part.length == 1
+                held = found.then(part.token_ids[0])
+            for block in part.state:
+                if self.slots[block][0] is not held or self.slots[block][-1] != held.digest:
+                    raise WrongStep(f"{part.key}: the state before {part.start} is another one")
+        return found
+
+    def _before_slots(self, part: Slice) -> Context:
         if not part.start:
             return self._root
         found = self.slot(part, part.start - 1)

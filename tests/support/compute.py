@@ -82,28 +82,46 @@ def random_tokens(count: int, seed: int = 0, vocab: int = 1024) -> list[int]:
     return torch.randint(3, vocab, (count,), generator=generator).tolist()
 
 
+def state_of(runner: Runner, number: int = 0) -> tuple[int, ...]:
+    """Blocks at the end of the pool for the state of a text, if the model keeps one."""
+    states = runner.cache.states
+    if states is None:
+        return ()
+    end = len(runner.cache.pool) - number * states.num_blocks
+    return tuple(range(end - states.num_blocks, end))
+
+
 class Text:
     """A sequence with blocks of its own, computed a chunk at a time."""
 
     def __init__(
-        self, name: str, tokens: Sequence[int], blocks: Sequence[int], lora: str = ""
+        self,
+        name: str,
+        tokens: Sequence[int],
+        blocks: Sequence[int],
+        lora: str = "",
+        state: Sequence[int] = (),
     ) -> None:
         self.lora = lora
+        self.state = tuple(state)
         self.key = Key(RequestId(name))
         self.tokens = list(tokens)
         self.blocks = tuple(blocks)
 
-    def chunk(self, start: int, end: int, *, sample: bool = False) -> Slice:
+    def chunk(self, start: int, end: int, *, sample: bool = False, num_held: int = 0) -> Slice:
         return Slice(
             self.key, start, end - start, tuple(self.tokens[start:end]), self.blocks,
             (0,) if sample else (), GREEDY if sample else None, len(self.tokens), lora=self.lora,
+            state=self.state, num_held=num_held,
         )  # fmt: skip
 
 
 def next_step(text: Text, position: int, choice: int = 0) -> Slice:
     """A decode step whose token the host does not know yet."""
     key = text.key.of_choice(choice)
-    return Slice(key, position, 1, (), text.blocks, (choice,), GREEDY, len(text.tokens))
+    return Slice(
+        key, position, 1, (), text.blocks, (choice,), GREEDY, len(text.tokens), state=text.state
+    )
 
 
 def logits(runner: Runner, *slices: Slice) -> list[Tensor]:

@@ -77,8 +77,14 @@ class Drive:
     `said` and `asked` are everything told to routers and to the connector, in order.
     """
 
-    def __init__(self, kind: Callable[..., Scheduler], num_blocks: int, limits: NodeLimits) -> None:
-        self.pool = BlockPool(num_blocks, BLOCK_SIZE)
+    def __init__(
+        self,
+        kind: Callable[..., Scheduler],
+        num_blocks: int,
+        limits: NodeLimits,
+        state_blocks: int = 0,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, BLOCK_SIZE, state_blocks=state_blocks)
         self.scheduler = kind(self.pool, limits)
         self.model = toy_model(num_blocks)
         self.said: list[ToRouter] = []
@@ -129,9 +135,11 @@ class Drive:
         self.asked += self.scheduler.outputs.take_connector_events()
 
 
-def prefill_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
-    return Drive(PrefillScheduler, num_blocks, limits)
+def prefill_drive(
+    num_blocks: int = 64, limits: NodeLimits = LIMITS, state_blocks: int = 0
+) -> Drive:
+    return Drive(PrefillScheduler, num_blocks, limits, state_blocks)
 
 
-def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS) -> Drive:
-    return Drive(DecodeScheduler, num_blocks, limits)
+def decode_drive(num_blocks: int = 64, limits: NodeLimits = LIMITS, state_blocks: int = 0) -> Drive:
+    return Drive(DecodeScheduler, num_blocks, limits, state_blocks)

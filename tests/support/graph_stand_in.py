@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.model.config.rope_config import Rope
-from baton.model.config.tensors import share
+from baton.model.config.tensor_parts import share
 from baton.model.layers.attention import Batch
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Linear

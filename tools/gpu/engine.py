@@ -165,8 +165,9 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
             output=linear(hidden, heads * dim),
             mlp_norm=ones(hidden),
             mlp=GatedMlp(linear(2 * inner, hidden), linear(hidden, inner)),
+            number=number,
         )
-        for _ in range(shape.num_layers)
+        for number in range(shape.num_layers)
     )
     embedding = linear(shape.vocab_size, hidden).weight
     head = Linear(embedding) if shape.is_tied else linear(shape.vocab_size, hidden)

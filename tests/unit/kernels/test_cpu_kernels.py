@@ -283,6 +283,16 @@ def test_gate(dtype, features, gate):
     assert_close(ours.gate_mul(gate_up, gate), reference.gate_mul(gate_up, gate))
 
 
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_gates_beside_other_numbers_scale_rows(dtype):
+    generator = torch.Generator().manual_seed(5)
+    x, wide = (torch.randn(9, size, generator=generator).to(dtype) * 3 for size in (37, 90))
+    gates = wide[:, 50:87]
+    ours = row_kernels(dtype).sigmoid_mul(x, gates)
+    assert_close(ours, reference.sigmoid_mul(x, gates))
+    assert torch.equal(row_kernels(dtype).sigmoid_mul(x[3:4], gates[3:4]), ours[3:4])
+
+
 def test_caps_of_logits():
     logits = 20 * torch.randn(3, 1003, generator=torch.Generator().manual_seed(4))
     logits[1, 5:8] = torch.tensor([torch.inf, -torch.inf, torch.nan])

@@ -42,6 +42,7 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "minimax_m2")
 LATENT = ("deepseek_v3", "deepseek_v2")
+STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
 LLAMA3 = {
@@ -70,6 +71,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **F
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     **{row.model_type: (row.model_type, {}) for row in ROWS if row.model_type in FOREIGN},
+    **{kind: (kind, {}) for kind in STATES},
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
     "a vocabulary that ranks cannot share": ("qwen2", {"vocab_size": 1023}),
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),
@@ -224,7 +226,8 @@ def test_every_family_has_a_checkpoint_that_is_compared_with_transformers():
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_fp32_logits_equal_those_of_transformers(variant, tmp_path):
     folder = folder_of(variant, tmp_path)
-    assert_close(whole(folder), reference(folder))
+    most = 2e-4 if variant in STATES else 2e-5  # transformers' own error is about as large
+    assert_close(whole(folder), reference(folder), most)
 
 
 def test_longrope_has_the_angles_of_the_longest_sequence_that_a_node_takes(tmp_path):

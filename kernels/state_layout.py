@@ -1,0 +1,88 @@
+"""Where the state of a sequence is in the blocks of the pool that hold it.
+
+A layer with a state keeps a matrix for each of its heads, and the last inputs of a short
+convolution. The heads are in groups, one for each part of a block, so that ranks which read a range
+of KV heads of each block read the states of their own heads. A group's matrices and inputs of all
+layers follow one another through its parts of the sequence's blocks.
+"""
+
+from typing import NamedTuple
+
+from baton.kernels.constants import STRIP
+
+MATRIX_BYTES = 4  # of a number in fp32
+ALIGNED_BYTES = 64
+
+
+class StateShape(NamedTuple):
+    """One layer's state on one rank. All sizes but the number of groups are those of one group."""
+
+    num_groups: int
+    num_heads: int  # each with a matrix; 0: the state is the convolution's alone
+    num_key_heads: int  # divides `num_heads`: neighbouring heads share one
+    key_dim: int  # rows of a matrix
+    value_dim: int  # columns
+    num_channels: int  # of the convolution
+    num_taps: int  # of the convolution
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of a matrix in memory, where it is `[strips, key_dim, STRIP]`."""
+        return -(-self.value_dim // STRIP) * STRIP
+
+    @property
+    def matrix_bytes(self) -> int:
+        return self.key_dim * self.columns * MATRIX_BYTES
+
+    def tail_bytes(self, number_bytes: int) -> int:
+        """Return the size of the convolution's last inputs, `[num_taps, num_channels]`."""
+        return self.num_taps * self.num_channels * number_bytes
+
+
+class StateLayout(NamedTuple):
+    """The blocks of a state. Offsets count the bytes of a group's parts, one after the other.
+
+    `part_bytes` of each part are used; the rest is too short for an aligned number.
+    """
+
+    shape: StateShape
+    matrices: tuple[tuple[int, ...], ...]  # offsets, by layer and head
+    tails: tuple[int, ...]  # offsets of the convolutions' last inputs, by layer
+    num_blocks: int
+    block_bytes: int
+    part_bytes: int
+    number_bytes: int  # of the model's dtype, which the inputs have
+
+    @property
+    def stride_part(self) -> int:
+        return self.block_bytes // self.shape.num_groups
+
+
+def state_layout(
+    shape: StateShape, num_layers: int, block_bytes: int, number_bytes: int
+) -> StateLayout:
+    """Return where states are in blocks of `block_bytes` on one rank.
+
+    A matrix or tail that fits a part is never cut. Raises `ValueError` for blocks that are too
+    small to hold anything.
+    """
+    part = block_bytes // shape.num_groups // ALIGNED_BYTES * ALIGNED_BYTES
+    if not part:
+        raise ValueError(f"a part of {block_bytes // shape.num_groups} bytes is too small")
+    end = 0
+
+    def placed(size: int) -> int:
+        nonlocal end
+        start = -(-end // ALIGNED_BYTES) * ALIGNED_BYTES
+        if size <= part and start % part + size > part:
+            start = (start // part + 1) * part
+        end = start + size
+        return start
+
+    matrices, tails = [], []
+    for _ in range(num_layers):
+        matrices.append(tuple(placed(shape.matrix_bytes) for _ in range(shape.num_heads)))
+        tails.append(placed(shape.tail_bytes(number_bytes)))
+    return StateLayout(
+        shape, tuple(matrices), tuple(tails), -(-end // part), block_bytes, part, number_bytes
+    )

@@ -1,0 +1,192 @@
+"""The layers with a state per sequence that config.json describes, and their tensors.
+
+Such a layer has no keys and values: its heads keep a matrix each, and a short convolution its last
+inputs. This module never imports torch.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from baton.kernels.state_layout import StateShape
+from baton.model.config.families import StateLayers
+from baton.model.config.reading import converted
+from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
+from baton.protocol.errors import ConfigError
+
+_Positive = Annotated[int, Meta(gt=0)]
+
+
+class StateConfig(msgspec.Struct, frozen=True):
+    """The sizes of the layers with a state, on all ranks together."""
+
+    names: StateLayers
+    layers: tuple[int, ...]  # in ascending order
+    num_heads: int
+    num_key_heads: int  # divides `num_heads`
+    key_dim: int
+    value_dim: int
+    num_taps: int
+
+    @property
+    def key_size(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        return self.num_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Return how many numbers of a token the convolution takes."""
+        return 2 * self.key_size + self.value_size
+
+    def num_groups(self, kv_heads: int) -> int:
+        """Return into how many groups of heads the parts of `kv_heads` of a block divide it."""
+        return math.gcd(self.num_key_heads, kv_heads)
+
+    def shape(self, kv_heads: int, num_ranks: int) -> StateShape:
+        """Return one rank's state. Raises `ConfigError` if the ranks cannot share the groups."""
+        groups = self.num_groups(kv_heads)
+        if groups % num_ranks:
+            raise ConfigError(
+                f"engine.tensor_parallel_size: {num_ranks} ranks cannot share the states of "
+                f"{groups} groups of heads"
+            )
+        return StateShape(
+            num_groups=groups // num_ranks,
+            num_heads=self.num_heads // groups,
+            num_key_heads=self.num_key_heads // groups,
+            key_dim=self.key_dim,
+            value_dim=self.value_dim,
+            num_channels=self.num_channels // groups,
+            num_taps=self.num_taps,
+        )
+
+
+class StateTensors(msgspec.Struct, frozen=True):
+    """The tensors of one layer with a state."""
+
+    inputs: tuple[LinearTensors, ...]
+    taps: str  # [channels, 1, num_taps]
+    num_channels: int
+    num_taps: int
+    rates: str  # [heads]: logarithms
+    step_biases: str  # [heads]
+    num_heads: int
+    norm: NormTensor
+    output: LinearTensors
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for linear in self.inputs:
+            yield from linear.shapes()
+        yield self.taps, (self.num_channels, 1, self.num_taps)
+        yield self.rates, (self.num_heads,)
+        yield self.step_biases, (self.num_heads,)
+        yield from self.norm.shapes()
+        yield from self.output.shapes()
+
+
+class _RawLayers(msgspec.Struct):
+    """The fields of config.json that say which layers have a state."""
+
+    num_hidden_layers: _Positive
+    layer_types: tuple[str, ...] | None = None
+    full_attention_interval: _Positive = 4
+    attn_output_gate: bool = True
+
+
+class _RawDelta(msgspec.Struct):
+    """The fields of config.json that describe a Gated DeltaNet."""
+
+    linear_num_value_heads: _Positive
+    linear_num_key_heads: _Positive
+    linear_key_head_dim: _Positive
+    linear_value_head_dim: _Positive
+    linear_conv_kernel_dim: _Positive
+
+
+def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
+    """Return the layers of a family whose row has `state`. Raises `ConfigError`."""
+    raw = converted(file, fields, _RawDelta)
+    heads, key_heads = raw.linear_num_value_heads, raw.linear_num_key_heads
+    if heads % key_heads:
+        raise ConfigError(f"{file}: linear_num_key_heads must divide linear_num_value_heads")
+    return StateConfig(
+        names=names,
+        layers=_layers(file, names, converted(file, fields, _RawLayers)),
+        num_heads=heads,
+        num_key_heads=key_heads,
+        key_dim=raw.linear_key_head_dim,
+        value_dim=raw.linear_value_head_dim,
+        num_taps=raw.linear_conv_kernel_dim,
+    )
+
+
+def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTensors:
+    """Return the tensors of a layer whose names begin with `layer`."""
+    block, hidden = f"{layer}{config.names.block}.", Units(hidden_size)
+    return StateTensors(
+        inputs=tuple(
+            LinearTensors(block + name, outputs, hidden) for name, outputs in _inputs(config)
+        ),
+        taps=f"{block}conv1d.weight",
+        num_channels=config.num_channels,
+        num_taps=config.num_taps,
+        rates=f"{block}A_log",
+        step_biases=f"{block}dt_bias",
+        num_heads=config.num_heads,
+        norm=NormTensor(f"{block}norm", config.value_dim),
+        output=LinearTensors(
+            f"{block}out_proj",
+            (hidden,),
+            Units(config.num_heads, config.value_dim),
+            splits_inputs=True,
+        ),
+    )
+
+
+def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
+    """Return the layers that read the hidden state, and what ranks share of their outputs."""
+    keys = Units(config.num_key_heads, config.key_dim)
+    values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
+    if not config.names.joins_inputs:
+        return (
+            ("in_proj_qkv", (keys, keys, values)),
+            ("in_proj_z", (values,)),
+            ("in_proj_b", (gates,)),
+            ("in_proj_a", (gates,)),
+        )
+    heads = config.num_heads // config.num_key_heads
+    width = 2 * config.key_dim + 2 * heads * config.value_dim
+    return (
+        ("in_proj_qkvz", (Units(config.num_key_heads, width),)),
+        ("in_proj_ba", (Units(config.num_key_heads, 2 * heads),)),
+    )
+
+
+def _layers(file: Path, names: StateLayers, raw: _RawLayers) -> tuple[int, ...]:
+    """Return the layers with a state."""
+    layers, kinds = range(raw.num_hidden_layers), raw.layer_types
+    if not raw.attn_output_gate:
+        raise ConfigError(f"{file}: attn_output_gate is false, which is not supported")
+    if kinds is None:
+        interval = raw.full_attention_interval
+        found = tuple(layer for layer in layers if (layer + 1) % interval)
+    else:
+        known = {names.layer_type, "full_attention"}
+        if len(kinds) != len(layers) or set(kinds) - known:
+            raise ConfigError(
+                f"{file}: layer_types must name one of {', '.join(sorted(known))} for each of "
+                f"{len(layers)} layers"
+            )
+        found = tuple(layer for layer in layers if kinds[layer] == names.layer_type)
+    if not 0 < len(found) < len(layers):
+        raise ConfigError(
+            f"{file}: layer_types must have both {names.layer_type} and full_attention"
+        )
+    return found

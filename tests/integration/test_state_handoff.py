@@ -1,0 +1,79 @@
+"""Models whose layers keep a state, served by nodes that hand it over with the keys and values."""
+
+import asyncio
+
+import msgspec
+import pytest
+
+from baton.async_llm import AsyncLLM
+from baton.protocol.config import ClusterConfig
+from baton.protocol.messages import Role
+from baton.protocol.sampling import SamplingParams
+from baton.router.outputs import RequestOutput
+from tests.integration.test_split_parity import BLOCK, LENGTHS, expected_of, greedy, settings
+from tests.support.foreign_checkpoints import foreign_folder
+from tests.support.node_threads import NodeThreads, always_local, never_local
+from tests.support.oracle import count_ties, prompt
+
+KINDS = ("qwen3_next", "qwen3_5_text")
+STATE_BLOCKS, BLOCK_BYTES = 28, 4096
+
+
+def config_of(kind: str, **cache: bool) -> ClusterConfig:
+    config = settings(foreign_folder(kind), verify=True, **cache)
+    return msgspec.structs.replace(
+        config, cache=msgspec.structs.replace(config.cache, num_blocks=900)
+    )
+
+
+async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
+    return await asyncio.gather(*(greedy(llm, prompt(n)) for n in LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("kind", "prefill", "decode"),
+    [(KINDS[0], 1, 1), (KINDS[0], 1, 2), (KINDS[1], 2, 1), ("qwen3_5_moe", 1, 1)],
+)
+def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):
+    ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
+    config = never_local(config_of(kind, enable_prefix_caching=False))
+    cluster = NodeThreads(tmp_path, config, ranks=ranks)
+    folder = foreign_folder("qwen3_5_moe_text" if kind == "qwen3_5_moe" else kind)
+    ties = 0
+    for length, output in zip(LENGTHS, cluster.run(all_at_once), strict=True):
+        ties += count_ties(expected_of(folder, length), output.outputs[0].token_ids)
+        assert output.metrics.path == "disaggregated"
+    assert ties <= 1
+    assert cluster.prompt_tokens_computed("decode-0") == 0
+    num_blocks = sum(-(-n // BLOCK) + STATE_BLOCKS for n in LENGTHS)
+    assert cluster.num_bytes_read("decode-0") == num_blocks * BLOCK_BYTES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_node_computes_prompts_of_its_own(kind, tmp_path):
+    cluster = NodeThreads(tmp_path, always_local(config_of(kind)))
+    for length, output in zip(LENGTHS, cluster.run(all_at_once), strict=True):
+        expected = expected_of(foreign_folder(kind), length)
+        assert count_ties(expected, output.outputs[0].token_ids) == 0
+
+
+def test_choices_go_on_from_copies_of_one_state(tmp_path):
+    """Seeded, so each choice says what it says alone."""
+    token_ids = prompt(75)
+
+    async def some(llm: AsyncLLM) -> list[list[list[int]]]:
+        found = []
+        for _ in range(2):
+            params = SamplingParams(n=3, seed=5, temperature=1.0, max_tokens=20, ignore_eos=True)
+            async for output in llm.generate(token_ids, params):
+                last = output
+            found.append([one.token_ids for one in last.outputs])
+        return found
+
+    said = []
+    for name, where in (("split", never_local), ("local", always_local)):
+        (tmp_path / name).mkdir()
+        cluster = NodeThreads(tmp_path / name, where(config_of(KINDS[0])))
+        said += cluster.run(some)
+    assert all(one == said[0] for one in said)
+    assert len({tuple(choice) for choice in said[0]}) == 3
