@@ -473,6 +473,15 @@ class LogConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     level: Annotated[LogLevel, about("least severe level of messages that are logged")] = "info"
     json: Annotated[bool, about("log one JSON object per line")] = False
     access: Annotated[bool, about("log a line for every HTTP request once it is answered")] = False
+    slow_s: Annotated[
+        float,
+        about(
+            "log a request that took longer, with the time of each of its stages, even without "
+            "the access log; 0 logs none",
+            "s",
+            ge=0,
+        ),
+    ] = 0.0
     stats_s: Annotated[
         float,
         about("interval between two lines of statistics in the log; 0 turns them off", "s", ge=0),

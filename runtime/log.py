@@ -11,7 +11,7 @@ import logging
 import sys
 import threading
 import time
-from datetime import datetime
+from datetime import UTC, datetime
 from types import TracebackType
 from typing import TextIO
 
@@ -111,7 +111,12 @@ def relayed(name: str, line: str) -> str:
     if line.startswith("{"):
         return line
     if is_json():
-        fields = {"time": round(time.time(), 6), "level": "info", "process": name, "message": line}
+        fields = {
+            "time": _stamp(time.time()),
+            "level": "info",
+            "process": name,
+            "message": line,
+        }
         return json.dumps(fields)
     return line if f" {name}: " in line else f"{name} | {line}"
 
@@ -129,7 +134,7 @@ def setup(config: LogConfig, name: str, stream: TextIO | None = None) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """One JSON object with time (unix seconds), level, process, message and the fields; or text:
+    """One JSON object with time (RFC 3339), level, process, message and the fields; or text:
 
     `2026-01-31T12:00:01.250+01:00 INFO    router: node lost node=d0 reason="no heartbeats"`.
     """
@@ -151,7 +156,7 @@ class LineFormatter(logging.Formatter):
 
     def _json(self, record: logging.LogRecord) -> str:
         own = {
-            "time": round(record.created, 6),
+            "time": _stamp(record.created),
             "level": record.levelname.lower(),
             "process": self._process,
             "message": record.getMessage(),
@@ -160,6 +165,11 @@ class LineFormatter(logging.Formatter):
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
         return json.dumps(line, default=str)
+
+
+def _stamp(unix_s: float) -> str:
+    """Return a time as RFC 3339 writes it, in UTC, which collectors of logs read."""
+    return datetime.fromtimestamp(unix_s, UTC).isoformat("T", "microseconds")
 
 
 def _fields(record: logging.LogRecord) -> dict[str, object]:

@@ -212,6 +212,22 @@ ROUTER_FAMILIES = (
 )  # fmt: skip
 
 
+# Counters exist from the start, because the rate of one that appears with its first event is 0.
+_LOSSES = ("node_lost", "preempted", "transfer_failed", "transfer_timeout", "lease_expired")
+_AT_0: dict[Family, tuple[tuple[str, ...], ...]] = {
+    REFUSALS: (
+        ("429", "queue_full"),
+        ("503", "no_nodes"),
+        ("503", "not_ready"),
+        ("503", "queue_timeout"),
+        ("503", "shutting_down"),
+    ),
+    RETRIES: tuple((code,) for code in _LOSSES),
+    RESUMES: tuple((code,) for code in _LOSSES),
+    SUCCESSES: (("stop",), ("length",)),
+}
+
+
 class HttpMetrics:
     """The metrics of one router, without globals, because two routers can share a process."""
 
@@ -230,7 +246,9 @@ class HttpMetrics:
         self._codes: set[str] = set()
         self._field_names: set[str] = set()
         counted = (ANSWERS, REFUSALS, IGNORED, REQUESTS, SUCCESSES, RETRIES, RESUMES)
-        self._counts: dict[Family, Counter[tuple[str, ...]]] = {one: Counter() for one in counted}
+        self._counts: dict[Family, Counter[tuple[str, ...]]] = {
+            family: Counter(dict.fromkeys(_AT_0.get(family, ()), 0)) for family in counted
+        }
         timed = (FIRST_TOKEN, E2E, QUEUE_TIME, PREFILL_TIME, DECODE_TIME, INFERENCE_TIME)
         self._observed = {one: Histogram(LATENCY_BUCKETS_S) for one in timed}
         self._observed |= {PER_TOKEN: Histogram(TOKEN_BUCKETS_S), TOKEN_GAPS: self.token_gaps}

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from aiohttp import web
@@ -59,6 +60,7 @@ RUNNING = web.RequestKey("running", Running)
 class RequestLog:
     def __init__(self, config: LogConfig, clock: Clock = monotonic) -> None:
         self._is_access = config.access
+        self._slow_s = config.slow_s or inf
         self._clock = clock
         self._second = -1
         self._num_refusals = 0  # refusals in that second
@@ -74,11 +76,13 @@ class RequestLog:
     ) -> None:
         """Log an ended HTTP request, unless it was uneventful and the access log is off."""
         request_id = request_id or (running.request_id if running is not None else "")
-        if self._is_access:
-            fields = {} if running is None else _sums([one.metrics for one in running.streams])
+        is_slow = running is not None and took_s > self._slow_s
+        if self._is_access or is_slow:
+            fields = {} if running is None else _fields_of(running)
             write = log.debug if request.path in FREQUENT_PATHS else log.info
             write(
-                "access", request=request_id, method=request.method, path=clip(request.path),
+                "slow request" if is_slow else "access", request=request_id,
+                method=request.method, path=clip(request.path),
                 status=status, client=request.remote, s=round(took_s, 6), **fields,
             )  # fmt: skip
         if running is None:
@@ -156,6 +160,8 @@ def _sums(all_metrics: list[RequestMetrics]) -> dict[str, object]:
         "decode": attempts[-1].decode_node if attempts else None,
     }
     fields: dict[str, object] = {role: node for role, node in nodes.items() if node}
+    if all_metrics[-1].path:
+        fields["served"] = all_metrics[-1].path
     fields["prompt_tokens"] = sum(metrics.num_prompt_tokens for metrics in all_metrics)
     fields["output_tokens"] = sum(metrics.num_output_tokens for metrics in all_metrics)
     first_s = [m.time_to_first_token_s for m in all_metrics if m.time_to_first_token_s is not None]
@@ -237,7 +243,7 @@ class Tracer:
                 prepare = self._tracer.start_span("prepare", within, start_time=began_ns)
                 prepare.end(max(began_ns, first_ns))
             for stream in running.streams:
-                self._prompt(running.request_id, stream, within)
+                self._prompt(running.request_id, route, stream, within)
             if running.failure is not None:
                 span.set_attribute("error.type", running.failure.code)
                 span.set_status(self._error)
@@ -249,15 +255,19 @@ class Tracer:
         closing.start()
         closing.join(CLOSE_S)
 
-    def _prompt(self, request_id: str, stream: RequestStream, within: "Context") -> None:
+    def _prompt(
+        self, request_id: str, route: str, stream: RequestStream, within: "Context"
+    ) -> None:
         metrics = stream.metrics
+        is_text = route == "/v1/completions"
         began_ns = round(metrics.arrival_time * 1e9)
         attributes: dict[str, str | int | float] = {
             "gen_ai.request.model": self._model_name,
             "gen_ai.request.id": request_id,
             "gen_ai.request.n": stream.params.n,
-            "gen_ai.usage.prompt_tokens": metrics.num_prompt_tokens,
-            "gen_ai.usage.completion_tokens": metrics.num_output_tokens,
+            "gen_ai.operation.name": "text_completion" if is_text else "chat",
+            "gen_ai.usage.input_tokens": metrics.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": metrics.num_output_tokens,
             "gen_ai.latency.time_in_queue": metrics.router_queue_s + metrics.queue_s,
             "gen_ai.latency.e2e": metrics.e2e_s or 0.0,
             "baton.path": metrics.path or "none",

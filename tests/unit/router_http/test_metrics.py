@@ -50,6 +50,14 @@ def test_retries_resumes_and_transfers_are_counted_once():
         assert of_pair == expected
 
 
+def test_counters_of_losses_and_refusals_exist_before_the_first_one():
+    """The rate of a counter that begins at 1 is 0, so the first loss would not be seen."""
+    metrics, health = HttpMetrics("tiny"), Health("ready", (), 0, 0)
+    assert value(metrics, health, "baton_resumes_total", reason="node_lost") == 0
+    assert value(metrics, health, "baton_retries_total", reason="transfer_timeout") == 0
+    assert value(metrics, health, "baton_refusals_total", status="429", code="queue_full") == 0
+
+
 def test_an_idle_router_has_no_line_of_stats():
     metrics = HttpMetrics("tiny")
     line, idle = StatsLine(metrics), Health("ready", (), 0, 0)

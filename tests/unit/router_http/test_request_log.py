@@ -57,6 +57,7 @@ def told(
     script: Callable[[RequestStream], None],
     *,
     access: bool = False,
+    slow_s: float = 0.0,
 ) -> list[tuple[str, dict[str, object]]]:
     """The lines about one streamed request."""
     caplog.set_level("INFO")
@@ -64,7 +65,9 @@ def told(
 
     async def ask() -> str:
         engine = ScriptedEngine(script)
-        async with HttpBench(engine, ClusterConfig(log=LogConfig(access=access))) as bench:
+        async with HttpBench(
+            engine, ClusterConfig(log=LogConfig(access=access, slow_s=slow_s))
+        ) as bench:
             reply = await bench.post({"prompt": [5, 6], "stream": True})
         engine.close()
         return reply.headers["X-Request-Id"]
@@ -97,7 +100,16 @@ def test_a_request_that_went_well_has_a_line_in_the_access_log_alone(caplog):
     assert fields.items() >= {
         "method": "POST", "path": "/v1/completions", "status": 200, "client": "127.0.0.1",
         "prefill": "p0", "decode": "d0", "prompt_tokens": 2, "output_tokens": 1,
+        "prefill_s": 0.25,
     }.items()  # fmt: skip
+
+
+def test_a_slow_request_has_a_line_with_its_stages_without_the_access_log(caplog):
+    assert told(caplog, well, slow_s=60.0) == []
+    ((text, fields),) = told(caplog, well, slow_s=1e-6)
+    assert text == "slow request"
+    assert fields["prefill_s"] == 0.25
+    assert fields["first_token_s"] > 0
 
 
 @pytest.mark.parametrize("level", ["INFO", "DEBUG"])
@@ -196,7 +208,7 @@ def test_a_trace_continues_the_client_s_and_holds_the_stages():
     assert root.context.trace_state.to_header() == "a=b"
     assert parent_of(request) == parent_of(spans["prepare"]) == root.context.span_id
     assert parent_of(spans["decode"]) == parent_of(spans["prefill"]) == request.context.span_id
-    assert request.attributes["gen_ai.usage.completion_tokens"] == 1
+    assert request.attributes["gen_ai.usage.output_tokens"] == 1
     assert spans["decode"].attributes == {"baton.node": "d0"}
     assert (spans["decode"].end_time, spans["prefill"].start_time) == (
         request.end_time,

@@ -7,7 +7,7 @@ import shutil
 import stat
 import subprocess
 import sys
-from datetime import datetime
+from datetime import datetime, timedelta
 
 import pytest
 
@@ -71,6 +71,10 @@ def test_with_json_every_line_of_a_process_is_json():
     assert "ZeroDivisionError" in lines[-2]["traceback"]
     assert "ValueError: the end" in lines[-1]["traceback"]
     assert done.returncode == 1
+    # As RFC 3339 writes it, which collectors of logs read.
+    times = [datetime.fromisoformat(line["time"]) for line in lines]
+    assert times == sorted(times)
+    assert all(time.utcoffset() == timedelta(0) for time in times)
 
 
 def test_a_line_for_people_on_a_full_disk_ends_nothing():
