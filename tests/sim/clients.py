@@ -8,7 +8,7 @@ from baton.protocol.ids import Key, RequestId
 from tests.sim.clock import Process
 from tests.sim.executor import Context, next_token, rank_of
 from tests.sim.http import Exchange
-from tests.sim.routers import SimRouter
+from tests.sim.routers import SimRouter, key_header
 from tests.sim.rules import EOS, RULES, VOCAB, first_allowed, word
 
 if TYPE_CHECKING:
@@ -42,6 +42,8 @@ class Client:
         self.is_scored = number % 5 == 0  # its prompt has log probabilities, and it gets no stream
         if self.is_scored:  # it must have all of it within its patience
             self.max_tokens = min(self.max_tokens, 60)
+        self.tenant = world.later_rng.choice(world.tenants) if world.tenants else None
+        self._is_thief = False  # it has just asked for a stream with the key of another
         self.rule = RULES[world.later_rng.choice(("none", *RULES))]
         self.ignores_eos = self.ignores_eos and not self.rule.is_form
         self.stops = rng.choice(([], [], [], [word(token) for token in range(4)]))
@@ -122,7 +124,7 @@ class Client:
             self.router = None
 
     def _first(self) -> Exchange:
-        self._has_lied = False
+        self._has_lied = self._is_thief = False
         self._forget()
         self.asked_s = self.world.loop.time()
         body = {
@@ -131,7 +133,10 @@ class Client:
             "return_token_ids": True, "temperature": 1.0, "stream": not self.is_scored,
             **({"prompt_logprobs": 0} if self.is_scored else {}), **self.rule.fields,
         }  # fmt: skip
-        headers = {"Accept": "text/event-stream", "Content-Type": "application/json"}
+        headers = {
+            "Accept": "text/event-stream", "Content-Type": "application/json",
+            **key_header(self.tenant),
+        }  # fmt: skip
         return Exchange(self.world.port, "POST /v1/completions", self._take_event, body, headers)
 
     def _again(self) -> Exchange:
@@ -141,12 +146,18 @@ class Client:
             place = ".".join(["999999999e@00000003"] * self.n)
             self.world.fates["lied"] += 1
         self.world.fates["resumed"] += 1
-        headers = {"Last-Event-ID": f"{answer_id}:{place}"}
+        others = [one for one in self.world.tenants if one != self.tenant]
+        self._is_thief = bool(others) and self.world.later_rng.random() < 0.05
+        tenant = self.world.later_rng.choice(others) if self._is_thief else self.tenant
+        headers = {"Last-Event-ID": f"{answer_id}:{place}", **key_header(tenant)}
         return Exchange(
             self.world.port, f"GET /v1/streams/{answer_id}", self._take_event, None, headers
         )
 
     def _take_event(self, event_id: str, data: bytes) -> None:
+        if self._is_thief:
+            self._complain("another API key gets its stream")
+            return
         if self._has_lied:
             return
         if data == b"[DONE]":
@@ -162,7 +173,9 @@ class Client:
 
     def _take_body(self, exchange: Exchange) -> None:
         """Take the end of a response: an error's, or one that was no stream."""
-        if exchange.status != 200:
+        if self._is_thief:
+            self.world.fates["stolen" if exchange.status == 200 else "not stolen"] += 1
+        elif exchange.status != 200:
             self._failed(json.loads(exchange.body)["error"], exchange.status)
         elif self._has_lied:
             self._forget()

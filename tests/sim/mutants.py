@@ -9,23 +9,34 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
+import msgspec
+import zmq
+
+from baton.kv_transfer.agent import AgentTurns
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
 from baton.kv_transfer.receive import BlockRangeReads, KVReceive
+from baton.node import loop
 from baton.node import router_channel as registration
+from baton.node import sockets as node_sockets
+from baton.node.loop import EngineLoop
 from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.plan import Slice, StepResult
 from baton.node.scheduling.requests import Outputs
 from baton.node.scheduling.sequence import Sequence
 from baton.node.sockets import EngineSockets, PeerName
+from baton.protocol.errors import NodeError
 from baton.protocol.ids import NodeId
-from baton.protocol.messages import TokenEntry
+from baton.protocol.messages import NodeInfo, TokenEntry
 from baton.router.core import node_link, registry
+from baton.router.core.admission import Admission
 from baton.router.core.node_link import NodeLink
 from baton.router.core.reattach import FoundChoice, ReceivedPart, Search
 from baton.router.core.registry import Node, Registry
 from baton.router.core.stream import RequestStream
+from baton.router.http import handlers
 from baton.router.http.api import large_bodies
-from baton.runtime.channels import listener
+from baton.runtime.channels import dialer, listener
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.wire import ConnectionChange
 from tests.sim.clock import Process
@@ -94,6 +105,41 @@ def _wall_clock(_process: Process) -> float:
     return time.time()
 
 
+def _past_of_nothing(*arguments: object) -> Slice:
+    part = _SLICE(*arguments)  # type: ignore[arg-type]
+    return part if part.past is None else msgspec.structs.replace(part, past=())
+
+
+def _go_on(loop: EngineLoop, now_s: float) -> StepResult | None:
+    try:
+        return _SETTLED(loop, now_s)
+    except NodeError:
+        loop.executor.error = None  # type: ignore[attr-defined]
+        return None
+
+
+def _first_key_alone(dialer: Dialer[object, object]) -> None:
+    dialer._num_tried = 0
+    _CONNECT(dialer)
+
+
+def _no_owner(_authorization: str, **_: bool) -> bytes:
+    return b""
+
+
+def _raise_other_errors(error: zmq.ZMQError) -> str:
+    if not isinstance(error, zmq.Again):
+        raise error
+    return ""
+
+
+def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
+    with mock.patch.object(node_sockets, "ConfigError", ()):
+        _DIAL(sockets, info)
+
+
+_SLICE, _SETTLED = Sequence.slice, EngineLoop._settled
+_CONNECT, _DIAL = Dialer._connect, EngineSockets._dial
 _RELEASE = Node.release
 _CHANGED = Dialer._changed
 
@@ -136,6 +182,17 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         *UNASKED, (listener, "is_invented", lambda _: False),
     ),
     "serve nodes with other weights": ((registry, "differences", lambda *_: {}),),
+    "begin a form anew on another node": ((Sequence, "slice", _past_of_nothing),),
+    "run ahead of a form": ((Sequence, "may_repeat", False),),
+    "go on without a rank": ((EngineLoop, "_settled", _go_on),),
+    "blame requests for a killed rank": ((loop, "RANK_KILLED", ""),),
+    "try one key alone": ((Dialer, "_connect", _first_key_alone),),
+    "give a stream to any key": ((handlers, "owner_of", _no_owner),),
+    "let requests wait without a limit": ((Admission, "take_overdue", lambda *_: []),),
+    "let in more than may wait": ((Admission, "check_room", lambda *_, **__: []),),
+    "believe transports": ((AgentTurns, "_is_corrupt", lambda *_: False),),
+    "end for want of memory": ((dialer, "_why_unsent", _raise_other_errors),),
+    "end for want of descriptors": ((EngineSockets, "_dial", _take_peers_for_granted),),
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),
     "parse large bodies on the loop": ((large_bodies, "SMALL_BYTES", math.inf),),
     "read a backlog once more in each turn": (

@@ -1,15 +1,18 @@
 """The routers of a simulated cluster with their HTTP side, as `baton router` has them."""
 
 import asyncio
+import os
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from baton.protocol.config import ClusterConfig, ModelConfig, NodeConfig, RouterConfig
-from baton.protocol.ids import NodeId, RequestId
+from baton.protocol.ids import Key, NodeId, RequestId
 from baton.router.core.router_core import ActiveRequest, RouterCore
 from baton.router.http.api.prepare import parse_body
 from baton.router.http.api.schema import Endpoint
 from baton.router.http.app import App
+from baton.router.http.auth import PREFIX, digest_of
 from baton.router.http.server import Server
 from baton.router.text import grammars
 from baton.router.text.detokenizer import decoding_of
@@ -29,6 +32,7 @@ if TYPE_CHECKING:
 PARSED_BYTE_S = 200e-9
 WORK_S = 1.0
 CHECK_S = 0.01
+WEIGHTS = (0.5, 1.0, 4.0)  # of API keys
 
 
 class SimRouter(Member):
@@ -37,6 +41,19 @@ class SimRouter(Member):
     def __init__(self, world: "World", name: str) -> None:
         super().__init__(world, name)
         self.endpoint = f"ipc://{name}"
+        rng = world.later_rng
+        # Routers of one cluster may have different settings, but only one set of keys.
+        is_first = not world.routers
+        self.config = RouterConfig(
+            control=self.endpoint,
+            local_prefill=world.local_prefill if is_first else rng.choice(("auto", "never")),
+            max_queued=world.max_queued if is_first else rng.choice((3, 1024)),
+            max_queued_s=rng.choice((8.0, 60.0)),
+            max_attempts=rng.choice((3, 5)),
+            heartbeat_timeout_s=rng.choice((3.5, 6.0)),
+            api_key_file=key_file(tuple(rng.choice(WEIGHTS) for _ in world.tenants)),
+            shares_port=True,
+        )
 
     def _begin(self) -> None:
         super()._begin()
@@ -47,13 +64,7 @@ class SimRouter(Member):
     def _build(self) -> None:
         config = ClusterConfig(
             model=ModelConfig(served_model_name="sim"),
-            router=RouterConfig(
-                control=self.endpoint,
-                local_prefill=self.world.local_prefill,
-                max_queued=self.world.max_queued,
-                max_queued_s=60.0,  # type: ignore[arg-type]
-                shares_port=True,
-            ),
+            router=self.config,
             node=NodeConfig(detached_s=DETACHED_S),
         )
         process, network = self.process, self.world.network
@@ -94,6 +105,15 @@ class SimRouter(Member):
             return "ended"
         return "waiting" if active.lifecycle.waiting_choices else "running"
 
+    def queued(self) -> Iterator[tuple[Key, float]]:
+        """Yield each new attempt that waits for nodes, and for how long it has.
+
+        Those of later attempts are of requests that another router had let in.
+        """
+        now_s = self.process.clock()
+        for key, waiting in self.core._queue._new.items():
+            yield key, now_s - waiting.since_s
+
     def requests_of(self, seed: int) -> list[ActiveRequest]:
         """Return the requests of the client with this seed."""
         active = self.core._requests.values()
@@ -111,6 +131,26 @@ class SimRouter(Member):
 
     def serves(self, node: SimNode) -> bool:
         return self.state_of(node) == "ready"
+
+
+def api_key(tenant: int) -> str:
+    return f"sk-{tenant}"
+
+
+def key_header(tenant: int | None) -> dict[str, str]:
+    return {} if tenant is None else {"Authorization": f"Bearer {api_key(tenant)}"}
+
+
+@cache
+def key_file(weights: tuple[float, ...]) -> str:
+    """Return the path of a file, in memory, with the keys of the tenants and their weights."""
+    lines = (
+        f"{PREFIX}{digest_of(api_key(tenant).encode()).hex()} tenant weight={weight:g}\n"
+        for tenant, weight in enumerate(weights)
+    )
+    descriptor = os.memfd_create("keys")
+    os.write(descriptor, "".join(lines).encode())
+    return f"/proc/self/fd/{descriptor}" if weights else ""
 
 
 def parse_at_a_cost(endpoint: Endpoint, body: bytes, *rest: Any) -> Any:

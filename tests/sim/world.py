@@ -35,6 +35,7 @@ SETTLING_S = 120.0  # after the last client, all memory is given back, at the la
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
+LATEST_S = 1.0  # that a request waits for nodes beyond its router's limit
 LONGEST_HALF_S = 2.0  # that a node goes on while one of its ranks is dead
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
@@ -88,7 +89,12 @@ class World:
         self.max_model_len = 160 if self.is_tiny else 400
         self.num_ranks = dict(zip(("prefill", "decode"), rng.choice(RANKS), strict=True))
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
-        self.routers = [SimRouter(self, f"r{index}") for index in range(num_routers)]
+        self.tenants = range(
+            self.later_rng.choice((0, 2, 3))
+        )  # without any, routers ask for no key
+        self.routers: list[SimRouter] = []
+        for index in range(num_routers):
+            self.routers.append(SimRouter(self, f"r{index}"))
         sizes = (44, 64) if self.is_tiny else rng.choice(((320, 320), (110, 600)))
         self.nodes = [
             *(SimNode(self, f"p{index}", "prefill", sizes[0]) for index in range(num_prefill)),
@@ -169,6 +175,8 @@ class World:
                     (self._check_outlived if node.role == "decode" else self._check_offers)(node)
 
             for router in self.routers:
+                if router.is_up:
+                    self._check_limits(router)
                 for node in self.nodes:
                     self._check_joined(node, router)
 
@@ -186,6 +194,17 @@ class World:
         self.longest_turn_s = max(self.longest_turn_s, late_s)
         if late_s > LONGEST_TURN_S:
             self.problem(f"the loop of {router.name} was held for {late_s:.2f} s")
+
+    def _check_limits(self, router: SimRouter) -> None:
+        """Check that a router keeps to its own limits of what waits."""
+        waits_s = dict(router.queued())
+        num_first = sum(key.attempt == 0 for key in waits_s)
+        if num_first > router.config.max_queued:
+            self.problem(f"{num_first} requests wait at {router.name}")
+        paused_s = self.loop.time() - router.process.resumed_s
+        for key, waited_s in waits_s.items():
+            if min(waited_s, paused_s) > router.config.max_queued_s + LATEST_S:
+                self.problem(f"{key} has waited for {waited_s:.1f} s at {router.name}")
 
     def _check_joined(self, node: SimNode, router: SimRouter) -> None:
         """Check that a living node in touch with a router is in service there."""

@@ -10,7 +10,7 @@ from tests.sim.clock import Process
 from tests.sim.http import Exchange
 from tests.sim.members import SimNode
 from tests.sim.network import SimChannels
-from tests.sim.routers import SimRouter
+from tests.sim.routers import SimRouter, key_header
 
 if TYPE_CHECKING:
     from tests.sim.world import World
@@ -40,7 +40,8 @@ async def send_large_body(
 ) -> None:
     """Send a prompt that no model can take, which any router may get."""
     body = {"model": "sim", "prompt": "x" * LARGE_BYTES}
-    headers = {"Content-Type": "application/json"}
+    tenant = world.tenants[0] if world.tenants else None
+    headers = {"Content-Type": "application/json", **key_header(tenant)}
     exchange = Exchange(world.port, "POST /v1/completions", lambda *_: None, body, headers)
     if exchange.begin():
         await asyncio.wait([exchange.ended], timeout=5.0)

@@ -18,13 +18,20 @@ async def kill_node(_world: "World", node: SimNode, _router: SimRouter, seconds:
     node.start()
 
 
-async def kill_rank(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
-    """Kill the process of one rank, of two or of one. The node has to end whole and start again."""
-    rng, died = world.later_rng, node.died
-    node.lose_rank(rng.randrange(2), rng.choice((0.0, 0.05, 0.5)))
-    with contextlib.suppress(TimeoutError):  # a frozen node learns of it later
-        async with asyncio.timeout(seconds):
-            await died.wait()
+async def kill_ranks(world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:
+    """Kill the process of a rank, then of a node to which requests may go on.
+
+    A node has to end whole, and to start again.
+    """
+    rng = world.later_rng
+    others = [one for one in world.nodes if one.role == node.role and one is not node]
+    for victim in (node, *others[:1]):
+        died = victim.died
+        victim.lose_rank(rng.randrange(2), rng.choice((0.0, 0.05, 0.5)))
+        with contextlib.suppress(TimeoutError):  # a frozen node learns of it later
+            async with asyncio.timeout(seconds):
+                await died.wait()
+        await asyncio.sleep(rng.choice((0.1, 0.5)))
 
 
 async def drain_node(_world: "World", node: SimNode, _router: SimRouter, seconds: float) -> None:

@@ -37,7 +37,7 @@ PAUSE = LOSS | {"transfer_timeout"}
 PARTING = PAUSE  # of two nodes
 KINDS: Mapping[str, Kind] = {
     "kill node": Kind(processes.kill_node, LOSS),
-    "kill rank": Kind(processes.kill_rank, LOSS),
+    "kill ranks": Kind(processes.kill_ranks, LOSS),
     "drain node": Kind(processes.drain_node, LOSS),
     "freeze node": Kind(processes.freeze_node, PAUSE),
     "suspend node": Kind(processes.suspend_node, PAUSE),
