@@ -27,7 +27,7 @@ from baton.protocol.errors import (
     from_failure,
     taken_over,
 )
-from baton.protocol.ids import Epoch, NodeId, RequestId
+from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
     Accepted,
     Attached,
@@ -221,8 +221,7 @@ class RouterCore:
             block_keys,
             tenant,
         )
-        for key, failure in pushed_out:
-            self._feed(self._requests[key.request_id], NodesNotSelected(key, failure))
+        self._refuse(pushed_out)
         self._begin(request, stream, name, Begun())
         return request.request_id
 
@@ -595,12 +594,16 @@ class RouterCore:
         self._now_s = now_s = self._clock()
         self._apply(self.registry.tick(now_s, self._deaf_s(late_s)))
         self._reattaching.tick(now_s)
-        for key, failure in self._queue.take_overdue(now_s):
-            if (active := self._requests.get(key.request_id)) is not None:
-                self._feed(active, NodesNotSelected(key, failure))
+        self._refuse(self._queue.take_overdue(now_s))
         for active in self._to_look_at(now_s):
             self._feed(active, Tick())
         self._select_waiting()
+
+    def _refuse(self, attempts: list[tuple[Key, Failure]]) -> None:
+        """End the requests of attempts that left the queue. A request may have several of them."""
+        for key, failure in attempts:
+            if (active := self._requests.get(key.request_id)) is not None:
+                self._feed(active, NodesNotSelected(key, failure))
 
     def _deaf_s(self, late_s: float) -> float:
         """Return for how long since the last tick no node could make itself heard here."""
