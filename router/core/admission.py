@@ -316,6 +316,8 @@ class Admission:
             pushed_out.append((key, full.to_failure()))
             too_many -= 1
             too_long -= waiting.selection.num_tokens
+        if too_many > 0 or too_long > 0:  # streams of other routers may overfill the queue
+            raise full
         for key, _ in pushed_out:
             self.leave(key)
         return pushed_out

@@ -295,6 +295,16 @@ def test_in_a_full_queue_the_tenant_with_most_of_it_gives_way():
     assert key.request_id.startswith("flood")
 
 
+def test_nobody_gives_way_where_that_would_not_make_room():
+    """Streams that a router takes over from another one wait, too, however many do already."""
+    admission = queue(max_queued=2)
+    waiting_for(admission, FLOOD, 2)
+    waiting_for(admission, POLITE, 3)
+    with pytest.raises(Overloaded):
+        admission.check_room(0.0, 40, Tenant("third", 9.0), could_serve=True)
+    assert admission.num_queued == 5
+
+
 def test_a_client_that_fills_the_memory_of_the_queue_gives_way_too():
     admission = queue()
     half = MAX_QUEUED_TOKENS // 2
