@@ -23,6 +23,7 @@ from baton.kv_transfer.interfaces import (
     Released,
 )
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.checkpoints import StepCopies
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
@@ -53,12 +54,12 @@ class DecodeScheduler:
         self.pool = pool
         self.limits = limits
         self.outputs = Outputs()
-        self.queue = WaitingQueue(pool, self.outputs, limits)
+        self._copies = StepCopies(pool)
+        self.queue = WaitingQueue(pool, self.outputs, limits, self._copies)
         self._running: dict[Key, Stream] = {}  # in order of joining
         self._by_request: ByRequest[Stream] = ByRequest()  # the same
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
-        self._copies: list[tuple[int, int]] = []
         self._detached = Detached(limits.detached_s, self.queue, self._by_request, self._leave)
         self._step_id = 0
         self._num_launched = 0  # steps
@@ -141,20 +142,22 @@ class DecodeScheduler:
             if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
             if prompt.sequence.num_unplanned_tokens:
+                self._copies.save(prompt.sequence, num_growing)
                 slices.append(prompt.sequence.chunk(budget, every, self._step_id + 1))
                 budget -= slices[-1].length
                 room -= slices[-1].num_sampled
-        copies, self._copies = tuple(self._copies), []
-        if not slices:  # all forks ended before their first step
-            self._drop_copies(copies)
+        if not slices:
+            if not self._running and not computing:  # all ended before their first step
+                self._copies.drop()
             return None
         self._step_id += 1
         self._num_launched += 1
+        copies = self._copies.take(self._step_id)
         return StepPlan(self._step_id, tuple(slices), copies, generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._num_launched -= 1
-        self._drop_copies(plan.copies)
+        self._copies.settle(plan)
         failed, logprobs = dict(result.failed), dict(result.logprobs)
         of_prompts = dict(result.prompt_logprobs)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
@@ -390,7 +393,7 @@ class DecodeScheduler:
                 self._detached.keep_first(prompt, choice, first)
                 self._send_first(prompt, choice, first)
         sequences, copies = fork_prompt(self.pool, prompt.sequence, prompt.tails, live)
-        self._copies.extend(copies)
+        self._copies.add(copies)
         streams: list[Stream] = []
         for sequence in sequences:
             limit = sequence.num_prompt_tokens + sequence.sampling.max_tokens
@@ -417,10 +420,6 @@ class DecodeScheduler:
             key, position = prompt.key.of_choice(choice), prompt.sequence.num_tokens
             entry = TokenEntry(key, position, [first.token_id], first.finish_reason)
             self.outputs.emit(prompt.origin, entry)
-
-    def _drop_copies(self, copies: tuple[tuple[int, int], ...]) -> None:
-        for source, target in copies:
-            self.pool.release((source, target))
 
     def _leave(self, stream: Stream, reason: FinishReason | None = None) -> None:
         """Remove a stream from the batch. Its blocks follow when no launched step needs them."""

@@ -11,9 +11,10 @@ from itertools import islice
 
 from baton.kv_transfer.interfaces import Abandon, BeginReceive, Expect, ReceiveEnded
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.checkpoints import StepCopies, num_reusable_tokens, reserve
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits
-from baton.node.scheduling.sequence import Sequence, reserve
+from baton.node.scheduling.sequence import Sequence
 from baton.protocol.blocks import blocks_needed
 from baton.protocol.errors import Cancelled, Failure, Overloaded, RequestError, TransferError
 from baton.protocol.ids import Key, RequestId
@@ -68,8 +69,11 @@ class PendingPrompt:
 
 
 class WaitingQueue:
-    def __init__(self, pool: BlockPool, outputs: Outputs, limits: NodeLimits) -> None:
+    def __init__(
+        self, pool: BlockPool, outputs: Outputs, limits: NodeLimits, copies: StepCopies
+    ) -> None:
         self.pool = pool
+        self.copies = copies
         self.outputs = outputs
         self.limits = limits
         self.pending: dict[Key, PendingPrompt] = {}
@@ -206,20 +210,15 @@ class WaitingQueue:
         bound, sequence = prompt.message.max_uncached_tokens, prompt.sequence
         if bound is None or sequence.num_tokens <= bound:
             return False
-        block_size = self.pool.block_size
-        reusable = self.pool.reusable(sequence.num_reusable_tokens)
-        hashes = sequence.hash_blocks(block_size, reusable)
-        num_cached = len(self.pool.cache.lookup(hashes)) * block_size
-        return sequence.num_tokens - num_cached > bound
+        return sequence.num_tokens - num_reusable_tokens(self.pool, sequence) > bound
 
     def _reserve_one(self, now_s: float, prompt: PendingPrompt, watermark: int) -> bool:
         sequence, pool = prompt.sequence, self.pool
         has_tail = sequence.num_tokens % pool.block_size != 0
         num_tails = (len(prompt.choices.live) - 1) * (has_tail + pool.state_blocks)
-        num_held = sequence.num_tokens
-        if prompt.is_local:
-            num_held = pool.reusable(sequence.num_reusable_tokens)
-        num_cached = reserve(pool, sequence, num_held, num_tails + watermark)
+        is_local = prompt.is_local
+        num_held = sequence.num_reusable_tokens if is_local else sequence.num_tokens
+        num_cached = reserve(pool, sequence, num_held, num_tails + watermark, is_computed=is_local)
         if num_cached is None:
             return False
         prompt.tails = pool.allocate(num_tails)
@@ -228,6 +227,7 @@ class WaitingQueue:
         prompt.num_cached_tokens = num_cached * pool.block_size
         if prompt.is_local:
             sequence.start_at(prompt.num_cached_tokens)
+            self.copies.restore(sequence)
         else:
             fresh = tuple(sequence.blocks[num_cached:])
             self.outputs.to_connector.append(BeginReceive(prompt.key, num_cached, fresh))

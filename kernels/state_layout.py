@@ -26,13 +26,13 @@ class StateShape(NamedTuple):
     num_taps: int  # of the convolution
 
     @property
-    def columns(self) -> int:
-        """Return the columns of a matrix in memory, where it is `[strips, key_dim, STRIP]`."""
-        return -(-self.value_dim // STRIP) * STRIP
+    def num_strips(self) -> int:
+        """Return how many strips of columns a matrix has, `[key_dim, STRIP]` each."""
+        return -(-self.value_dim // STRIP)
 
     @property
-    def matrix_bytes(self) -> int:
-        return self.key_dim * self.columns * MATRIX_BYTES
+    def strip_bytes(self) -> int:
+        return self.key_dim * STRIP * MATRIX_BYTES
 
     def tail_bytes(self, number_bytes: int) -> int:
         """Return the size of the convolution's last inputs, `[num_taps, num_channels]`."""
@@ -46,7 +46,7 @@ class StateLayout(NamedTuple):
     """
 
     shape: StateShape
-    matrices: tuple[tuple[int, ...], ...]  # offsets, by layer and head
+    strips: tuple[tuple[int, ...], ...]  # offsets, by layer: those of each head's matrix
     tails: tuple[int, ...]  # offsets of the convolutions' last inputs, by layer
     num_blocks: int
     block_bytes: int
@@ -63,7 +63,7 @@ def state_layout(
 ) -> StateLayout:
     """Return where states are in blocks of `block_bytes` on one rank.
 
-    A matrix or tail that fits a part is never cut. Raises `ValueError` for blocks that are too
+    A strip or tail that fits a part is never cut. Raises `ValueError` for blocks that are too
     small to hold anything.
     """
     part = block_bytes // shape.num_groups // ALIGNED_BYTES * ALIGNED_BYTES
@@ -79,10 +79,11 @@ def state_layout(
         end = start + size
         return start
 
-    matrices, tails = [], []
+    strips, tails = [], []
     for _ in range(num_layers):
-        matrices.append(tuple(placed(shape.matrix_bytes) for _ in range(shape.num_heads)))
+        num_strips = shape.num_heads * shape.num_strips
+        strips.append(tuple(placed(shape.strip_bytes) for _ in range(num_strips)))
         tails.append(placed(shape.tail_bytes(number_bytes)))
     return StateLayout(
-        shape, tuple(matrices), tuple(tails), -(-end // part), block_bytes, part, number_bytes
+        shape, tuple(strips), tuple(tails), -(-end // part), block_bytes, part, number_bytes
     )

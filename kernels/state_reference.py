@@ -83,22 +83,21 @@ class StateBytes:
     def matrices(self, layer: int, blocks: Sequence[int]) -> Tensor:
         """Return the matrices, `[groups, heads, key_dim, value_dim]`."""
         shape = self._layout.shape
-        found = [
-            self._read(offset, shape.matrix_bytes, blocks)
+        strips = [
+            self._read(offset, shape.strip_bytes, blocks)
             .view(torch.float32)
-            .view(-1, shape.columns // STRIP, shape.key_dim, STRIP)
-            .transpose(1, 2)
-            .flatten(2)
-            for offset in self._layout.matrices[layer]
+            .view(-1, shape.key_dim, STRIP)
+            for offset in self._layout.strips[layer]
         ]
-        return torch.stack(found, dim=1)[..., : shape.value_dim]
+        whole = torch.stack(strips, dim=1).unflatten(1, (shape.num_heads, -1))
+        return whole.transpose(2, 3).flatten(3)[..., : shape.value_dim]
 
     def set_matrices(self, layer: int, blocks: Sequence[int], matrices: Tensor) -> None:
         shape = self._layout.shape
-        wide = F.pad(matrices, (0, shape.columns - shape.value_dim))
-        for head, offset in enumerate(self._layout.matrices[layer]):
-            strips = wide[:, head].unflatten(2, (-1, STRIP)).transpose(1, 2)
-            self._write(offset, blocks, strips.flatten(1))
+        wide = F.pad(matrices, (0, shape.num_strips * STRIP - shape.value_dim))
+        strips = wide.unflatten(3, (-1, STRIP)).transpose(2, 3).flatten(1, 2)
+        for number, offset in enumerate(self._layout.strips[layer]):
+            self._write(offset, blocks, strips[:, number].flatten(1))
 
     def advance(
         self,

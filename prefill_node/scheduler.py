@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
 from baton.node.scheduling.block_pool import BlockPool
+from baton.node.scheduling.checkpoints import StepCopies, reserve
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.node.scheduling.pooling import PooledPrompt
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.node.scheduling.sequence import Sequence, no_token, reserve
+from baton.node.scheduling.sequence import Sequence, no_token
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
     Cancelled,
@@ -88,6 +89,7 @@ class PrefillScheduler:
         self._computing: dict[Key, Handoff] = {}  # in order of admission
         self._holding: dict[Key, Handoff] = {}  # computed or ended, blocks not yet given back
         self._known: ByRequest[Handoff] = ByRequest()  # all of these
+        self._copies = StepCopies(pool)
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -168,15 +170,18 @@ class PrefillScheduler:
             every = handoff.choices.every
             if budget == 0 or len(slices) == self.limits.max_num_seqs or len(every) > room:
                 break
+            self._copies.save(handoff.sequence)
             slices.append(handoff.sequence.chunk(budget, every, self._step_id + 1))
             budget -= slices[-1].length
             room -= slices[-1].num_sampled
         if not slices:
             return None
         self._step_id += 1
-        return StepPlan(self._step_id, tuple(slices), generations=self.pool.take_fresh())
+        copies = self._copies.take(self._step_id)
+        return StepPlan(self._step_id, tuple(slices), copies, generations=self.pool.take_fresh())
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
+        self._copies.settle(plan)
         failed, logprobs = dict(result.failed), dict(result.logprobs)
         of_prompts, pooled = dict(result.prompt_logprobs), dict(result.pooled)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
@@ -240,11 +245,12 @@ class PrefillScheduler:
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
         """Reserve every block of the prompt, the cached prefix first, and offer them to decode."""
         sequence = handoff.sequence
-        num_cached = reserve(self.pool, sequence, self.pool.reusable(sequence.num_reusable_tokens))
+        num_cached = reserve(self.pool, sequence, sequence.num_reusable_tokens)
         if num_cached is None:
             return False
         handoff.num_cached_tokens = num_cached * self.pool.block_size
         sequence.start_at(handoff.num_cached_tokens)
+        self._copies.restore(sequence)
         handoff.admitted_s = now_s
         self._computing[sequence.key] = handoff
         if handoff.decode_node is not None:

@@ -76,6 +76,16 @@ def block_hashes(
     return hashes
 
 
+def state_hashes(block_hash: BlockHash, num_blocks: int) -> list[BlockHash]:
+    """Return the hashes of the blocks that hold the state after the prefix of `block_hash`."""
+    return [
+        hashlib.blake2b(
+            number.to_bytes(4, "big"), key=block_hash, person=b"state", digest_size=HASH_BYTES
+        ).digest()
+        for number in range(num_blocks)
+    ]
+
+
 def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
     return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 

@@ -109,7 +109,7 @@ def kv_layout(
             groups=(group,),
         )
     # Equal in all splits over ranks, because the parts of a block are.
-    shared = (*shared, states.shape[1:], states.matrices, states.tails, states.part_bytes)
+    shared = (*shared, states.shape[1:], states.strips, states.tails, states.part_bytes)
     heads = states.shape.num_groups * states.shape.num_heads * num_ranks
     of_states = LayerGroup(
         "state", len(states.tails), heads, states.shape.key_dim, states.shape.value_dim

@@ -45,7 +45,7 @@ class BlockPool:
         self.state_blocks = state_blocks
         self.cache = PrefixCache()
         self.counts = PoolCounts()
-        self._cache_prefixes = cache_prefixes
+        self.caches_prefixes = cache_prefixes
         self._free = deque(range(num_blocks))
         self._references = [0] * num_blocks
         self._generations = [0] * num_blocks
@@ -68,10 +68,6 @@ class BlockPool:
 
     def blocks_for(self, num_tokens: int) -> int:
         return blocks_for(num_tokens, self.block_size)
-
-    def reusable(self, num_tokens: int) -> int:
-        """Return of how many of these tokens cached blocks spare a step: none without a state."""
-        return 0 if self.state_blocks else num_tokens
 
     def allocate(self, count: int) -> list[int]:
         """Return `count` blocks with one reference each, of a new generation."""
@@ -128,7 +124,7 @@ class BlockPool:
 
     def store(self, hashes: Sequence[BlockHash], blocks: Sequence[int]) -> None:
         """Offer whole, settled blocks, which are still owned, to the prefix cache."""
-        if self._cache_prefixes:
+        if self.caches_prefixes:
             for block_hash, block in zip(hashes, blocks, strict=True):
                 if block not in self._outdated:
                     self.cache.insert(block_hash, block)

@@ -33,6 +33,8 @@ class Sequence:
     sampling: Sampling
     block_table: list[int] = field(default_factory=list)
     state: list[int] = field(default_factory=list)  # the blocks of its state, if the model has any
+    checkpoint_blocks: list[int] = field(default_factory=list)  # of the state that it begins with
+    checkpoints: tuple[int, ...] = ()  # after so many tokens, the cache should keep its state
     hashes: list[BlockHash] = field(default_factory=list)  # of the full blocks hashed so far
     num_computed_tokens: int = 0
     num_planned_tokens: int = 0
@@ -65,7 +67,7 @@ class Sequence:
 
     @property
     def blocks(self) -> list[int]:
-        """Return all blocks: those of its tokens, then those of its state."""
+        """Return its own blocks: those of its tokens, then those of its state."""
         return [*self.block_table, *self.state]
 
     @property
@@ -151,8 +153,13 @@ class Sequence:
         return num_held
 
     def chunk(self, budget: int, samples: tuple[int, ...], step_id: int) -> Slice:
-        """Return at most `budget` next tokens as a slice. The last chunk samples or pools."""
-        length = min(budget, self.num_unplanned_tokens)
+        """Return at most `budget` next tokens as a slice. The last chunk samples or pools.
+
+        A chunk does not go beyond a checkpoint.
+        """
+        start = self.num_planned_tokens
+        end = next((one for one in self.checkpoints if one > start), self.num_tokens)
+        length = min(budget, end - start)
         is_last = length == self.num_unplanned_tokens and self.sampling.pooling is None
         return self.slice(length, samples if is_last else (), step_id)
 
@@ -217,25 +224,3 @@ def no_token(reason: str) -> Failure:
     text = f"the output cannot go on in the form that was asked for: {reason}"
     error = RequestError(text, code="no_token_allowed", param="structured_outputs", http_status=422)
     return error.to_failure()
-
-
-def reserve(
-    pool: BlockPool, sequence: Sequence, num_cacheable_tokens: int, num_kept_free: int = 0
-) -> int | None:
-    """Give `sequence` blocks for its tokens and its state, or return None if there are too few.
-
-    Whole blocks among the first `num_cacheable_tokens` may come from the cache; return how many
-    do. `num_kept_free` blocks must stay free.
-    """
-    cached = pool.match(sequence.hash_blocks(pool.block_size, num_cacheable_tokens))
-    num_fresh = pool.blocks_for(sequence.num_tokens) - len(cached) + pool.state_blocks
-    if num_fresh + num_kept_free > pool.num_free:
-        pool.release(cached)
-        return None
-    pool.counts.prefix_queried_tokens += sequence.num_tokens
-    pool.counts.prefix_hit_tokens += len(cached) * pool.block_size
-    fresh = pool.allocate(num_fresh)
-    num_tokens_blocks = num_fresh - pool.state_blocks
-    sequence.block_table = [*cached, *fresh[:num_tokens_blocks]]
-    sequence.state = fresh[num_tokens_blocks:]
-    return len(cached)

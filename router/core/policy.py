@@ -177,7 +177,8 @@ class _PairSearch:
 
         Only those that hold at least `least_held` tokens of the prompt count.
         """
-        if least_held > 0 and not self._held:
+        # Of a prompt that it received, a decode node has no state from which it could go on.
+        if least_held > 0 and (not self._held or self._state_blocks):
             return []
         return self._decode_candidates(self._cached, least_held=least_held)
 

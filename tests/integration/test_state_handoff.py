@@ -57,6 +57,28 @@ def test_a_decode_node_computes_prompts_of_its_own(kind, tmp_path):
         assert count_ties(expected, output.outputs[0].token_ids) == 0
 
 
+@pytest.mark.parametrize("is_split", [True, False])
+def test_a_prompt_goes_on_from_a_checkpoint_of_the_cache(is_split, tmp_path):
+    length, token_ids = 197, prompt(197)
+    cluster = NodeThreads(
+        tmp_path, (never_local if is_split else always_local)(config_of(KINDS[0]))
+    )
+
+    async def thrice(llm: AsyncLLM) -> list[RequestOutput]:
+        return [await greedy(llm, [*token_ids[:n], *prompt(length - n, 9)]) for n in (197, 197, 70)]
+
+    first, second, third = cluster.run(thrice)
+    expected = expected_of(foreign_folder(KINDS[0]), length)
+    for output in (first, second):
+        assert count_ties(expected, output.outputs[0].token_ids) == 0
+    assert third.metrics.num_cached_tokens == 0
+    computes = "prefill-0" if is_split else "decode-0"
+    assert cluster.prompt_tokens_computed(computes) == 197 + 5 + 197
+    if is_split:  # decode has the keys and values of whole blocks, but no state
+        num_blocks = 13 + 1 + 9 + 3 * STATE_BLOCKS
+        assert cluster.num_bytes_read("decode-0") == num_blocks * BLOCK_BYTES
+
+
 def test_choices_go_on_from_copies_of_one_state(tmp_path):
     """Seeded, so each choice says what it says alone."""
     token_ids = prompt(75)

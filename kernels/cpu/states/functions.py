@@ -64,7 +64,7 @@ class CpuStates:
         self._pool = pool
         self._layout = layout
         self._threads = CpuThreads()
-        self._offsets = [np.array(offsets, np.int64) // MATRIX_BYTES for offsets in layout.matrices]
+        self._offsets = [np.array(offsets, np.int64) // MATRIX_BYTES for offsets in layout.strips]
 
     def convolve(self, x: Tensor, layer: int, work: StateWork, weights: StateWeights) -> Tensor:
         """Return the convolved channels, `[num_tokens, groups * channels]` in fp32.
@@ -115,14 +115,15 @@ class CpuStates:
         arguments = (
             x.data_ptr(), x.shape[1], weights.to_queries, weights.to_keys, weights.to_values,
             heads, shape.num_heads, shape.num_key_heads, shape.key_dim, shape.value_dim,
-            shape.columns, weights.is_normed, weights.scale, weights.corrects, decays.data_ptr(),
+            shape.num_strips, weights.is_normed, weights.scale, weights.corrects, decays.data_ptr(),
             betas.data_ptr(), _address(weights.skips), weights.skips is not None,
             self._pool.data_ptr(), *work.addresses, *self._sizes(offsets.ctypes.data, MATRIX_BYTES),
             out.data_ptr(),
         )  # fmt: skip
         padded = -(-shape.key_dim // WIDTH) * WIDTH
-        floats = 3 * padded + shape.key_dim * shape.columns
-        cost = work.num_tokens * shape.key_dim * shape.columns * NS_PER_STATE_NUMBER
+        floats = 3 * padded + shape.strip_bytes // MATRIX_BYTES
+        numbers = shape.num_strips * shape.strip_bytes // MATRIX_BYTES
+        cost = work.num_tokens * numbers * NS_PER_STATE_NUMBER
         self._run("advance_states", len(work.items) * heads, cost, floats, arguments)
         return out
 

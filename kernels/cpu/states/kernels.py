@@ -159,7 +159,7 @@ def gate_steps(
 def advance_states(
     first_unit: int,  # item * heads + head
     end_unit: int,
-    scratch: Floats,  # three rows of keys, and a matrix
+    scratch: Floats,  # three rows of keys, and a strip
     x: Floats,  # [num_tokens, width]: groups of queries, keys and values, each of all its heads
     width: int,
     to_queries: int,
@@ -170,7 +170,7 @@ def advance_states(
     key_heads: int,  # of a group
     key_dim: int,
     value_dim: int,
-    columns: int,
+    strips: int,  # of a matrix
     is_normed: int,  # queries and keys have a length of 1
     scale: float,  # of queries
     corrects: int,  # a step adds what the state lacks of a value, and not the value itself
@@ -181,7 +181,7 @@ def advance_states(
     pool: Floats,
     tables: Int32s,
     items: Int64s,  # [num_items, FIELDS]
-    offsets: Int64s,  # [group_heads], of matrices; in floats, as the next three
+    offsets: Int64s,  # [group_heads, strips]; in floats, as the next three
     part: int,
     stride_part: int,
     stride_block: int,
@@ -194,23 +194,13 @@ def advance_states(
     """
     padded = -(-key_dim // WIDTH) * WIDTH
     flat = shift(scratch, 3 * padded)
-    size, groups = key_dim * columns, heads // group_heads
+    size, groups = key_dim * STRIP, heads // group_heads
     for unit in range(first_unit, end_unit):
         item, head = unit // heads * FIELDS, unit % heads
         group, own = head // group_heads, head % group_heads
         row, length, position = items[item], items[item + 1], items[item + 2]
         table, num_held = shift(tables, items[item + 3]), items[item + 4]
         blocks = shift(pool, group * stride_part)
-        offset = offsets[own]
-        is_whole = offset % part + size <= part
-        matrix = flat
-        if is_whole:
-            matrix = shift(blocks, table[offset // part] * stride_block + offset % part)
-        elif position > 0:
-            copy_part(flat, blocks, table, offset, size, part, stride_block, 0)
-        if position == 0:
-            for i in range(0, size, WIDTH):
-                store(matrix, i, every(ZERO))
         key_head = own * key_heads // group_heads
         start = shift(x, row * width + group * (width // groups))
         queries = shift(start, to_queries + key_head * key_dim)
@@ -219,14 +209,24 @@ def advance_states(
         skip = skips[head] if has_skips else ZERO
         gates = row * heads + head
         target = shift(out, gates * value_dim)
-        for column in range(0, columns, STRIP):
+        for strip in range(strips):
+            offset = offsets[own * strips + strip]
+            is_whole = offset % part + size <= part
+            matrix = flat
+            if is_whole:
+                matrix = shift(blocks, table[offset // part] * stride_block + offset % part)
+            elif position > 0:
+                copy_part(flat, blocks, table, offset, size, part, stride_block, 0)
+            if position == 0:
+                for i in range(0, size, WIDTH):
+                    store(matrix, i, every(ZERO))
             _advance_strip(
                 scratch, padded, queries, keys, values, width, length, num_held, key_dim,
                 value_dim, is_normed, scale, corrects, shift(decays, gates), shift(betas, gates),
-                heads, skip, shift(matrix, column * key_dim), column, target,
+                heads, skip, matrix, strip * STRIP, target,
             )  # fmt: skip
-        if not is_whole:
-            copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
+            if not is_whole:
+                copy_part(flat, blocks, table, offset, size, part, stride_block, 1)
 
 
 @kernel

@@ -150,7 +150,7 @@ def test_the_states_of_half_the_groups_are_half_of_each_block():
     both = state_layout(shape, LAYERS, block_bytes, 4)
     half = state_layout(shape._replace(num_groups=1), LAYERS, block_bytes // 2, 4)
     assert both.num_blocks == half.num_blocks
-    assert (both.matrices, both.tails) == (half.matrices, half.tails)
+    assert (both.strips, both.tails) == (half.strips, half.tails)
 
 
 def test_blocks_that_hold_no_number_are_refused():

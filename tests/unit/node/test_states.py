@@ -1,11 +1,15 @@
 """Sequences with a state on both schedulers, whose executor checks the state before each slice."""
 
+import random
+
 import msgspec
 import pytest
 
 from baton.kv_transfer.interfaces import BeginReceive, KVReceived, Offer, Released
 from baton.node.scheduling.plan import StepPlan, StepResult
-from baton.protocol.messages import BlockRange, Failed, FirstToken
+from baton.prefill_node.scheduler import PrefillScheduler
+from baton.protocol.blocks import block_hashes, state_hashes
+from baton.protocol.messages import BlockRange, Failed, FirstToken, FirstTokens
 from tests.sim.executor import BLOCK_SIZE
 from tests.support.drive import (
     LIMITS,
@@ -144,3 +148,140 @@ def test_no_token_is_guessed():
     drive.run(depth=2)
     assert all(not part.num_guesses for plan in drive.plans for part in plan.slices)
     assert drive.output("r", repeating) == continuation(repeating, 12)
+
+
+def computed(drive: Drive, name: str) -> list[tuple[int, int]]:
+    """Where the slices of a prompt start and end."""
+    parts = [part for plan in drive.plans for part in plan.slices if part.key == key(name)]
+    return [(part.start, part.start + part.length) for part in parts]
+
+
+def ask(drive: Drive, name: str, prompt: list[int], max_tokens: int = 4) -> list[tuple[int, int]]:
+    """Serve a prompt on either node; what was computed of it."""
+    is_prefill = isinstance(drive.scheduler, PrefillScheduler)
+    message = prefill(name, prompt) if is_prefill else local(name, prompt, max_tokens)
+    drive.scheduler.add(0.0, 0, message)
+    drive.run(depth=2)
+    if is_prefill:
+        firsts = [
+            one for one in drive.said if isinstance(one, FirstTokens) and one.key == key(name)
+        ]
+        assert [one.token_id for one in firsts[0].tokens] == continuation(prompt, 1)
+        drive.scheduler.on_report(0.0, Released(key(name)))
+    else:
+        assert drive.output(name, prompt) == continuation(prompt, max_tokens)
+    assert drive.pool.num_owned == 0
+    return [one for one in computed(drive, name) if one[0] < len(prompt)]
+
+
+def text(length: int, salt: int = 0) -> list[int]:
+    return [(31 * n + salt) % 97 for n in range(1, length + 1)]
+
+
+@pytest.mark.parametrize("make", [prefill_drive, decode_drive])
+def test_a_prompt_begins_at_the_last_checkpoint_of_its_prefix(make):
+    drive = make(256, state_blocks=STATE)
+    prompt = text(150)
+    first = ask(drive, "a", prompt)
+    assert (first[0][0], first[-1][1]) == (0, 150)
+    assert 128 in [end for _, end in first]  # the last multiple of 64 before the end
+    assert ask(drive, "b", prompt)[0] == (128, 144)
+    assert ask(drive, "c", [*prompt, *text(40, 5)])[0][0] == 128
+    assert ask(drive, "d", [*prompt, *text(40, 5)])[0][0] == 128  # its own is at 128, too
+    assert ask(drive, "e", [*prompt, *text(50, 5)])[0][0] == 128
+    assert ask(drive, "f", [*prompt, *text(50, 5)])[0][0] == 192
+    assert ask(drive, "g", prompt[:129])[0] == (128, 129)
+    assert ask(drive, "h", prompt[:128])[0][0] == 64  # a token has to be computed
+    assert drive.pool.counts.prefix_hit_tokens == 5 * 128 + 192 + 64
+
+
+@pytest.mark.parametrize("make", [prefill_drive, decode_drive])
+def test_a_prefix_that_several_prompts_share_gets_a_checkpoint(make):
+    drive = make(512, state_blocks=40)  # so large that a prompt has no checkpoint on its way
+    starts = [
+        ask(drive, name, [*text(100), *text(60, salt)])[0][0]
+        for name, salt in (("a", 1), ("b", 2), ("c", 3))
+    ]
+    assert starts == [0, 0, 64]
+
+
+def test_long_prompts_have_checkpoints_on_their_way():
+    limits = msgspec.structs.replace(LIMITS, max_model_len=2000, max_num_batched_tokens=500)
+    drive = prefill_drive(1024, limits, state_blocks=50)
+    chunks = ask(drive, "a", text(1300))
+    assert [end for _, end in chunks if end % 64 == 0] == [448, 896, 1280]
+    assert ask(drive, "b", [*text(1000), *text(300, 9)])[0][0] == 896
+
+
+def test_a_checkpoint_that_has_lost_a_block_counts_no_more():
+    drive = decode_drive(128, state_blocks=STATE)
+    prompt = text(150)
+    ask(drive, "a", prompt)
+    hashes = block_hashes(prompt, BLOCK_SIZE)
+    saved = state_hashes(hashes[128 // BLOCK_SIZE - 1], STATE)
+    held = []
+    while drive.pool.cache.lookup(saved[2:]):
+        held += drive.pool.allocate(1)
+    drive.pool.release(held)
+    assert ask(drive, "b", prompt)[0][0] == 0
+    assert ask(drive, "c", prompt)[0][0] == 128
+
+
+def test_a_refused_sample_after_a_checkpoint_does_not_change_it():
+    drive = decode_drive(256, state_blocks=STATE)
+    prompt = text(129)
+    message = local("r", prompt, 6)
+    grammar = msgspec.structs.replace(message.sampling, grammar="rule")
+    drive.scheduler.add(0.0, 0, msgspec.structs.replace(message, sampling=grammar))
+    num_refused = 0
+    while (plan := drive.launch()) is not None:
+        is_refused = num_refused < 3 and any(part.samples for part in plan.slices)
+        num_refused += is_refused
+        result = refused(drive, plan) if is_refused else result_of(drive.model, plan)
+        drive.scheduler.settle(0.0, plan, result)
+        if is_refused:
+            drive.pool.reset_prefix_cache()  # so that a checkpoint would be kept again
+    assert drive.output("r", prompt) == continuation(prompt, 6)
+    assert ask(drive, "a", prompt)[0][0] == 0
+    assert ask(drive, "b", prompt)[0][0] == 128
+
+
+def test_without_a_prefix_cache_no_state_is_kept():
+    drive = decode_drive(256, state_blocks=STATE)
+    drive.pool.caches_prefixes = False
+    assert ask(drive, "a", text(150)) == ask(drive, "b", text(150))
+    assert not any(plan.copies for plan in drive.plans)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_prompts_that_share_prefixes_keep_their_states(seed):
+    """On a pool that fills up, with cancels: the executor refuses a wrong state."""
+    luck = random.Random(seed)
+    state_blocks = luck.choice((1, 3, 7))
+    limits = msgspec.structs.replace(LIMITS, max_num_batched_tokens=luck.choice((16, 50, 200)))
+    drive = decode_drive(luck.choice((110, 160, 300)), limits, state_blocks)
+    asked: dict[str, tuple[list[int], int, int]] = {}
+    launched: list[StepPlan] = []
+    for turn in range(400):
+        if turn < 250 and luck.random() < 0.15:
+            name, salt = f"r{turn}", luck.randint(0, 2)
+            prompt = [*text(luck.randint(1, 150)), *text(luck.randint(1, 60), salt)]
+            choices = luck.choice((1, 1, 2))
+            asked[name] = prompt, luck.randint(1, 20), choices
+            drive.scheduler.add(float(turn), 0, local(name, *asked[name]))
+        if luck.random() < 0.03 and asked:
+            drive.scheduler.cancel(0, (key(luck.choice(list(asked))),))
+        drive.now_s = float(turn)
+        if len(launched) < 2 and (plan := drive.launch()) is not None:
+            launched.append(plan)
+        if launched and (len(launched) == 2 or luck.random() < 0.5):
+            drive.settle(launched.pop(0))
+    for plan in launched:
+        drive.settle(plan)
+    drive.run(depth=2)
+    for name, (prompt, max_tokens, choices) in asked.items():
+        for choice in range(choices):
+            said = drive.output(name, prompt, choice)
+            assert said == continuation(prompt, max_tokens, choice)[: len(said)]
+    assert drive.pool.num_owned == 0
+    assert drive.pool.num_free == drive.pool.num_blocks

@@ -11,7 +11,7 @@ from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, StepLimits
+from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, Role, StepLimits
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import (
     MAX_PASSED_S,
@@ -120,6 +120,35 @@ def test_a_prompt_to_pool_goes_to_a_prefill_node_alone(mode):
     assert choose(cluster(*PAIRS), pooled, mode) == ("p0", None)
     assert choose(cluster(*PAIRS[2:]), pooled, mode) is None
     assert choose(cluster(*PAIRS[:2]), place("b", 8), mode) is None
+
+
+def with_states(name: str, role: Role, num_blocks: int = 64, state_blocks: int = 3) -> NodeInfo:
+    info = node_info(name, role, num_blocks=num_blocks)
+    layout = msgspec.structs.replace(info.layout, state_blocks=state_blocks)
+    return msgspec.structs.replace(info, layout=layout)
+
+
+def test_blocks_of_a_prompt_without_its_state_do_not_make_it_local():
+    known = block_hashes(range(60), BLOCK_SIZE)
+    for nodes, expected in (
+        ([node_info("p0", "prefill"), node_info("d0", "decode")], (None, "d0")),
+        ([with_states("p0", "prefill"), with_states("d0", "decode")], ("p0", "d0")),
+    ):
+        registry = cluster(*nodes)
+        assert registry.hears_cache(NodeId("d0"), CacheChanges(0, pack_keys(known)))
+        assert choose(registry, place("a", 60)) == expected
+        assert choose(registry, place("b", 30)) == (None, "d0"), "short enough to compute"
+
+
+def test_a_state_takes_room_beside_the_tokens_of_each_choice():
+    nodes = [with_states("p0", "prefill", 20), with_states("d0", "decode", 20)]
+    limits = limits_of(cluster(*nodes), "auto")
+    assert limits.max_model_len == (20 - 3) * BLOCK_SIZE
+    assert fit(16, SamplingParams(max_tokens=None), limits) == (17 * BLOCK_SIZE - 16, None)
+    two = SamplingParams(max_tokens=None, n=2)  # 16 of 20 blocks are not shared
+    assert fit(16, two, limits) == ((16 // 2 - 3) * BLOCK_SIZE, None)
+    assert choose(cluster(*nodes), place(num_tokens=68)) is None
+    assert choose(cluster(*nodes), place(num_tokens=56)) == ("p0", "d0")
 
 
 def test_nodes_whose_pool_is_too_small_are_passed_over():
