@@ -29,7 +29,7 @@ from baton.runtime.channels.endpoint import parse_endpoint
 from baton.runtime.clock import Standstill
 from baton.runtime.local_cluster import LocalCluster, fitted_to_gpus, private_folder
 from baton.runtime.log import is_json, logger, say
-from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit
+from baton.runtime.process import Command, Exit, Interrupts, Supervisor, log_exit, on_hangup
 from baton.runtime.settings import SettingsInMemory
 
 WATCH_S = 0.1
@@ -49,6 +49,7 @@ def serve(config: ClusterConfig) -> int:
     if config.router.control is not None:
         check_reach(config, "router.control", config.router.control)
     server = LocalServer(config)
+    on_hangup(server.renew)
     with Interrupts(on_second=server.kill) as interrupts:
         try:
             server.start()
@@ -148,6 +149,10 @@ class LocalServer:
             settings.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
+    def renew(self) -> None:
+        """Let the routers read keys and certificates again. A signal handler may call it."""
+        self._router.hang_up()
+
     def kill(self) -> None:
         """End everything by force without waiting. A signal handler may call it."""
         self._router.kill()
@@ -203,17 +208,33 @@ def _router_configs(config: ClusterConfig, port: int, folder: Path) -> list[Rout
     control = router.control or f"ipc://{folder}/control"
     if num_routers == 1:
         return [msgspec.structs.replace(router, port=port, port_is_held=True, control=control)]
+    first = router.own_port or _free_after(router, port, num_routers)
     return [
         msgspec.structs.replace(
             router,
             name=f"{router.name}-{index}",
             port=port,
             shares_port=True,
-            own_port=router.own_port + index if router.own_port else 0,
+            own_port=first + index if first else 0,
             control=_nth(control, index),
         )
         for index in range(num_routers)
     ]
+
+
+def _free_after(router: RouterConfig, port: int, count: int) -> int:
+    """Return the port after that of the routers if it and the next ones are free, else 0."""
+    try:
+        for number in range(port + 1, port + 1 + count):
+            check_port(router.host, number)
+    except (ConfigError, OverflowError):
+        log.warning(
+            "the ports after that of the routers are not free, so each router's own metrics are "
+            "not served: set router.own_port",
+            port=port,
+        )
+        return 0
+    return port + 1
 
 
 def _nth(control: str, index: int) -> str:

@@ -253,7 +253,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         about(
             "second port that belongs to this router alone, for metrics where several routers "
-            "share a port; 0 opens none; `serve` gives each of its routers the next port",
+            "share a port; of several routers, `serve` gives each the next port, which with 0 "
+            "begin after the port that they share",
             ge=0,
             le=65535,
         ),

@@ -5,6 +5,7 @@ Nodes dial in on their own: this process starts none, and it must never load tor
 
 import asyncio
 import gc
+import ssl
 
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, ModelConfig, RouterConfig
@@ -17,8 +18,8 @@ from baton.router.text.chat_template import ChatTemplate
 from baton.router.text_router import TextRouter
 from baton.runtime.host import AcceptErrors, raise_descriptor_limit
 from baton.runtime.log import logger, print_failure, setup_process_log
-from baton.runtime.process import Interrupts
-from baton.runtime.tls import server_context
+from baton.runtime.process import Interrupts, on_hangup
+from baton.runtime.tls import renew, server_context
 
 EXIT_FAILED = 1
 # The thresholds of Python's garbage collector: new objects before a young collection, and young
@@ -53,7 +54,9 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
     router = TextRouter.from_config(config)
     tracer = _tracer(config)
     app = App(router, config, _chat_template(config.model), tracer=tracer)
-    server = Server(app, config.router, server_context(config.router))
+    tls = server_context(config.router)
+    server = Server(app, config.router, tls)
+    on_hangup(lambda: loop.call_soon_threadsafe(_renew, app, config.router, tls))
     stats = asyncio.create_task(_log_stats(StatsLine(app.metrics), router, config.log.stats_s))
     try:
         router.start(config.control)
@@ -74,6 +77,18 @@ async def _serve(config: ClusterConfig, interrupts: Interrupts) -> int:
             tracer.close()
         loop.remove_reader(interrupts.fileno())
     return 0
+
+
+def _renew(app: App, config: RouterConfig, tls: ssl.SSLContext | None) -> None:
+    """Read the API keys and the certificate again, and keep the old ones where that fails."""
+    try:
+        app.access.read_keys()
+        if tls is not None:
+            renew(tls, config)
+    except ConfigError as error:
+        log.error("the old API keys and certificate stay in use", reason=error.message)
+    else:
+        log.info("API keys and certificates were read again")
 
 
 def spare_collector() -> None:

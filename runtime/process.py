@@ -315,6 +315,13 @@ class Supervisor:
             if entry.child is not None:
                 entry.child.kill()
 
+    def hang_up(self) -> None:
+        """Send SIGHUP to all children. A signal handler may call it."""
+        for entry in self._supervised:
+            if entry.child is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(entry.child.pid, signal.SIGHUP)
+
     def _spawn(self, entry: _Supervised) -> None:
         entry.child = Child(entry.command, self._relay)
         entry.started_s = self._clock()
@@ -335,6 +342,17 @@ def end_by_signal() -> None:
     """
     if os.getpid() == 1:
         signal.signal(signal.SIGTERM, lambda *_: os._exit(EXIT_TERMINATED))
+
+
+def on_hangup(act: Callable[[], object]) -> None:
+    """Call `act` at each SIGHUP, by which services are asked to read files again.
+
+    The signal keeps its meaning where `nohup` has it ignored, and where it says that the terminal
+    is gone.
+    """
+    has_terminal = sys.stdin is not None and sys.stdin.isatty()
+    if not has_terminal and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: act())
 
 
 class Interrupts:

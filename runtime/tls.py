@@ -37,6 +37,13 @@ def server_context(router: RouterConfig) -> ssl.SSLContext | None:
     return context
 
 
+def renew(context: ssl.SSLContext, router: RouterConfig) -> None:
+    """Serve new connections with the certificate that the files have now. Raises `ConfigError`."""
+    server_context(router)  # a certificate that cannot be used must not replace the old one
+    cert = router.ssl_certfile
+    context.load_cert_chain(cert, router.ssl_keyfile or cert, _refuse_password)
+
+
 def client_context(ca_file: str = "") -> ssl.SSLContext:
     """Return a client's context that trusts `ca_file`, or if it is empty, what this machine trusts.
 

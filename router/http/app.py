@@ -69,7 +69,7 @@ class App:
         bodies = Bodies(config.router.max_body_mib)
         self._handlers = Handlers(engine, config, bodies, self.metrics, chat_template, silence_s)
         self._request_log = RequestLog(config.log)
-        self._access = Access(config.router)
+        self.access = Access(config.router)
         self._engine = engine
         began_at = time.time()
         self._created = int(began_at)
@@ -256,8 +256,8 @@ class App:
                 raise Overloaded(text, code="too_many_connections")
             if self._cors is not None and (reply := self._cors.preflight(request)) is not None:
                 return reply
-            self._access.check(request)
-            request[TENANT] = self._access.tenant_of(request)
+            self.access.check(request)
+            request[TENANT] = self.access.tenant_of(request)
             return await handler(request)
         except web.HTTPMethodNotAllowed as error:
             text = f"{clip(request.path)} does not take {clip(request.method)}"

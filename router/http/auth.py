@@ -55,13 +55,19 @@ class Access:
         Raises `ConfigError` if the file of keys cannot be read.
         """
         self._wants_key = config.wants_key
-        # The weight of each key, by its digest.
-        self._weights = {digest_of(key.encode()): 1.0 for key in config.api_keys}
-        if config.api_key_file:
-            self._weights |= read_keys(Path(config.api_key_file))
+        self._config = config
+        self._weights: dict[bytes, float] = {}  # of each key, by its digest
+        self.read_keys()
         self._hosts = {host.lower() for host in config.allowed_hosts}
         trusts_host = config.is_on_loopback and not (config.wants_key or config.speaks_tls)
         self._wants_local = trusts_host and not self._hosts
+
+    def read_keys(self) -> None:
+        """Take the keys that the file has now. Raises `ConfigError`, and keeps those it has."""
+        weights = {digest_of(key.encode()): 1.0 for key in self._config.api_keys}
+        if self._config.api_key_file:
+            weights |= read_keys(Path(self._config.api_key_file))
+        self._weights = weights
 
     def check(self, request: web.Request) -> None:
         """Raise `RequestError` if the request may not be answered."""

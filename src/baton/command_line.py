@@ -64,7 +64,7 @@ Copy it to each host, and start every router and node with it:
 """
 API_KEY_MADE = """\
 The line above is the key; it is stored nowhere. {path} holds its hash and name: remove that line to
-refuse the key. Routers with --api-key-file {path} read the file when they start.
+refuse the key. Routers with --api-key-file {path} read the file when they start and at SIGHUP.
 """
 COMPLETION_USE = """\
 # Keep it: write `source <(baton completion bash)` into ~/.bashrc, `source <(baton completion zsh)`

@@ -26,6 +26,7 @@ import pytest
 import yaml
 
 from baton.deploy.startup import reserve_port
+from baton.router.http.auth import add_key
 from tests.support.certificates import make_certificate
 from tests.support.completions import ask
 from tests.support.waiting import until
@@ -73,7 +74,8 @@ def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
     with output.open("wb") as file:
         process = subprocess.Popen(
             [sys.executable, "-m", "baton", "serve", "--port", "0", *arguments],
-            stdout=file, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder,
+            start_new_session=True,
         )  # fmt: skip
     try:
         serve = Serve(process, output)
@@ -136,7 +138,9 @@ def files_of(serve: Serve) -> list[Path]:
 def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(tmp_path):
     made = make_certificate(tmp_path)
     flags = ("--ssl-certfile", str(made.cert), "--ssl-keyfile", str(made.key), "--log-json")
-    flags += ("--api-key", API_KEY)
+    keys = tmp_path / "keys.txt"
+    keys.touch()
+    flags += ("--api-key", API_KEY, "--api-key-file", str(keys))
     with serving(tmp_path, *flags) as serve:
         url = serve.wait_for(r"https://[^/\"]+(?=/v1)")
         question = "The code of Lima is 4071. What is the code of Lima?"
@@ -147,6 +151,19 @@ def test_it_speaks_https_and_json_alone_and_a_second_signal_ends_it_at_once(tmp_
         refusing = chat("--url", url, question)
         assert (refusing.returncode, refusing.stderr.count("\n")) == (1, 1)
         assert "name its authority with --ca-file" in refusing.stderr
+        # With SIGHUP, new connections get the new certificate, and new keys are known.
+        later = add_key(keys, "later")
+        renewed = make_certificate(tmp_path, "renewed")
+        for new, old in zip(renewed, made, strict=True):
+            new.replace(old)
+        assert "certificate verify failed" in chat(*words[:4], question).stderr
+        serve.process.send_signal(signal.SIGHUP)
+        serve.wait_for("API keys and certificates were read again")
+        again = chat(*words[:4], "--api-key", later, question)
+        assert "4071" in again.stdout, again.stderr
+        keys.write_text("no key")
+        serve.process.send_signal(signal.SIGHUP)
+        serve.wait_for("the old API keys and certificate stay in use")
         processes = {json.loads(line)["process"] for line in serve.text.splitlines()}
         assert processes == {"serve", "router", "prefill-0", "decode-0"}
         for child in serve.children.values():
