@@ -14,6 +14,7 @@ import msgspec
 
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
 from baton.model.config.lora_files import folders_of, read_adapters
+from baton.model.config.tasks import read_tasks
 from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
@@ -21,6 +22,7 @@ from baton.model.config.transformers_config import (
 from baton.model.config.weight_files import (
     INDEX,
     SINGLE,
+    as_stored,
     check_tensors,
     tensors_of,
     weight_files,
@@ -58,6 +60,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
             _check_weights(folder)
             if decoder is not None:
                 check_tensors(folder, decoder)
+                config = _with_roles(config, folder, decoder)
             if is_widened and config.model.dtype == "auto":
                 log.warning(
                     "the weights are float16, in which baton does not compute: they are widened to "
@@ -129,7 +132,17 @@ def _checked(folder: Path, model_impl: ModelImpl) -> tuple[DecoderConfig | None,
     if runs_in_transformers(folder, model_impl):
         return None, check_for_transformers(folder)[1] == "float16"
     decoder = read_decoder_config(folder)
+    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
+        decoder = as_stored(folder, decoder)
     return decoder, decoder.is_widened
+
+
+def _with_roles(config: ClusterConfig, folder: Path, decoder: DecoderConfig) -> ClusterConfig:
+    """Return `config` with prefill nodes alone for a model that makes no tokens."""
+    tasks = read_tasks(folder, decoder, config.model.convert).tasks
+    if tasks.generates:
+        return config
+    return msgspec.structs.replace(config, prefill=max(1, config.prefill), decode=0)
 
 
 def _check_weights(folder: Path) -> None:

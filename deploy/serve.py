@@ -65,7 +65,8 @@ def _greet(url: str, config: ClusterConfig) -> None:
     if is_json():
         log.info("ready", model=config.model.shown_name, url=f"{url}/v1")
     else:
-        text = greeting(url, config.model.shown_name, wants_key=config.router.wants_key)
+        greet = greeting if config.decode else greeting_without_tokens
+        text = greet(url, config.model.shown_name, wants_key=config.router.wants_key)
         say(text, sys.stdout)
 
 
@@ -199,6 +200,17 @@ client = OpenAI(base_url="{url}/v1", api_key="{key}")
 asked = "What is 17 + 25?"
 answer = client.completions.create(model={json.dumps(model)}, prompt=asked, max_tokens=8)
 print(answer.choices[0].text)
+"""
+
+
+def greeting_without_tokens(url: str, model: str, *, wants_key: bool = False) -> str:
+    """Return a text that shows how to call a server whose model only pools prompts."""
+    header = " -H 'Authorization: Bearer YOUR_KEY'" if wants_key else ""
+    body = json.dumps({"model": model, "text_1": "What is red?", "text_2": ["Roses.", "Snow."]})
+    return f"""
+baton serves {model} at {url}/v1, without completions  (Ctrl-C stops it)
+
+curl {url}/v1/score -H 'Content-Type: application/json'{header} -d {shlex.quote(body)}
 """
 
 

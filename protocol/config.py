@@ -510,7 +510,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """All settings of all processes of a cluster."""
 
     prefill: Annotated[int, about("number of prefill nodes that `serve` starts", ge=0)] = 1
-    decode: Annotated[int, about("number of decode nodes that `serve` starts", ge=1)] = 1
+    decode: Annotated[
+        int,
+        about(
+            "number of decode nodes that `serve` starts; a model that makes no tokens gets none",
+            ge=0,
+        ),
+    ] = 1
     router_processes: Annotated[
         int, about("number of router processes that `serve` starts; they share the port", ge=1)
     ] = 1

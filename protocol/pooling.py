@@ -17,6 +17,7 @@ class ModelTasks(msgspec.Struct, frozen=True, omit_defaults=True):
     generates: bool = True
     embedding: Pooling | None = None  # how a prompt becomes an embedding; None: it does not
     normalizes: bool = False  # embeddings have the length 1
+    embedding_size: Count = 0  # numbers of an embedding; 0: unknown
     max_embedded_tokens: Count = 0  # of the longest text to embed; 0: the model's length
     num_labels: Count = 0  # numbers of the classifier; 0: there is none
     is_probability: bool = True  # a score is the sigmoid of the classifier's only number

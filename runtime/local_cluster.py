@@ -126,7 +126,8 @@ def fitted_to_gpus(config: ClusterConfig) -> ClusterConfig:
     engine, router, num_nodes = config.engine, config.router, config.prefill + config.decode
     num_gpus = 0 if engine.device == "cpu" or _has_cpu_torch() else len(gpus_of(0))
     is_enough = not num_gpus or num_gpus >= num_nodes * engine.tensor_parallel_size
-    if is_enough or not config.prefill or router.local_prefill == "never":
+    is_split = config.prefill and config.decode
+    if is_enough or not is_split or router.local_prefill == "never":
         return config
     num_decode = max(1, num_gpus // engine.tensor_parallel_size)
     log.warning(

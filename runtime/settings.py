@@ -130,6 +130,8 @@ class SettingsInMemory:
 
 def checked(config: ClusterConfig) -> ClusterConfig:
     """Return `config` if its settings can work together. Raises `ConfigError` if not."""
+    if config.prefill == config.decode == 0:
+        raise ConfigError("prefill and decode are both 0, so there would be no nodes")
     if config.prefill == 0 and config.router.local_prefill == "never":
         raise ConfigError(
             "prefill is 0 and router.local_prefill is never, so no node could compute a prompt: "

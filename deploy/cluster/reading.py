@@ -99,13 +99,20 @@ def _problems(description: Description) -> Iterator[str]:
 def _missing(description: Description) -> Iterator[str]:
     if not description.routers:
         yield "routers: the list is empty; give one router at least, or leave the key out"
-    if not description.pools_of("decode"):
+    if not description.pools_of("decode") and not _only_pools(description):
         yield (
             "pools: no pool has `role: decode`, so no node could generate tokens; add one, such as "
-            "`decode: {role: decode}`"
+            "`decode: {role: decode}`, or write `model: {convert: embed}` under `settings` for "
+            "embeddings alone"
         )
     if "router" in description.pools:
         yield "pools.router: this name is that of the routers; give the pool another"
+
+
+def _only_pools(description: Description) -> bool:
+    """Return whether prefill nodes alone are meant to serve embeddings or scores."""
+    makes_more = config_of(description, {}).model.convert in ("embed", "classify")
+    return makes_more and bool(description.pools_of("prefill"))
 
 
 def _settings_problems(description: Description) -> Iterator[str]:

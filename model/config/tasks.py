@@ -90,7 +90,8 @@ class _Tokenizer(msgspec.Struct):
 def read_tasks(folder: Path, decoder: AnyConfig, convert: Convert) -> FolderTasks:
     """Return what the model can be asked for. Raises `ConfigError` for other kinds of folders."""
     head = decoder.head if isinstance(decoder, DecoderConfig) else "tokens"
-    tasks = ModelTasks(generates=head == "tokens")
+    size = decoder.hidden_size if isinstance(decoder, DecoderConfig) else 0
+    tasks = ModelTasks(generates=head == "tokens", embedding_size=size)
     if convert == "none":
         if not tasks.generates:
             raise ConfigError(f"{folder}: model.convert is none, but the model makes no tokens")

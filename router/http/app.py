@@ -19,6 +19,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, Overloaded, RequestError
 from baton.router.core.health import Health, ServedModel
 from baton.router.http.api.anthropic import CountBody, MessageBody, message_error
+from baton.router.http.api.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.api.sse import EXTRA_HEADERS, SILENCE_S
@@ -39,6 +40,9 @@ from baton.runtime.metrics import CONTENT_TYPE
 PROBES = ("/live", "/health", "/ping", "/metrics")
 CLIENT_GONE = 499
 MESSAGES = "/v1/messages"
+# Those of vLLM, Jina and Cohere.
+SCORE_PATHS = ("/v1/score", "/score")
+RERANK_PATHS = ("/v1/rerank", "/v2/rerank", "/rerank")
 # The route of requests to paths that do not exist.
 UNKNOWN = "unknown"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -92,6 +96,12 @@ class App:
         router.add_post("/v1/responses/input_tokens", handlers.input_tokens)
         router.add_post(MESSAGES, handlers.messages)
         router.add_post(f"{MESSAGES}/count_tokens", handlers.count_tokens)
+        for path, handler in (
+            ("/v1/embeddings", handlers.embeddings),
+            *((path, handlers.score) for path in SCORE_PATHS),
+            *((path, handlers.rerank) for path in RERANK_PATHS),
+        ):
+            router.add_post(path, handler)
         router.add_get("/v1/streams/{id:.+}", handlers.stream_again, allow_head=False)
         router.add_get("/v1/models", self._models)
         router.add_get("/v1/models/{name:.+}", self._model)
@@ -337,6 +347,9 @@ _POSTS: dict[str, tuple[type, str]] = {
     "/v1/responses/input_tokens": (ResponseBody, "Return the number of a prompt's tokens."),
     "/v1/messages": (MessageBody, "Answer the last turn of a chat, in Anthropic's form."),
     "/v1/messages/count_tokens": (CountBody, "Return the number of a prompt's tokens."),
+    "/v1/embeddings": (EmbeddingBody, "Return the embeddings of texts."),
+    **dict.fromkeys(SCORE_PATHS, (ScoreBody, "Return how well pairs of texts fit.")),
+    **dict.fromkeys(RERANK_PATHS, (RerankBody, "Put documents in the order of how well they fit.")),
     "/tokenize": (TokenizeBody, "Return the token ids of a prompt or a chat."),
     "/detokenize": (DetokenizeBody, "Return the text of token ids."),
 }

@@ -1,4 +1,4 @@
-"""The endpoints that read bodies: completions, chats and the tokenizer's.
+"""The endpoints that read bodies: completions, chats, the tokenizer's, and those that pool.
 
 A handler parses the body, submits one request per prompt, and responds with one body or a stream of
 events. Every request that it submitted is closed, however the handler ends. Handlers know nothing
@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from baton.router.http.api.openai_chunks import (
     clamped_to,
     system_fingerprint,
 )
+from baton.router.http.api.pooling_bodies import PoolingEndpoint
 from baton.router.http.api.prepare import num_packed, unpacked
 from baton.router.http.api.responses_events import ResponseEvents
 from baton.router.http.api.schema import Endpoint, ParsedRequest
@@ -58,7 +59,8 @@ from baton.router.http.auth import TENANT, authorization_of
 from baton.router.http.connections import Bodies
 from baton.router.http.errors import FORM_PARAM, blaming
 from baton.router.http.metrics import HttpMetrics
-from baton.router.http.request_log import GONE, RUNNING, Running
+from baton.router.http.pooling_handlers import PoolingHandlers
+from baton.router.http.request_log import Running, counted_request
 from baton.router.outputs import CompletionOutput, Merged, RequestMetrics
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.response_parser import Parsing
@@ -135,6 +137,7 @@ class Handlers:
         # Held while a body with the log probabilities of prompts is made, which takes much memory.
         self._scoring = asyncio.Lock()
         self._work = BodyWork(config, engine.get_tokenizer(), chat_template)
+        self._pooling = PoolingHandlers(engine, bodies, metrics, self._work)
         self._tokenizer_config = Path(config.model.path) / "tokenizer_config.json"
         # Answer a POST to /v1/completions, /v1/chat/completions, /v1/responses or /v1/messages.
         self.completions = partial(self._serve, endpoint="completions")
@@ -147,6 +150,10 @@ class Handlers:
         self.detokenize = partial(self._tokens, endpoint="detokenize")
         self.count_tokens = partial(self._tokens, endpoint="count_tokens")
         self.input_tokens = partial(self._tokens, endpoint="input_tokens")
+        # Answer a POST to /v1/embeddings, /v1/score or /v1/rerank.
+        self.embeddings = partial(self._pool, endpoint="embeddings")
+        self.score = partial(self._pool, endpoint="score")
+        self.rerank = partial(self._pool, endpoint="rerank")
 
     def close(self) -> None:
         self._work.close()
@@ -161,6 +168,11 @@ class Handlers:
             response = await self._work.token_response(endpoint, model, body, client)
         self._metrics.ignored(response.ignored)
         return web.Response(body=response.body, content_type="application/json")
+
+    async def _pool(self, request: web.Request, *, endpoint: PoolingEndpoint) -> web.Response:
+        self._refuse_if_draining()
+        name = request_id_of(request) or f"req-{secrets.token_hex(12)}"
+        return await self._pooling.answer(request, endpoint, name)
 
     async def tokenizer_info(self, request: web.Request) -> web.Response:
         try:
@@ -180,7 +192,7 @@ class Handlers:
             # The form of the response is known, so the body is not used.
             with self._bodies.room() as room:
                 await self._bodies.read(request, room, self._bodies.max_body_bytes)
-        with self._counted_request(request) as running:
+        with counted_request(request, self._metrics) as running:
             if place is not None:
                 return await self._again(request, running, place)
             work = await self._submit(request, running, endpoint)
@@ -198,7 +210,7 @@ class Handlers:
         place = start_of(request.match_info["id"], request.headers.get(LAST_EVENT_ID))
         if LAST_EVENT_ID in request.headers:
             place = resume_position(request.headers[LAST_EVENT_ID])
-        with self._counted_request(request) as running:
+        with counted_request(request, self._metrics) as running:
             return await self._again(request, running, place)
 
     async def _again(
@@ -404,23 +416,6 @@ class Handlers:
         events.stop()
         await events.close()
         return response
-
-    @contextlib.contextmanager
-    def _counted_request(self, request: web.Request) -> Iterator[Running]:
-        """Close and count all requests that were submitted for a response, however it ends."""
-        running = request[RUNNING] = Running()
-        try:
-            yield running
-        except (asyncio.CancelledError, ConnectionError):
-            running.outcome = GONE
-            raise
-        except BatonError as error:
-            running.failed(error)
-            raise
-        finally:
-            for stream in running.streams:
-                stream.close()
-                self._metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
     def _counted(self, sink: Callable[[CompletionOutput], object]) -> Sink:
         def take(delta: CompletionOutput) -> None:

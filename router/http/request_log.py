@@ -7,9 +7,11 @@ are made from the times of the waterfall at the end, so nodes need no OpenTeleme
 nothing. It continues the trace of the client's `traceparent`.
 """
 
+import asyncio
+import contextlib
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import TYPE_CHECKING
@@ -20,7 +22,7 @@ from baton.protocol.config import LogConfig
 from baton.protocol.errors import BatonError, ConfigError, Failure
 from baton.router.core.stream import RequestStream
 from baton.router.http.errors import RETRY_STATUSES
-from baton.router.http.metrics import STAGE_NAMES
+from baton.router.http.metrics import STAGE_NAMES, HttpMetrics
 from baton.router.outputs import RequestMetrics, waterfall
 from baton.runtime.clock import Clock, monotonic
 from baton.runtime.log import clip, logger
@@ -55,6 +57,24 @@ class Running:
 
 
 RUNNING = web.RequestKey("running", Running)
+
+
+@contextlib.contextmanager
+def counted_request(request: web.Request, metrics: HttpMetrics) -> Iterator[Running]:
+    """Close and count all requests that were submitted for a response, however it ends."""
+    running = request[RUNNING] = Running()
+    try:
+        yield running
+    except (asyncio.CancelledError, ConnectionError):
+        running.outcome = GONE
+        raise
+    except BatonError as error:
+        running.failed(error)
+        raise
+    finally:
+        for stream in running.streams:
+            stream.close()
+            metrics.ended(stream.metrics, running.outcome, stream.params.n)
 
 
 class RequestLog:

@@ -114,6 +114,17 @@ class ChatTemplate:
         values = {**(options or {}), "add_generation_prompt": add_generation_prompt}
         return program.prompt(program.adapted(messages), tools, values)
 
+    def shows_roles(self, *roles: str) -> bool:
+        """Return whether one chat may have a turn of each of these roles, and shows them all."""
+        marks = [_MARK.format(index) for index in range(len(roles))]
+        turns = zip(roles, marks, strict=True)
+        messages: list[Message] = [{"role": role, "content": mark} for role, mark in turns]
+        try:
+            prompt = self.render(messages, add_generation_prompt=False)
+        except RequestError:
+            return False
+        return all(mark in prompt for mark in marks)
+
     def check_shown(
         self,
         prompt: str,

@@ -105,6 +105,38 @@ class Text:
             self._refuse_too_long(prompt, max_tokens)
         return self._encoding(prompt, add_special_tokens).ids
 
+    def encode_texts(
+        self, texts: Sequence[str], add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        """Encode a text, or a pair of texts as the tokenizer joins them, as `encode_now` does."""
+        if len(texts) == 1:
+            return self.encode_now(texts[0], add_special_tokens, max_tokens)
+        for text in texts:
+            self.encode_now(text, False, max_tokens)
+        pair = (texts[0], texts[1])
+        (encoding,) = self._tokenizer.encode_batch_fast(
+            [pair], add_special_tokens=add_special_tokens
+        )
+        return encoding.ids
+
+    def encode_cut(self, prompt: str, num_tokens: int, add_special_tokens: bool) -> list[int]:
+        """Return the first ids of a text, and those that the tokenizer adds, `num_tokens` in all.
+
+        Raises `RequestError` as `encode_now` does.
+        """
+        if not add_special_tokens:
+            return self.encode_now(prompt, False)[:num_tokens]
+        whole = self.encode_now(prompt, True)
+        if len(whole) <= num_tokens:
+            return whole
+        encoding = self._encoding(prompt, False)
+        encoding.truncate(max(0, num_tokens - self._tokenizer.num_special_tokens_to_add(False)))
+        return self._tokenizer.post_process(encoding).ids[:num_tokens]
+
+    def count(self, prompt: str) -> int:
+        """Return how many tokens a text has, without special ones that the tokenizer adds."""
+        return len(self.encode_now(prompt, False))
+
     def _refuse_too_long(self, prompt: str, max_tokens: int) -> None:
         """Raise `RequestError` as soon as the parts of a prompt have more than `max_tokens`."""
         num_tokens = 0

@@ -13,6 +13,7 @@ from baton.protocol import VERSION
 if TYPE_CHECKING:
     from baton.async_llm import AsyncLLM
     from baton.llm import LLM
+    from baton.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
     from baton.prompts import LoRARequest, TextPrompt, TokensPrompt
     from baton.protocol.sampling import (
         RequestOutputKind,
@@ -26,11 +27,14 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "LoRARequest",
     "Logprob",
+    "PoolingParams",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -41,11 +45,14 @@ _HOMES = {
     "LLM": "baton.llm",
     "AsyncLLM": "baton.async_llm",
     "CompletionOutput": "baton.router.outputs",
+    "EmbeddingRequestOutput": "baton.pooling",
     "LoRARequest": "baton.prompts",
     "Logprob": "baton.router.outputs",
+    "PoolingParams": "baton.pooling",
     "RequestOutput": "baton.router.outputs",
     "RequestOutputKind": "baton.protocol.sampling",
     "SamplingParams": "baton.protocol.sampling",
+    "ScoringRequestOutput": "baton.pooling",
     "StructuredOutputsParams": "baton.protocol.sampling",
     "TextPrompt": "baton.prompts",
     "TokensPrompt": "baton.prompts",

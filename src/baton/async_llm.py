@@ -15,13 +15,14 @@ import msgspec
 
 from baton.llm_settings import Model, config_of
 from baton.model.config.lora_files import folders_of
+from baton.pooling import EmbeddingRequestOutput, Pooler, PoolingParams, ScoringRequestOutput
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError, NodeError, RequestError
 from baton.protocol.sampling import SEED_BITS, SamplingParams, Scope
 from baton.router.core.health import Health, ServedModel
 from baton.router.core.node_link import ProfileState
-from baton.router.core.request import Caller
+from baton.router.core.request import NO_CALLER, Caller
 from baton.router.core.stream import RequestStream
 from baton.router.outputs import RequestOutput
 from baton.router.text_router import TextRouter, default_params
@@ -79,6 +80,7 @@ class AsyncLLM:
         self.config = config = fitted_to_gpus(config) if self._launcher is not None else config
         self._router = TextRouter.from_config(config)
         self._tokenizer = ModelTokenizer(self._router.get_tokenizer(), config.model)
+        self._pooler = Pooler(self._router, config.model)
         self._nodes: StartedNodes | None = None
         if self._launcher is not None:
             self._nodes = StartedNodes(config, self._router, self._launcher)
@@ -118,7 +120,7 @@ class AsyncLLM:
         `NodeError` otherwise.
         """
         num_prefill = self.config.prefill
-        if self.config.router.local_prefill == "always":
+        if self.config.router.local_prefill == "always" and self.config.decode:
             num_prefill = 0
         standstill = Standstill(timeout_s)
         waiting = asyncio.create_task(self._router.core.wait_for(num_prefill, self.config.decode))
@@ -151,8 +153,7 @@ class AsyncLLM:
         `lora_request` chooses an adapter of `model.lora_modules`, or one that `add_lora` has added.
         Raises `RequestError`, `Overloaded` or the error that ended the request.
         """
-        self._num_requests += 1
-        name = request_id or f"request-{self._num_requests}"
+        name = request_id or self._next_name()
         if name in self._live:
             raise RequestError(f"request id {name!r} is in use", param="request_id")
         self._live[name] = None
@@ -172,6 +173,35 @@ class AsyncLLM:
         finally:
             del self._live[name]
             self._aborted.discard(name)
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+    ) -> EmbeddingRequestOutput:
+        """Return the embedding of a text or of token ids. Cancelling the call ends the request.
+
+        Raises `RequestError` if the model makes no embeddings, or the error of the request.
+        """
+        given = given_prompt(prompt)
+        await self.begin()
+        caller = Caller(Scope(self._lora_of(lora_request), given.cache_salt))
+        params, name = pooling_params or PoolingParams(), self._next_name()
+        return await self._pooler.embed(given.content, params, name, caller)
+
+    async def score(
+        self, query: str, document: str, pooling_params: PoolingParams | None = None
+    ) -> ScoringRequestOutput:
+        """Return how well two texts fit: a reranker's score, or the cosine of two embeddings."""
+        await self.begin()
+        params, name = pooling_params or PoolingParams(), self._next_name()
+        return await self._pooler.score((query, document), params, name, NO_CALLER)
+
+    def _next_name(self) -> str:
+        self._num_requests += 1
+        return f"request-{self._num_requests}"
 
     async def reset_prefix_cache(self) -> bool:
         """Forget the prefix caches of all nodes. Requests that run keep what they use."""

@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from baton.async_llm import AsyncLLM, Launcher
 from baton.llm_settings import Model, config_of
+from baton.pooling import EmbeddingRequestOutput, PoolingParams, ScoringRequestOutput
 from baton.prompts import LoRARequest, Prompt, TokensPrompt, as_list
 from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, RequestError
@@ -27,6 +29,7 @@ from baton.tokenizer import Conversation, ModelTokenizer
 JOIN_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
+Work = Callable[[], Coroutine[None, None, T]]
 
 
 class LLM:
@@ -96,6 +99,7 @@ class LLM:
             TimeRemainingColumn(),
             TextColumn("{task.fields[tokens]} output tokens"),
         )
+        works = [partial(self._whole, *each) for each in zip(many, params, adapters, strict=True)]
         with Progress(*columns, console=Console(stderr=True), disable=not use_tqdm) as progress:
             bar = progress.add_task("Processed prompts", total=len(many), tokens=0)
             num_tokens = 0
@@ -105,7 +109,7 @@ class LLM:
                 num_tokens += output.metrics.num_output_tokens
                 progress.update(bar, advance=1, tokens=num_tokens)
 
-            return self._run(self._generate(list(zip(many, params, adapters, strict=True)), ended))
+            return self._run(self._all(works, ended))
 
     def chat(  # noqa: PLR0913  (the arguments are vLLM's)
         self,
@@ -140,6 +144,45 @@ class LLM:
             ids = tokenizer.encode(text, add_special_tokens=False)
             prompts.append(TokensPrompt(prompt=text, prompt_token_ids=ids))
         return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+        lora_request: LoRARequest | None = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the embedding of each prompt, in the order of the prompts.
+
+        Errors, `use_tqdm` and `lora_request` are as in `generate`.
+        """
+        if lora_request is not None:
+            self._run(self._llm.add_lora(lora_request))
+        embed = partial(self._llm.embed, pooling_params=pooling_params, lora_request=lora_request)
+        return self._pooled([partial(embed, prompt) for prompt in as_list(prompts)], use_tqdm)
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        /,
+        *,
+        use_tqdm: bool = True,
+        pooling_params: PoolingParams | None = None,
+    ) -> list[ScoringRequestOutput]:
+        """Return how well each text of `data_2` fits that of `data_1`, which may be one for all."""
+        queries = [data_1] if isinstance(data_1, str) else list(data_1)
+        documents = [data_2] if isinstance(data_2, str) else list(data_2)
+        if len(queries) == 1:
+            queries *= len(documents)
+        if len(queries) != len(documents):
+            raise ValueError(f"there are {len(queries)} queries, but {len(documents)} documents")
+        works = [
+            partial(self._llm.score, *pair, pooling_params)
+            for pair in zip(queries, documents, strict=True)
+        ]
+        return self._pooled(works, use_tqdm)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix caches of all nodes. Requests that run keep what they use."""
@@ -195,27 +238,34 @@ class LLM:
             future.cancel()
             raise
 
-    async def _generate(
-        self,
-        asked: Sequence[tuple[Prompt, SamplingParams, LoRARequest | None]],
-        ended: Callable[[RequestOutput], None],
-    ) -> list[RequestOutput]:
+    async def _whole(
+        self, prompt: Prompt, wanted: SamplingParams, lora: LoRARequest | None
+    ) -> RequestOutput:
+        final = wanted.clone(output_kind=RequestOutputKind.FINAL_ONLY)
+        outputs = self._llm.generate(prompt, final, lora_request=lora)
+        (output,) = [output async for output in outputs]
+        return output
+
+    def _pooled(self, works: Sequence[Work[T]], use_tqdm: bool) -> list[T]:
+        """Do works that bring no tokens, with a progress bar."""
+        with Progress(console=Console(stderr=True), disable=not use_tqdm) as progress:
+            bar = progress.add_task("Processed prompts", total=len(works))
+            return self._run(self._all(works, lambda _: progress.advance(bar)))
+
+    async def _all(self, works: Sequence[Work[T]], ended: Callable[[T], None]) -> list[T]:
+        """Return the results in the order of the works. The first error ends the others."""
         # Further requests would only wait in the router's line, which is bounded.
         room = asyncio.Semaphore(self.config.router.max_inflight)
 
-        async def one(
-            prompt: Prompt, wanted: SamplingParams, lora: LoRARequest | None
-        ) -> RequestOutput:
+        async def result_of(work: Work[T]) -> T:
             async with room:
-                final = wanted.clone(output_kind=RequestOutputKind.FINAL_ONLY)
-                outputs = self._llm.generate(prompt, final, lora_request=lora)
-                (output,) = [output async for output in outputs]
-            ended(output)
-            return output
+                result = await work()
+            ended(result)
+            return result
 
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(one(*each)) for each in asked]
+                tasks = [group.create_task(result_of(work)) for work in works]
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         return [task.result() for task in tasks]

@@ -20,8 +20,14 @@ Model = str | os.PathLike[str] | ModelConfig | Mapping[str, object]
 # Keywords of vLLM that change nothing here, whatever their value.
 IGNORED = (
     "trust_remote_code", "enforce_eager", "disable_log_stats",
+    "runner",  # the folder says what its model makes
     "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras",  # lora_modules says all of it
 )  # fmt: skip
+# The values of vLLM's `task`, by what they mean for `model.convert`; None: as the folder says.
+TASKS = {
+    "auto": None, "generate": None, "score": None, "classify": None,
+    "embed": "embed", "embedding": "embed",
+}  # fmt: skip
 # Others, each with the value that asks for nothing, besides None.
 NEUTRAL: dict[str, object] = {
     "cpu_offload_gb": 0, "load_format": "auto",
@@ -53,6 +59,8 @@ def _from_keywords(model: Model, settings: Mapping[str, object]) -> ClusterConfi
             plain[name] = _section(name, value)
         elif setting := SHORT_FLAGS.get(name.replace("_", "-")):
             moved.append((setting, value))
+        elif name == "task" and value in TASKS:
+            moved.append(("model.convert", TASKS[str(value)]))
         elif name not in IGNORED and value not in (None, NEUTRAL.get(name)):
             names = (flag.replace("-", "_") for flag in SHORT_FLAGS)
             known = [*ClusterConfig.__struct_fields__, *names, "seed"]

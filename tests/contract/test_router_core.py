@@ -15,17 +15,22 @@ from baton.protocol.messages import (
     FirstToken,
     FirstTokens,
     InProgress,
+    NodeFacts,
+    NodeInfo,
+    Pooled,
     Prefill,
+    Refused,
     StageTimes,
     TokenEntry,
     Tokens,
 )
+from baton.protocol.pooling import ModelTasks
 from baton.protocol.sampling import SamplingParams, StructuredOutputsParams
 from baton.router.core.lifecycle import Lifecycle
 from baton.router.core.request import Caller, Tenant
 from baton.router.outputs import CompletionOutput, RequestOutput
 from tests.support.router_bench import GREEDY, PROMPT, collected, routed, whole
-from tests.support.scripted_nodes import VOCAB_SIZE, node_info, toy_answer
+from tests.support.scripted_nodes import VOCAB_SIZE, ScriptedNode, node_info, toy_answer
 
 
 @routed()
@@ -217,3 +222,62 @@ async def test_the_nodes_of_a_request_that_met_a_bug_stop_at_once(bench, monkeyp
         assert (await node.hear(Cancel)).keys == (order.key,)
         node.say(CancelDone((order.key,)))
     await bench.settled()
+
+
+def embedding_node(name: str, **tasks: bool) -> NodeInfo:
+    info = node_info(name, "prefill")
+    facts = NodeFacts(tasks=ModelTasks(embedding="last", **tasks))
+    return msgspec.structs.replace(info, facts=facts)
+
+
+@routed()
+async def test_prefill_nodes_alone_pool_prompts_and_a_lost_one_is_replaced(bench):
+    first = await bench.scripted(embedding_node("p0"))
+    second = await bench.scripted(embedding_node("p1"))
+    stream = await bench.router.pool(PROMPT, "last", "mine")
+    order = await first.hear(Prefill)
+    assert (order.sampling.pooling, order.decode_node) == ("last", None)
+    first.die()
+    again = await second.hear(Prefill)
+    assert again.token_ids == PROMPT
+    second.say(Pooled(again.key, b"1234", StageTimes(num_cached_tokens=4)))
+    await stream.ended()
+    assert (stream.pooled, stream.request_id) == (b"1234", "mine")
+    assert (stream.metrics.path, stream.metrics.num_retries) == ("prefill_only", 1)
+    assert stream.metrics.num_cached_tokens == 4
+    await bench.settled()
+
+
+@routed()
+async def test_a_cluster_without_decode_nodes_says_what_it_cannot_do(bench):
+    node = await bench.scripted(embedding_node("p0"))
+    health = bench.core.health()
+    assert (health.status, health.can_serve) == ("degraded", True)
+    assert "no decode node" in health.message
+    with pytest.raises(Overloaded, match="no decode node has joined") as error:
+        await bench.router.submit(PROMPT, GREEDY)
+    assert (error.value.code, error.value.http_status) == ("no_nodes", 503)
+    with pytest.raises(RequestError, match="it makes tokens and embeddings") as refused:
+        await bench.router.pool(PROMPT, "classify")
+    assert refused.value.code == "unsupported"
+    for ids, text in (([], "empty"), ([VOCAB_SIZE], "token ids must"), ([1] * 201, "too long")):
+        with pytest.raises(RequestError, match=text):
+            await bench.router.pool(ids, "last")
+    longest = await bench.router.pool([1] * 200, "last")
+    order = await node.hear(Prefill)
+    longest.close()
+    assert (await node.hear(Cancel)).keys == (order.key,)
+    node.say(CancelDone((order.key,)))
+    await bench.settled()
+
+
+@routed()
+async def test_a_model_that_makes_no_tokens_is_ready_without_decode_nodes(bench):
+    await bench.scripted(embedding_node("p0", generates=False))
+    assert bench.core.health().status == "ready"
+    with pytest.raises(RequestError, match="cannot be asked for tokens: it makes embeddings"):
+        await bench.router.submit(PROMPT, GREEDY)
+    other = ScriptedNode(bench.endpoint, embedding_node("p1"))  # with other settings
+    bench.nodes.append(other)
+    other.join()
+    assert "can be asked for other things" in (await other.hear(Refused)).failure.message

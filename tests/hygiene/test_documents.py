@@ -8,6 +8,7 @@ import sys
 
 from baton.protocol.config import ClusterConfig
 from baton.router.http.api.decoding import OUTPUT_FIELDS
+from baton.router.http.api.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
 from baton.router.http.api.responses_body import ResponseBody
 from baton.router.http.api.schema import ChatBody, CompletionBody
 from baton.router.http.api.tokens import DetokenizeBody, TokenizeBody
@@ -57,6 +58,20 @@ def test_every_field_of_every_body_is_explained_where_it_is_and_nowhere_else():
     assert refused == OUTPUT_FIELDS - {name for _, name in known}
     for path in json.loads(document())["paths"]:
         assert path.partition("{")[0].rstrip("/") in page
+
+
+def test_every_field_of_the_bodies_that_pool_is_explained():
+    page = (REPOSITORY / "docs" / "api.md").read_text()
+    bodies = {"E": EmbeddingBody, "S": ScoreBody, "K": RerankBody}
+    known = {(letter, name) for letter, body in bodies.items() for name in body.__struct_fields__}
+    rows = re.findall(r"^\| (`[^|]*`) \| ([ESK ]+) \|", page, re.MULTILINE)
+    explained = {
+        (letter, name)
+        for names, letters in rows
+        for name in re.findall(r"`(\w+)`", names)
+        for letter in letters.split()
+    }
+    assert explained == known
 
 
 def test_every_setting_is_read_somewhere():

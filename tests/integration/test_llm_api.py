@@ -18,7 +18,7 @@ from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
 # What each example of docs/python.md prints, among other things.
-EXAMPLES = ("42.", "8153.", "3 choices", "True ready", "context_length_exceeded")
+EXAMPLES = ("42.", "8153.", "3 choices", "True ready", "128 True", "context_length_exceeded")
 GONE_TIMEOUT_S = 30.0
 PROMPT = list(range(20, 60))
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from functools import partial
@@ -29,6 +29,7 @@ from baton.deploy.startup import reserve_port
 from baton.router.http.auth import add_key
 from tests.support.certificates import make_certificate
 from tests.support.completions import ask
+from tests.support.pooling_folders import embedding_folder
 from tests.support.waiting import until
 
 START_TIMEOUT_S = 90.0
@@ -69,7 +70,7 @@ class Serve:
 
 
 @contextmanager
-def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
+def serving(folder: Path, *arguments: str, roles: Set[str] = ROLES) -> Iterator[Serve]:
     output = folder / "output"
     with output.open("wb") as file:
         process = subprocess.Popen(
@@ -79,7 +80,7 @@ def serving(folder: Path, *arguments: str) -> Iterator[Serve]:
         )  # fmt: skip
     try:
         serve = Serve(process, output)
-        assert set(serve.children) == ROLES
+        assert set(serve.children) == roles
         yield serve
     finally:
         process.kill()
@@ -106,6 +107,17 @@ def test_what_serve_prints_works_as_pasted(tmp_path):
         assert serve.wait_for_exit() == 0, serve.text
         assert serve.all_gone()
         assert "Traceback" not in serve.text
+
+
+def test_a_model_that_makes_no_tokens_gets_no_decode_node(tmp_path):
+    model = str(embedding_folder("qwen3", num_layers=1))
+    with serving(tmp_path, model, "--memory-mib", "64", roles={"router", "prefill"}) as serve:
+        curl = serve.wait_for(r"(?m)^curl .*$")
+        reply = subprocess.run(shlex.split(curl), capture_output=True, text=True, check=True)
+        assert len(json.loads(reply.stdout)["data"]) == 2
+        serve.process.send_signal(signal.SIGINT)
+        assert serve.wait_for_exit() == 0, serve.text
+        assert serve.all_gone()
 
 
 def test_no_stranger_takes_the_port_while_a_router_starts_again():

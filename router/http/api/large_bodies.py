@@ -13,6 +13,11 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, ConfigError
 from baton.router.core.health import ServedModel
 from baton.router.http.api.model_format import ModelFormat
+from baton.router.http.api.pooling_bodies import (
+    PooledPrompts,
+    PoolingEndpoint,
+    pooled_prompts,
+)
 from baton.router.http.api.prepare import (
     Prepared,
     parse_body,
@@ -21,6 +26,7 @@ from baton.router.http.api.prepare import (
 from baton.router.http.api.schema import Endpoint, ParsedRequest
 from baton.router.http.api.tokens import TokenEndpoint, TokenResponse, token_response
 from baton.router.text.chat_template import ChatTemplate
+from baton.router.text.pooled_texts import PooledTexts, Prompts
 from baton.router.text.tokenizer import (
     MAX_CHARS_ON_LOOP,
     Text,
@@ -34,10 +40,13 @@ SMALL_BYTES = 128 * 1024
 class Job(msgspec.Struct, frozen=True):
     """A body to prepare for the model that is served."""
 
-    endpoint: Endpoint | TokenEndpoint
+    endpoint: Endpoint | TokenEndpoint | PoolingEndpoint
     model: ServedModel
     model_format: ModelFormat
     body: bytes
+
+
+Reply = Prepared | TokenResponse | PooledPrompts
 
 
 class BodyWork:
@@ -49,9 +58,9 @@ class BodyWork:
         self._format = ModelFormat.of(config.router, template)
         arguments = (config.model.path, config.model.chat_template)
         module = "baton.router.http.api.large_bodies"
-        replies: msgspec.msgpack.Decoder[Prepared | TokenResponse]
-        replies = msgspec.msgpack.Decoder(Prepared | TokenResponse)
-        self._worker = Worker[Job, Prepared | TokenResponse](module, arguments, replies)
+        self._texts = PooledTexts(text, template, Prompts.load(config.model.path))
+        replies: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
+        self._worker = Worker[Job, Reply](module, arguments, replies)
         self._lane = Lane(2, cpu_s=30.0, memory_mib=512, wall_s=60.0)
 
     async def prepare(
@@ -79,10 +88,21 @@ class BodyWork:
         work = partial(token_response, endpoint, body, model, self._text, self._template)
         return await self._text.in_thread(len(body), work)
 
+    async def pooled_prompts(
+        self, endpoint: PoolingEndpoint, model: ServedModel, body: bytes, client: str
+    ) -> PooledPrompts:
+        """Return what a body wants of prompts besides tokens. Raises as `prepare`."""
+        if len(body) > SMALL_BYTES:
+            asked = await self._worked(Job(endpoint, model, self._format, body), client)
+            assert isinstance(asked, PooledPrompts)
+            return asked
+        work = partial(pooled_prompts, endpoint, body, model, self._texts)
+        return await self._text.in_thread(len(body), work)
+
     def close(self) -> None:
         self._worker.close()
 
-    async def _worked(self, job: Job, client: str) -> Prepared | TokenResponse:
+    async def _worked(self, job: Job, client: str) -> Reply:
         try:
             return await self._worker.run(job, self._lane, client)
         except TooMuchWork:
@@ -113,10 +133,14 @@ def main(arguments: list[str]) -> None:
     except ConfigError:  # the router has logged it, and serves all requests but chats
         template = None
 
-    def answer(job: Job) -> Prepared | TokenResponse:
+    texts = PooledTexts(text, template, Prompts.load(model_path))
+
+    def answer(job: Job) -> Reply:
         match job.endpoint:
             case "tokenize" | "detokenize" | "count_tokens" | "input_tokens":
                 return token_response(job.endpoint, job.body, job.model, text, template)
+            case "embeddings" | "score" | "rerank":
+                return pooled_prompts(job.endpoint, job.body, job.model, texts)
         parsed, parsing = parse_body(job.endpoint, job.body, job.model, job.model_format)
         prepared = tokenized(parsed, parsing, job.model, text, template)
         # What is large has done its part: the prompts, and the tools, which are in `parsing`.

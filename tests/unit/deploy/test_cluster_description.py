@@ -158,6 +158,12 @@ def test_a_mistake_is_refused_in_one_line_with_file_and_key(changes, key, tmp_pa
     assert len(said.splitlines()) == 1
 
 
+def test_prefill_nodes_alone_may_be_meant_to_make_embeddings(tmp_path):
+    settings = {"model": {"convert": "embed"}}
+    path = written(tmp_path, pools={"prefill": {"role": "prefill"}}, settings=settings)
+    assert not read_description(path).pools_of("decode")
+
+
 def test_two_pools_of_one_name_are_refused(tmp_path):
     path = tmp_path / "cluster.yaml"
     path.write_text("name: a\npools:\n  d: {role: decode}\n  d: {role: decode}\n")

@@ -14,6 +14,7 @@ from baton.deploy.model_folder import CHECKPOINT, check_tokenizer, with_model
 from baton.deploy.serve import greeting
 from baton.protocol.config import ClusterConfig, ModelConfig
 from baton.protocol.errors import ConfigError
+from tests.support.pooling_folders import embedding_folder
 
 
 def model_of(path: str, name: str = "") -> ModelConfig:
@@ -35,6 +36,16 @@ def write_model(folder: Path) -> None:
 
 def test_a_model_is_called_like_its_folder(folder):
     assert model_of(str(folder)) == ModelConfig(path=str(folder), served_model_name="tiny-model")
+
+
+def test_a_model_that_makes_no_tokens_gets_prefill_nodes_alone():
+    folder = embedding_folder("llama", num_layers=1)
+    for prefill in (0, 3):
+        given = ClusterConfig(model=ModelConfig(path=str(folder)), prefill=prefill, decode=2)
+        found = with_model(given)
+        assert (found.prefill, found.decode) == (max(1, prefill), 0)
+    with pytest.raises(ConfigError, match="makes no tokens"):
+        with_model(ClusterConfig(model=ModelConfig(path=str(folder), convert="none")))
 
 
 def test_what_is_no_model_is_refused(tmp_path):
