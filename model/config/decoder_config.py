@@ -19,6 +19,7 @@ from baton.model.config.families import (
     OTHER_HEADS,
     Family,
     Head,
+    MlpNames,
     Windows,
 )
 from baton.model.config.latent_config import LatentConfig, latent_config
@@ -92,6 +93,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
+    mlp: MlpNames = MlpNames()
 
     @property
     def rotary_dim(self) -> int:
@@ -158,7 +160,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         family=family.model_type,
         vocab_size=raw.vocab_size,
         hidden_size=raw.hidden_size,
-        intermediate_size=raw.intermediate_size,
+        intermediate_size=_mlp_width(file, family, fields),
         num_layers=raw.num_hidden_layers,
         num_heads=raw.num_attention_heads,
         num_kv_heads=num_kv_heads,
@@ -179,7 +181,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         dtype=_dtype(file, raw),
         is_widened=_stored_dtype(raw) == "float16",
         eos_token_ids=_eos_token_ids(folder, raw),
-        experts=experts_config(file, family.experts, fields) if family.experts else None,
+        experts=experts_config(file, family.experts, fields),
         latent=latent,
         num_nextn_predict_layers=raw.num_nextn_predict_layers if family.has_nextn_layers else 0,
         layers=layers_config(file, family, fields),
@@ -188,6 +190,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_labels=raw.num_classes if head == "labels" else 0,
         state=None if family.state is None else state_config(file, family.state, fields),
         guessing=family.guessing,
+        mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,
     )
 
 
@@ -196,7 +199,6 @@ class _RawConfig(msgspec.Struct):
 
     vocab_size: Positive
     hidden_size: Positive
-    intermediate_size: Positive
     num_hidden_layers: Positive
     num_attention_heads: Positive
     max_position_embeddings: Annotated[int, Meta(gt=0, le=MAX_POSITIONS)]
@@ -231,6 +233,15 @@ class _RawConfig(msgspec.Struct):
 
 class _RawGeneration(msgspec.Struct):
     eos_token_id: int | tuple[int, ...] | None = None
+
+
+def _mlp_width(file: Path, family: Family, fields: dict[str, object]) -> int:
+    """Return how wide a dense MLP is, by the field that the family names."""
+    name = family.mlp_width
+    try:
+        return msgspec.convert(fields.get(name), Positive)
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{file}: {name}: {error}") from None
 
 
 def _says(file: Path, fields: dict[str, object], name: str) -> bool:

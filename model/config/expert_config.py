@@ -56,8 +56,12 @@ class RawExperts(msgspec.Struct):
     shared_intermediate_size: int = 0
 
 
-def experts_config(file: Path, names: Experts, fields: dict[str, object]) -> ExpertsConfig:
-    """Return the experts of a family whose row is `names`. Raises `ConfigError`."""
+def experts_config(
+    file: Path, names: Experts | None, fields: dict[str, object]
+) -> ExpertsConfig | None:
+    """Return the experts of a family whose row is `names`, if any. Raises `ConfigError`."""
+    if names is None or (names.adds_mlp and fields.get("num_local_experts") == 0):
+        return None
     if names.routing in ("grouped_softmax", "grouped_sigmoid"):
         return _grouped_experts(file, names, converted(file, fields, RawGrouped))
     return _plain_experts(file, names, converted(file, fields, RawExperts))
@@ -82,7 +86,13 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
     if names.fills_layers:
         return ExpertsConfig(
-            names, num_experts, per_tok, raw.intermediate_size, True, routing=routing
+            names=names,
+            num_experts=num_experts,
+            num_experts_per_tok=per_tok,
+            moe_intermediate_size=raw.intermediate_size,
+            norm_topk_prob=True,
+            shared_expert_intermediate_size=raw.shared_intermediate_size if names.adds_mlp else 0,
+            routing=routing,
         )
     dense = (
         layer

@@ -14,6 +14,7 @@ from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 
 ALWAYS = "always"  # instead of the name of a field that says whether
 Routing = Literal["softmax", "sigmoid", "grouped_softmax", "grouped_sigmoid"]
+StateKind = Literal["delta", "mamba"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
 # What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
 Head = Literal["tokens", "none", "labels"]
@@ -57,6 +58,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     # Experts are in every layer, as wide as `intermediate_size`, and their weights sum to 1.
     fills_layers: bool = False
     skips_first_layer: bool = False  # if config.json does not say which layers have experts
+    # All experts of a layer are in two tensors of these names: gates and ups, and downs.
+    stacked: tuple[str, str] | None = None
+    adds_mlp: bool = False  # every layer has the dense MLP, too, and a model may have no experts
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,12 +72,25 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
-    """Layers that keep a state for each sequence in place of keys and values: a Gated DeltaNet."""
+    """Layers that keep a state for each sequence in place of keys and values.
 
-    layer_type: str = "linear_attention"  # in `layer_types`
+    They are a Gated DeltaNet (`delta`) or a Mamba-2 (`mamba`).
+    """
+
+    kind: StateKind = "delta"
     block: str = "linear_attn"
+    layer_types: tuple[str, ...] = ("linear_attention",)  # their names
+    attention_types: tuple[str, ...] = ("full_attention",)  # those of the other layers
     # In the files, two tensors have what reads the hidden state, by heads of keys.
     joins_inputs: bool = False
+
+
+class MlpNames(msgspec.Struct, frozen=True):
+    """The names of a dense MLP and of its layers; a single one of `gate_up` has both."""
+
+    block: str = "mlp"
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    down: str = "down_proj"
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,9 +115,13 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_output_norms: bool = False  # of attention and of the MLP, before they are added
     scales_embeddings: bool = False  # by the root of the hidden size
     has_scalar: bool = False  # query_pre_attn_scalar and the caps of logits count
+    has_multipliers: bool = False  # of embeddings, scores, what layers add, and logits
     has_sinks: bool = False  # a score of each head that no key has
     has_output_gates: bool = False  # queries bring gates of what their heads give
+    mlp: MlpNames = MlpNames()
+    mlp_width: str = "intermediate_size"
     windows: Windows | None = None
+    rotates: str = ""  # the field that says "rope" where positions rotate; "": they always do
     partial_rotary_factor: float | None = None  # None: whole heads are rotated
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
     latent: Latent | None = None
@@ -326,6 +347,41 @@ FAMILIES = (
         state=StateLayers(),
         experts=_SHARED_EXPERT,
         guessing=("mtp.",),
+    ),
+    Family(
+        title="Granite 4 (hybrid)",
+        architecture="GraniteMoeHybridForCausalLM",
+        model_type="granitemoehybrid",
+        defaults={
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "shared_intermediate_size": 1024,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+        },
+        refused=("mamba_proj_bias",),
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        has_multipliers=True,
+        mlp=MlpNames("shared_mlp", ("input_linear",), "output_linear"),
+        mlp_width="shared_intermediate_size",
+        rotates="position_embedding_type",
+        state=StateLayers(
+            kind="mamba",
+            block="mamba",
+            layer_types=("linear_attention", "mamba"),
+            attention_types=("full_attention", "attention"),
+        ),
+        experts=Experts(
+            block="block_sparse_moe",
+            router="router.layer",
+            fills_layers=True,
+            stacked=("input_linear.weight", "output_linear.weight"),
+            adds_mlp=True,
+        ),
     ),
     Family(
         title="Qwen2-VL, Qwen2.5-VL",

@@ -29,6 +29,8 @@ class LayersConfig(msgspec.Struct, frozen=True):
     logit_cap: float | None = None
     has_sinks: bool = False
     has_output_gates: bool = False
+    residual_scale: float | None = None  # of what a layer adds
+    logit_divisor: float | None = None
 
 
 class RawLayers(msgspec.Struct):
@@ -41,6 +43,10 @@ class RawLayers(msgspec.Struct):
     attn_logit_softcapping: _Positive | None = None
     final_logit_softcapping: _Positive | None = None
     use_bidirectional_attention: bool | None = None
+    embedding_multiplier: _Positive | None = None
+    attention_multiplier: _Positive | None = None
+    residual_multiplier: _Positive | None = None
+    logits_scaling: _Positive | None = None
     swiglu_alpha: _Positive = CLAMPED.slope
     swiglu_limit: _Positive = CLAMPED.limit
 
@@ -71,6 +77,14 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
         has_sinks=family.has_sinks,
         has_output_gates=family.has_output_gates,
     )
+    if family.has_multipliers:
+        return msgspec.structs.replace(
+            layers,
+            embedding_scale=raw.embedding_multiplier or 1.0,
+            scale=raw.attention_multiplier or 1.0,
+            residual_scale=raw.residual_multiplier or 1.0,
+            logit_divisor=raw.logits_scaling or 1.0,
+        )
     if not family.has_scalar:
         return layers
     scalar = raw.query_pre_attn_scalar

@@ -37,6 +37,7 @@ class Rope(msgspec.Struct, frozen=True):
     truncate: bool = True
     attention_factor: float = 1.0  # of all cosines and sines
     score_factor: float = 1.0  # of all scores, in latent attention
+    turns: bool = True  # False: attention does not see positions
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first numbers
     # Of longrope: how much slower each frequency turns, up to the original length and beyond it.
     short_factor: tuple[float, ...] = ()
@@ -100,6 +101,8 @@ class _Given(msgspec.Struct):
 def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple[Rope, Rope | None]:
     """Return the rotary embedding, and that of layers with a window where it is another one."""
     raw = converted(file, fields, RawRope)
+    if family.rotates and fields.get(family.rotates) != "rope":
+        return Rope(ROPE_THETA, turns=False), None
     if family.windows is None or not family.windows.has_own_rope:
         return rope_config(file, family, raw), None
     by_kind = raw.rope_parameters or {}

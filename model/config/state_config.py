@@ -7,7 +7,7 @@ inputs. This module never imports torch.
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -31,6 +31,8 @@ class StateConfig(msgspec.Struct, frozen=True):
     key_dim: int
     value_dim: int
     num_taps: int
+    has_tap_biases: bool = False
+    step_limits: tuple[float, float] = (0.0, math.inf)
 
     @property
     def key_size(self) -> int:
@@ -73,10 +75,12 @@ class StateTensors(msgspec.Struct, frozen=True):
 
     inputs: tuple[LinearTensors, ...]
     taps: str  # [channels, 1, num_taps]
+    tap_biases: str | None  # [channels]
     num_channels: int
     num_taps: int
     rates: str  # [heads]: logarithms
     step_biases: str  # [heads]
+    skips: str | None  # [heads]: how much of a value goes past the state
     num_heads: int
     norm: NormTensor
     output: LinearTensors
@@ -85,8 +89,11 @@ class StateTensors(msgspec.Struct, frozen=True):
         for linear in self.inputs:
             yield from linear.shapes()
         yield self.taps, (self.num_channels, 1, self.num_taps)
-        yield self.rates, (self.num_heads,)
-        yield self.step_biases, (self.num_heads,)
+        if self.tap_biases is not None:
+            yield self.tap_biases, (self.num_channels,)
+        for name in (self.rates, self.step_biases, self.skips):
+            if name is not None:
+                yield name, (self.num_heads,)
         yield from self.norm.shapes()
         yield from self.output.shapes()
 
@@ -96,6 +103,7 @@ class _RawLayers(msgspec.Struct):
 
     num_hidden_layers: _Positive
     layer_types: tuple[str, ...] | None = None
+    layers_block_type: tuple[str, ...] | None = None  # another name of the same
     full_attention_interval: _Positive = 4
     attn_output_gate: bool = True
 
@@ -110,15 +118,38 @@ class _RawDelta(msgspec.Struct):
     linear_conv_kernel_dim: _Positive
 
 
+class _Infinity(msgspec.Struct):
+    """As transformers writes it, because JSON has no such number."""
+
+    number: Literal["Infinity"] = msgspec.field(name="__float__")
+
+
+class _RawMamba(msgspec.Struct):
+    """The fields of config.json that describe a Mamba-2."""
+
+    hidden_size: _Positive
+    mamba_n_heads: _Positive
+    mamba_n_groups: _Positive
+    mamba_d_state: _Positive
+    mamba_d_conv: _Positive
+    mamba_conv_bias: bool
+    mamba_d_head: _Positive | Literal["auto"] = "auto"
+    mamba_expand: _Positive = 2
+    time_step_limit: tuple[float, float | _Infinity] | None = None
+
+
 def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> StateConfig:
     """Return the layers of a family whose row has `state`. Raises `ConfigError`."""
+    layers = _layers(file, names, converted(file, fields, _RawLayers))
+    if names.kind == "mamba":
+        return _mamba(file, names, layers, converted(file, fields, _RawMamba))
     raw = converted(file, fields, _RawDelta)
     heads, key_heads = raw.linear_num_value_heads, raw.linear_num_key_heads
     if heads % key_heads:
         raise ConfigError(f"{file}: linear_num_key_heads must divide linear_num_value_heads")
     return StateConfig(
         names=names,
-        layers=_layers(file, names, converted(file, fields, _RawLayers)),
+        layers=layers,
         num_heads=heads,
         num_key_heads=key_heads,
         key_dim=raw.linear_key_head_dim,
@@ -127,20 +158,49 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
     )
 
 
+def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMamba) -> StateConfig:
+    heads, groups = raw.mamba_n_heads, raw.mamba_n_groups
+    inner = raw.mamba_expand * raw.hidden_size
+    width = inner // heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
+    if heads * width != inner or heads % groups:
+        raise ConfigError(
+            f"{file}: mamba_n_heads times mamba_d_head must be mamba_expand times hidden_size, and "
+            "mamba_n_groups must divide mamba_n_heads"
+        )
+    least, most = raw.time_step_limit or (0.0, math.inf)
+    if isinstance(most, _Infinity):
+        most = math.inf
+    return StateConfig(
+        names=names,
+        layers=layers,
+        num_heads=heads,
+        num_key_heads=groups,
+        key_dim=raw.mamba_d_state,
+        value_dim=width,
+        num_taps=raw.mamba_d_conv,
+        has_tap_biases=raw.mamba_conv_bias,
+        step_limits=(least, most),
+    )
+
+
 def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTensors:
     """Return the tensors of a layer whose names begin with `layer`."""
     block, hidden = f"{layer}{config.names.block}.", Units(hidden_size)
+    is_mamba = config.names.kind == "mamba"
     return StateTensors(
         inputs=tuple(
             LinearTensors(block + name, outputs, hidden) for name, outputs in _inputs(config)
         ),
         taps=f"{block}conv1d.weight",
+        tap_biases=f"{block}conv1d.bias" if config.has_tap_biases else None,
         num_channels=config.num_channels,
         num_taps=config.num_taps,
         rates=f"{block}A_log",
         step_biases=f"{block}dt_bias",
+        skips=f"{block}D" if is_mamba else None,
         num_heads=config.num_heads,
-        norm=NormTensor(f"{block}norm", config.value_dim),
+        # Of each head alone, or of all together.
+        norm=NormTensor(f"{block}norm", config.value_size if is_mamba else config.value_dim),
         output=LinearTensors(
             f"{block}out_proj",
             (hidden,),
@@ -154,6 +214,8 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
     """Return the layers that read the hidden state, and what ranks share of their outputs."""
     keys = Units(config.num_key_heads, config.key_dim)
     values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
+    if config.names.kind == "mamba":
+        return (("in_proj", (values, values, keys, keys, gates)),)
     if not config.names.joins_inputs:
         return (
             ("in_proj_qkv", (keys, keys, values)),
@@ -171,22 +233,23 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
 
 def _layers(file: Path, names: StateLayers, raw: _RawLayers) -> tuple[int, ...]:
     """Return the layers with a state."""
-    layers, kinds = range(raw.num_hidden_layers), raw.layer_types
+    layers, kinds = range(raw.num_hidden_layers), raw.layer_types or raw.layers_block_type
     if not raw.attn_output_gate:
         raise ConfigError(f"{file}: attn_output_gate is false, which is not supported")
     if kinds is None:
         interval = raw.full_attention_interval
         found = tuple(layer for layer in layers if (layer + 1) % interval)
     else:
-        known = {names.layer_type, "full_attention"}
+        known = {*names.layer_types, *names.attention_types}
         if len(kinds) != len(layers) or set(kinds) - known:
             raise ConfigError(
                 f"{file}: layer_types must name one of {', '.join(sorted(known))} for each of "
                 f"{len(layers)} layers"
             )
-        found = tuple(layer for layer in layers if kinds[layer] == names.layer_type)
+        found = tuple(layer for layer in layers if kinds[layer] in names.layer_types)
     if not 0 < len(found) < len(layers):
         raise ConfigError(
-            f"{file}: layer_types must have both {names.layer_type} and full_attention"
+            f"{file}: layer_types must have both {names.layer_types[0]} and "
+            f"{names.attention_types[0]}"
         )
     return found

@@ -70,11 +70,13 @@ class ExpertTensors(msgspec.Struct, frozen=True):
 
     @property
     def stacked_gate_up(self) -> str:
-        return f"{self.block}{STACKED_GATE_UP}"
+        stacked = self.names.stacked
+        return self.block + (STACKED_GATE_UP if stacked is None else stacked[0])
 
     @property
     def stacked_down(self) -> str:
-        return f"{self.block}{STACKED_DOWN}"
+        stacked = self.names.stacked
+        return self.block + (STACKED_DOWN if stacked is None else stacked[1])
 
     def expert(self, number: int) -> MlpTensors:
         """Return the tensors of one expert, where each has its own."""
@@ -177,6 +179,8 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
 
 def layout_of(config: DecoderConfig, shapes: Mapping[str, Shape]) -> ExpertLayout:
     """Return the layout of experts in files whose tensors have these shapes."""
+    if config.experts is not None and config.experts.names.stacked is not None:
+        return "stacked"
     for name, shape in shapes.items():
         if config.experts is None or not name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}"):
             continue
@@ -283,22 +287,21 @@ def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> Late
 
 def _dense_mlp(config: DecoderConfig, layer: str) -> MlpTensors:
     hidden, width = Units(config.hidden_size), Units(config.intermediate_size)
-    if not config.is_fused:
-        names = ("gate_proj", "up_proj")
+    names, block = config.mlp, f"{layer}{config.mlp.block}."
+    if len(names.gate_up) > 1:
         return _mlp(
-            f"{layer}mlp.", names, "down_proj", hidden.size, width.size, has_bias=config.mlp_bias
+            block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
         )
+    gate_up = block + names.gate_up[0]
     return MlpTensors(
-        (LinearTensors(f"{layer}mlp.gate_up_proj", (width, width), hidden, config.mlp_bias),),
-        LinearTensors(
-            f"{layer}mlp.down_proj", (hidden,), width, config.mlp_bias, splits_inputs=True
-        ),
+        (LinearTensors(gate_up, (width, width), hidden, config.mlp_bias),),
+        LinearTensors(block + names.down, (hidden,), width, config.mlp_bias, splits_inputs=True),
     )
 
 
 def _mlp(
     prefix: str,
-    gate_up: tuple[str, str],
+    gate_up: tuple[str, ...],
     down: str,
     hidden: int,
     width: int,
@@ -317,9 +320,12 @@ def _experts(
 ) -> ExpertTensors:
     names, hidden = experts.names, config.hidden_size
     block = f"{layer}{names.block}."
-    experts_block = block if layout == "apart" else f"{layer}{STACKED_BLOCK}."
+    is_own = layout == "apart" or names.stacked is not None
+    experts_block = block if is_own else f"{layer}{STACKED_BLOCK}."
     shared = shared_gate = None
-    if width := experts.shared_expert_intermediate_size:
+    if names.adds_mlp:
+        shared = _dense_mlp(config, layer)
+    elif width := experts.shared_expert_intermediate_size:
         gate_up = (names.gate, names.up)
         shared = _mlp(f"{block}{names.shared}.", gate_up, names.down, hidden, width)
         if names.shared_gate:

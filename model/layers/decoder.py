@@ -85,6 +85,8 @@ class Decoder:
     embedding_scale: float | None = None
     logit_cap: float | None = None  # a logit becomes cap * tanh(logit / cap)
     classifier: Tensor | None = None  # [labels, hidden] in fp32
+    residual_scale: float | None = None  # of what a layer adds
+    logit_divisor: float | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -108,6 +110,8 @@ class Decoder:
         if not len(hidden) or self.head is None:  # a device warms up with tokens in any case
             return hidden.new_zeros(len(hidden), len(self.embedding))
         logits = self.head(hidden)
+        if self.logit_divisor is not None:
+            logits = logits / self.logit_divisor
         if self.logit_cap is not None:
             logits = logits.float()
             backend.soft_cap(logits, self.logit_cap)
@@ -144,6 +148,10 @@ class Decoder:
         x, residual = by_rows(work, x, residual[rows])
         x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
         return x
+
+    def scaled(self, x: Tensor) -> Tensor:
+        """Return what a layer adds to the residual stream."""
+        return x if self.residual_scale is None else x * self.residual_scale
 
     def _attend(
         self, number: int, backend: Backend, x: Tensor, rows: Tensor | None = None
@@ -196,11 +204,11 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
         x = x if layer.latent is None else layer.latent.expanded(x)
-        x = self.ranks.all_reduce(layer.output(x, adapted))
+        x = self.scaled(self.ranks.all_reduce(layer.output(x, adapted)))
         if layer.output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.output_norm, self.eps)
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
-        x = self.ranks.all_reduce(layer.mlp(x, backend, adapted))
+        x = self.scaled(self.ranks.all_reduce(layer.mlp(x, backend, adapted)))
         if layer.mlp_output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.mlp_output_norm, self.eps)
         return x, residual

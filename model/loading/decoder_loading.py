@@ -149,6 +149,8 @@ class _Loader:
             embedding_scale=scale,
             logit_cap=config.layers.logit_cap,
             classifier=self._classifier(),
+            residual_scale=config.layers.residual_scale,
+            logit_divisor=config.layers.logit_divisor,
         )  # fmt: skip
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:

@@ -22,33 +22,60 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
     shape = state.shape(config.num_kv_heads, ranks.size)
     heads = shape.num_groups * shape.num_heads
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
-    inputs = weights.columns(tensors.inputs, _input_order(state, shape))
+    is_delta = state.names.kind == "delta"
+    order = _delta_order(state, shape) if is_delta else _mamba_order(shape)
+    inputs = weights.columns(tensors.inputs, order)
     channels = _channels(state, shape, ranks.rank).to(weights.device)
     taps = read(tensors.taps, dtype=torch.float32)[channels, 0]  # [channels, taps]
     taps = taps.view(shape.num_groups, shape.num_channels, shape.num_taps)
-    key_size, scale = shape.num_key_heads * shape.key_dim, shape.key_dim**-0.5
+    key_size = shape.num_key_heads * shape.key_dim
     to_gates = shape.num_groups * shape.num_channels
-    to_betas = to_gates + heads * shape.value_dim
+    to_rest = to_gates + heads * shape.value_dim
+    norm = read(f"{tensors.norm.name}.weight", dtype=torch.float32)
+    values = slice(own.start * shape.value_dim, own.stop * shape.value_dim)
+    biases = skips = None
+    if tensors.skips is not None:
+        skips = read(tensors.skips, rows=own, dtype=torch.float32)
+    if tensors.tap_biases is not None:
+        biases = read(tensors.tap_biases, dtype=torch.float32)[channels].contiguous()
     return inputs, StateWeights(
         taps=taps.transpose(1, 2).contiguous(),
-        norm=read(f"{tensors.norm.name}.weight", dtype=torch.float32).repeat(heads),
+        norm=norm.repeat(heads) if is_delta else norm[values].contiguous(),
+        tap_biases=biases,
         to_keys=key_size,
         to_values=2 * key_size,
-        is_normed=True,
-        scale=scale,
-        corrects=True,
+        is_normed=is_delta,
+        scale=shape.key_dim**-0.5 if is_delta else 1.0,
+        corrects=is_delta,
+        skips=skips,
         gates=Gates(
-            to_steps=to_betas + heads,
-            to_betas=to_betas,
+            to_steps=to_rest + heads if is_delta else to_rest,
+            to_betas=to_rest if is_delta else None,
             rates=-read(tensors.rates, rows=own, dtype=torch.float32).exp(),
             biases=read(tensors.step_biases, rows=own, dtype=torch.float32),
+            limits=state.step_limits,
         ),
         to_gates=to_gates,
-        num_norms=heads,
+        num_norms=heads if is_delta else shape.num_groups * shape.num_key_heads,
+        gates_first=not is_delta,
     )
 
 
-def _input_order(state: StateConfig, shape: StateShape) -> Tensor:
+def _mamba_order(shape: StateShape) -> Tensor:
+    """Return where the outputs are in a rank's rows of the files' tensor.
+
+    It has the gates of the norm, then values, keys and queries, then the steps.
+    """
+    key_heads = shape.num_groups * shape.num_key_heads
+    values = shape.num_groups * shape.num_heads * shape.value_dim
+    keys = key_heads * shape.key_dim
+    sizes = [values, values, keys, keys, shape.num_groups * shape.num_heads]
+    gates, *parts, steps = torch.split(torch.arange(sum(sizes)), sizes)
+    by_group = [part.view(shape.num_groups, -1) for part in reversed(parts)]
+    return torch.cat((torch.cat(by_group, dim=1).flatten(), gates, steps))
+
+
+def _delta_order(state: StateConfig, shape: StateShape) -> Tensor:
     """Return where the outputs are in a rank's rows of the files' tensors, joined."""
     key_heads = shape.num_groups * shape.num_key_heads
     values = shape.value_dim * shape.num_heads // shape.num_key_heads  # of a head of keys
@@ -72,7 +99,8 @@ def _input_order(state: StateConfig, shape: StateShape) -> Tensor:
 def _channels(state: StateConfig, shape: StateShape, rank: int) -> Tensor:
     """Return which channels of the whole model a rank has, group by group."""
     sizes = [state.key_size, state.key_size, state.value_size]
-    parts = torch.split(torch.arange(sum(sizes)), sizes)
+    step = -1 if state.names.kind == "mamba" else 1  # its values come first
+    parts = torch.split(torch.arange(sum(sizes)), sizes[::step])[::step]
     groups = slice(rank * shape.num_groups, (rank + 1) * shape.num_groups)
     num_groups = state.num_key_heads // shape.num_key_heads
     return torch.cat([part.view(num_groups, -1) for part in parts], dim=1)[groups].flatten()

@@ -16,7 +16,8 @@ from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import count_ties, prompt
 
 KINDS = ("qwen3_next", "qwen3_5_text")
-STATE_BLOCKS, BLOCK_BYTES = 28, 4096
+STATE_BLOCKS = {"qwen3_next": 28, "qwen3_5_text": 28, "qwen3_5_moe": 28, "granitemoehybrid": 27}
+BLOCK_BYTES = 4096
 
 
 def config_of(kind: str, **cache: bool) -> ClusterConfig:
@@ -32,7 +33,13 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
 
 @pytest.mark.parametrize(
     ("kind", "prefill", "decode"),
-    [(KINDS[0], 1, 1), (KINDS[0], 1, 2), (KINDS[1], 2, 1), ("qwen3_5_moe", 1, 1)],
+    [
+        (KINDS[0], 1, 1),
+        (KINDS[0], 1, 2),
+        (KINDS[1], 2, 1),
+        ("qwen3_5_moe", 1, 1),
+        ("granitemoehybrid", 1, 2),
+    ],
 )
 def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):
     ranks: dict[Role, int] = {"prefill": prefill, "decode": decode}
@@ -45,7 +52,7 @@ def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, 
         assert output.metrics.path == "disaggregated"
     assert ties <= 1
     assert cluster.prompt_tokens_computed("decode-0") == 0
-    num_blocks = sum(-(-n // BLOCK) + STATE_BLOCKS for n in LENGTHS)
+    num_blocks = sum(-(-n // BLOCK) + STATE_BLOCKS[kind] for n in LENGTHS)
     assert cluster.num_bytes_read("decode-0") == num_blocks * BLOCK_BYTES
 
 
@@ -75,7 +82,7 @@ def test_a_prompt_goes_on_from_a_checkpoint_of_the_cache(is_split, tmp_path):
     computes = "prefill-0" if is_split else "decode-0"
     assert cluster.prompt_tokens_computed(computes) == 197 + 5 + 197
     if is_split:  # decode has the keys and values of whole blocks, but no state
-        num_blocks = 13 + 1 + 9 + 3 * STATE_BLOCKS
+        num_blocks = 13 + 1 + 9 + 3 * STATE_BLOCKS[KINDS[0]]
         assert cluster.num_bytes_read("decode-0") == num_blocks * BLOCK_BYTES
 
 

@@ -70,6 +70,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
         for kind in ("qwen3_5", "qwen3_5_moe")
     },
+    "granitemoehybrid": {
+        "num_experts_per_tok": 2, "tie_word_embeddings": True, "mamba_expand": 2,
+        "num_local_experts": 0, "num_hidden_layers": 4, "shared_intermediate_size": 96,
+        "layer_types": [*["linear_attention"] * 2, "full_attention", "linear_attention"],
+        "mamba_n_heads": 8, "mamba_n_groups": 2, "mamba_d_state": 16, "mamba_d_head": 16,
+        "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.5,
+        "logits_scaling": 2.0,
+    },
     "qwen2_moe": {**MoE, "shared_expert_intermediate_size": 48},
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2},
     "seed_oss": {"head_dim": 16},

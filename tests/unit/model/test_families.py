@@ -42,7 +42,24 @@ from tests.support.thread_ranks import on_all, thread_ranks
 
 EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "minimax_m2")
 LATENT = ("deepseek_v3", "deepseek_v2")
-STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+STATES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{
+        kind: (kind, {})
+        for kind in (
+            "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe",
+            "granitemoehybrid",
+        )
+    },
+    "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 4}),
+    "granite 4 that shares keys": ("granitemoehybrid", {"mamba_n_groups": 1}),
+    "granite 4 with positions": (
+        "granitemoehybrid",
+        {
+            "position_embedding_type": "rope", "mamba_conv_bias": False,
+            "tie_word_embeddings": False, "time_step_limit": (0.3, 0.9), "mamba_d_state": 40,
+        },
+    ),
+}  # fmt: skip
 LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
 LLAMA3 = {
@@ -71,7 +88,7 @@ LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, **F
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in FAMILIES},
     **{row.model_type: (row.model_type, {}) for row in ROWS if row.model_type in FOREIGN},
-    **{kind: (kind, {}) for kind in STATES},
+    **STATES,
     "llama with all biases": ("llama", {"attention_bias": True, "mlp_bias": True, "tie": True}),
     "a vocabulary that ranks cannot share": ("qwen2", {"vocab_size": 1023}),
     "llama3 rope": ("llama", {"extra": json.dumps({"rope_parameters": LLAMA3})}),

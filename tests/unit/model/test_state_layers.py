@@ -32,7 +32,7 @@ from tests.support.foreign_checkpoints import (
 from tests.support.oracle import Oracle, count_ties, prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
-STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
 CLOSE = 2e-4  # transformers' own error is about as large
 
 
@@ -76,14 +76,14 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(kind, dtype):
 def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     """Without a choice of experts, because near ties differ in bf16."""
     folder = foreign_folder(kind)
-    if kind != "qwen3_5_text":
+    if "moe_text" in kind or kind == "qwen3_next":
         folder = foreign_folder(kind, num_experts_per_tok=8)
     exact = reference(folder)
     allowed = 1.5 * (reference(folder, dtype=torch.bfloat16) - exact).abs().mean()
     assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid"])
 def test_plain_torch_computes_the_same(kind):
     config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
     with loaded(config) as runner:
@@ -158,6 +158,27 @@ def test_what_states_do_not_allow_is_refused_at_start(settings, text):
 def test_layers_that_are_not_computed_are_refused(fields, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         read_decoder_config(changed(tmp_path, "qwen3_5_text", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"mamba_n_heads": 7}, "mamba_n_heads times mamba_d_head"),
+        ({"mamba_n_groups": 3}, "must divide mamba_n_heads"),
+        ({"mamba_proj_bias": True}, "mamba_proj_bias is not supported"),
+        ({"time_step_limit": [0.0, {"__float__": "NaN"}]}, "time_step_limit"),
+        ({"shared_intermediate_size": 0}, "shared_intermediate_size"),
+    ],
+)
+def test_a_mamba_that_is_not_computed_is_refused(fields, text, tmp_path):
+    with pytest.raises(ConfigError, match=text):
+        read_decoder_config(changed(tmp_path, "granitemoehybrid", **fields))
+
+
+def test_ranks_cannot_share_one_group_of_keys():
+    config = compute_config(foreign_folder("granitemoehybrid", mamba_n_groups=1))
+    with pytest.raises(ConfigError, match="states of 1 groups"):
+        plan_rank(config, 2)
 
 
 def test_a_step_without_the_blocks_of_a_state_is_a_bug():
