@@ -41,6 +41,7 @@ DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 
 DEFAULT_LABELS = 2  # transformers' own
+OF_IMAGES = "vision"  # the kind of bidirectional attention that text has not
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -89,6 +90,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     local_rope: Rope | None = None  # of layers with a window, if they have one of their own
     head: Head = "tokens"
     num_labels: int = 0  # of the head `labels`
+    label_names: tuple[str, ...] = ()  # tokens that config.json names instead of a head: no, yes
     # The tokens of which scores are made: the first one's logit, without the second one's.
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
@@ -186,11 +188,12 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_nextn_predict_layers=raw.num_nextn_predict_layers if family.has_nextn_layers else 0,
         layers=layers_config(file, family, fields),
         local_rope=local_rope,
-        head="tokens" if raw.classifier_from_token is not None else head,
+        head=head,
         num_labels=raw.num_classes if head == "labels" else 0,
         state=None if family.state is None else state_config(file, family.state, fields),
         guessing=family.guessing,
         mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,
+        label_names=raw.classifier_from_token or (),
     )
 
 
@@ -212,7 +215,7 @@ class _RawConfig(msgspec.Struct):
     max_window_layers: int = 28  # of Qwen
     layer_types: tuple[str, ...] | None = None
     is_causal: bool = True
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: object = None
     attention_chunk_size: object = None
     per_layer_config: object = None
     text_config: object = None
@@ -221,8 +224,8 @@ class _RawConfig(msgspec.Struct):
     dtype: str | dict[str, str | None] | None = None
     torch_dtype: str | None = None
     eos_token_id: int | tuple[int, ...] | None = None
-    num_labels: Positive | None = None
-    id2label: dict[str, str] | None = None
+    num_labels: int | None = None
+    id2label: dict[str, object] | None = None
     classifier_from_token: tuple[str, ...] | None = None
 
     @property
@@ -282,7 +285,7 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
         ),
         (head_dim % 2 != 0, f"head_dim must be even for rotary embedding, not {head_dim}"),
         (
-            not raw.is_causal or bool(raw.use_bidirectional_attention),
+            not raw.is_causal or raw.use_bidirectional_attention not in (None, False, OF_IMAGES),
             "is_causal is false or use_bidirectional_attention is true: tokens that see later ones "
             "are not supported",
         ),

@@ -67,9 +67,8 @@ class _Activation(msgspec.Struct, frozen=True):
 
 
 class _Scores(msgspec.Struct):
-    """The fields of config.json that concern scores."""
+    """The field of config.json that concerns scores."""
 
-    classifier_from_token: tuple[str, ...] | None = None
     sentence_transformers: _Activation = _Activation()
 
 
@@ -98,15 +97,16 @@ def read_tasks(folder: Path, decoder: AnyConfig, convert: Convert) -> FolderTask
         return FolderTasks(tasks)
     if (folder / MODULES).is_file() and convert != "classify":
         return _of_modules(folder, decoder, tasks)
-    scores = read_json(folder / "config.json", _Scores)
+    names = decoder.label_names if isinstance(decoder, DecoderConfig) else ()
     if isinstance(decoder, DecoderConfig) and decoder.num_labels:
-        is_probability = _IDENTITY not in scores.sentence_transformers.activation_fn
+        scores = read_json(folder / "config.json", _Scores).sentence_transformers
+        is_probability = _IDENTITY not in scores.activation_fn
         tasks = msgspec.structs.replace(
             tasks, num_labels=decoder.num_labels, is_probability=is_probability
         )
         return FolderTasks(tasks)
-    if convert == "classify" or scores.classifier_from_token is not None:
-        no, *yes = scores.classifier_from_token or _YES_NO
+    if convert == "classify" or names:
+        no, *yes = names or _YES_NO
         token_ids = tuple(_token_id(folder, name) for name in (*yes, no))
         return _of_tokens(folder, decoder, tasks, token_ids)
     if convert == "embed" or head == "none":

@@ -135,8 +135,14 @@ def stored_tensors(folder: Path) -> dict[str, Stored]:
 
 
 def as_stored(folder: Path, config: DecoderConfig) -> DecoderConfig:
-    """Return the decoder of a folder's files, which lack the head in many that make embeddings."""
-    is_there = config.tie_word_embeddings or HEAD in stored_tensors(folder)
+    """Return the decoder of a folder's files, which may have another head than config.json says.
+
+    Many that make embeddings lack the head, and tokens may be named instead of one for labels.
+    """
+    stored = stored_tensors(folder)
+    if config.head == "labels" and LABELS not in stored and config.label_names:
+        return msgspec.structs.replace(config, head="tokens", num_labels=0)
+    is_there = config.tie_word_embeddings or HEAD in stored
     if config.head != "tokens" or is_there or not (folder / MODULES).is_file():
         return config
     return msgspec.structs.replace(config, head="none")

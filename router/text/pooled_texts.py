@@ -30,7 +30,7 @@ _MAX_CUTS = 8
 class Prompts(msgspec.Struct, frozen=True):
     """The prompts of a folder by name, and the one that texts get if they ask for none."""
 
-    prompts: dict[str, str | None] = {}
+    prompts: dict[str, str | None] | None = None
     default_prompt_name: str | None = None
 
     @classmethod
@@ -45,11 +45,12 @@ class Prompts(msgspec.Struct, frozen=True):
 
     def named(self, name: str | None) -> str:
         """Return the prompt of that name. Raises `RequestError` if the folder has none."""
-        if name is not None and name not in self.prompts:
-            known = ", ".join(map(repr, self.prompts)) or "none"
+        prompts = self.prompts or {}
+        if name is not None and name not in prompts:
+            known = ", ".join(map(repr, prompts)) or "none"
             text = f"the model has no prompt {clip(name)!r}; it has {known}"
             raise RequestError(text, param="prompt_name")
-        return self.prompts.get(name or self.default_prompt_name or "") or ""
+        return prompts.get(name or self.default_prompt_name or "") or ""
 
 
 class PromptOptions(msgspec.Struct, frozen=True):

@@ -257,7 +257,8 @@ def test_embeddings_and_scores_in_python_have_the_names_of_vllm(folder):
 
 def test_a_model_of_tokens_makes_embeddings_if_asked():
     folder = model_folder("llama", num_layers=2)
-    with LLM(folder, task="embed", cache={"num_blocks": 300}) as llm:
+    keywords = {"task": "embed", "tensor_parallel_size": 2}
+    with LLM(folder, **keywords, cache={"num_blocks": 300}) as llm:
         (output,) = llm.embed(TEXTS[0], use_tqdm=False)
         assert close_to(output.outputs.embedding, embedding_of(folder, output.prompt_token_ids))
         assert llm.generate("x", use_tqdm=False)[0].outputs[0].token_ids

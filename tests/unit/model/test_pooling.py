@@ -121,21 +121,28 @@ def tasks_of(folder: Path, convert: Convert = "auto") -> ModelTasks:
     return read_tasks(folder, as_stored(folder, read_decoder_config(folder)), convert).tasks
 
 
+def makes(**tasks: object) -> ModelTasks:
+    return ModelTasks(embedding_size=128, **tasks)  # type: ignore[arg-type]
+
+
 def test_a_folder_says_what_its_model_can_be_asked_for():
-    generates = ModelTasks()
     plain = model_folder("llama")
-    assert tasks_of(plain) == generates
-    embeds = ModelTasks(embedding="last", normalizes=True)
-    assert tasks_of(plain, "embed") == embeds
-    assert tasks_of(embedding_folder("llama")) == ModelTasks(False, "last", True)
+    assert tasks_of(plain) == makes()
+    assert tasks_of(plain, "embed") == makes(embedding="last", normalizes=True)
+    headless = makes(generates=False, embedding="last", normalizes=True)
+    assert tasks_of(embedding_folder("llama")) == headless
     tied = embedding_folder("qwen3", "mean", normalizes=False, tie=True)
-    assert tasks_of(tied) == ModelTasks(embedding="mean")
-    assert tasks_of(tied, "none") == generates
-    assert tasks_of(labels_folder(num_labels=2)) == ModelTasks(False, num_labels=2)
-    reranks = ModelTasks(num_labels=1, scores_by_tokens=True)
-    assert tasks_of(reranker_folder()) == reranks
+    assert tasks_of(tied) == makes(embedding="mean")
+    assert tasks_of(tied, "none") == makes()
+    labels = labels_folder(num_labels=2)
+    assert tasks_of(labels) == makes(generates=False, num_labels=2)
+    assert tasks_of(reranker_folder()) == makes(num_labels=1, scores_by_tokens=True)
     write(tied / "sentence_bert_config.json", {"max_seq_length": 64, "do_lower_case": False})
     assert tasks_of(tied).max_embedded_tokens == 64
+    config = json.loads((labels / "config.json").read_text())
+    shown = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    write(labels / "config.json", config | {"sentence_transformers": shown})
+    assert not tasks_of(labels).is_probability
 
 
 def test_a_base_model_without_modules_makes_embeddings_of_the_last_token():
@@ -143,7 +150,7 @@ def test_a_base_model_without_modules_makes_embeddings_of_the_last_token():
     (folder / "modules.json").unlink()
     config = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", config | {"architectures": ["MistralModel"]})
-    assert tasks_of(folder) == ModelTasks(False, "last", True)
+    assert tasks_of(folder) == makes(generates=False, embedding="last", normalizes=True)
 
 
 def test_yes_and_no_are_found_by_their_names():
@@ -151,13 +158,17 @@ def test_yes_and_no_are_found_by_their_names():
     shutil.copytree(model_folder("qwen3"), folder)
     config = json.loads((folder / "config.json").read_text())
     write(folder / "config.json", config | {"classifier_from_token": ["no", "do"]})
-    decoder = read_decoder_config(folder)
+    decoder = as_stored(folder, read_decoder_config(folder))
     vocabulary = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
     found = read_tasks(folder, decoder, "auto")
     assert found.label_token_ids == (vocabulary["do"], vocabulary["no"])
+    # vLLM's way to say it of the original folder, whose files have no head for labels
+    labels = {"architectures": ["Qwen3ForSequenceClassification"]}
+    write(folder / "config.json", config | labels | {"classifier_from_token": ["no", "do"]})
+    assert tasks_of(folder) == makes(num_labels=1, scores_by_tokens=True)
     write(folder / "config.json", config)
     with pytest.raises(ConfigError, match="has no token"):
-        read_tasks(folder, decoder, "classify")
+        tasks_of(folder, "classify")
 
 
 MODULE = {"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"}
@@ -185,7 +196,7 @@ def test_what_cannot_be_computed_is_refused_by_name(file, content, text):
     with pytest.raises(ConfigError, match=text) as error:
         tasks_of(folder)
     assert "\n" not in error.value.message
-    assert tasks_of(folder, "none") == ModelTasks()
+    assert tasks_of(folder, "none") == makes()
 
 
 def test_a_model_that_makes_no_tokens_cannot_be_told_to_make_nothing():
