@@ -65,9 +65,9 @@ class PoolingHandlers:
 
     async def _read(self, request: web.Request, endpoint: PoolingEndpoint) -> PooledPrompts:
         model = self._engine.get_model_config()
-        max_bytes = self._bodies.limit(model, self._engine.get_tokenizer().max_token_bytes)
         with self._bodies.room() as room:
-            body = await self._bodies.read(request, room, max_bytes)
+            # Many short texts may be longer than the model's longest prompt.
+            body = await self._bodies.read(request, room, self._bodies.max_body_bytes)
             asked = await self._work.pooled_prompts(endpoint, model, body, request[TENANT].name)
         self._metrics.ignored(asked.ignored)
         return asked

@@ -1,5 +1,6 @@
 """The small tools: floors of a tiny model, random models, and the commands of the peers."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from baton.model.tensor_parallel import SingleRank
 from baton.protocol.errors import ConfigError
 from tests.support.checkpoints import model_folder
 from tests.support.compute import no_progress
-from tools import floor, random_model
+from tools import embeddings, floor, random_model
 from tools.gpu.floors import Shape
 from tools.peers.arms import KINDS, Arm, ArmSite, commands, parse_arm
 
@@ -49,6 +50,15 @@ def test_a_folder_in_four_bits_is_close_to_the_one_that_it_was(tmp_path):
         decoder = load_decoder(config, Checkpoint(folder), SingleRank(), place, no_progress)
         found.append(decoder.layers[0].output(torch.eye(128)))
     assert 0 < (found[0] - found[1]).abs().max() < found[0].abs().max() / 14
+
+
+@pytest.mark.slow
+def test_embeddings_of_a_random_model_are_counted(tmp_path, capsys):
+    folder = tmp_path / "model"
+    random_model.write_model(folder, TINY, CPU)
+    assert embeddings.main([str(folder), "--texts", "9", "--rounds", "2"]) == 0
+    (line, *_) = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"baton: [\d.]+ embeddings/s \([\d.]+ [\d.]+\)", line)
 
 
 def test_every_case_gets_a_line(capsys):
