@@ -115,10 +115,7 @@ class StateBytes:
         Return what they read, `[num_tokens, heads * value_dim]` in fp32.
         """
         shape = self._layout.shape
-        size = (shape.num_groups, shape.num_channels)
-        tail = self.tail(layer, blocks)
-        mixed = convolve(x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights)
-        self.set_tail(layer, blocks, tail)
+        mixed = self.convolve(layer, x, weights, blocks, start)
         matrices = self.matrices(layer, blocks).flatten(0, 1)
         if start == 0:
             matrices = torch.zeros_like(matrices)
@@ -140,6 +137,16 @@ class StateBytes:
         groups = (shape.num_groups, shape.num_heads)
         self.set_matrices(layer, blocks, matrices.unflatten(0, groups))
         return out.flatten(1)
+
+    def convolve(
+        self, layer: int, x: Tensor, weights: StateWeights, blocks: Sequence[int], start: int
+    ) -> Tensor:
+        """Return the channels of a sequence's tokens, `[num_tokens, groups, channels]` in fp32."""
+        size = (self._layout.shape.num_groups, self._layout.shape.num_channels)
+        tail = self.tail(layer, blocks)
+        mixed = convolve(x[:, : size[0] * size[1]].view(-1, *size), start, tail, weights)
+        self.set_tail(layer, blocks, tail)
+        return mixed
 
     @property
     def _tail_bytes(self) -> int:
@@ -185,6 +192,22 @@ def convolve(
     for position in range(max(start, end - num_taps), end):
         tail[:, position % num_taps] = x[position - start]
     return F.silu(out) if weights.activates else out
+
+
+def gated_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what a layer without matrices convolves, and the gates of what that gives.
+
+    A row has gates of the inputs, gates of the outputs, and the inputs.
+    """
+    before, after, inputs = x.chunk(3, dim=1)
+    return before * inputs, after
+
+
+def gated_outputs(mixed: Tensor, gates: Tensor, rows: Tensor | None) -> Tensor:
+    """Return the gated outputs of all rows, or of some, in the dtype of the gates."""
+    if rows is not None:
+        mixed, gates = mixed[rows], gates[rows]
+    return (mixed * gates.float()).to(gates.dtype)
 
 
 def gate_steps(x: Tensor, gates: Gates) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from baton.model.config.families import (
     OTHER_HEADS,
     Family,
     Head,
+    LayerNames,
     MlpNames,
     Windows,
 )
@@ -95,6 +96,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
+    names: LayerNames = LayerNames()
     mlp: MlpNames = MlpNames()
 
     @property
@@ -168,7 +170,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         max_position_embeddings=num_positions,
-        rms_norm_eps=raw.rms_norm_eps,
+        rms_norm_eps=_eps(file, family, fields),
         rope=rope,
         tie_word_embeddings=bool(raw.tie_word_embeddings),
         qkv_bias=_says(file, fields, family.qkv_bias),
@@ -192,6 +194,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_labels=raw.num_classes if head == "labels" else 0,
         state=None if family.state is None else state_config(file, family.state, fields),
         guessing=family.guessing,
+        names=family.names,
         mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,
         label_names=raw.classifier_from_token or (),
     )
@@ -207,7 +210,6 @@ class _RawConfig(msgspec.Struct):
     max_position_embeddings: Annotated[int, Meta(gt=0, le=MAX_POSITIONS)]
     num_key_value_heads: Positive | None = None
     head_dim: Positive | None = None
-    rms_norm_eps: float = 1e-6
     tie_word_embeddings: bool | None = None
     num_nextn_predict_layers: Annotated[int, Meta(ge=0)] = 0
     sliding_window: Annotated[int, Meta(ge=0)] | None = None
@@ -234,17 +236,38 @@ class _RawConfig(msgspec.Struct):
         return len(self.id2label or ()) or self.num_labels or DEFAULT_LABELS
 
 
+class _RawAdjusted(msgspec.Struct):
+    """The fields of LFM2's config.json that adjust the width of its MLPs."""
+
+    block_ffn_dim_multiplier: Annotated[float, Meta(gt=0)] = 1.0
+    block_multiple_of: Positive = 256
+
+
 class _RawGeneration(msgspec.Struct):
     eos_token_id: int | tuple[int, ...] | None = None
 
 
 def _mlp_width(file: Path, family: Family, fields: dict[str, object]) -> int:
-    """Return how wide a dense MLP is, by the field that the family names."""
+    """Return how wide a dense MLP is, by the field that the family names.
+
+    LFM2 names the width of an MLP without gates, of which it takes two thirds, in whole multiples.
+    """
     name = family.mlp_width
-    try:
-        return msgspec.convert(fields.get(name), Positive)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{file}: {name}: {error}") from None
+    width = fields.get(name)
+    if not isinstance(width, int) or width < 1:
+        raise ConfigError(f"{file}: {name} must be a whole number above 0, not {width!r}")
+    if not fields.get("block_auto_adjust_ff_dim"):
+        return width
+    raw = converted(file, fields, _RawAdjusted)
+    width = int(raw.block_ffn_dim_multiplier * int(2 * width / 3))
+    return -(-width // raw.block_multiple_of) * raw.block_multiple_of
+
+
+def _eps(file: Path, family: Family, fields: dict[str, object]) -> float:
+    eps = fields.get(family.norm_eps, 1e-6)
+    if not isinstance(eps, float | int):
+        raise ConfigError(f"{file}: {family.norm_eps} must be a number, not {eps!r}")
+    return float(eps)
 
 
 def _says(file: Path, fields: dict[str, object], name: str) -> bool:

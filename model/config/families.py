@@ -14,7 +14,7 @@ from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 
 ALWAYS = "always"  # instead of the name of a field that says whether
 Routing = Literal["softmax", "sigmoid", "grouped_softmax", "grouped_sigmoid"]
-StateKind = Literal["delta", "mamba"]
+StateKind = Literal["delta", "mamba", "conv"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
 # What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
 Head = Literal["tokens", "none", "labels"]
@@ -74,7 +74,8 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True):
 class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     """Layers that keep a state for each sequence in place of keys and values.
 
-    They are a Gated DeltaNet (`delta`) or a Mamba-2 (`mamba`).
+    They are a Gated DeltaNet (`delta`), a Mamba-2 (`mamba`), or a short convolution of gated inputs
+    alone (`conv`).
     """
 
     kind: StateKind = "delta"
@@ -83,6 +84,17 @@ class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     attention_types: tuple[str, ...] = ("full_attention",)  # those of the other layers
     # In the files, two tensors have what reads the hidden state, by heads of keys.
     joins_inputs: bool = False
+
+
+class LayerNames(msgspec.Struct, frozen=True):
+    """The names of norms and of the output of attention, and that of the last norm."""
+
+    attention_norm: str = "input_layernorm"
+    mlp_norm: str = "post_attention_layernorm"
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    output: str = "o_proj"
+    last_norm: str = "norm"
 
 
 class MlpNames(msgspec.Struct, frozen=True):
@@ -103,6 +115,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     other_model_types: tuple[str, ...] = ()
     wrappers: tuple[str, ...] = ()  # architectures of models that also see; this is their text
     defaults: dict[str, object] = {}
+    renamed: dict[str, str] = {}  # fields that count instead of those of the new names
     refused: tuple[str, ...] = ()  # fields that change the result and are not supported
     qkv_bias: str = ""
     output_bias: str = ""
@@ -118,6 +131,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     has_multipliers: bool = False  # of embeddings, scores, what layers add, and logits
     has_sinks: bool = False  # a score of each head that no key has
     has_output_gates: bool = False  # queries bring gates of what their heads give
+    names: LayerNames = LayerNames()
+    norm_eps: str = "rms_norm_eps"  # the field that has it
     mlp: MlpNames = MlpNames()
     mlp_width: str = "intermediate_size"
     windows: Windows | None = None
@@ -133,9 +148,12 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     def with_defaults(self, fields: dict[str, object]) -> dict[str, object]:
         """Return the fields of config.json, completed as transformers completes them."""
         complete = dict(fields)
+        for name, new_name in self.renamed.items():
+            if name in fields:
+                complete[new_name] = fields[name]
         for name, value in self.defaults.items():
             names = _ALIASES.get(name, (name,))
-            if not any(_says_something(fields, alias) for alias in names):
+            if not any(_says_something(complete, alias) for alias in names):
                 complete[name] = value
         return complete
 
@@ -362,6 +380,7 @@ FAMILIES = (
             "mamba_d_conv": 4,
             "mamba_conv_bias": True,
         },
+        renamed={"layers_block_type": "layer_types"},
         refused=("mamba_proj_bias",),
         qkv_bias="attention_bias",
         output_bias="attention_bias",
@@ -382,6 +401,28 @@ FAMILIES = (
             stacked=("input_linear.weight", "output_linear.weight"),
             adds_mlp=True,
         ),
+    ),
+    Family(
+        title="LFM2",
+        architecture="Lfm2ForCausalLM",
+        model_type="lfm2",
+        defaults={
+            "num_key_value_heads": 8,
+            "norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "rope_theta": 1e6,
+            "conv_L_cache": 3,
+            "block_auto_adjust_ff_dim": True,
+        },
+        renamed={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings"},
+        refused=("conv_bias",),
+        qk_norm=ALWAYS,
+        names=LayerNames(
+            "operator_norm", "ffn_norm", "q_layernorm", "k_layernorm", "out_proj", "embedding_norm"
+        ),
+        norm_eps="norm_eps",
+        mlp=MlpNames("feed_forward", ("w1", "w3"), "w2"),
+        state=StateLayers(kind="conv", block="conv", layer_types=("conv",)),
     ),
     Family(
         title="Qwen2-VL, Qwen2.5-VL",

@@ -27,7 +27,7 @@ class StateConfig(msgspec.Struct, frozen=True):
     names: StateLayers
     layers: tuple[int, ...]  # in ascending order
     num_heads: int
-    num_key_heads: int  # divides `num_heads`
+    num_key_heads: int  # divides `num_heads`; of a convolution alone, each channel is one
     key_dim: int
     value_dim: int
     num_taps: int
@@ -45,6 +45,8 @@ class StateConfig(msgspec.Struct, frozen=True):
     @property
     def num_channels(self) -> int:
         """Return how many numbers of a token the convolution takes."""
+        if self.names.kind == "conv":
+            return self.num_key_heads
         return 2 * self.key_size + self.value_size
 
     def num_groups(self, kv_heads: int) -> int:
@@ -78,11 +80,11 @@ class StateTensors(msgspec.Struct, frozen=True):
     tap_biases: str | None  # [channels]
     num_channels: int
     num_taps: int
-    rates: str  # [heads]: logarithms
-    step_biases: str  # [heads]
+    rates: str | None  # [heads]: logarithms; this and the next three are None without matrices
+    step_biases: str | None  # [heads]
     skips: str | None  # [heads]: how much of a value goes past the state
     num_heads: int
-    norm: NormTensor
+    norm: NormTensor | None
     output: LinearTensors
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
@@ -94,7 +96,8 @@ class StateTensors(msgspec.Struct, frozen=True):
         for name in (self.rates, self.step_biases, self.skips):
             if name is not None:
                 yield name, (self.num_heads,)
-        yield from self.norm.shapes()
+        if self.norm is not None:
+            yield from self.norm.shapes()
         yield from self.output.shapes()
 
 
@@ -103,8 +106,8 @@ class _RawLayers(msgspec.Struct):
 
     num_hidden_layers: _Positive
     layer_types: tuple[str, ...] | None = None
-    layers_block_type: tuple[str, ...] | None = None  # another name of the same
     full_attention_interval: _Positive = 4
+    full_attn_idxs: tuple[int, ...] | None = None  # of LFM2
     attn_output_gate: bool = True
 
 
@@ -116,6 +119,13 @@ class _RawDelta(msgspec.Struct):
     linear_key_head_dim: _Positive
     linear_value_head_dim: _Positive
     linear_conv_kernel_dim: _Positive
+
+
+class _RawConvolution(msgspec.Struct):
+    """The fields of config.json that describe a short convolution."""
+
+    hidden_size: _Positive
+    num_taps: _Positive = msgspec.field(name="conv_L_cache")
 
 
 class _Infinity(msgspec.Struct):
@@ -143,6 +153,9 @@ def state_config(file: Path, names: StateLayers, fields: dict[str, object]) -> S
     layers = _layers(file, names, converted(file, fields, _RawLayers))
     if names.kind == "mamba":
         return _mamba(file, names, layers, converted(file, fields, _RawMamba))
+    if names.kind == "conv":
+        conv = converted(file, fields, _RawConvolution)
+        return StateConfig(names, layers, 0, conv.hidden_size, 0, 0, conv.num_taps)
     raw = converted(file, fields, _RawDelta)
     heads, key_heads = raw.linear_num_value_heads, raw.linear_num_key_heads
     if heads % key_heads:
@@ -185,33 +198,33 @@ def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMam
 
 def state_tensors(config: StateConfig, layer: str, hidden_size: int) -> StateTensors:
     """Return the tensors of a layer whose names begin with `layer`."""
-    block, hidden = f"{layer}{config.names.block}.", Units(hidden_size)
-    is_mamba = config.names.kind == "mamba"
+    block, hidden, kind = f"{layer}{config.names.block}.", Units(hidden_size), config.names.kind
+    norm, outputs = None, Units(config.num_channels)
+    taps = f"{block}conv" if kind == "conv" else f"{block}conv1d"
+    if kind != "conv":
+        outputs = Units(config.num_heads, config.value_dim)
+        # Of each head alone, or of all together.
+        norm = NormTensor(f"{block}norm", config.value_dim if kind == "delta" else outputs.size)
     return StateTensors(
-        inputs=tuple(
-            LinearTensors(block + name, outputs, hidden) for name, outputs in _inputs(config)
-        ),
-        taps=f"{block}conv1d.weight",
-        tap_biases=f"{block}conv1d.bias" if config.has_tap_biases else None,
+        inputs=tuple(LinearTensors(block + name, units, hidden) for name, units in _inputs(config)),
+        taps=f"{taps}.weight",
+        tap_biases=f"{taps}.bias" if config.has_tap_biases else None,
         num_channels=config.num_channels,
         num_taps=config.num_taps,
-        rates=f"{block}A_log",
-        step_biases=f"{block}dt_bias",
-        skips=f"{block}D" if is_mamba else None,
+        rates=None if norm is None else f"{block}A_log",
+        step_biases=None if norm is None else f"{block}dt_bias",
+        skips=f"{block}D" if kind == "mamba" else None,
         num_heads=config.num_heads,
-        # Of each head alone, or of all together.
-        norm=NormTensor(f"{block}norm", config.value_size if is_mamba else config.value_dim),
-        output=LinearTensors(
-            f"{block}out_proj",
-            (hidden,),
-            Units(config.num_heads, config.value_dim),
-            splits_inputs=True,
-        ),
+        norm=norm,
+        output=LinearTensors(f"{block}out_proj", (hidden,), outputs, splits_inputs=True),
     )
 
 
 def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
     """Return the layers that read the hidden state, and what ranks share of their outputs."""
+    if config.names.kind == "conv":
+        channels = Units(config.num_channels)
+        return (("in_proj", (channels, channels, channels)),)
     keys = Units(config.num_key_heads, config.key_dim)
     values, gates = Units(config.num_heads, config.value_dim), Units(config.num_heads)
     if config.names.kind == "mamba":
@@ -233,10 +246,14 @@ def _inputs(config: StateConfig) -> tuple[tuple[str, tuple[Units, ...]], ...]:
 
 def _layers(file: Path, names: StateLayers, raw: _RawLayers) -> tuple[int, ...]:
     """Return the layers with a state."""
-    layers, kinds = range(raw.num_hidden_layers), raw.layer_types or raw.layers_block_type
+    layers, kinds = range(raw.num_hidden_layers), raw.layer_types
     if not raw.attn_output_gate:
         raise ConfigError(f"{file}: attn_output_gate is false, which is not supported")
-    if kinds is None:
+    if kinds is None and raw.full_attn_idxs is not None:
+        found = tuple(layer for layer in layers if layer not in raw.full_attn_idxs)
+    elif kinds is None and names.kind != "delta":
+        raise ConfigError(f"{file}: layer_types must say which layers keep a state")
+    elif kinds is None:
         interval = raw.full_attention_interval
         found = tuple(layer for layer in layers if (layer + 1) % interval)
     else:

@@ -17,7 +17,7 @@ from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
 
-EMBEDDING, NORM, HEAD = "model.embed_tokens.weight", "model.norm", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 LABELS = "score.weight"  # a head that makes a number for each label
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
@@ -171,7 +171,7 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
         vocab_size=config.vocab_size,
         hidden=config.hidden_size,
         layers=tuple(_layer(config, number, layout) for number in range(config.num_layers)),
-        norm=NormTensor(NORM, config.hidden_size),
+        norm=NormTensor(f"model.{config.names.last_norm}", config.hidden_size),
         has_own_head=config.head == "tokens" and not config.tie_word_embeddings,
         num_labels=config.num_labels,
     )
@@ -207,8 +207,8 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
     latent = config.latent
     value_dim = width if latent is None else latent.v_head_dim
     output = LinearTensors(
-        f"{attention}o_proj", (hidden,), Units(config.num_heads, value_dim), config.output_bias,
-        splits_inputs=True,
+        attention + config.names.output, (hidden,), Units(config.num_heads, value_dim),
+        config.output_bias, splits_inputs=True,
     )  # fmt: skip
     experts = config.experts_of(number)
     state = None
@@ -221,8 +221,8 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         q_size, k_size = width, width
         if config.joins_qk_norm:
             q_size, k_size = num_heads * width, kv_heads * width
-        q_norm = NormTensor(f"{attention}q_norm", q_size)
-        k_norm = NormTensor(f"{attention}k_norm", k_size)
+        q_norm = NormTensor(attention + config.names.q_norm, q_size)
+        k_norm = NormTensor(attention + config.names.k_norm, k_size)
     return LayerTensors(
         norms=_norms(config, layer),
         qkv=_qkv(config, attention) if latent is None and state is None else (),
@@ -239,7 +239,7 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
 
 
 def _norms(config: DecoderConfig, layer: str) -> dict[str, NormTensor]:
-    names = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    names = {"attention_norm": config.names.attention_norm, "mlp_norm": config.names.mlp_norm}
     if config.layers.has_output_norms:
         names["output_norm"] = names["mlp_norm"]
         names["mlp_norm"] = "pre_feedforward_layernorm"

@@ -233,7 +233,15 @@ class PlainBackend:
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
     ) -> Tensor:
         assert self._states is not None, "the pool has states"
-        assert weights.gates is not None, "the layers have matrices"
+        if weights.gates is None:
+            inputs, gates = state_reference.gated_inputs(x)
+            mixed = [
+                self._states.convolve(
+                    layer, inputs[one.row : one.row + one.length], weights, one.state, one.start
+                )
+                for one in self._batch.chunks
+            ]
+            return state_reference.gated_outputs(torch.cat(mixed).flatten(1), gates, rows)
         decays, betas = state_reference.gate_steps(x, weights.gates)
         parts = []
         for chunk in self._batch.chunks:

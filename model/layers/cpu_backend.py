@@ -18,7 +18,7 @@ from baton.kernels.cpu.functions import AttentionWork, CpuKernels
 from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
 from baton.kernels.cpu.states.functions import CpuStates, state_work
 from baton.kernels.state_layout import StateLayout
-from baton.kernels.state_reference import StateWeights
+from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
 from baton.model.layers.attention import Batch, Scoring, pool_suffix
 from baton.protocol.config import KernelChoice
 from baton.protocol.errors import ConfigError
@@ -122,7 +122,10 @@ class CpuBackend:
     ) -> Tensor:
         states, work = self._states, self._state_work
         assert states is not None, "the pool has states"
-        assert weights.gates is not None, "the layers have matrices"
+        if weights.gates is None:
+            inputs, gates = gated_inputs(x)
+            mixed = states.convolve(inputs, layer, work, weights)
+            return gated_outputs(mixed, gates, rows)
         mixed = states.convolve(x, layer, work, weights)
         decays, betas = states.gate_steps(x, weights.gates)
         out = states.advance(mixed, layer, work, weights, decays, betas)

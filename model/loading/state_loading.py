@@ -22,6 +22,10 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
     shape = state.shape(config.num_kv_heads, ranks.size)
     heads = shape.num_groups * shape.num_heads
     own = slice(ranks.rank * heads, (ranks.rank + 1) * heads)
+    if tensors.norm is None:
+        return _load_convolution(weights, tensors, shape)
+    assert tensors.rates is not None, "heads have matrices"
+    assert tensors.step_biases is not None, "heads have matrices"
     is_delta = state.names.kind == "delta"
     order = _delta_order(state, shape) if is_delta else _mamba_order(shape)
     inputs = weights.columns(tensors.inputs, order)
@@ -58,6 +62,19 @@ def load_state(weights: LayerWeights, tensors: StateTensors) -> tuple[Linear, St
         to_gates=to_gates,
         num_norms=heads if is_delta else shape.num_groups * shape.num_key_heads,
         gates_first=not is_delta,
+    )
+
+
+def _load_convolution(
+    weights: LayerWeights, tensors: StateTensors, shape: StateShape
+) -> tuple[Linear, StateWeights]:
+    """Return a layer without matrices. The outputs of the first are two gates and the channels."""
+    size = shape.num_groups * shape.num_channels
+    own = slice(weights.ranks.rank * size, (weights.ranks.rank + 1) * size)
+    taps = weights.read(tensors.taps, rows=own, dtype=torch.float32)[:, 0]
+    taps = taps.view(shape.num_groups, shape.num_channels, shape.num_taps)
+    return weights.columns(tensors.inputs), StateWeights(
+        taps=taps.transpose(1, 2).contiguous(), norm=taps.new_empty(0), activates=False
     )
 
 

@@ -16,7 +16,13 @@ from tests.support.node_threads import NodeThreads, always_local, never_local
 from tests.support.oracle import count_ties, prompt
 
 KINDS = ("qwen3_next", "qwen3_5_text")
-STATE_BLOCKS = {"qwen3_next": 28, "qwen3_5_text": 28, "qwen3_5_moe": 28, "granitemoehybrid": 27}
+STATE_BLOCKS = {
+    "qwen3_next": 28,
+    "qwen3_5_text": 28,
+    "qwen3_5_moe": 28,
+    "granitemoehybrid": 27,
+    "lfm2": 1,
+}
 BLOCK_BYTES = 4096
 
 
@@ -39,6 +45,7 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         (KINDS[1], 2, 1),
         ("qwen3_5_moe", 1, 1),
         ("granitemoehybrid", 1, 2),
+        ("lfm2", 2, 1),
     ],
 )
 def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):

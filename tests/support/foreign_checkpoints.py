@@ -70,6 +70,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         }
         for kind in ("qwen3_5", "qwen3_5_moe")
     },
+    "lfm2": {
+        "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+        "block_multiple_of": 32,
+    },
     "granitemoehybrid": {
         "num_experts_per_tok": 2, "tie_word_embeddings": True, "mamba_expand": 2,
         "num_local_experts": 0, "num_hidden_layers": 4, "shared_intermediate_size": 96,

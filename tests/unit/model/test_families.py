@@ -50,6 +50,14 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "granitemoehybrid",
         )
     },
+    "lfm2": ("lfm2", {}),
+    "lfm2 with other widths": (
+        "lfm2",
+        {
+            "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False, "conv_L_cache": 5,
+            "layer_types": ("full_attention", "conv", "conv", "full_attention"),
+        },
+    ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 4}),
     "granite 4 that shares keys": ("granitemoehybrid", {"mamba_n_groups": 1}),
     "granite 4 with positions": (

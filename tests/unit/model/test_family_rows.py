@@ -44,6 +44,8 @@ def needed_by(family: Family) -> dict[str, object]:
         fields |= LATENT
     if family.experts is not None and family.experts.routing.startswith("grouped"):
         fields |= GROUPED
+    if family.state is not None and family.state.kind != "delta":
+        fields["layer_types"] = [*family.state.layer_types[:1] * 11, "full_attention"]
     return fields
 
 
@@ -61,7 +63,7 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
         assert config.num_kv_heads == theirs.num_key_value_heads
         head_dim = getattr(theirs, "head_dim", None)
         assert config.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
-    assert config.rms_norm_eps == theirs.rms_norm_eps
+    assert config.rms_norm_eps == getattr(theirs, family.norm_eps)
     assert config.tie_word_embeddings == getattr(theirs, "tie_word_embeddings", False)
     for field, has_bias in (
         (family.qkv_bias, config.qkv_bias),

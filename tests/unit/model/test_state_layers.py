@@ -32,7 +32,7 @@ from tests.support.foreign_checkpoints import (
 from tests.support.oracle import Oracle, count_ties, prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
-STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid")
+STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2")
 CLOSE = 2e-4  # transformers' own error is about as large
 
 
@@ -83,7 +83,7 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2"])
 def test_plain_torch_computes_the_same(kind):
     config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
     with loaded(config) as runner:
@@ -173,6 +173,14 @@ def test_layers_that_are_not_computed_are_refused(fields, text, tmp_path):
 def test_a_mamba_that_is_not_computed_is_refused(fields, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         read_decoder_config(changed(tmp_path, "granitemoehybrid", **fields))
+
+
+def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
+    folder = changed(
+        tmp_path, "lfm2", ("layer_types", "intermediate_size", "tie_word_embeddings"),
+        full_attn_idxs=[1], block_ff_dim=128, tie_embedding=True,
+    )  # fmt: skip
+    assert read_decoder_config(folder) == read_decoder_config(foreign_folder("lfm2"))
 
 
 def test_ranks_cannot_share_one_group_of_keys():
