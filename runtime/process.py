@@ -245,6 +245,7 @@ class _Supervised:
     child: Child | None = None
     started_s: float = 0.0
     restart_at_s: float = 0.0
+    is_restarting: bool = False  # it was told to end, and starts again when it has
     num_exits: int = 0
     backoff: Backoff = field(default_factory=Backoff)
 
@@ -288,6 +289,17 @@ class Supervisor:
                     exits.append(self._ended(entry, NOT_STARTED, (error.message,), 0.0))
         return exits
 
+    def restart(self, name: str) -> None:
+        """Let a child drain and start again, at once if it has ended."""
+        for entry in self._supervised:
+            if entry.command.name != name:
+                continue
+            if entry.child is None:
+                entry.restart_at_s = 0.0
+            elif not entry.is_restarting:
+                entry.is_restarting = True
+                entry.child.terminate()
+
     def pid_of(self, name: str) -> int | None:
         for entry in self._supervised:
             if entry.command.name == name:
@@ -330,6 +342,8 @@ class Supervisor:
         entry.child = None
         entry.num_exits += 1
         delay_s = None if self._may_leave and code == 0 else entry.backoff.after(ran_s)
+        if entry.is_restarting:
+            entry.is_restarting, delay_s = False, 0.0
         entry.restart_at_s = math.inf if delay_s is None else self._clock() + delay_s
         return Exit(entry.command.name, code, tail, entry.num_exits, delay_s)
 

@@ -1,4 +1,4 @@
-"""`baton up`, `down`, `status` and `render`: one cluster.yaml on this machine or any platform.
+"""`baton up`, `down`, `restart`, `status` and `render`: one cluster.yaml on any platform.
 
 `up` runs a description on this machine or on Ray, and records what it starts in a state folder,
 where `status` and `down` find it. It returns once the cluster serves, or stays in the foreground on
@@ -19,7 +19,7 @@ from baton.deploy.cluster.description import Description
 from baton.deploy.cluster.hosts import addresses_by_name
 from baton.deploy.cluster.platforms.local import LocalPlatform
 from baton.deploy.cluster.processes import ClusterAddresses, ClusterPlan, plan_of
-from baton.deploy.cluster.readiness import check_ids, wait_until_ready
+from baton.deploy.cluster.readiness import check_ids, is_ready, wait_until_ready
 from baton.deploy.cluster.reading import read_description
 from baton.deploy.cluster.state import (
     Deployment,
@@ -33,8 +33,9 @@ from baton.deploy.cluster.state import (
 )
 from baton.deploy.cluster.status import routers_of, show
 from baton.protocol.config import about
-from baton.protocol.errors import ConfigError
-from baton.runtime.fields import Field, FlagParser, fields_of, with_values
+from baton.protocol.errors import ConfigError, NodeError
+from baton.runtime.clock import monotonic
+from baton.runtime.fields import Field, FlagParser, did_you_mean, fields_of, with_values
 from baton.runtime.process import Interrupts
 
 WATCH_S = 0.2
@@ -57,6 +58,7 @@ class ClusterArguments(msgspec.Struct, frozen=True):
     """The arguments of one command: a file, and those of these flags that the command has."""
 
     file: str = ""
+    process: str = ""  # of `restart`
     on: Annotated[
         str,
         about(
@@ -131,18 +133,20 @@ class ClusterArguments(msgspec.Struct, frozen=True):
 FLAGS = {
     "up": ("on", "state", "host", "address", "detach", "timeout"),
     "down": ("state",),
+    "restart": ("state", "timeout"),
     "status": ("state", "json", "url", "api_key", "ca_file"),
     "render": ("on", "out"),
 }
 
 
 def main(command: str, summary: str, arguments: Sequence[str]) -> int:
-    """Run `up`, `down`, `status` or `render`; return the exit code.
+    """Run `up`, `down`, `restart`, `status` or `render`; return the exit code.
 
     Raises `ConfigError` and `NodeError`.
     """
     given = arguments_of(command, summary, arguments)
-    run = {"up": up, "down": down, "status": status, "render": render}[command]
+    commands = {"up": up, "down": down, "restart": restart, "status": status, "render": render}
+    run = commands[command]
     return run(given)
 
 
@@ -222,6 +226,34 @@ def down(given: ClusterArguments) -> int:
     return 0
 
 
+def restart(given: ClusterArguments) -> int:
+    """Let one process drain and start again, with the release that is installed now."""
+    folder, deployment = deployment_of(given.path, given.state)
+    if deployment.platform != LOCAL:
+        raise ConfigError(f"{deployment.name} runs on {deployment.platform}, which restarts nodes")
+    platform = LocalPlatform(deployment.hosts)
+    before = {status.name: status for status in platform.status(folder)}
+    if given.process not in before:
+        hint = did_you_mean(given.process, before) or f": it has {', '.join(before)}"
+        raise ConfigError(f"{deployment.name} has no process {given.process} here{hint}")
+    platform.restart(folder, given.process)
+    plan = _planned(deployment.file, addresses_by_name)
+    timeout_s = given.timeout or plan.start_timeout_s + EXTRA_START_S
+    timeout_s += max(spec.grace_s for spec in plan.processes if spec.name == given.process)
+    deadline_s = monotonic() + timeout_s
+    urls = platform.urls(plan, folder)
+    with Interrupts() as interrupts:
+        while not interrupts.wait(WATCH_S):
+            now = {status.name: status for status in platform.status(folder)}[given.process]
+            is_new = now.state == "running" and now.note != before[given.process].note
+            if is_new and is_ready(given.process, urls):
+                print(f"{given.process} is ready again")
+                return 0
+            if monotonic() > deadline_s:
+                raise NodeError(f"{given.process} is not ready within {timeout_s:g} s: see its log")
+    return 0
+
+
 def status(given: ClusterArguments) -> int:
     """Print the state of a cluster. The exit code is 0 if every process runs."""
     is_alone = not (given.file or given.state)
@@ -294,6 +326,8 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
     parser = parser_of(command, summary)
     parsed = parser.parse_args(arguments)
     values = parser.values_in(parsed, _fields(command)) | {"file": parsed.file or ""}
+    if command == "restart":
+        values["process"] = parsed.process
     given, platforms = with_values(ClusterArguments(), values), _platforms(command)
     if command == "up" and not given.on:
         given = msgspec.structs.replace(given, on=LOCAL)
@@ -319,6 +353,9 @@ def arguments_of(command: str, summary: str, arguments: Sequence[str]) -> Cluste
 def parser_of(command: str, summary: str) -> FlagParser:
     """Return the parser of `baton command`."""
     parser = FlagParser(prog=f"baton {command}", description=summary)
+    if command == "restart":
+        name = "the process, such as decode-1, as `baton status` shows it"
+        parser.add_argument("process", metavar="NAME", help=name)
     text = f"the description of the cluster (default: {DEFAULT_FILE})"
     parser.add_argument("file", metavar="FILE", nargs="?", help=text)
     parser.add_settings(_fields(command), group_of=lambda _: "flags")

@@ -53,6 +53,14 @@ def wait_until_ready(
     return False
 
 
+def is_ready(name: str, urls: Sequence[str]) -> bool:
+    """Return whether a process serves: a node at every router, a router at its own URL."""
+    replies = [ask_health(url) for url in urls]
+    if any(health is not None and health.router == name for health in replies):
+        return True
+    return all(health is not None and name in health.ready_ids for health in replies)
+
+
 def check_ids(plan: ClusterPlan, own: Sequence[ProcessSpec], urls: Sequence[str]) -> None:
     """Raise `NodeError` if a router has a node with the id of a node that is about to start."""
     for router, url in zip(plan.pool(ROUTERS), urls, strict=False):

@@ -25,6 +25,7 @@ from baton.runtime.process import Command, Exit, Interrupts, Supervisor, die_wit
 WATCH_S = 0.1
 HURRIED_S = 2.5
 JOB, STATUS = "job.json", "processes.json"
+RESTARTS = "restarts"  # folder with an empty file for each process that is to restart
 
 log = logger("supervisor")
 
@@ -64,6 +65,12 @@ class HostProcesses:
         for ended in [*self._routers.poll(), *self._nodes.poll()]:
             self._ends[ended.name] = reason_of(ended)
             log_exit(log, ended)
+
+    def restart(self, name: str) -> None:
+        """Let a process drain and start again."""
+        log.info("process is restarted", process=name)
+        self._routers.restart(name)
+        self._nodes.restart(name)
 
     def stop(self, *, is_hurried: bool) -> None:
         """End the routers, then the nodes, each with its `grace_s` unless it is hurried."""
@@ -125,12 +132,12 @@ def _command(spec: ProcessSpec) -> Command:
 
 
 def supervise(
-    job: HostJob, statuses: Path | None = None, is_over: Callable[[], bool] = lambda: False
+    job: HostJob, folder: Path | None = None, is_over: Callable[[], bool] = lambda: False
 ) -> bool:
     """Supervise processes until SIGTERM, which lets them drain, or SIGINT.
 
-    A second signal ends everything at once. `statuses` is the file for their states. Return whether
-    the processes were ended because they are over.
+    A second signal ends everything at once. `folder` gets the states of the processes, and has
+    the names of those to restart. Return whether the processes were ended because they are over.
     """
     die_with_parent()
     setup(LogConfig(), "supervisor")
@@ -140,8 +147,10 @@ def supervise(
         try:
             processes.start()
             while True:
-                if statuses is not None:
-                    _write_statuses(statuses, processes.statuses())
+                if folder is not None:
+                    _write_statuses(folder / STATUS, processes.statuses())
+                    for name in _asked_to_restart(folder):
+                        processes.restart(name)
                 if ended or interrupts.wait(WATCH_S):
                     break
                 processes.poll()
@@ -149,6 +158,16 @@ def supervise(
         finally:
             processes.stop(is_hurried=ended or interrupts.is_hurried)
     return ended
+
+
+def _asked_to_restart(folder: Path) -> list[str]:
+    """Return the processes that `baton restart` has named since the last call."""
+    names = []
+    with contextlib.suppress(OSError):
+        for file in (folder / RESTARTS).iterdir():
+            file.unlink()
+            names.append(file.name)
+    return names
 
 
 def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
@@ -161,4 +180,4 @@ def _write_statuses(path: Path, statuses: Sequence[ProcessStatus]) -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    supervise(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob), folder / STATUS)
+    supervise(msgspec.json.decode((folder / JOB).read_bytes(), type=HostJob), folder)

@@ -275,6 +275,9 @@ OTHERS = {
         "Start the cluster that a cluster.yaml describes, and wait until it serves.", _cluster
     ),
     "down": OtherCommand("Stop a cluster that `up` has started.", _cluster),
+    "restart": OtherCommand(
+        "Let one process of a cluster that `up` runs here drain and start again.", _cluster
+    ),
     "status": OtherCommand(
         "Show the processes of a cluster live: their state, load, KV use and handoffs.", _cluster
     ),

@@ -44,9 +44,17 @@ def test_a_detached_cluster_serves_until_it_is_down(small):
     assert (code, [line.split()[3] for line in said.splitlines()[2:]]) == (0, ["ready"] * 3)
     assert said.startswith("small: ready · demo · baton ")
     until(lambda: small.rows()["decode-0"]["kv_used"] == 0.0, small.rows)  # its first heartbeat
+    before = small.processes()
+    code, said, complained = small.run("restart", "decode-0")
+    assert (code, said) == (0, "decode-0 is ready again\n"), complained
+    after = small.processes()
+    assert [name for name, process in after.items() if process != before[name]] == ["decode-0"]
+    assert small.complete() == " 4071."
+    code, _, complained = small.run("restart", "decode-7")
+    assert (code, "did you mean decode-0?" in complained) == (2, True)
     rows = small.rows()
     assert "cannot write the log of decode-0" in (small.state / "supervisor.log").read_text()
-    assert rows["prefill-0"]["num_handoffs"] == 1
+    assert rows["prefill-0"]["num_handoffs"] == 2
     code, said, _ = small.run("down")
     assert (code, said) == (0, "small is down\n")
     assert small.all_gone()

@@ -6,6 +6,7 @@ processes. The supervisor is a child of `baton up`, or with `--detach` a process
 """
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ import msgspec
 from baton.deploy.cluster.hosts import check_machine, chosen, on_this_machine
 from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import ProcessId, ProcessState, ProcessStatus, write_private
-from baton.deploy.cluster.supervision import JOB, STATUS, HostJob
+from baton.deploy.cluster.supervision import JOB, RESTARTS, STATUS, HostJob
 from baton.deploy.startup import url_of
 from baton.protocol.errors import ConfigError, NodeError
 from baton.runtime.process import Child, Command
@@ -73,6 +74,16 @@ class LocalPlatform:
             self._supervisor.poll()
         for name in (JOB, STATUS, SUPERVISOR, SHARED_CPUS):
             (folder / name).unlink(missing_ok=True)
+        shutil.rmtree(folder / RESTARTS, ignore_errors=True)
+
+    def restart(self, folder: Path, name: str) -> None:
+        """Ask the supervisor to let a process drain and start again. Raises `ConfigError`."""
+        supervisor = _supervisor_of(folder)
+        if supervisor is None or supervisor.process() is None:
+            raise ConfigError(f"the supervisor of {folder} does not run: use `baton up`")
+        restarts = folder / RESTARTS
+        restarts.mkdir(mode=0o700, exist_ok=True)
+        (restarts / name).touch()
 
     def status(self, folder: Path) -> list[ProcessStatus]:
         supervisor = _supervisor_of(folder)
