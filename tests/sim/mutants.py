@@ -4,6 +4,7 @@ A mutant that survives says what the simulation does not see.
 """
 
 import math
+import random
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -40,7 +41,7 @@ from baton.runtime.channels import dialer, listener
 from baton.runtime.channels.dialer import Dialer
 from baton.runtime.channels.wire import ConnectionChange
 from tests.sim.clock import Process
-from tests.sim.nemesis.schedule import Fault
+from tests.sim.nemesis.schedule import Fault, faults_of
 from tests.sim.transports import SimShm
 from tests.sim.world import Result, simulate
 
@@ -202,6 +203,17 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
 }  # fmt: skip
 
 
+# The kinds of faults that must strike to show a mutant soon. Others show with any.
+SHOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "go on without a rank": ("kill ranks",),
+    "blame requests for a killed rank": ("kill ranks",),
+    "try one key alone": ("exchange keys",),
+    "believe transports": ("lie",),
+    "end for want of memory": ("no memory",),
+    "end for want of descriptors": ("no descriptors", "kill node"),
+}
+
+
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     with ExitStack() as patches:
@@ -213,7 +225,14 @@ def mutated(name: str) -> Iterator[None]:
 def first_found(name: str, seeds: range) -> Result | None:
     """Return the first schedule that finds a mutant."""
     with mutated(name):
-        return next((found for seed in seeds if (found := simulate(seed)).problems), None)
+        results = (simulate(seed, _lanes_for(name, seed)) for seed in seeds)
+        return next((found for found in results if found.problems), None)
+
+
+def _lanes_for(name: str, seed: int) -> list[list[Fault]] | None:
+    """Return lanes of the faults that show a mutant; None for those of the seed."""
+    kinds, rng = SHOWN_BY.get(name), random.Random(seed)
+    return None if kinds is None else [faults_of(rng, kinds), faults_of(rng, kinds)]
 
 
 def shrunk(result: Result, run: Callable[[int, list[list[Fault]]], Result] = simulate) -> Result:

@@ -15,6 +15,11 @@ COMMON = (
     "take an old success of libzmq for a new one",
     "read a backlog once more in each turn",
     "parse large bodies on the loop",
+    "begin a form anew on another node",
+    "go on without a rank",
+    "blame requests for a killed rank",
+    "try one key alone",
+    "believe transports",
 )
 MAX_SEEDS = 2_000
 MAX_EVENTS = 30  # of what is left of a schedule
