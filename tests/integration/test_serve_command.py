@@ -30,6 +30,7 @@ from baton.router.http.auth import add_key
 from tests.support.certificates import make_certificate
 from tests.support.completions import ask
 from tests.support.pooling_folders import embedding_folder
+from tests.support.sources import REPOSITORY
 from tests.support.waiting import until
 
 START_TIMEOUT_S = 90.0
@@ -103,6 +104,16 @@ def test_what_serve_prints_works_as_pasted(tmp_path):
         )
         assert said.returncode == 0, said.stderr
         assert said.stdout.strip() == "42."
+        url = serve.wait_for(r"http://\S+(?=/v1)")
+        for example in ("chat.py", "tools.py", "form.py", "curl.sh"):
+            file = REPOSITORY / "examples" / example
+            program = "sh" if file.suffix == ".sh" else sys.executable
+            done = subprocess.run(
+                [program, str(file)], env={**os.environ, "BATON_URL": url},
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.strip(), example
         serve.process.send_signal(signal.SIGINT)
         assert serve.wait_for_exit() == 0, serve.text
         assert serve.all_gone()
