@@ -163,7 +163,7 @@ class SimNode(Member):
             SimMasks(process.clock, lambda: world.later_rng.choice(COMPILE_S)),
         )  # fmt: skip
         self.executor.wake = wake
-        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE)
+        self.pool = BlockPool(self.num_blocks, BLOCK_SIZE, state_blocks=world.state_blocks)
         own = world.pools[self.epoch] = Owner(process, self.executor, self.pool, self.num_ranks)
         kind = SimNixl if world.transport == "nixl" else SimShm
         self.executor.ports = tuple(
@@ -174,7 +174,10 @@ class SimNode(Member):
         address = ShmAddress("host", f"@{self.epoch}", b"n" * 16, self.epoch).encode()
         info = NodeInfo(
             node_id, self.epoch, self.role, bind, self.num_blocks,
-            KVLayout(BLOCK_SIZE, BLOCK_BYTES // self.num_ranks, "layout", NUM_HEADS),
+            KVLayout(
+                BLOCK_SIZE, BLOCK_BYTES // self.num_ranks, "layout", NUM_HEADS,
+                state_blocks=world.state_blocks,
+            ),
             (RankAddress({kind.name: address}),) * self.num_ranks, self.model,
             world.max_model_len, VOCAB, compute=self.name, reaches=(f"{kind.name}@host",),
             facts=NodeFacts(step=StepLimits(8, 32)),
@@ -257,14 +260,14 @@ class SimNode(Member):
         scheduler = self.scheduler
         if isinstance(scheduler, PrefillScheduler):
             for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
-                yield handoff.sequence.block_table
-            return
-        assert isinstance(scheduler, DecodeScheduler)
-        for prompt in scheduler.queue.pending.values():
-            yield from (prompt.sequence.block_table, prompt.tails)
-        for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
-            yield stream.sequence.block_table
-        for copies in (scheduler._copies, *(plan.copies for plan in self.loop._launched)):
+                yield handoff.sequence.blocks
+        else:
+            assert isinstance(scheduler, DecodeScheduler)
+            for prompt in scheduler.queue.pending.values():
+                yield from (prompt.sequence.blocks, prompt.tails)
+            for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
+                yield stream.sequence.blocks
+        for copies in (scheduler._copies._next, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 
     def wake(self) -> None:

@@ -34,6 +34,13 @@ def test_schedules_of_faults_lose_nothing(first):
         assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
 
 
+@pytest.mark.parametrize("first", range(400, 440, SEEDS_APIECE))
+def test_schedules_of_faults_lose_no_state(first):
+    for seed in range(first, first + SEEDS_APIECE):
+        result = simulate(seed, state_blocks=1 + seed % 3)
+        assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
+
+
 def test_a_seed_decides_everything():
     for seed in (1, 3):
         one, again = simulate(seed), simulate(seed)

@@ -63,10 +63,17 @@ class Result:
 
 
 class World:
-    def __init__(self, loop: SimLoop, seed: int, lanes: list[list[Fault]] | None = None) -> None:
+    def __init__(
+        self,
+        loop: SimLoop,
+        seed: int,
+        lanes: list[list[Fault]] | None = None,
+        state_blocks: int = 0,
+    ) -> None:
         self.loop, self.rng = loop, random.Random(seed)
         # What came to the simulation later has numbers of its own.
         self.later_rng = random.Random(~seed)
+        self.state_blocks = state_blocks  # of each sequence
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
         self.port = Port(loop, rng)
@@ -317,21 +324,23 @@ class World:
                 stranger.kill()
 
 
-def simulate(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
+def simulate(seed: int, lanes: list[list[Fault]] | None = None, state_blocks: int = 0) -> Result:
     """Run the schedule of a seed, with its own faults or with these, and collect what it leaves."""
     if not gc.get_freeze_count():
         gc.freeze()  # what is collected after a schedule is this schedule alone
     try:
-        return simulate_once(seed, lanes)
+        return simulate_once(seed, lanes, state_blocks)
     finally:
         gc.collect()  # here, because its coroutines would else end in the loop of the next
 
 
-def simulate_once(seed: int, lanes: list[list[Fault]] | None = None) -> Result:
+def simulate_once(
+    seed: int, lanes: list[list[Fault]] | None = None, state_blocks: int = 0
+) -> Result:
     """Run a schedule in a process that runs no other."""
     loop = SimLoop()
     asyncio.set_event_loop(loop)
-    world = World(loop, seed, lanes)
+    world = World(loop, seed, lanes, state_blocks)
     try:
         with (
             mock.patch.object(secrets, "token_hex", lambda size: world.rng.randbytes(size).hex()),
