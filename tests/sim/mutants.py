@@ -205,6 +205,17 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
 
 # The kinds of faults that must strike to show a mutant soon. Others show with any.
 SHOWN_BY: Mapping[str, tuple[str, ...]] = {
+    "wait for the reads of one rank": ("cut peers",),
+    "free blocks before their reads have ended": ("drop peers", "kill node"),
+    "take tokens that the client has for new ones": ("kill router",),
+    "leak the load of later attempts": ("kill node", "drop peers"),
+    "introduce half of a node in a new session": ("cut", "kill router"),
+    "keep the channels of lost peers": ("kill node", "cut peers"),
+    "take an old success of libzmq for a new one": ("cut", "kill router"),
+    "serve nodes with other weights": ("other weights",),
+    "tell the time by the wall clock": ("clock steps back",),
+    "parse large bodies on the loop": ("large body", "cut"),
+    "read a backlog once more in each turn": ("flood", "cut", "refuse"),
     "go on without a rank": ("kill ranks",),
     "blame requests for a killed rank": ("kill ranks",),
     "try one key alone": ("exchange keys",),
