@@ -173,7 +173,7 @@ class Client:
     def _take_body(self, exchange: Exchange) -> None:
         """Take the end of a response: an error's, or one that was no stream."""
         if self._is_thief:
-            self.world.fates["stolen" if exchange.status == 200 else "not stolen"] += 1
+            self.world.fates["another key"] += 1
         elif exchange.status != 200:
             self._failed(json.loads(exchange.body)["error"], exchange.status)
         elif self._has_lied:

@@ -41,6 +41,11 @@ def test_schedules_of_faults_lose_no_state(first):
         assert not result.problems, "\n".join((f"seed {seed}", *result.log, *result.problems))
 
 
+@pytest.mark.parametrize("seed", [108])  # two choices of one request left the queue at once
+def test_a_schedule_that_has_found_a_fault_finds_none(seed):
+    assert not simulate(seed).problems
+
+
 def test_a_seed_decides_everything():
     for seed in (1, 3):
         one, again = simulate(seed), simulate(seed)
@@ -50,7 +55,7 @@ def test_a_seed_decides_everything():
 
 
 def test_without_a_fault_every_handoff_lands():
-    for seed in (1, 7, 9, 10):
+    for seed in (1, 4, 7, 10):
         met = {kind for kind, _ in simulate(seed, [[], []]).met}
         assert met.isdisjoint(("Withdrawn", "Declined", "Failed"))
         assert "Done" in met

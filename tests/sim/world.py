@@ -96,9 +96,8 @@ class World:
         self.max_model_len = 160 if self.is_tiny else 400
         self.num_ranks = dict(zip(("prefill", "decode"), rng.choice(RANKS), strict=True))
         num_routers, num_prefill, num_decode = rng.choice(SHAPES)
-        self.tenants = range(
-            self.later_rng.choice((0, 2, 3))
-        )  # without any, routers ask for no key
+        # The numbers of API keys. Without any, routers ask for no key.
+        self.tenants = range(self.later_rng.choice((0, 2, 3)))
         self.routers: list[SimRouter] = []
         for index in range(num_routers):
             self.routers.append(SimRouter(self, f"r{index}"))
