@@ -59,6 +59,7 @@ def with_model(config: ClusterConfig, *, needs_weights: bool = True) -> ClusterC
         if needs_weights:
             _check_weights(folder)
             if decoder is not None:
+                decoder = as_stored(folder, decoder)
                 check_tensors(folder, decoder)
                 config = _with_roles(config, folder, decoder)
             if is_widened and config.model.dtype == "auto":
@@ -132,8 +133,6 @@ def _checked(folder: Path, model_impl: ModelImpl) -> tuple[DecoderConfig | None,
     if runs_in_transformers(folder, model_impl):
         return None, check_for_transformers(folder)[1] == "float16"
     decoder = read_decoder_config(folder)
-    if any((folder / name).is_file() for name in (SINGLE, INDEX)):
-        decoder = as_stored(folder, decoder)
     return decoder, decoder.is_widened
 
 

@@ -252,8 +252,8 @@ class RouterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     own_port: Annotated[
         int,
         about(
-            "second port that belongs to this router alone, for metrics where several routers "
-            "share a port; of several routers, `serve` gives each the next port, which with 0 "
+            "second port that belongs to this router alone, for metrics, which need no API key "
+            "there; of several routers, `serve` gives each the next port, which with 0 "
             "begin after the port that they share",
             ge=0,
             le=65535,

@@ -46,13 +46,14 @@ class ClusterAddresses(msgspec.Struct, frozen=True):
     listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
     host: str = ""  # the host of every process without one; empty: the platform chooses
     http_port: int = 0  # of a node for which the description names none
+    metrics_port: int = 0  # of a router, where each has an address of its own
     # Where a described model and key file lie there; empty is where the description says.
     model: str = ""
     key: str = ""
 
 
 class NamedPort(msgspec.Struct, frozen=True):
-    name: Literal["http", "control", "peers"]
+    name: Literal["http", "control", "metrics", "peers"]
     port: int
 
 
@@ -139,6 +140,9 @@ def _router(
     }
     if "router.host" not in settings:
         env["BATON_ROUTER_HOST"] = listen
+    metrics = addresses.metrics_port
+    if metrics:
+        env["BATON_ROUTER_OWN_PORT"] = str(metrics)
     env, secret_env = _split(description, env)
     api_keys = settings.pop("router.api_keys", ())
     assert isinstance(api_keys, tuple)
@@ -153,7 +157,11 @@ def _router(
         env=env,
         secret_env=secret_env,
         host=router.host or addresses.host,
-        ports=(NamedPort("http", router.port), NamedPort("control", router.control_port)),
+        ports=(
+            NamedPort("http", router.port),
+            NamedPort("control", router.control_port),
+            *([NamedPort("metrics", metrics)] if metrics else []),
+        ),
         grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
     )

@@ -71,7 +71,7 @@ class Access:
 
     def check(self, request: web.Request) -> None:
         """Raise `RequestError` if the request may not be answered."""
-        is_open = request.path in OPEN_PATHS
+        is_open = request.path in OPEN_PATHS or self._is_scrape(request)
         # Probes of other hosts name any address, but a page must not read the nodes' names.
         is_checked = self._wants_local or (self._hosts and not is_open)
         if is_checked and not self._answers_to(request.headers):
@@ -83,6 +83,17 @@ class Access:
         if self._wants_key and not is_open and not self._is_known(authorization_of(request)):
             text = "send a valid API key in the header `Authorization: Bearer KEY`"
             raise RequestError(text, code="invalid_api_key", http_status=401)
+
+    def _is_scrape(self, request: web.Request) -> bool:
+        """Return whether a request is for metrics at the router's own port, which has no clients.
+
+        So a scraper needs no key.
+        """
+        if request.path != "/metrics" or not self._config.own_port:
+            return False
+        if request.transport is None:
+            return False
+        return bool(request.transport.get_extra_info("sockname")[1] == self._config.own_port)
 
     def _answers_to(self, headers: Mapping[str, str]) -> bool:
         host = headers.get("Host", "")

@@ -30,7 +30,8 @@ KEY_FOLDER, KEY_FILE = "/run/baton", "cluster.key"
 MODEL_FOLDER = "/model"
 CACHE_FOLDER = "/var/cache/baton"
 LABELS = "app.kubernetes.io/"
-HTTP_PORT = 8000  # of a node; each pod has an address of its own
+# Of a node, and of a router's metrics, which need no API key; each pod has an address of its own.
+HTTP_PORT, METRICS_PORT = 8000, 9090
 GPU, RDMA = "nvidia.com/gpu", "rdma/"
 # Kubernetes adds up to 11 characters to a StatefulSet's name in labels of 63.
 MAX_NAME = 52
@@ -69,6 +70,7 @@ def addresses_of(description: Description) -> ClusterAddresses:
         node=f"[{POD_IP}]",  # IPv4 or IPv6
         listen="*",
         http_port=HTTP_PORT,
+        metrics_port=METRICS_PORT,
         model=MODEL_FOLDER if _is_folder(description.model) else "",
         key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
     )

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import make_mocked_request
@@ -18,7 +20,16 @@ from baton.protocol.errors import ConfigError, Overloaded, RequestError
 from baton.router.core.stream import RequestStream
 from baton.router.http import connections
 from baton.router.http.auth import Access, add_key, digest_of, read_keys
-from tests.support.http_bench import JSON, TEXT, HttpBench, Reply, events_of, hello, served
+from tests.support.http_bench import (
+    JSON,
+    TEXT,
+    HttpBench,
+    Reply,
+    ScriptedEngine,
+    events_of,
+    hello,
+    served,
+)
 
 TYPE = "Content-Type: application/json\r\n"
 LOCKED = ClusterConfig(router=RouterConfig(api_keys=("first", "sécond")))
@@ -61,6 +72,25 @@ def test_a_server_on_every_address_takes_connections_of_both_families(host, tmp_
             writer.close()
 
     connects(tmp_path=tmp_path)
+
+
+def test_metrics_need_no_key_at_the_port_that_has_no_clients():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        own_port = free.getsockname()[1]
+    config = msgspec.structs.replace(LOCKED.router, own_port=own_port)
+
+    async def ask_both() -> dict[str, int]:
+        statuses = {}
+        async with HttpBench(ScriptedEngine(hello), ClusterConfig(router=config)) as bench:
+            assert (await bench.get("/metrics")).status == 401
+            async with aiohttp.ClientSession(f"http://127.0.0.1:{own_port}") as session:
+                for path in ("/metrics", "/v1/models", "/status.json"):
+                    async with session.get(path) as reply:
+                        statuses[path] = reply.status
+        return statuses
+
+    statuses = asyncio.run(ask_both())
+    assert statuses == {"/metrics": 200, "/v1/models": 401, "/status.json": 401}
 
 
 @served(script=hello, config=NAMED)
