@@ -12,20 +12,20 @@ from pathlib import Path
 
 import msgspec
 
-from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.lora_files import folders_of, read_adapters
-from baton.model.config.tasks import read_tasks
-from baton.model.config.transformers_config import (
-    check_for_transformers,
-    runs_in_transformers,
-)
-from baton.model.config.weight_files import (
+from baton.model.checkpoint.lora_files import folders_of, read_adapters
+from baton.model.checkpoint.weight_files import (
     INDEX,
     SINGLE,
     as_stored,
     check_tensors,
     tensors_of,
     weight_files,
+)
+from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
+from baton.model.config.tasks import read_tasks
+from baton.model.config.transformers_config import (
+    check_for_transformers,
+    runs_in_transformers,
 )
 from baton.protocol.config import ClusterConfig, ModelImpl
 from baton.protocol.errors import ConfigError

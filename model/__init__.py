@@ -2,10 +2,11 @@
 
 | room | reason to change | may import |
 |---|---|---|
-| `config` | what a folder says: config.json, the tensors of its files, adapters; no torch | |
+| `config` | what a folder says: config.json and the files beside it; no torch | |
+| `checkpoint` | the tensors that a folder and its adapters hold; no torch | `config` |
 | `batch_invariance` | which products give a row the same result in every batch | `layers` |
 | `layers` | the computation of one layer, and the devices it runs on | `config` |
-| `loading` | tensors from files, sliced for a rank, quantized or adapted | `layers` |
+| `loading` | tensors from files, sliced for a rank, quantized or adapted | `checkpoint`, `layers` |
 | `transformers_code` | decoders that transformers' own code computes | `loading` |
 | `sampling` | tokens from logits | |
 | `runner` | one rank: its KV pool, and its steps | all above |

@@ -10,12 +10,12 @@ import msgspec
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import converted, read_json
 from baton.model.config.transformers_config import AnyConfig
-from baton.model.config.weight_files import MODULES
 from baton.protocol.config import Convert
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import Count
 from baton.protocol.pooling import ModelTasks, Pooling
 
+MODULES = "modules.json"  # of sentence-transformers
 # The names of sentence-transformers for its ways of pooling, now and before its version 6.
 _POOLINGS: dict[str, Pooling] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
 _FLAGS = {

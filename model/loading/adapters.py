@@ -6,7 +6,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from baton.model.config.lora_files import Adapter, tensor_of
+from baton.model.checkpoint.lora_files import Adapter, tensor_of
 from baton.model.loading.weights import OpenFile
 
 WIDTH_UNIT = 16  # the inner width is a multiple, which the kernels of all devices take

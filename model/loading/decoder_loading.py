@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from baton.model.batch_invariance.row_rule import RowThreads, at_once
-from baton.model.config.decoder_config import DecoderConfig
-from baton.model.config.lora_files import Adapter
-from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
-from baton.model.config.tensors import (
+from baton.model.checkpoint.lora_files import Adapter
+from baton.model.checkpoint.tensors import (
     EMBEDDING,
     HEAD,
     LABELS,
@@ -23,8 +21,10 @@ from baton.model.config.tensors import (
     MlpTensors,
     units_of_rank,
 )
+from baton.model.checkpoint.weight_files import check_tensors
+from baton.model.config.decoder_config import DecoderConfig
+from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
 from baton.model.config.transformers_config import AnyConfig
-from baton.model.config.weight_files import check_tensors
 from baton.model.layers.attention import Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer, JoinedNorms
 from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent

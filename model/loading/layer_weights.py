@@ -14,10 +14,10 @@ from baton.kernels.cpu.functions import CpuLinears
 from baton.kernels.reference import NarrowWeight
 from baton.model.batch_invariance.device_linears import OrderedLinears
 from baton.model.batch_invariance.host_linears import MAX_HEAD_ROWS, HostLinears
+from baton.model.checkpoint.tensors import decoder_tensors, layout_of
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.packing import Packing
 from baton.model.config.tensor_parts import LinearTensors
-from baton.model.config.tensors import decoder_tensors, layout_of
 from baton.model.layers.linear import Linear, Product
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import GroupedLinear, GroupedProduct, StackedExperts

@@ -14,8 +14,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from baton.model.checkpoint.weight_files import TensorEntry
 from baton.model.config.reading import read_json
-from baton.model.config.weight_files import TensorEntry
 from baton.protocol.errors import ConfigError
 
 MIN_ROWS = 16  # a matrix with fewer may have many rows of zeros

@@ -19,7 +19,7 @@ from typing import NamedTuple, Self
 
 import numpy as np
 
-from baton.model.config.weight_files import Stored, stored_tensors
+from baton.model.checkpoint.weight_files import Stored, stored_tensors
 from baton.model.loading.weight_damage import TensorRows
 from baton.node.executor import Progress
 from baton.protocol.errors import ConfigError

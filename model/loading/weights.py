@@ -17,9 +17,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from baton.kernels.reference import NarrowWeight
+from baton.model.checkpoint.weight_files import stored_tensors
 from baton.model.config.packing import Packing
 from baton.model.config.reading import read_json
-from baton.model.config.weight_files import stored_tensors
 from baton.protocol.errors import ConfigError
 
 # Fields of config.json that may differ between copies of one model.

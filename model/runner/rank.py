@@ -20,8 +20,9 @@ from baton.kernels.cpu.library import CpuLibrary, has_bf16_tiles
 from baton.kv_transfer.agent import TransferAgent, make_port
 from baton.kv_transfer.interfaces import PoolMemory
 from baton.kv_transfer.pools import DevicePool, HostPool
+from baton.model.checkpoint.lora_files import Adapter, fingerprint_of, read_adapters
+from baton.model.checkpoint.weight_files import as_stored
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.lora_files import Adapter, fingerprint_of, read_adapters
 from baton.model.config.tasks import read_tasks
 from baton.model.config.transformers_config import (
     AnyConfig,
@@ -29,7 +30,6 @@ from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
 )
-from baton.model.config.weight_files import as_stored
 from baton.model.layers.attention import PlainBackend
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from baton.llm_settings import Model, config_of
-from baton.model.config.lora_files import folders_of
+from baton.model.checkpoint.lora_files import folders_of
 from baton.pooling import EmbeddingRequestOutput, Pooler, PoolingParams, ScoringRequestOutput
 from baton.prompts import LoRARequest, Prompt, given_prompt
 from baton.protocol.config import ClusterConfig

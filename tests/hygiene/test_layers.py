@@ -58,20 +58,24 @@ WITHIN = {
     ),
     "kernels/cuda": ("kernels/constants.py", "kernels/reference.py"),
     "model/config": (),
+    "model/checkpoint": ("model/config",),
     "model/layers": (
         "model/config", "model/tensor_parallel.py", "model/batch_invariance/row_rule.py",
     ),
     "model/batch_invariance": ("model/layers",),
     "model/loading": (
-        "model/config", "model/layers", "model/batch_invariance", "model/tensor_parallel.py",
+        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/tensor_parallel.py",
     ),
     "model/transformers_code": (
-        "model/config", "model/layers", "model/batch_invariance", "model/loading",
+        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/loading",
         "model/tensor_parallel.py",
     ),
     "model/sampling": (),
     "model/runner": (
-        "model/config", "model/layers", "model/batch_invariance", "model/loading",
+        "model/config", "model/checkpoint", "model/layers", "model/batch_invariance",
+        "model/loading",
         "model/transformers_code", "model/sampling", "model/tensor_parallel.py",
     ),
     "router/text": ("router/outputs.py", "router/worker.py"),

@@ -19,8 +19,8 @@ USES = {
     "router": ("tests/contract/test_router_core.py", "tests/contract/test_router_nodes.py"),
 }
 HOST_ONLY_ROOMS = (
-    "protocol", "runtime", "kv_transfer", "node", "model/config", "prefill_node", "decode_node",
-    "router", "deploy",
+    "protocol", "runtime", "kv_transfer", "node", "model/config", "model/checkpoint",
+    "prefill_node", "decode_node", "router", "deploy",
 )  # fmt: skip
 
 

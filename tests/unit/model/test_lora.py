@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from baton.kernels import reference
+from baton.model.checkpoint.lora_files import fingerprint_of, read_adapters, tensor_of
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.config.lora_files import fingerprint_of, read_adapters, tensor_of
 from baton.model.layers.attention import AdaptedRows
 from baton.model.layers.lora import Lora
 from baton.model.layers.mlp import StackedExperts

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from baton.model.checkpoint.weight_files import as_stored
 from baton.model.config.decoder_config import read_decoder_config
 from baton.model.config.tasks import read_tasks
-from baton.model.config.weight_files import as_stored
 from baton.model.runner.runner import Runner
 from baton.node.scheduling.plan import NOT_FINITE, Slice, StepPlan
 from baton.node.scheduling.pooling import PooledPrompt

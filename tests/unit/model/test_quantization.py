@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from baton.kernels.cpu.library import has_bf16_products, has_bf16_tiles
 from baton.kernels.reference import NarrowWeight, grouped_product
+from baton.model.checkpoint.weight_files import check_tensors
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.config.weight_files import check_tensors
 from baton.model.layers.linear import Product
 from baton.model.loading import decoder_loading as loading
 from baton.model.loading.weights import Checkpoint

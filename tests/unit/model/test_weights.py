@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.model.checkpoint.tensors import decoder_tensors
+from baton.model.checkpoint.weight_files import check_tensors
 from baton.model.config.decoder_config import read_decoder_config
-from baton.model.config.tensors import decoder_tensors
-from baton.model.config.weight_files import check_tensors
 from baton.model.loading.decoder_loading import load_decoder
 from baton.model.loading.layer_weights import RankDevice
 from baton.model.loading.weights import Checkpoint

@@ -14,15 +14,15 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from baton.model.checkpoint.tensors import EMBEDDING, HEAD, LABELS, decoder_tensors, layout_of
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.quantization import Quantization, WeightFormat
 from baton.model.config.reading import read_json
+from baton.model.config.tasks import MODULES
 from baton.model.config.tensor_parts import Shape
-from baton.model.config.tensors import EMBEDDING, HEAD, LABELS, decoder_tensors, layout_of
 from baton.protocol.errors import ConfigError
 
 SINGLE = "model.safetensors"
-MODULES = "modules.json"  # of sentence-transformers
 _BASE = "model."  # before the names of the base model's tensors
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit

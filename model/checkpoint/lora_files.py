@@ -14,10 +14,10 @@ from typing import Annotated, NamedTuple, TypeVar
 import msgspec
 from msgspec import Meta
 
+from baton.model.checkpoint.tensors import decoder_tensors
+from baton.model.checkpoint.weight_files import tensors_of, text_name
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.reading import read_json
-from baton.model.config.tensors import decoder_tensors
-from baton.model.config.weight_files import tensors_of, text_name
 from baton.protocol.errors import ConfigError
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"

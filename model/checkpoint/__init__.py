@@ -1,0 +1,1 @@
+"""The tensors that a folder and its adapters hold, checked against its config without torch."""
