@@ -14,6 +14,7 @@ import pytest
 from tests.support.adapters import write_adapter
 from tests.support.checkpoints import model_folder, tiny_cluster
 from tests.support.cluster import Cluster
+from tests.support.foreign_checkpoints import foreign_folder
 from tests.support.stream_reader import StreamReader
 
 PROMPT = [10 + (i * i + 7 * i) % 241 for i in range(70)]
@@ -37,6 +38,7 @@ FEATURES: dict[str, dict[str, object]] = {
         "logit_bias": {"50": 4.0},
     },
 }
+OF_ADAPTERS = ("adapter", "several")
 WAYS: dict[str, dict[str, Any]] = {
     "aggregated": {"prefill": 0, "router": {"local_prefill": "always"}},
     "disaggregated": {"router": {"local_prefill": "never"}},
@@ -45,11 +47,21 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def answers(
-    folder: Path, dtype: str, kv: str, way: dict[str, Any]
+    folder: Path, dtype: str, kv: str, way: dict[str, Any], hybrid: str
 ) -> dict[tuple[str, str], object]:
-    """What every feature says, in each way in which a cluster comes to compute it."""
-    model = model_folder("qwen3", eos_token_id=2)
-    adapters = [f"{name}={write_adapter(model, rank=r)}" for name, r in (("one", 4), ("two", 8))]
+    """What every feature says, in each way in which a cluster comes to compute it.
+
+    A `hybrid`, whose layers keep a state, has no adapters here.
+    """
+    model, adapters = model_folder("qwen3", eos_token_id=2), list[str]()
+    names, features = ("tiny", "one", "two"), FEATURES
+    if hybrid:
+        model, names = foreign_folder(hybrid, eos_token_id=2), ("tiny",) * 3
+        features = {name: FEATURES[name] for name in FEATURES if name not in OF_ADAPTERS}
+    else:
+        adapters = [
+            f"{name}={write_adapter(model, rank=r)}" for name, r in (("one", 4), ("two", 8))
+        ]
     named = {"path": str(model), "served_model_name": "tiny", "dtype": dtype}
     engine = {"max_num_batched_tokens": 64, "kv_cache_dtype": kv, **way.get("engine", {})}
     sections = way | {"engine": engine}
@@ -63,16 +75,16 @@ def answers(
             choice: Any = cluster.complete(**asked)["choices"][0]
             return choice["token_ids"], json.dumps(choice["logprobs"])
 
-        for name, feature in FEATURES.items():
+        for name, feature in features.items():
             asked = ASKED | feature
             found[name, "alone"], found[name, "cached"] = said(asked), said(asked)
             others = [
                 pool.submit(said, asked | {"seed": i, "prompt": PROMPT[i:], "model": model_name})
-                for i, model_name in enumerate(("tiny", "one", "two", "tiny", "one", "two"))
+                for i, model_name in enumerate(names * 2)
             ]
             found[name, "in a crowd"] = pool.submit(said, asked).result()
             assert all(other.result() for other in others)
-        for name, feature in FEATURES.items():
+        for name, feature in features.items():
             if name != "logprobs":  # their streams cannot be resumed
                 reader = StreamReader(cluster, ASKED | feature)
                 reader.wait_for_more(20)
@@ -86,12 +98,17 @@ def answers(
 @pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("dtype", "kv"), [("float32", "auto"), ("bfloat16", "auto"), ("bfloat16", "fp8")]
-)
-def test_features_have_equal_bits_in_every_way(dtype, kv, tmp_path):
+    ("dtype", "kv", "hybrid"),
+    [
+        ("float32", "auto", ""), ("bfloat16", "auto", ""), ("bfloat16", "fp8", ""),
+        ("float32", "auto", "qwen3_next"), ("bfloat16", "auto", "granitemoehybrid"),
+    ],
+)  # fmt: skip
+def test_features_have_equal_bits_in_every_way(dtype, kv, hybrid, tmp_path):
     expected: dict[str, object] = {}
     for name, way in WAYS.items():
         (tmp_path / name).mkdir()
-        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way).items():
+        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way, hybrid).items():
             assert answer == expected.setdefault(feature, answer), f"{feature}, {name}, {how}"
-    assert len({json.dumps(answer) for answer in expected.values()}) == len(FEATURES)
+    num_features = len(FEATURES) - (len(OF_ADAPTERS) if hybrid else 0)
+    assert len({json.dumps(answer) for answer in expected.values()}) == num_features
