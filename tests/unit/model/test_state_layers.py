@@ -11,6 +11,7 @@ from baton.model.tensor_parallel import SharedMemoryRanks
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError, InvariantBroken
 from baton.runtime.fields import with_values
+from tests.support.adapters import merged, write_adapter
 from tests.support.compute import (
     Text,
     chunked_logits,
@@ -109,6 +110,15 @@ def test_ranks_together_compute_what_one_computes(kind):
         shares = on_all(members, compute)
     assert_close(shares[0], alone, CLOSE)
     assert torch.equal(shares[0], shares[1])
+
+
+def test_an_adapter_changes_queries_that_bring_gates():
+    folder = foreign_folder("qwen3_5_text")
+    adapter = write_adapter(folder)
+    with loaded(compute_config(folder, lora_modules=(f"mine={adapter}",))) as runner:
+        text = Text("a", prompt(LENGTH), range(3, 20), lora="mine", state=state_of(runner))
+        found = logits(runner, text.chunk(0, LENGTH))[0]
+    assert_close(found, reference(merged(folder, adapter, 2.0)), CLOSE)
 
 
 def test_ranks_have_their_parts_of_the_same_blocks():
