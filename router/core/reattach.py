@@ -335,7 +335,9 @@ class Reattaching:
         """
         if (older := self._searching.get(claim.request_id)) is not None:
             if older.claim.owner != claim.owner:
-                raise from_failure(gone())
+                # Only nodes know whose it is. Neither client may end the search of the other one.
+                text = "another client has just asked for this stream: ask again"
+                raise Overloaded(text, code="stream_unknown", retry_after_s=1.0)
             del self._searching[claim.request_id]
             if not older.taken.done():
                 older.taken.set_exception(from_failure(taken_over()))
