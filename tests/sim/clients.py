@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from baton.protocol.ids import Key, RequestId
 from tests.sim.clock import Process
-from tests.sim.executor import Context, next_token, rank_of
+from tests.sim.executor import VOCAB, Context, first_allowed, next_token, rank_of
 from tests.sim.http import Exchange
 from tests.sim.routers import SimRouter, key_header
-from tests.sim.rules import EOS, RULES, VOCAB, first_allowed, word
+from tests.sim.rules import EOS, RULES, word
 
 if TYPE_CHECKING:
     from tests.sim.world import World

@@ -6,21 +6,26 @@ fails at once. The next token depends on the context, the seed, the choice and t
 that mixes the attempts of two nodes has a token that no node would say.
 """
 
+import itertools
 import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 from baton.kv_transfer.interfaces import TransferPort
-from baton.model.sampling.token_masks import NoMask
 from baton.node.executor import RANK_KILLED
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Key
 from tests.sim.clock import Process
-from tests.sim.rules import VOCAB, SimMasks, first_allowed
 
+if TYPE_CHECKING:  # masks load torch, which tests of schedulers do without
+    from tests.sim.rules import SimMasks
+
+VOCAB = 1000
+MOST_TRIES = 100_000
 BLOCK_SIZE = 4
 NUM_HEADS = 2  # of whose slots a block holds one after the other
 SLOT_BYTES = 8
@@ -53,6 +58,14 @@ class Context:
         return context
 
 
+def first_allowed(says: Callable[[int], int], allows: Callable[[int], bool]) -> int:
+    """Return the first allowed one of what a model `says` when it is asked again and again."""
+    if allows(token := says(0)):
+        return token
+    tokens = map(says, itertools.count())
+    return next(filter(allows, itertools.islice(tokens, MOST_TRIES)))
+
+
 def next_token(context: Context, seed: int, choice: int, salt: int) -> int:
     """Return what the node with this salt says."""
     digest = ((context.digest ^ (seed * 7 + choice * 3 + salt)) * _MIX) & _MASK
@@ -83,7 +96,7 @@ class CheckedModel:
         num_blocks: int,
         root: Context,
         says: Callable[[Context, int, int], int],
-        masks: SimMasks | None = None,
+        masks: "SimMasks | None" = None,
     ) -> None:
         self.slots: list[list[Context | int | None]] = [
             [None] * (NUM_HEADS * BLOCK_SIZE) for _ in range(num_blocks)
@@ -139,7 +152,7 @@ class CheckedModel:
             return _anything
         tokens = part.token_ids or (self._sampled[part.key, part.start],)
         allowed = masks.allowed(part, tokens)
-        if not isinstance(allowed, NoMask):
+        if callable(allowed):
             return allowed
         if allowed.problem:
             self.failed[part.key] = allowed.problem
@@ -186,7 +199,7 @@ class SimExecutor:
 
     def __init__(
         self, process: Process, num_blocks: int, salt: int, root: Context,
-        step_s: Callable[[], float], masks: SimMasks,
+        step_s: Callable[[], float], masks: "SimMasks",
     ) -> None:  # fmt: skip
         self.model = CheckedModel(num_blocks, root, partial(next_token, salt=salt), masks)
         self.ports: tuple[TransferPort, ...] = ()

@@ -37,9 +37,9 @@ from baton.protocol.messages import (
 )
 from baton.runtime.channels.keys import KeyPair, Keys
 from tests.sim.clock import Process
-from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, SimExecutor
+from tests.sim.executor import BLOCK_BYTES, BLOCK_SIZE, NUM_HEADS, VOCAB, SimExecutor
 from tests.sim.network import SimChannels, world_call_at
-from tests.sim.rules import EOS, VOCAB, SimMasks
+from tests.sim.rules import EOS, SimMasks
 from tests.sim.transports import Owner, SimNixl, SimPort, SimShm
 
 if TYPE_CHECKING:

@@ -4,7 +4,6 @@ Nodes follow a rule by production's masks and penalties, which they have from th
 check it by arithmetic of their own.
 """
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -20,13 +19,12 @@ from tokenizers.models import WordLevel
 from baton.model.sampling.penalties import DIVISOR, MINUEND
 from baton.model.sampling.token_masks import NoMask, TokenMasks
 from baton.node.scheduling.plan import Slice
+from tests.sim.executor import VOCAB
 
-VOCAB = 1000
 EOS = tuple(range(10, 14))
 LETTERS = "abcd"
 PAIRS = "([ac][1-9][0-9]{2}[bd][1-9][0-9]{2})"  # of an even and an odd token, both of 100 or more
 FEW = range(200, 240)
-MOST_TRIES = 100_000
 
 
 def word(token: int) -> str:
@@ -75,14 +73,6 @@ RULES: Mapping[str, Rule] = {
         lambda prompt, output, token: token not in output and token not in prompt,
     ),
 }
-
-
-def first_allowed(says: Callable[[int], int], allows: Callable[[int], bool]) -> int:
-    """Return the first allowed one of what a model `says` when it is asked again and again."""
-    if allows(token := says(0)):
-        return token
-    tokens = map(says, itertools.count())
-    return next(filter(allows, itertools.islice(tokens, MOST_TRIES)))
 
 
 class SimMasks(TokenMasks):

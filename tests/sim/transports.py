@@ -27,9 +27,8 @@ from baton.node.scheduling.block_pool import BlockPool
 from baton.protocol.errors import NodeError, TransferError
 from baton.protocol.ids import Epoch
 from tests.sim.clock import Process
-from tests.sim.executor import BLOCK_BYTES, SLOT_BYTES, Context, SimExecutor
+from tests.sim.executor import BLOCK_BYTES, SLOT_BYTES, VOCAB, Context, SimExecutor
 from tests.sim.network import world_call_at
-from tests.sim.rules import VOCAB
 
 if TYPE_CHECKING:
     from tests.sim.world import World
