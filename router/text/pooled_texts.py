@@ -149,7 +149,9 @@ class PooledTexts:
 
     def _begin_of(self, document: str, num_tokens: int) -> str:
         token_ids = self._text.encode_cut(document, num_tokens, add_special_tokens=False)
-        return self._text.decode(token_ids, skip_special_tokens=False)
+        begin = self._text.decode(token_ids, skip_special_tokens=False)
+        # A cut within a character shows another one, which may have more tokens.
+        return begin if document.startswith(begin) else begin.rstrip("\ufffd")
 
 
 def embedding_of(numbers: bytes, dimensions: int | None, *, normalizes: bool) -> list[float]:

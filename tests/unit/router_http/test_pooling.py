@@ -145,6 +145,14 @@ def test_a_long_document_of_a_pair_is_cut_and_the_rest_stays():
         texts.of_pair("Q" * 100, document, PromptOptions(500, cut_to=40), asks=True)
 
 
+def test_a_document_of_characters_with_many_tokens_is_cut_between_them():
+    texts, text = texts_with(PAIRS)
+    for most in range(20, 40):
+        cut = texts.of_pair("Q", "\U0001f600" * 50, PromptOptions(500, cut_to=most), asks=True)
+        assert most - 4 < len(cut) <= most
+        assert set(text.decode(cut).removeprefix("[q]Q[d]")) == {"\U0001f600"}
+
+
 def row(*numbers: float) -> bytes:
     return array("f", numbers).tobytes()
 
