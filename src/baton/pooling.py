@@ -82,8 +82,9 @@ class Pooler:
     ) -> ScoringRequestOutput:
         model, texts = self._router.get_model_config(), self._pooled_texts()
         options = self._options(params)
+        fields = ("data_1", "data_2")
         asked = await self._router.get_tokenizer().in_thread(
-            sum(map(len, pair)), lambda: scored([pair], model, texts, options)
+            sum(map(len, pair)), lambda: scored([pair], model, texts, options, fields)
         )
         prompts = list(map(unpacked, asked.prompts))
         try:

@@ -9,6 +9,7 @@ from msgspec import Meta
 from baton.protocol.errors import RequestError
 from baton.protocol.pooling import Pooling
 from baton.protocol.sampling import EVERYONE, Scope
+from baton.router.core.admission import check_vocabulary
 from baton.router.core.health import ServedModel
 from baton.router.http.api.decoding import decoded
 from baton.router.http.api.prepare import lora_of, packed
@@ -126,7 +127,8 @@ def _of_embeddings(data: bytes, model: ServedModel, texts: PooledTexts) -> Poole
         text = f"dimensions can be at most {size}, the length of the model's embeddings"
         raise RequestError(text, param="dimensions")
     with blaming({"prompt": "input"}):
-        prompts = [packed(texts.of_input(one, options)) for one in _inputs_of(body.input)]
+        token_ids = [texts.of_input(one, options) for one in _inputs_of(body.input)]
+        prompts = checked(token_ids, model)
     return PooledPrompts(
         prompts=prompts,
         pooling=model.tasks.embedding,
@@ -168,8 +170,7 @@ def _of_scores(data: bytes, model: ServedModel, texts: PooledTexts) -> PooledPro
         instruction=body.instruction,
     )
     pairs = list(zip(queries, documents, strict=True))
-    with blaming({"prompt": second}):
-        prompts = scored(pairs, model, texts, options)
+    prompts = scored(pairs, model, texts, options, (first, second))
     return msgspec.structs.replace(
         prompts, scope=scope, sent={"prompt": second}, ignored=tuple(ignored)
     )
@@ -196,8 +197,8 @@ def _of_ranks(data: bytes, model: ServedModel, texts: PooledTexts) -> PooledProm
         instruction=body.instruction,
         max_document_tokens=body.max_tokens_per_doc,
     )
-    with blaming({"prompt": "documents"}):
-        prompts = scored([(body.query, one) for one in documents], model, texts, options)
+    pairs = [(body.query, one) for one in documents]
+    prompts = scored(pairs, model, texts, options, ("query", "documents"))
     return msgspec.structs.replace(
         prompts,
         scope=scope,
@@ -213,15 +214,17 @@ def scored(
     model: ServedModel,
     texts: PooledTexts,
     options: PromptOptions,
+    fields: tuple[str, str],
 ) -> PooledPrompts:
     """Return the prompts of pairs: those of a classifier, or those of embeddings to compare.
 
-    Raises `RequestError`.
+    `fields` are those of the queries and of the documents. Raises `RequestError`.
     """
     tasks = model.tasks
     if tasks.num_labels == 1:
         asks = tasks.scores_by_tokens
-        prompts = [packed(texts.of_pair(*pair, options, asks=asks)) for pair in pairs]
+        with blaming({"prompt": fields[1]}):
+            prompts = checked([texts.of_pair(*pair, options, asks=asks) for pair in pairs], model)
         return PooledPrompts(
             prompts=prompts, pooling="classify", is_probability=tasks.is_probability
         )
@@ -239,12 +242,23 @@ def scored(
         most = options.max_tokens if options.cut_to is None else options.cut_to
         most = min(options.max_document_tokens, most)
         shorter = msgspec.structs.replace(options, cut_to=most)
-    token_ids = [texts.of_input(one, options if one in queries else shorter) for one in places]
+    others = [one for one in documents if one not in queries]
+    prompts = []
+    for field, those, cut in zip(fields, (queries, others), (options, shorter), strict=True):
+        with blaming({"prompt": field}):
+            prompts += checked([texts.of_input(one, cut) for one in those], model)
     return PooledPrompts(
-        prompts=list(map(packed, token_ids)),
+        prompts=prompts,
         pooling=tasks.embedding,
         pairs=tuple((places[query], places[document]) for query, document in pairs),
     )
+
+
+def checked(prompts: Sequence[list[int]], model: ServedModel) -> list[bytes]:
+    """Return prompts packed. Raises `RequestError` for those that no node could compute."""
+    for token_ids in prompts:
+        check_vocabulary(token_ids, model.vocab_size)
+    return list(map(packed, prompts))
 
 
 def scores_of(asked: PooledPrompts, numbers: Sequence[bytes]) -> Iterator[float]:

@@ -141,6 +141,7 @@ def checked_prompt(chat: Chat, template: ChatTemplate | None) -> str:
 
 
 def packed(token_ids: list[int]) -> bytes:
+    """Pack the ids of a prompt that `check_vocabulary` accepts, so that each fits its place."""
     return array("i", token_ids).tobytes()
 
 

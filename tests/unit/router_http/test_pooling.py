@@ -224,6 +224,22 @@ async def test_each_prompt_of_a_large_batch_is_sent_once_and_few_at_a_time(http,
     assert reply.json["usage"]["prompt_tokens"] == 2 * num
 
 
+@pytest.mark.parametrize("ids", [[2**31], [2**64], [1024], [-1], []])
+@before_a_node()
+async def test_ids_that_no_model_has_are_refused_before_a_node_computes(http, node, ids):
+    reply = await http.post({"input": [[1], ids]}, "/v1/embeddings")
+    assert (reply.status, reply.error["param"]) == (400, "input")
+    assert not any(isinstance(message, Prefill) for message in node.heard)
+
+
+@before_a_node()
+async def test_an_error_names_the_text_of_a_pair_that_is_wrong(http, node):
+    for query, document, wrong in (("", "D", "text_1"), ("Q", "", "text_2")):
+        reply = await http.post({"text_1": query, "text_2": [document]}, "/v1/score")
+        assert (reply.status, reply.error["param"]) == (400, wrong)
+    assert not any(isinstance(message, Prefill) for message in node.heard)
+
+
 @before_a_node()
 async def test_a_client_that_leaves_ends_every_prompt_of_its_batch(http, node):
     body = {"input": [[1], [2], [3]]}
