@@ -156,11 +156,17 @@ def _group(config: AnyConfig, dtype: torch.dtype) -> LayerGroup:
 def num_blocks_for(
     cache: CacheConfig, layout: KVLayout, num_ranks: int, num_bytes: int, most_tokens: int
 ) -> int:
-    """Return how many blocks are configured or fit. Raises `ConfigError` if none fits.
+    """Return how many blocks are configured or fit. Raises `ConfigError` if they are too few.
 
     Without a setting, they take at most `num_bytes` and hold at most `most_tokens`.
     """
+    least = layout.state_blocks + 1  # for a sequence of one block
     if cache.num_blocks:
+        if cache.num_blocks < least:
+            raise ConfigError(
+                f"cache.num_blocks is {cache.num_blocks}, but the state of one sequence takes "
+                f"{layout.state_blocks}: make it at least {least}"
+            )
         return cache.num_blocks
     most = MAX_BLOCKS
     if cache.memory_mib:
@@ -168,10 +174,11 @@ def num_blocks_for(
     else:
         most = min(most, -(-most_tokens // layout.block_size))
     num_blocks = min(num_bytes // (layout.block_bytes * num_ranks), most)
-    if num_blocks == 0:
-        needed = -(-layout.block_bytes * num_ranks >> 20)
+    if num_blocks < least:
+        needed = -(-least * layout.block_bytes * num_ranks >> 20)
+        what = "one sequence with its state" if layout.state_blocks else "one block"
         raise ConfigError(
-            f"{num_bytes >> 20} MiB for the KV pool are too little, because one block takes "
+            f"{num_bytes >> 20} MiB for the KV pool are too little, because {what} takes "
             f"{needed} MiB: raise cache.memory_mib or free memory"
         )
     return num_blocks

@@ -146,6 +146,7 @@ def test_nodes_with_other_states_do_not_exchange_blocks(tmp_path):
     [
         ({"engine.kv_cache_dtype": "fp8"}, "keep a state"),
         ({"engine.tensor_parallel_size": 4}, "cannot share the states of 2 groups"),
+        ({"cache.num_blocks": 10}, "cache.num_blocks is 10, but the state of one sequence"),
     ],
 )
 def test_what_states_do_not_allow_is_refused_at_start(settings, text):
