@@ -149,6 +149,10 @@ class TextRouter:
         stream.request_id = request_id or minted
         return stream
 
+    @property
+    def num_prefill_nodes(self) -> int:
+        return len(self.core.registry.in_service("prefill"))
+
     async def _rules_of(self, params: SamplingParams, caller: Caller) -> OutputRules:
         """Return the rules for an output. Raises `RequestError`."""
         vocab_size = self.core.limits().vocab_size

@@ -28,8 +28,10 @@ from baton.router.http.request_log import Running, counted_request
 from baton.router.text.pooled_texts import embedding_of
 from baton.router.text_router import TextRouter
 
-# Prompts of one body that wait or run at once, so that none takes the whole queue.
+# Prompts of one body that wait or run at once, so that none takes the whole queue, and their tokens
+# for each prefill node, so that none waits for its own neighbours until the queue's limit.
 MAX_AT_ONCE = 256
+MAX_TOKENS_AT_ONCE = 16_384
 
 _ID_PREFIXES: dict[PoolingEndpoint, str] = {
     "embeddings": "embd-",
@@ -77,18 +79,23 @@ class PoolingHandlers:
     ) -> list[bytes]:
         """Return what nodes make of each prompt. Raises the first error in their order."""
         numbers: list[bytes] = []
-        waiting: deque[RequestStream] = deque()
+        waiting: deque[tuple[RequestStream, int]] = deque()  # with their numbers of tokens
+        num_tokens = 0  # of those, and of the next one
         for index, prompt in enumerate(asked.prompts):
-            if len(waiting) == MAX_AT_ONCE:
-                numbers.append(await _pooled(waiting.popleft()))
-            elif index:  # a long list must not delay other requests
+            if index:  # a long list must not delay other requests
                 await asyncio.sleep(0)
+            num_tokens += num_packed(prompt)
+            most = MAX_TOKENS_AT_ONCE * max(1, self._engine.num_prefill_nodes)
+            while waiting and (len(waiting) == MAX_AT_ONCE or num_tokens > most):
+                first, size = waiting.popleft()
+                numbers.append(await _pooled(first))
+                num_tokens -= size
             stream = await self._engine.pool(
                 unpacked(prompt), asked.pooling, f"{name}-{index}", caller
             )
             running.streams.append(stream)
-            waiting.append(stream)
-        return numbers + [await _pooled(stream) for stream in waiting]
+            waiting.append((stream, num_packed(prompt)))
+        return numbers + [await _pooled(stream) for stream, _ in waiting]
 
     async def _body(
         self,

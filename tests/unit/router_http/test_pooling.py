@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,6 +17,7 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import ConfigError, Failure, RequestError
 from baton.protocol.messages import Cancel, CancelDone, Failed, NodeFacts, NodeInfo, Pooled, Prefill
 from baton.protocol.pooling import ModelTasks
+from baton.router.http import pooling_handlers
 from baton.router.http.pooling_handlers import MAX_AT_ONCE
 from baton.router.text.chat_template import ChatTemplate
 from baton.router.text.detokenizer import decoding_of
@@ -222,6 +224,21 @@ async def test_each_prompt_of_a_large_batch_is_sent_once_and_few_at_a_time(http,
     firsts = [one["embedding"][0] for one in reply.json["data"]]
     assert firsts == [ids[0] for ids in inputs]
     assert reply.json["usage"]["prompt_tokens"] == 2 * num
+
+
+@before_a_node()
+async def test_long_prompts_of_a_batch_do_not_wait_for_each_other_until_the_queue_gives_up(
+    http, node
+):
+    inputs = [[1, 2, 3], [4] * 9, [5], [6, 7], [8] * 4]
+    with mock.patch.object(pooling_handlers, "MAX_TOKENS_AT_ONCE", 6):
+        asked = asyncio.create_task(http.post({"input": inputs}, "/v1/embeddings"))
+        for expected in ([[1, 2, 3]], [[4] * 9], [[5], [6, 7]], [[8] * 4]):
+            orders = await orders_of(node, len(expected))
+            assert [order.token_ids for order in orders] == expected
+            for order in orders:
+                node.say(Pooled(order.key, row(1, 0)))
+        assert (await asked).status == 200
 
 
 @pytest.mark.parametrize("ids", [[2**31], [2**64], [1024], [-1], []])
