@@ -8,6 +8,7 @@ Linear layers are baton's, by which a row keeps its bits in every batch.
 
 import contextlib
 import secrets
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from itertools import pairwise
@@ -35,6 +36,9 @@ HARMLESS = frozenset({
     "dropout", "is_causal", "position_ids", "use_cache", "return_dict", "cu_seq_lens_q",
     "cu_seq_lens_k", "max_length_q", "max_length_k",
 })  # fmt: skip
+# transformers changes its classes while it makes a model, and two threads that do so at once, as
+# the ranks of a test, would leave them changed.
+LOADING = threading.Lock()
 # The errors with which code of transformers says that it cannot run as it is asked to.
 MODEL_ERRORS = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError,
@@ -229,11 +233,12 @@ def load_transformers(
     """Load with transformers' own loader. Raises `ConfigError` for weights that do not fit."""
     silence()
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, local_files_only=True, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
-            **EXPERTS[device.type],
-        )  # fmt: skip
+        with LOADING:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=dtype, local_files_only=True, use_safetensors=True,
+                trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
+                **EXPERTS[device.type],
+            )  # fmt: skip
     except MODEL_ERRORS as error:
         raise ConfigError(f"{folder}: transformers cannot load it: {one_line(error)}") from error
     for what in ("missing", "unexpected", "mismatched"):

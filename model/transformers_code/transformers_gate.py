@@ -25,6 +25,7 @@ from baton.model.layers.rotary import unrotated
 from baton.model.tensor_parallel import SingleRank
 from baton.model.transformers_code.transformers_decoder import (
     EXPERTS,
+    LOADING,
     MODEL_ERRORS,
     TRIAL_CUTS,
     PagedAttention,
@@ -64,7 +65,7 @@ def examine(folder: Path, max_model_len: int) -> TransformersConfig:
         if others := set(getattr(text, "layer_types", None) or ()) - KINDS:
             raise ConfigError(f"it has layers of the kind {', '.join(sorted(others))}")
         _check_longrope(text, max_model_len)
-        with no_init_weights():  # `_randomise` gives them all
+        with LOADING, no_init_weights():  # `_randomise` gives them all
             model = AutoModelForCausalLM.from_config(
                 small(text), dtype=torch.float32, attn_implementation="eager", **EXPERTS["cpu"]
             )

@@ -75,7 +75,9 @@ def serving(folder: Path, *arguments: str, roles: Set[str] = ROLES) -> Iterator[
     output = folder / "output"
     with output.open("wb") as file:
         process = subprocess.Popen(
-            [sys.executable, "-m", "baton", "serve", "--port", "0", *arguments],
+            # What runs these tests may ignore SIGHUP.
+            ["env", "--default-signal=HUP", sys.executable, "-m", "baton", "serve",
+             "--port", "0", *arguments],
             stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, cwd=folder,
             start_new_session=True,
         )  # fmt: skip

@@ -443,7 +443,8 @@ def of_bodies() -> Iterator[BadRequest]:
             "response_format": OBJECTS, "structured_outputs": f'{{"json":{OBJECTS}}}'}  # fmt: skip
     for name, value in deep.items():  # no decoder says where it gave up
         yield of_one(CHAT, name, value)._replace(param=None)
-    for path in ("/v1/embeddings", "/v1/none", "/v1/completions/", "//", "/v1/../v1", "/%00"):
+    yield BadRequest("/v1/embeddings", whole[CHAT], "messages")
+    for path in ("/v1/none", "/v1/completions/", "//", "/v1/../v1", "/%00"):
         yield BadRequest(path, whole[CHAT], None, 404)
     yield BadRequest("/v1/models/none", b"", "model", 404, method="GET")
     yield BadRequest("/v1/models/" + "a" * 4000, b"", "model", 404, method="GET")
