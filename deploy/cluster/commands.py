@@ -45,7 +45,7 @@ EXTRA_START_S = 20.0
 LOCAL, RAY = "local", "ray"
 # How the files that `render` writes for a platform are run.
 RENDERED = {
-    "helm": "helm install NAME FOLDER/chart -f FOLDER/secrets.yaml",
+    "helm": "helm install NAME CHART -f FOLDER/values.yaml -f FOLDER/secrets.yaml",
     "kubernetes": "kubectl apply -k FOLDER/base",
     "slurm": "bash FOLDER/submit.sh",
     "systemd": "systemctl start baton-NAME.target",

@@ -18,7 +18,8 @@ from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.runtime.channels.endpoint import Endpoint
 
-# A line is this word, the secret half, the public half (Z85, 40 characters each).
+# A line is this word, the secret half, the public half (Z85, 40 characters each). What cannot
+# compute the public half, such as a chart that makes a key, leaves it out.
 FORMAT = "baton-key-1"
 MAX_FILE_BYTES = 4096
 OTHERS = stat.S_IRWXG | stat.S_IRWXO
@@ -112,14 +113,14 @@ def _read(path: str) -> tuple[KeyPair, ...]:
 
 def _parsed(line: bytes, path: str) -> KeyPair:
     words = line.split()
-    if len(words) != 3 or words[0] != FORMAT.encode():
+    if len(words) not in (2, 3) or words[0] != FORMAT.encode():
         raise _damaged(path)
-    _, secret, public = words
+    secret, *named = words[1:]
     try:
-        is_pair = zmq.curve_public(secret) == public
+        public = zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
-        is_pair = False
-    if not is_pair:
+        raise _damaged(path) from None
+    if named and named != [public]:
         raise _damaged(path)
     return KeyPair(secret, public)
 

@@ -197,3 +197,12 @@ def test_a_file_that_holds_no_key_is_refused(tmp_path):
             load_keys(KeysConfig(str(path)))
     with pytest.raises(ConfigError, match="cannot read"):
         load_keys(KeysConfig(str(tmp_path / "gone")))
+
+
+def test_a_file_may_leave_out_the_public_half(tmp_path):
+    whole = new_key(tmp_path)
+    words = (tmp_path / "own.key").read_text().split()
+    path = tmp_path / "half.key"
+    path.write_text(" ".join(words[:2]))
+    path.chmod(0o600)
+    assert Keys(str(path)).pairs == whole.pairs

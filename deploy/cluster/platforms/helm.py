@@ -1,106 +1,145 @@
-"""`baton render --on helm`: the manifests of Kubernetes as a chart.
+"""`baton render --on helm`: a description as values of the chart in `deploy/chart`.
 
-The values are what a description says, so `helm install` without others gives the manifests of
-`--on kubernetes`. The number of routers is fixed, because nodes dial each of them.
+Filled in with them and the description's name as that of the release, the chart gives the objects
+of `--on kubernetes`, with requests of memory and limits of shared memory where none are described.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from baton.deploy.cluster.platforms.kubernetes import LABELS, objects_of, text_of
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan
+from baton.deploy.cluster.description import Settings
+from baton.deploy.cluster.platforms.kubernetes import check, is_folder, text_of
+from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import write_private
-from baton.protocol import VERSION
+from baton.runtime.settings import VARIABLE_PREFIX
 
-# What every pod has; all other fields are values.
-FIXED = (
-    "automountServiceAccountToken", "enableServiceLinks", "terminationGracePeriodSeconds",
-    "securityContext", "containers", "initContainers",
-)  # fmt: skip
-# Texts that stand for a value, or for all keys of one, until an object is text.
-_VALUE, _KEYS = "HELM-VALUE", "HELM-KEYS"
+CHART = Path(__file__).parents[2] / "chart"
+Values = dict[str, Any]
+
+# The pools of the chart's own values; null takes one out that a description does not have.
+DEFAULT_POOLS = ("prefill", "decode")
+_API_KEYS = f"{VARIABLE_PREFIX}ROUTER_API_KEYS"
+_HUB_TOKEN = "HF_TOKEN"  # which only the pods need that fetch the model
 
 
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
-    """Write the chart, and a private file of values with the key and other secrets."""
+    """Write the values, and a private file of those that are secret."""
+    path, secret_path = folder / "values.yaml", folder / "secrets.yaml"
+    path.write_text(text_of([values_of(plan)]), encoding="utf-8")
+    write_private(secret_path, text_of([secrets_of(plan)]).encode())
+    return [path, secret_path]
+
+
+def values_of(plan: ClusterPlan) -> Values:
+    """Return the values that are not secret. Raises `ConfigError`."""
+    description, options = plan.description, plan.description.kubernetes
+    check(description)
+    has_folder = is_folder(description.model)
+    (router, *_), router_spec = description.routers, plan.pool(ROUTERS)[0]
+    pools = {name: _pool(plan, name) for name in description.pools}
+    absent: Values = {name: None for name in DEFAULT_POOLS if name not in pools}
+    return _without_empty(
+        model="" if has_folder else description.model,
+        image=_image(options.image),
+        settings=_by_section(description.settings),
+        modelStorage=_without_empty(claim=options.model_claim if has_folder else ""),
+        cache=_without_empty(claim=options.cache_claim),
+        podAnnotations=options.annotations,
+        pod=options.pod,
+        podMonitor=_without_empty(enabled=options.pod_monitor),
+        router=_without_empty(
+            replicas=len(description.routers),
+            port=router.port,
+            controlPort=router.control_port,
+            settings=_by_section(router.settings),
+            env=_public(router_spec),
+        ),
+        pools=pools | absent,
+    )
+
+
+def secrets_of(plan: ClusterPlan) -> Values:
+    """Return the values that nobody else may read: keys, tokens, secret variables."""
     description = plan.description
-    options = msgspec.structs.replace(description.kubernetes, image=f"{_VALUE}(image)")
-    named = msgspec.structs.replace(description, kubernetes=options)
-    values: dict[str, Any] = {
-        "image": description.kubernetes.image,
-        "service": {"type": "ClusterIP"},
-        "components": {},
-    }
-    secrets: dict[str, Any] = {}
-    texts = {}
-    for name, objects in objects_of(ClusterPlan(named, plan.processes)).items():
-        for one in objects:
-            _take_values(one, values, secrets)
-        texts[f"templates/{name}"] = _template(text_of(objects))
-    texts["values.yaml"] = text_of([values])
-    texts["Chart.yaml"] = text_of(
-        [
-            {
-                "apiVersion": "v2",
-                "name": description.name,
-                "description": "Routers, prefill and decode nodes of baton",
-                "version": VERSION,
-                "appVersion": VERSION,
-            }
-        ]
+    specs = {spec.pool: spec for spec in reversed(plan.processes)}
+    variables = {name: dict(spec.secret_env) for name, spec in specs.items()}
+    tokens = [texts.pop(_HUB_TOKEN, "") for texts in variables.values()]
+    api_keys = variables[ROUTERS].pop(_API_KEYS, "")
+    key = Path(description.key).read_text(encoding="utf-8") if description.key else ""
+    secrets = {name: {"secretEnv": texts} for name, texts in variables.items() if texts}
+    return _without_empty(
+        clusterKey=_without_empty(value=key),
+        apiKeys=_without_empty(values=api_keys.split(",") if api_keys else []),
+        huggingFace=_without_empty(token=max(tokens)),
+        router=secrets.pop(ROUTERS, {}),
+        pools=secrets,
     )
-    files = {folder / "chart" / name: text for name, text in texts.items()}
-    for path, text in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    if secrets:
-        write_private(folder / "secrets.yaml", text_of([{"secrets": secrets}]).encode())
-        return [*files, folder / "secrets.yaml"]
-    return list(files)
 
 
-def _take_values(one: dict[str, Any], values: dict[str, Any], secrets: dict[str, Any]) -> None:
-    """Move what people change from an object to the values."""
-    component, spec = one["metadata"]["labels"][f"{LABELS}component"], one.get("spec", {})
-    if one["kind"] == "Secret":
-        secrets[component] = one["stringData"]
-        names = {name: f"{_VALUE}(secrets/{component}/{name})" for name in one["stringData"]}
-        one["stringData"] = names
-    elif one["kind"] == "Service" and "ports" in spec:
-        spec[_KEYS] = "service"
-    elif one["kind"] == "StatefulSet":
-        at, pod, about = f"components/{component}", *map(spec["template"].get, ("spec", "metadata"))
-        (container,) = pod["containers"]
-        values["components"][component] = own = {
-            "pod": {name: pod.pop(name) for name in list(pod) if name not in FIXED},
-            "annotations": about["annotations"],
-            "resources": container["resources"],
-        }
-        if component != ROUTERS and "replicas" in spec:
-            own["replicas"] = spec["replicas"]
-            spec["replicas"] = f"{_VALUE}({at}/replicas)"
-        pod[_KEYS] = f"{at}/pod"
-        about["annotations"] = {_KEYS: f"{at}/annotations"}
-        container["resources"] = {_KEYS: f"{at}/resources"}
-
-
-def _template(text: str) -> str:
-    """Return the template of objects that hold texts for values."""
-    text = text.replace("{{", '{{ "{{" }}')
-    text = re.sub(
-        rf"{_VALUE}\((.+?)\)", lambda found: f"{{{{ {_path(found[1])} | toJson }}}}", text
+def _pool(plan: ClusterPlan, name: str) -> Values:
+    pool, spec = plan.description.pools[name], plan.pool(name)[0]
+    options = plan.description.kubernetes
+    limits: dict[str, str] = dict(pool.resources)
+    if pool.memory_mib:
+        limits["memory"] = f"{pool.memory_mib}Mi"
+    scaling = _without_empty(
+        maxReplicas=pool.max_replicas,
+        prometheus=options.prometheus,
+        externalMetrics=options.external_metrics,
     )
-    return re.sub(rf"^( *){_KEYS}: (.+)$", _keys, text, flags=re.MULTILINE)
+    ports = {port.name: port.port for port in spec.ports}
+    return _without_empty(
+        role=pool.role,
+        replicas=pool.replicas,
+        gpus=pool.gpus,
+        autoscaling=scaling if pool.max_replicas else {},
+        settings=_by_section({**_threads(spec), **pool.settings}),
+        httpPort=ports["http"],
+        peerPort=pool.peer_port,
+        resources=_without_empty(
+            requests={"cpu": str(pool.cpus)} if pool.cpus else {},
+            limits=limits,
+        ),
+        env=_public(spec),
+        podAnnotations=pool.annotations,
+        nodeSelector=pool.node_selector,
+        pod=pool.pod,
+    )
 
 
-def _keys(found: re.Match[str]) -> str:
-    indent, path = found[1], _path(found[2])
-    lines = (f"with {path}", f"toYaml . | nindent {len(indent)}", "end")
-    return "\n".join(f"{indent}{{{{- {line} }}}}" for line in lines)
+def _threads(spec: ProcessSpec) -> Settings:
+    """Return the setting that follows from a pool's CPUs, if one does."""
+    start = "engine.threads="
+    counts = [word.removeprefix(start) for word in spec.argv if word.startswith(start)]
+    return {"engine.threads": int(counts[0])} if counts else {}
 
 
-def _path(keys: str) -> str:
-    return " ".join(["index .Values", *(f'"{key}"' for key in keys.split("/"))])
+def _by_section(settings: Settings) -> dict[str, Settings]:
+    """Return settings by section, without the API keys, which are secret."""
+    found: dict[str, Settings] = {}
+    for dotted, value in settings.items():
+        section, _, name = dotted.partition(".")
+        if dotted != "router.api_keys":
+            found.setdefault(section, {})[name] = value
+    return found
+
+
+def _public(spec: ProcessSpec) -> dict[str, str]:
+    """Return the variables that the description names; the chart adds those of baton."""
+    return {name: text for name, text in spec.env.items() if not name.startswith(VARIABLE_PREFIX)}
+
+
+def _image(image: str) -> Values:
+    """Return an image's name in parts. A port in the name of a registry is no tag."""
+    repository, at, digest = image.partition("@")
+    if at:
+        return {"repository": repository, "tag": digest}
+    repository, colon, tag = image.rpartition(":")
+    if colon and "/" not in tag:
+        return {"repository": repository, "tag": tag}
+    return {"repository": image}
+
+
+def _without_empty(**values: object) -> Values:
+    """Return what is described, which no empty text, list or mapping is, and no 0."""
+    return {name: value for name, value in values.items() if value}

@@ -71,7 +71,7 @@ def addresses_of(description: Description) -> ClusterAddresses:
         listen="*",
         http_port=HTTP_PORT,
         metrics_port=METRICS_PORT,
-        model=MODEL_FOLDER if _is_folder(description.model) else "",
+        model=MODEL_FOLDER if is_folder(description.model) else "",
         key=f"{KEY_FOLDER}/{KEY_FILE}" if description.key else "",
     )
 
@@ -100,7 +100,7 @@ def text_of(documents: list[Manifest]) -> str:
 def objects_of(plan: ClusterPlan) -> dict[str, list[Manifest]]:
     """Return the objects by file name. Raises `ConfigError`."""
     description, secrets = plan.description, _secrets(plan)
-    _check(description)
+    check(description)
     files = {
         f"{name}.yaml": _processes(plan, name, secrets) for name in (ROUTERS, *description.pools)
     }
@@ -118,9 +118,10 @@ def objects_of(plan: ClusterPlan) -> dict[str, list[Manifest]]:
     return files
 
 
-def _check(description: Description) -> None:
+def check(description: Description) -> None:
+    """Raise `ConfigError` for what is missing on Kubernetes."""
     options = description.kubernetes
-    if _is_folder(description.model) and not options.model_claim:
+    if is_folder(description.model) and not options.model_claim:
         raise ConfigError(
             "kubernetes.model_claim: name the PersistentVolumeClaim that holds the model folder, "
             "or name a model of the Hugging Face hub"
@@ -173,7 +174,7 @@ def _processes(plan: ClusterPlan, component: str, secrets: list[Manifest]) -> li
         env=_environment(spec),
         resources=_resources(spec),
         pins_memory=any(name.startswith(RDMA) for name in spec.resources),
-        has_folder=_is_folder(description.model),
+        has_folder=is_folder(description.model),
         start_s=int(plan.start_timeout_s),
     )
     pod = objects[1]["spec"]["template"]["spec"]
@@ -230,6 +231,6 @@ def _resources(spec: ProcessSpec) -> Manifest:
     return {"requests": {**requests, **limits}, **({"limits": limits} if limits else {})}
 
 
-def _is_folder(model: str) -> bool:
+def is_folder(model: str) -> bool:
     """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
     return model.startswith("/")

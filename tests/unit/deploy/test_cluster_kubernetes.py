@@ -1,10 +1,7 @@
-"""The manifests of a cluster: valid for every version of Kubernetes, and the chart of the same."""
+"""The manifests of a cluster: valid for every version of Kubernetes, or refused by name."""
 
-import functools
-import json
 import re
 import shutil
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +9,6 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.deploy.cluster.platforms import helm
 from baton.deploy.cluster.platforms.kubernetes import addresses_of, render
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.reading import read_description
@@ -140,50 +136,6 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
 def test_what_kubernetes_cannot_have_is_refused(changes, reason, tmp_path):
     with pytest.raises(ConfigError, match=reason):
         rendered(tmp_path, **changes)
-
-
-def test_a_chart_with_its_own_values_is_what_kustomize_has(tmp_path):
-    expected = objects(rendered(tmp_path))
-    description = read_description(tmp_path / "cluster.yaml", shares_hosts=False)
-    files = helm.render(plan_of(description, addresses_of(description)), tmp_path / "helm")
-    contents = {path.name: path.read_text() for path in files}
-    values = yaml.safe_load(contents.pop("values.yaml")) | yaml.safe_load(contents["secrets.yaml"])
-    chart = yaml.safe_load(contents.pop("Chart.yaml"))
-    assert (chart["apiVersion"], chart["name"]) == ("v2", "small")
-    values["components"]["decode"]["replicas"] = 5
-    found = {}
-    for path in files:
-        if path.parent.name == "templates":
-            for one in yaml.safe_load_all(filled(path.read_text(), values)):
-                found[one["kind"], one["metadata"]["name"]] = one
-    (kustomization,) = [key for key in expected if key[0] == "Kustomization"]
-    del expected[kustomization]
-    expected["StatefulSet", "small-decode"]["spec"]["replicas"] = 5
-    expected["Service", "small"]["spec"]["type"] = "ClusterIP"
-    assert found == expected
-    key = (tmp_path / "cluster.key").read_text().split()[1]
-    assert [name for name, text in contents.items() if key in text] == ["secrets.yaml"]
-
-
-def filled(template: str, values: Object) -> str:
-    """Fill in a template as Helm does, as far as the charts need it."""
-
-    def value_of(path: str) -> Any:
-        keys = re.findall(r'"(.+?)"', path)
-        return functools.reduce(lambda found, key: found[key], keys, values)
-
-    def block(found: re.Match[str]) -> str:
-        if not (value := value_of(found[1])):
-            return ""
-        text = yaml.safe_dump(value).rstrip()
-        return "\n" + textwrap.indent(text, " " * int(found[2]))
-
-    keys = r"\s*{{- with index \.Values (.+?) }}\s*{{- toYaml \. \| nindent (\d+) }}\s*{{- end }}"
-    text = re.sub(keys, block, template)
-    text = re.sub(
-        r"{{ index \.Values (.+?) \| toJson }}", lambda one: json.dumps(value_of(one[1])), text
-    )
-    return text.replace('{{ "{{" }}', "{{")
 
 
 def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path):

@@ -1,0 +1,255 @@
+"""The chart, filled in by the real helm: alone, and with what a description comes to."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import msgspec
+import pytest
+import yaml
+
+from baton.deploy.cluster.commands import main
+from baton.deploy.cluster.platforms import helm
+from baton.deploy.cluster.platforms.kubernetes import HTTP_PORT, METRICS_PORT
+from baton.deploy.cluster.reading import POOL_SECTIONS, ROUTER_SECTIONS
+from baton.protocol import VERSION
+from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig
+from baton.runtime.channels.keys import Keys, write_key
+from tests.support.chart import Object, Objects, needs_helm, objects_of, refusal, values_file
+from tests.support.chart import helm as run_helm
+from tests.unit.deploy.test_cluster_kubernetes import CONTENT, CUSTOM, VERSIONS, rendered
+from tests.unit.deploy.test_cluster_kubernetes import objects as objects_in
+
+pytestmark = needs_helm
+SCALED = ("--set", "pools.decode.autoscaling.maxReplicas=8")
+KEDA = (*SCALED, "--set", "node.autoscaling.prometheus=http://prometheus:9090")
+HPA = (*SCALED, "--set", "node.autoscaling.externalMetrics=true")
+SCALERS = ("ScaledObject", "HorizontalPodAutoscaler")
+FULL: dict[str, Any] = {
+    "model": "Qwen/Qwen3-0.6B",
+    "image": {"repository": "example/baton", "tag": "sha256:" + "0" * 64},
+    "imagePullSecrets": [{"name": "registry"}],
+    "apiKeys": {"existingSecret": "ours"},
+    "huggingFace": {"token": "hf_x"},
+    "modelStorage": {"create": {"size": "10Gi"}, "path": "qwen/small", "download": True},
+    "node": {
+        "extraEnv": [{"name": "ONE", "value": "1"}],
+        "tolerations": [{"key": "gpu", "operator": "Exists"}],
+        "extraVolumes": [{"name": "certificates", "secret": {"secretName": "tls"}}],
+        "extraVolumeMounts": [{"name": "certificates", "mountPath": "/tls"}],
+    },
+    "pools": {"prefill": {"gpus": 2, "resources": {"limits": {"rdma/hca": "1"}}}},
+    "serviceAccount": {"create": True},
+    "ingress": {"enabled": True, "host": "llm.example", "tlsSecret": "tls", "className": "nginx"},
+    "httpRoute": {"enabled": True, "parentRefs": [{"name": "gateway"}]},
+    "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "15s"},
+}
+
+
+def described(folder: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> list[str]:
+    """Return helm's flags for the files that `baton render` writes for a description."""
+    (folder / "cluster.yaml").write_text(yaml.safe_dump({**CONTENT, **changes}, sort_keys=False))
+    if not (folder / "cluster.key").exists():
+        write_key(folder / "cluster.key")
+    words = [str(folder / "cluster.yaml"), "--on", "helm", "--out", str(folder / "values")]
+    assert main("render", "", words) == 0
+    paths = capsys.readouterr().out.splitlines()
+    return [word for path in paths for word in ("--values", path)]
+
+
+def container_of(found: Objects, name: str) -> Object:
+    (container,) = found["StatefulSet", name]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def named(entries: list[Object]) -> dict[str, Object]:
+    return {entry["name"]: entry for entry in entries}
+
+
+def test_helm_finds_no_fault(tmp_path):
+    for words in ((), KEDA, HPA, ("--values", values_file(tmp_path, **FULL))):
+        done = run_helm("lint", "--strict", str(helm.CHART), *words)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_object_is_valid_in_the_oldest_and_the_newest_version(version, tmp_path, capsys):
+    full = ("--values", values_file(tmp_path, **FULL))
+    for words in ((), KEDA, HPA, full, described(tmp_path, capsys)):
+        for (kind, _), one in objects_of(*words).items():
+            if kind not in (*CUSTOM, "HTTPRoute"):
+                kubernetes_validate.validate(one, version, strict=True)
+
+
+def test_releases_of_one_namespace_share_no_name_and_no_pod(tmp_path):
+    words = ("--values", values_file(tmp_path, **FULL))
+    ours, theirs = (objects_of(*words, release=name) for name in ("ours", "theirs"))
+    assert ours
+    assert not ours.keys() & theirs.keys()
+    for one in ours.values():
+        assert "theirs" not in json.dumps(one)
+        selector = json.dumps(one.get("spec", {}).get("selector", "instance"))
+        assert "instance" in selector
+
+
+@pytest.mark.parametrize(
+    ("words", "reason"),
+    [
+        (("--set", "pools.decode.replica=4"), "replica"),
+        (("--set", "componets.decode.replicas=4"), "componets"),
+        (("--set", "settings.cahce.block_size=16"), "cahce"),
+        (("--set", "pools.other.replicas=1"), "role"),
+        (("--set", "pools.router.role=decode"), "router"),
+        (("--set", "pod.containers=x"), "containers"),
+        (SCALED, "nothing measures when to scale"),
+        ((*KEDA, "--set", "pools.decode.replicas=9"), "must not be smaller"),
+        (("--set", "modelStorage.download=true"), "give `model`"),
+        (("--set", f"pools.{'p' * 41}.role=decode"), "does not match pattern"),
+    ],
+)
+def test_values_that_cannot_work_are_refused(words, reason):
+    assert reason in refusal(*words)
+
+
+def test_names_that_are_too_long_for_labels_are_refused():
+    reason = refusal("--set", f"pools.{'p' * 40}.role=decode", release="r" * 20)
+    assert "more than 52 characters" in reason
+
+
+@pytest.mark.parametrize("words", [KEDA, HPA])
+def test_replicas_are_the_least_number_where_a_pool_is_scaled(words):
+    found = objects_of(*words, "--set", "pools.decode.replicas=4")
+    assert "replicas" not in found["StatefulSet", "small-decode"]["spec"]
+    (scaler,) = (one for (kind, _), one in found.items() if kind in SCALERS)
+    spec = scaler["spec"]
+    assert (spec.get("minReplicaCount") or spec["minReplicas"]) == 4
+    assert (spec.get("maxReplicaCount") or spec["maxReplicas"]) == 8
+    for trigger in spec.get("triggers", []):
+        assert trigger["metadata"]["ignoreNullValues"] == "false"
+    assert (
+        objects_of("--set", "pools.decode.replicas=4")["StatefulSet", "small-decode"]["spec"][
+            "replicas"
+        ]
+        == 4
+    )
+
+
+def test_the_key_that_a_chart_makes_is_one(tmp_path):
+    found = objects_of("--set", "model=Qwen/Qwen3-0.6B")
+    path = tmp_path / "cluster.key"
+    path.write_text(found["Secret", "small-key"]["stringData"]["cluster.key"])
+    path.chmod(0o600)
+    assert Keys(str(path)).first is not None
+
+
+def test_secrets_that_exist_are_named_and_none_is_made(tmp_path):
+    secrets = {
+        "clusterKey": {"existingSecret": "a"},
+        "apiKeys": {"existingSecret": "b", "existingSecretKey": "keys"},
+        "huggingFace": {"existingSecret": "c"},
+    }
+    words = ("--values", values_file(tmp_path, **secrets), "--set", "model=some/model")
+    found = objects_of(*words)
+    assert not [name for kind, name in found if kind == "Secret"]
+    pod = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]
+    assert named(pod["volumes"])["secret"]["secret"]["secretName"] == "a"
+    env = named(container_of(found, "small-router")["env"])
+    assert env["BATON_ROUTER_API_KEYS"]["valueFrom"]["secretKeyRef"] == {"name": "b", "key": "keys"}
+    assert env["HF_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "c", "key": "token"}
+
+
+def test_only_pods_that_fetch_the_model_have_the_token(tmp_path):
+    found = objects_of("--values", values_file(tmp_path, **FULL))
+    having = [kind for (kind, _), one in found.items() if '"HF_TOKEN"' in json.dumps(one)]
+    assert having == ["Job"]
+    env = json.dumps(container_of(found, "small-decode")["args"])
+    assert "model.path=/model/qwen/small" in env
+
+
+def test_pods_ask_for_memory_and_bound_what_they_share(tmp_path, capsys):
+    for words in ((), described(tmp_path, capsys)):
+        found = objects_of(*words)
+        for name in ("small-router", "small-prefill", "small-decode"):
+            assert container_of(found, name)["resources"]["requests"]["memory"]
+            pod = found["StatefulSet", name]["spec"]["template"]["spec"]
+            assert named(pod["volumes"])["shared-memory"]["emptyDir"]["sizeLimit"]
+
+
+def test_pods_begin_anew_when_a_secret_changes(tmp_path, capsys):
+    digests = []
+    for _ in range(2):
+        (tmp_path / "cluster.key").unlink(missing_ok=True)
+        pod = objects_of(*described(tmp_path, capsys))["StatefulSet", "small-decode"]["spec"][
+            "template"
+        ]
+        digests.append(pod["metadata"]["annotations"]["baton/secrets"])
+    assert digests[0] != digests[1]
+
+
+def test_the_chart_knows_the_sections_defaults_and_version_of_baton():
+    schema = json.loads((helm.CHART / "values.schema.json").read_text())["properties"]
+    sections = {
+        name
+        for name in ClusterConfig.__struct_fields__
+        if isinstance(getattr(ClusterConfig(), name), msgspec.Struct)
+    }
+    assert set(schema["settings"]["properties"]) == sections
+    assert set(schema["node"]["properties"]["settings"]["properties"]) == set(POOL_SECTIONS)
+    assert set(schema["router"]["properties"]["settings"]["properties"]) == set(ROUTER_SECTIONS)
+    chart = yaml.safe_load((helm.CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (VERSION, VERSION)
+    pod = objects_of()["StatefulSet", "small-decode"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] == NodeConfig().shutdown_timeout_s + 15
+    (container,) = pod["containers"]
+    start_s = (
+        container["startupProbe"]["failureThreshold"] * container["startupProbe"]["periodSeconds"]
+    )
+    assert start_s == NodeConfig().start_timeout_s
+    assert RouterConfig().shutdown_timeout_s == NodeConfig().shutdown_timeout_s
+    ports = named(container_of(objects_of(), "small-router")["ports"])
+    assert (ports["http"]["containerPort"], ports["metrics"]["containerPort"]) == (
+        HTTP_PORT,
+        METRICS_PORT,
+    )
+
+
+def test_a_description_gives_the_objects_that_kustomize_has(tmp_path, capsys):
+    pools = CONTENT["pools"]
+    changes = {
+        "pools": {"prefill": pools["prefill"], "big": {**pools["decode"], "max_replicas": 8}}
+    }
+    expected = objects_in(rendered(tmp_path, **changes))
+    found = objects_of(*described(tmp_path, capsys, **changes))
+    del expected["Kustomization", ""]
+    api_keys = expected.pop(("Secret", "small-router"))["stringData"]["BATON_ROUTER_API_KEYS"]
+    assert found.pop(("Secret", "small-api-keys"))["stringData"] == {"api-keys": api_keys}
+    assert found.keys() == expected.keys()
+    for name, one in found.items():
+        assert normal(one) == normal(expected[name]), name
+
+
+def normal(one: Object) -> Object:
+    """Return an object without what is only in the chart, and without the order of its lists."""
+    one = json.loads(json.dumps(one))
+    one["metadata"].pop("namespace", None)
+    spec = one.get("spec", {})
+    spec.pop("pollingInterval", None)
+    if one["kind"] == "Service" and one["metadata"]["name"] == "small":
+        spec["type"] = "ClusterIP"
+    if one["kind"] == "NetworkPolicy" or one["kind"] == "PodMonitor":
+        return json.loads(json.dumps(one).replace('"router", "model"]', '"router"]'))
+    if one["kind"] == "StatefulSet":
+        del spec["template"]["metadata"]["annotations"]["baton/secrets"]
+        pod = spec["template"]["spec"]
+        for container in pod["containers"] + pod["initContainers"]:
+            container.pop("imagePullPolicy", None)
+            container["args"] = sorted(container.get("args", []))
+            env = named(container.get("env", []))
+            env.pop("BATON_ROUTER_API_KEYS", None)
+            container["env"] = env
+            container.pop("envFrom", None)
+            container["resources"]["requests"].pop("memory", None)
+        pod["volumes"] = named(pod["volumes"])
+        pod["volumes"]["shared-memory"]["emptyDir"].pop("sizeLimit", None)
+    return one
