@@ -103,6 +103,7 @@ $(SERVE_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
 
 $(TEST_STAMP): pyproject.toml constraints.txt $(TORCH_STAMP) | $(BIN)/python
 	@$(INSTALL) --editable ".[dev,nixl$(if $(EXTRAS),$(comma)$(EXTRAS))]"
+	@$(BIN)/python tools/install_helm.py
 	@touch $@ $(SERVE_STAMP) $(VENV)/.ready-to-serve $(VENV)/.ready-to-test
 
 ifneq ($(TORCH_STAMP),)

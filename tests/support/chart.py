@@ -1,7 +1,9 @@
 """Fill in the chart with the real `helm`, where one is installed."""
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ from baton.deploy.cluster.platforms.helm import CHART
 Object = dict[str, Any]
 Objects = dict[tuple[str, str], Object]
 
+# Where `make install-test` puts helm and kubectl.
+os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
 needs_helm = pytest.mark.skipif(shutil.which("helm") is None, reason="helm is not installed")
 
 
