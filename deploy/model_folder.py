@@ -37,7 +37,7 @@ DEMO_NAME = "demo"
 CHECKPOINT = Path(__file__).parent / "demo_checkpoint"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # The files of a repository that baton reads, without weights in other formats.
-_HUB_FILES, _HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
+HUB_FILES, HUB_WEIGHTS = ("*.json", "*.jinja"), "*.safetensors"
 # Git leaves a file of some hundred bytes in place of a large file that was not fetched.
 _LFS_POINTER = b"version https://git-lfs"
 
@@ -105,7 +105,7 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
 
     hint = f"fetch it with `hf download {name}`, on a host that reaches the hub"
     try:
-        patterns = [*_HUB_FILES, *([_HUB_WEIGHTS] if needs_weights else [])]
+        patterns = [*HUB_FILES, *([HUB_WEIGHTS] if needs_weights else [])]
         return Path(snapshot_download(name, allow_patterns=patterns))
     except LocalEntryNotFoundError as error:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"

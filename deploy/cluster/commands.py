@@ -155,8 +155,8 @@ def render(given: ClusterArguments) -> int:
     from baton.deploy.cluster.platforms import helm, kubernetes, slurm, systemd
 
     addresses_of, write = {
-        "helm": (kubernetes.addresses_of, helm.render),
-        "kubernetes": (kubernetes.addresses_of, kubernetes.render),
+        "helm": (helm.addresses_of, helm.render),
+        "kubernetes": (helm.addresses_of, kubernetes.render),
         "slurm": (slurm.addresses_of, slurm.render),
         "systemd": (addresses_by_name, systemd.render),
     }[given.on]

@@ -45,15 +45,11 @@ class ClusterAddresses(msgspec.Struct, frozen=True):
     node: str  # the address of a node without a host of its own, which other nodes dial
     listen: str = ""  # what routers, and the HTTP of nodes, bind; empty is what is dialled
     host: str = ""  # the host of every process without one; empty: the platform chooses
-    http_port: int = 0  # of a node for which the description names none
-    metrics_port: int = 0  # of a router, where each has an address of its own
-    # Where a described model and key file lie there; empty is where the description says.
-    model: str = ""
-    key: str = ""
+    key: str = ""  # where the described key file lies there; empty is where the description says
 
 
 class NamedPort(msgspec.Struct, frozen=True):
-    name: Literal["http", "control", "metrics", "peers"]
+    name: Literal["http", "control", "peers"]
     port: int
 
 
@@ -140,9 +136,6 @@ def _router(
     }
     if "router.host" not in settings:
         env["BATON_ROUTER_HOST"] = listen
-    metrics = addresses.metrics_port
-    if metrics:
-        env["BATON_ROUTER_OWN_PORT"] = str(metrics)
     env, secret_env = _split(description, env)
     api_keys = settings.pop("router.api_keys", ())
     assert isinstance(api_keys, tuple)
@@ -160,7 +153,6 @@ def _router(
         ports=(
             NamedPort("http", router.port),
             NamedPort("control", router.control_port),
-            *([NamedPort("metrics", metrics)] if metrics else []),
         ),
         grace_s=config_of(description, router.settings).router.shutdown_timeout_s + EXTRA_GRACE_S,
         is_tls=config_of(description, router.settings).router.speaks_tls,
@@ -193,7 +185,7 @@ def _node(
         "BATON_NODE_ROUTERS": ",".join(routers),
         "BATON_NODE_BIND": f"tcp://{bracketed(address)}" + (f":{port}" if port else ""),
     }
-    http = pool.http_port + nth if pool.http_port else addresses.http_port
+    http = pool.http_port + nth if pool.http_port else 0
     if http:
         env["BATON_NODE_HTTP"] = f"{bracketed(addresses.listen or address)}:{http}"
     gpu_ids = tuple(range(first_gpu, first_gpu + pool.gpus)) if host else ()
@@ -258,7 +250,7 @@ def _common(description: Description, addresses: ClusterAddresses) -> Settings:
     """Return the settings that all processes share."""
     settings: Settings = {}
     if description.model:
-        settings["model.path"] = addresses.model or description.model
+        settings["model.path"] = description.model
     if description.key:
         settings["keys.file"] = addresses.key or description.key
     return settings | description.settings

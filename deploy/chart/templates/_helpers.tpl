@@ -43,9 +43,11 @@ matchExpressions:
 {{ include "baton.modelFolder" . }}/.complete-{{ .Values.model | sha256sum | trunc 12 }}
 {{- end }}
 
-{{/* The name of the Secret with the cluster's key, and those of other secrets; empty without. */}}
+{{/* The names of Secrets: of the cluster's key and of other secrets; empty without one. */}}
 {{- define "baton.keySecret" -}}
-{{ .Values.clusterKey.existingSecret | default (printf "%s-key" .Release.Name) }}
+{{- if .Values.clusterKey.existingSecret }}{{ .Values.clusterKey.existingSecret }}
+{{- else if or .Values.clusterKey.value (not (dig "keys" "insecure" false .Values.settings)) }}{{ .Release.Name }}-key
+{{- end }}
 {{- end }}
 {{- define "baton.apiKeysSecret" -}}
 {{- if .Values.apiKeys.existingSecret }}{{ .Values.apiKeys.existingSecret }}
@@ -94,9 +96,12 @@ matchExpressions:
 
 {{/* Settings that all processes share, as JSON. */}}
 {{- define "baton.settings" -}}
-{{- $own := dict "keys" (dict "file" "/run/baton/cluster.key") -}}
+{{- $own := dict -}}
+{{- if include "baton.keySecret" . }}{{ $_ := set $own "keys" (dict "file" "/run/baton/cluster.key") }}{{ end -}}
 {{- if include "baton.modelClaim" . -}}
-{{- $_ := set $own "model" (dict "path" (include "baton.modelFolder" .)) -}}
+{{- $model := dict "path" (include "baton.modelFolder" .) -}}
+{{- with .Values.model }}{{ $_ := set $model "served_model_name" . }}{{ end -}}
+{{- $_ := set $own "model" $model -}}
 {{- else if .Values.model -}}
 {{- $_ := set $own "model" (dict "path" .Values.model) -}}
 {{- end -}}

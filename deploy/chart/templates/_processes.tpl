@@ -29,6 +29,7 @@ Takes (dict "root" $ "component" NAME "own" VALUES).
 {{- with dig "requests" "cpu" "" $own.resources }}{{ $_ := set $requests "cpu" . }}{{ end -}}
 {{- $rdma := false -}}
 {{- range $name, $_ := $limits }}{{ if hasPrefix "rdma/" $name }}{{ $rdma = true }}{{ end }}{{ end -}}
+{{- $key := include "baton.keySecret" $root -}}
 {{- $claim := include "baton.modelClaim" $root -}}
 {{- $annotations := mergeOverwrite (deepCopy $values.podAnnotations) (deepCopy $own.podAnnotations) -}}
 {{- $_ := set $annotations "baton/secrets" (include "baton.secretDigest" . | trim) -}}
@@ -70,7 +71,9 @@ spec:
       terminationGracePeriodSeconds: {{ $grace }}
       {{- include "baton.podSecurity" . | nindent 6 }}
       {{- include "baton.podFields" . | nindent 6 }}
+      {{- if or $key $values.modelStorage.download }}
       initContainers:
+        {{- if $key }}
         - name: key  # a copy for the process alone: a Secret's volume is open to the pod's group
           {{- include "baton.container" $root | nindent 10 }}
           command: [install, -m, "600", /run/secrets/baton/cluster.key, /run/baton/cluster.key]
@@ -79,6 +82,7 @@ spec:
           volumeMounts:
             - {name: secret, mountPath: /run/secrets/baton, readOnly: true}
             - {name: key, mountPath: /run/baton}
+        {{- end }}
         {{- if $values.modelStorage.download }}
         - name: model  # waits for the Job that fetches it
           {{- include "baton.container" $root | nindent 10 }}
@@ -88,6 +92,7 @@ spec:
           volumeMounts:
             - {name: model, mountPath: /model, readOnly: true}
         {{- end }}
+      {{- end }}
       containers:
         - name: baton
           {{- include "baton.container" $root | nindent 10 }}
@@ -98,7 +103,7 @@ spec:
           env:
             {{- include "baton.processEnv" . | nindent 12 }}
             {{- range $name, $text := $own.env }}
-            - {name: {{ $name }}, value: {{ $text | replace "$(" "$$(" | quote }}}
+            - {name: {{ $name }}, value: {{ $text | replace "$(" "$$(" | toJson }}}
             {{- end }}
             {{- with $own.extraEnv }}{{ toYaml . | nindent 12 }}{{ end }}
           {{- if $own.secretEnv }}
@@ -150,7 +155,9 @@ spec:
             {{- if $claim }}
             - {name: model, mountPath: /model, readOnly: true}
             {{- end }}
+            {{- if $key }}
             - {name: key, mountPath: /run/baton}
+            {{- end }}
             {{- with $own.extraVolumeMounts }}{{ toYaml . | nindent 12 }}{{ end }}
       volumes:
         - name: scratch
@@ -167,10 +174,12 @@ spec:
         - name: model
           persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: true}
         {{- end }}
+        {{- with $key }}
         - name: secret
-          secret: {secretName: {{ include "baton.keySecret" $root }}}
+          secret: {secretName: {{ . }}}
         - name: key
           emptyDir: {medium: Memory, sizeLimit: 1Mi}
+        {{- end }}
         {{- with $own.extraVolumes }}{{ toYaml . | nindent 8 }}{{ end }}
 ---
 apiVersion: policy/v1

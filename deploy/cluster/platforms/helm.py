@@ -1,25 +1,46 @@
 """`baton render --on helm`: a description as values of the chart in `deploy/chart`.
 
-Filled in with them and the description's name as that of the release, the chart gives the objects
-of `--on kubernetes`, with requests of memory and limits of shared memory where none are described.
+The routers are a StatefulSet, and so is each pool: a pod is called like its node, and nodes dial a
+router by the name of its pod. The description's name is that of the release.
 """
 
 from pathlib import Path
 from typing import Any
 
-from baton.deploy.cluster.description import Settings
-from baton.deploy.cluster.platforms.kubernetes import check, is_folder, text_of
-from baton.deploy.cluster.processes import ROUTERS, ClusterPlan, ProcessSpec
+import msgspec
+
+from baton.deploy.cluster.description import Description, Settings
+from baton.deploy.cluster.processes import ROUTERS, ClusterAddresses, ClusterPlan, ProcessSpec
 from baton.deploy.cluster.state import write_private
+from baton.protocol.errors import ConfigError
 from baton.runtime.settings import VARIABLE_PREFIX
 
 CHART = Path(__file__).parents[2] / "chart"
 Values = dict[str, Any]
 
+# Kubernetes adds up to 11 characters to a StatefulSet's name in labels of 63.
+MAX_NAME = 52
 # The pools of the chart's own values; null takes one out that a description does not have.
 DEFAULT_POOLS = ("prefill", "decode")
 _API_KEYS = f"{VARIABLE_PREFIX}ROUTER_API_KEYS"
 _HUB_TOKEN = "HF_TOKEN"  # which only the pods need that fetch the model
+
+
+def addresses_of(description: Description) -> ClusterAddresses:
+    """Return the names of routers. Raises `ConfigError` for what Kubernetes cannot have."""
+    description.check_no_hosts(
+        "Kubernetes places the processes; remove the addresses, and use node_selector to choose "
+        "machines"
+    )
+    if any(router != description.routers[0] for router in description.routers):
+        raise ConfigError("routers[1]: on Kubernetes all routers are alike; give each the same")
+    for name in (ROUTERS, *description.pools):
+        if len(whole := f"{description.name}-{name}") > MAX_NAME:
+            raise ConfigError(f"{whole} has more than {MAX_NAME} characters; choose shorter names")
+    return ClusterAddresses(
+        routers=tuple(f"{ROUTERS}-{index}" for index in range(len(description.routers))),
+        node="",  # the chart says where pods listen
+    )
 
 
 def render(plan: ClusterPlan, folder: Path) -> list[Path]:
@@ -33,8 +54,8 @@ def render(plan: ClusterPlan, folder: Path) -> list[Path]:
 def values_of(plan: ClusterPlan) -> Values:
     """Return the values that are not secret. Raises `ConfigError`."""
     description, options = plan.description, plan.description.kubernetes
-    check(description)
-    has_folder = is_folder(description.model)
+    _check(description)
+    has_folder = _is_folder(description.model)
     (router, *_), router_spec = description.routers, plan.pool(ROUTERS)[0]
     pools = {name: _pool(plan, name) for name in description.pools}
     absent: Values = {name: None for name in DEFAULT_POOLS if name not in pools}
@@ -63,17 +84,43 @@ def secrets_of(plan: ClusterPlan) -> Values:
     description = plan.description
     specs = {spec.pool: spec for spec in reversed(plan.processes)}
     variables = {name: dict(spec.secret_env) for name, spec in specs.items()}
-    tokens = [texts.pop(_HUB_TOKEN, "") for texts in variables.values()]
+    tokens = {texts.pop(_HUB_TOKEN, "") for texts in variables.values()} - {""}
+    is_fetched = not _is_folder(description.model)
     api_keys = variables[ROUTERS].pop(_API_KEYS, "")
     key = Path(description.key).read_text(encoding="utf-8") if description.key else ""
     secrets = {name: {"secretEnv": texts} for name, texts in variables.items() if texts}
     return _without_empty(
         clusterKey=_without_empty(value=key),
         apiKeys=_without_empty(values=api_keys.split(",") if api_keys else []),
-        huggingFace=_without_empty(token=max(tokens)),
+        huggingFace=_without_empty(token=min(tokens) if tokens and is_fetched else ""),
         router=secrets.pop(ROUTERS, {}),
         pools=secrets,
     )
+
+
+def text_of(documents: list[Values]) -> str:
+    return "---\n".join(msgspec.yaml.encode(document).decode() for document in documents)
+
+
+def _check(description: Description) -> None:
+    options = description.kubernetes
+    if _is_folder(description.model) and not options.model_claim:
+        raise ConfigError(
+            "kubernetes.model_claim: name the PersistentVolumeClaim that holds the model folder, "
+            "or name a model of the Hugging Face hub"
+        )
+    for name, pool in description.pools.items():
+        if pool.max_replicas and not (options.prometheus or options.external_metrics):
+            raise ConfigError(
+                f"pools.{name}.max_replicas: nothing measures when to scale; give "
+                "kubernetes.prometheus, which KEDA asks, or set kubernetes.external_metrics if an "
+                "adapter publishes baton's metrics"
+            )
+
+
+def _is_folder(model: str) -> bool:
+    """Return whether a description's model is a folder, and neither a hub's name nor the demo."""
+    return model.startswith("/")
 
 
 def _pool(plan: ClusterPlan, name: str) -> Values:
@@ -87,14 +134,13 @@ def _pool(plan: ClusterPlan, name: str) -> Values:
         prometheus=options.prometheus,
         externalMetrics=options.external_metrics,
     )
-    ports = {port.name: port.port for port in spec.ports}
     return _without_empty(
         role=pool.role,
         replicas=pool.replicas,
         gpus=pool.gpus,
         autoscaling=scaling if pool.max_replicas else {},
         settings=_by_section({**_threads(spec), **pool.settings}),
-        httpPort=ports["http"],
+        httpPort=pool.http_port,
         peerPort=pool.peer_port,
         resources=_without_empty(
             requests={"cpu": str(pool.cpus)} if pool.cpus else {},

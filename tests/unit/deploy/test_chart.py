@@ -1,6 +1,7 @@
 """The chart, filled in by the real helm: alone, and with what a description comes to."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,8 @@ import yaml
 
 from baton.deploy.cluster.commands import main
 from baton.deploy.cluster.platforms import helm
-from baton.deploy.cluster.platforms.kubernetes import HTTP_PORT, METRICS_PORT
 from baton.deploy.cluster.reading import POOL_SECTIONS, ROUTER_SECTIONS
+from baton.deploy.model_folder import HUB_FILES, HUB_WEIGHTS
 from baton.protocol import VERSION
 from baton.protocol.config import ClusterConfig, NodeConfig, RouterConfig
 from baton.runtime.channels.keys import Keys, write_key
@@ -163,8 +164,40 @@ def test_only_pods_that_fetch_the_model_have_the_token(tmp_path):
     found = objects_of("--values", values_file(tmp_path, **FULL))
     having = [kind for (kind, _), one in found.items() if '"HF_TOKEN"' in json.dumps(one)]
     assert having == ["Job"]
-    env = json.dumps(container_of(found, "small-decode")["args"])
-    assert "model.path=/model/qwen/small" in env
+    args = container_of(found, "small-decode")["args"]
+    assert {"model.path=/model/qwen/small", f"model.served_model_name={FULL['model']}"} < set(args)
+
+
+def test_the_job_fetches_what_baton_reads_and_pods_wait_for_its_mark(tmp_path):
+    found = objects_of("--values", values_file(tmp_path, **FULL))
+    (job,) = (one["spec"]["template"]["spec"] for (kind, _), one in found.items() if kind == "Job")
+    script = job["containers"][0]["command"][2]
+    folder, mark = "/model/qwen/small", script.split()[-1]
+    patterns = " ".join(f"--include '{pattern}'" for pattern in (*HUB_FILES, HUB_WEIGHTS))
+    assert script == f'hf download "$MODEL" --local-dir {folder} {patterns} && touch {mark}'
+    pod = found["StatefulSet", "small-decode"]["spec"]["template"]["spec"]
+    assert f"[ -e {mark} ]" in named(pod["initContainers"])["model"]["command"][2]
+    other = objects_of("--values", values_file(tmp_path, **{**FULL, "model": "other/model"}))
+    names = [{name for kind, name in objects if kind == "Job"} for objects in (found, other)]
+    assert names[0] != names[1], "a Job cannot be changed"
+
+
+def test_nodes_of_a_private_network_need_no_key():
+    found = objects_of("--set", "settings.keys.insecure=true")
+    assert not [name for kind, name in found if kind == "Secret"]
+    assert "key" not in json.dumps(
+        found["StatefulSet", "small-decode"]["spec"]["template"]["spec"]["volumes"]
+    )
+
+
+def test_kustomize_takes_what_render_writes(tmp_path):
+    files = rendered(tmp_path)
+    done = subprocess.run(
+        ["kubectl", "kustomize", str(files[0].parent)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = [one["kind"] for one in yaml.safe_load_all(done.stdout)]
+    assert sorted(kinds) == sorted(kind for kind, _ in objects_in(files) if kind != "Kustomization")
 
 
 def test_pods_ask_for_memory_and_bound_what_they_share(tmp_path, capsys):
@@ -207,49 +240,3 @@ def test_the_chart_knows_the_sections_defaults_and_version_of_baton():
     )
     assert start_s == NodeConfig().start_timeout_s
     assert RouterConfig().shutdown_timeout_s == NodeConfig().shutdown_timeout_s
-    ports = named(container_of(objects_of(), "small-router")["ports"])
-    assert (ports["http"]["containerPort"], ports["metrics"]["containerPort"]) == (
-        HTTP_PORT,
-        METRICS_PORT,
-    )
-
-
-def test_a_description_gives_the_objects_that_kustomize_has(tmp_path, capsys):
-    pools = CONTENT["pools"]
-    changes = {
-        "pools": {"prefill": pools["prefill"], "big": {**pools["decode"], "max_replicas": 8}}
-    }
-    expected = objects_in(rendered(tmp_path, **changes))
-    found = objects_of(*described(tmp_path, capsys, **changes))
-    del expected["Kustomization", ""]
-    api_keys = expected.pop(("Secret", "small-router"))["stringData"]["BATON_ROUTER_API_KEYS"]
-    assert found.pop(("Secret", "small-api-keys"))["stringData"] == {"api-keys": api_keys}
-    assert found.keys() == expected.keys()
-    for name, one in found.items():
-        assert normal(one) == normal(expected[name]), name
-
-
-def normal(one: Object) -> Object:
-    """Return an object without what is only in the chart, and without the order of its lists."""
-    one = json.loads(json.dumps(one))
-    one["metadata"].pop("namespace", None)
-    spec = one.get("spec", {})
-    spec.pop("pollingInterval", None)
-    if one["kind"] == "Service" and one["metadata"]["name"] == "small":
-        spec["type"] = "ClusterIP"
-    if one["kind"] == "NetworkPolicy" or one["kind"] == "PodMonitor":
-        return json.loads(json.dumps(one).replace('"router", "model"]', '"router"]'))
-    if one["kind"] == "StatefulSet":
-        del spec["template"]["metadata"]["annotations"]["baton/secrets"]
-        pod = spec["template"]["spec"]
-        for container in pod["containers"] + pod["initContainers"]:
-            container.pop("imagePullPolicy", None)
-            container["args"] = sorted(container.get("args", []))
-            env = named(container.get("env", []))
-            env.pop("BATON_ROUTER_API_KEYS", None)
-            container["env"] = env
-            container.pop("envFrom", None)
-            container["resources"]["requests"].pop("memory", None)
-        pod["volumes"] = named(pod["volumes"])
-        pod["volumes"]["shared-memory"]["emptyDir"].pop("sizeLimit", None)
-    return one

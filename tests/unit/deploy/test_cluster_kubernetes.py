@@ -9,14 +9,17 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from baton.deploy.cluster.platforms.kubernetes import addresses_of, render
+from baton.deploy.cluster.platforms.helm import addresses_of
+from baton.deploy.cluster.platforms.kubernetes import render
 from baton.deploy.cluster.processes import plan_of
 from baton.deploy.cluster.reading import read_description
 from baton.protocol.errors import ConfigError
 from baton.router.http.metrics import ROUTER_FAMILIES
 from baton.runtime.channels.keys import write_key
+from tests.support.chart import needs_helm
 from tests.support.sources import REPOSITORY
 
+pytestmark = needs_helm
 VERSIONS = ("1.27", kubernetes_validate.latest_version())
 CONTENT: dict[str, Any] = {
     "name": "small",
@@ -129,7 +132,7 @@ def test_a_pool_is_scaled_on_what_waits_for_its_role(tmp_path):
     [
         ({"routers": [{}, {"port": 8001}]}, "all routers are alike"),
         ({"name": "n" * 40, "pools": {**CONTENT["pools"], "p" * 20: {"role": "decode"}}}, "52"),
-        ({"kubernetes": {"model_claim": "m", "pod": {"containers": []}}}, "pod.containers: baton"),
+        ({"kubernetes": {"model_claim": "m", "pod": {"containers": []}}}, "containers"),
         ({"kubernetes": {}}, r"kubernetes\.model_claim"),
     ],
 )
@@ -144,3 +147,9 @@ def test_the_probes_of_a_router_with_a_certificate_speak_https(tmp_path):
         (router,) = found["StatefulSet", "small-router"]["spec"]["template"]["spec"]["containers"]
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert router[probe]["httpGet"].get("scheme") == scheme
+
+
+def test_manifests_need_helm_and_say_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="helm fills in the manifests and is not installed"):
+        rendered(tmp_path)

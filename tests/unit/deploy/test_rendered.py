@@ -12,6 +12,7 @@ import yaml
 
 from baton.deploy.cluster.commands import main
 from baton.runtime.channels.keys import write_key
+from tests.support.chart import needs_helm
 
 EXPECTED = Path(__file__).parent / "rendered"
 HOSTILE = "hostile: 100% $(HOME) \"quoted\" \\ 'x'"
@@ -57,7 +58,9 @@ OF_PLATFORM: dict[str, dict[str, Any]] = {
 ROUTERS = [{}, {"port": 8001, "control_port": 5571}]
 
 
-@pytest.mark.parametrize("platform", OF_PLATFORM)
+@pytest.mark.parametrize(
+    "platform", ["slurm", "systemd", pytest.param("kubernetes", marks=needs_helm)]
+)
 def test_a_platform_gets_these_files_and_no_secret_that_others_can_read(platform, tmp_path, capsys):
     content = CONTENT | OF_PLATFORM[platform]
     if platform == "kubernetes":
