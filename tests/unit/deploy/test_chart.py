@@ -128,12 +128,29 @@ def test_replicas_are_the_least_number_where_a_pool_is_scaled(words):
     assert (spec.get("maxReplicaCount") or spec["maxReplicas"]) == 8
     for trigger in spec.get("triggers", []):
         assert trigger["metadata"]["ignoreNullValues"] == "false"
-    assert (
-        objects_of("--set", "pools.decode.replicas=4")["StatefulSet", "small-decode"]["spec"][
-            "replicas"
-        ]
-        == 4
-    )
+    fixed = objects_of("--set", "pools.decode.replicas=4")["StatefulSet", "small-decode"]
+    assert fixed["spec"]["replicas"] == 4
+
+
+def test_thresholds_and_behaviour_are_values(tmp_path):
+    behavior = {"scaleDown": {"stabilizationWindowSeconds": 600}}
+    scaling = {"waitingRequests": 7, "busyRatio": 0.5, "behavior": behavior}
+    more = ("--values", values_file(tmp_path, node={"autoscaling": scaling}))
+    keda = objects_of(*KEDA, *more)["ScaledObject", "small-decode"]["spec"]
+    assert [one["metadata"]["threshold"] for one in keda["triggers"]] == ["7", "0.5"]
+    assert keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"] == behavior
+    hpa = objects_of(*HPA, *more)["HorizontalPodAutoscaler", "small-decode"]["spec"]
+    assert hpa["metrics"][0]["external"]["target"]["averageValue"] == "7"
+    assert hpa["behavior"] == behavior
+
+
+def test_monitors_have_labels_and_ask_routers_where_no_key_is_needed(tmp_path):
+    found = objects_of("--values", values_file(tmp_path, **FULL))
+    for name, port in (("small-router", "metrics"), ("small-nodes", "http")):
+        monitor = found["PodMonitor", name]
+        assert monitor["metadata"]["labels"]["release"] == "prometheus"
+        (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+        assert endpoint == {"port": port, "interval": "15s"}
 
 
 def test_the_key_that_a_chart_makes_is_one(tmp_path):
@@ -166,6 +183,23 @@ def test_only_pods_that_fetch_the_model_have_the_token(tmp_path):
     assert having == ["Job"]
     args = container_of(found, "small-decode")["args"]
     assert {"model.path=/model/qwen/small", f"model.served_model_name={FULL['model']}"} < set(args)
+
+
+@pytest.mark.parametrize(("model", "is_fetched"), [("some/model", True), ("/models/a", False)])
+def test_a_described_token_is_kept_where_the_model_is_fetched(model, is_fetched, tmp_path, capsys):
+    found = objects_of(*described(tmp_path, capsys, model=model, env={"HF_TOKEN": "hf_s3cret"}))
+    assert (("Secret", "small-hugging-face") in found) == is_fetched
+    for name in ("small-router", "small-decode"):
+        assert ("HF_TOKEN" in named(container_of(found, name)["env"])) == is_fetched
+    having = [kind for (kind, _), one in found.items() if "hf_s3cret" in json.dumps(one)]
+    assert having == ["Secret"] * is_fetched
+
+
+def test_a_pool_of_the_chart_that_a_description_lacks_is_taken_out(tmp_path, capsys):
+    pools = {"small-ones": {"role": "decode"}, "big": {"role": "prefill", "gpus": 2}}
+    found = objects_of(*described(tmp_path, capsys, pools=pools))
+    names = {name for kind, name in found if kind == "StatefulSet"}
+    assert names == {"small-router", "small-small-ones", "small-big"}
 
 
 def test_the_job_fetches_what_baton_reads_and_pods_wait_for_its_mark(tmp_path):
@@ -213,10 +247,9 @@ def test_pods_begin_anew_when_a_secret_changes(tmp_path, capsys):
     digests = []
     for _ in range(2):
         (tmp_path / "cluster.key").unlink(missing_ok=True)
-        pod = objects_of(*described(tmp_path, capsys))["StatefulSet", "small-decode"]["spec"][
-            "template"
-        ]
-        digests.append(pod["metadata"]["annotations"]["baton/secrets"])
+        decode = objects_of(*described(tmp_path, capsys))["StatefulSet", "small-decode"]
+        about = decode["spec"]["template"]["metadata"]
+        digests.append(about["annotations"]["baton/secrets"])
     assert digests[0] != digests[1]
 
 
