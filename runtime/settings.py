@@ -64,8 +64,9 @@ FOREIGN_VALUES = {
     for value in ("float16", "half")
 }
 VARIABLE_PREFIX = "BATON_"
-# The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send.
-OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY")
+# The variables of baton that are no settings: the keys that `chat`, `status` and `bench` send, and
+# those of the examples.
+OTHER_VARIABLES = ("BATON_API_KEY", "BATON_BENCH_API_KEY", "BATON_URL", "BATON_MODEL")
 
 
 class Subcommand(msgspec.Struct, frozen=True):
