@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+from baton.protocol import messages
 from baton.protocol.config import ClusterConfig
 from baton.router.http.api.decoding import OUTPUT_FIELDS
 from baton.router.http.api.pooling_bodies import EmbeddingBody, RerankBody, ScoreBody
@@ -30,6 +31,15 @@ def test_links_lead_to_files_that_exist():
         if "://" not in target and not (page.parent / target.partition("#")[0]).exists()
     ]
     assert not broken, "\n".join(broken)
+
+
+def test_the_picture_names_messages_that_exist():
+    """Words in a line of names alone, such as `Offered, BlockRange, End`, are messages."""
+    texts = re.findall(r">([^<]+)</text>", (REPOSITORY / "docs/architecture.svg").read_text())
+    lines = [text for text in texts if re.fullmatch(r"[A-Z]\w+(, [A-Z]\w+)*", text)]
+    names = {name for line in lines for name in line.split(", ")}
+    assert {"Prefill", "Decode", "End"} <= names
+    assert all(hasattr(messages, name) for name in names), names
 
 
 def test_generated_pages_are_current():
