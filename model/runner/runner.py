@@ -207,20 +207,23 @@ class Runner:
 
     def _forward(self, step: PackedStep, inputs: StepInputs) -> Tensor:
         sampled = inputs.rows.of(inputs.words)
+        batch = self._batch(step, inputs)
+        if inputs.targets is None and inputs.pooled is None:  # nearly every step
+            hidden = self.decoder.hidden(batch, sampled, self.backend)
+            return self._sample(step, inputs, hidden, batch.token_ids)
         before = pooled = sampled[:0]
         if inputs.targets is not None:
             before = inputs.targets[0].of(inputs.words)
         if inputs.pooled is not None:
             pooled = inputs.pooled.of(inputs.words)
-        batch, num_slices = self._batch(step, inputs), len(step.plan.slices)
-        is_only_sampled = inputs.targets is None and inputs.pooled is None
-        rows = sampled if is_only_sampled else torch.cat([sampled, before, pooled])
-        are_many = inputs.targets is not None or len(pooled) > num_slices
+        rows = torch.cat([sampled, before, pooled])
+        are_many = inputs.targets is not None or len(pooled) > len(step.plan.slices)
         hidden = self.decoder.hidden(batch, rows, self.backend, are_many=are_many)
         parts = torch.split(hidden, [len(sampled), len(before), len(pooled)])
         ids = self._sample(step, inputs, parts[0], batch.token_ids)
-        scored, made = self._scored(step, inputs, parts[1]), self._pooled(step, parts[2])
-        return torch.cat([ids, *scored, *made]) if scored or made else ids
+        scored = self._scored(step, inputs, parts[1])
+        made = self._pooled(step, parts[2])
+        return torch.cat([ids, *scored, *made])
 
     def _scored(self, step: PackedStep, inputs: StepInputs, hidden: Tensor) -> list[Tensor]:
         """Return the log probabilities of the tokens after the rows `hidden`, by slice."""
