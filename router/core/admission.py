@@ -485,7 +485,8 @@ def check_pooled(num_tokens: int, limits: Limits) -> None:
     """Raise `RequestError` for a prompt to pool that no prefill node could hold."""
     held = limits.model_len
     if limits.prefill_blocks is not None:
-        held = min(held, limits.prefill_blocks * limits.block_size)
+        num_blocks = max(limits.prefill_blocks - limits.state_blocks, 0)
+        held = min(held, num_blocks * limits.block_size)
     if num_tokens > held:
         text = f"the text is too long: {num_tokens} tokens > {held} maximum; shorten it"
         raise RequestError(text, code="context_length_exceeded", param="prompt")

@@ -18,6 +18,7 @@ from baton.router.core.admission import (
     MAX_QUEUED_TOKENS,
     Admission,
     Limits,
+    check_pooled,
     check_prompt,
     fit,
 )
@@ -149,6 +150,14 @@ def test_a_state_takes_room_beside_the_tokens_of_each_choice():
     assert fit(16, two, limits) == ((16 // 2 - 3) * BLOCK_SIZE, None)
     assert choose(cluster(*nodes), place(num_tokens=68)) is None
     assert choose(cluster(*nodes), place(num_tokens=56)) == ("p0", "d0")
+
+
+def test_a_text_to_pool_leaves_room_for_its_state():
+    nodes = [with_states("p0", "prefill", 20), with_states("d0", "decode", 20)]
+    limits = limits_of(cluster(*nodes), "auto")
+    check_pooled((20 - 3) * BLOCK_SIZE, limits)
+    with pytest.raises(RequestError, match="the text is too long"):
+        check_pooled((20 - 3) * BLOCK_SIZE + 1, limits)
 
 
 def test_nodes_whose_pool_is_too_small_are_passed_over():
