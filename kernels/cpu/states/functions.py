@@ -155,8 +155,7 @@ class CpuStates:
         arguments: tuple[float, ...],
     ) -> None:
         """Run a kernel over its units, each thread with memory of its own."""
-        per_item = num_units and cost_ns * num_units
-        most = int(per_item) // MIN_SLICE_NS
+        most = int(cost_ns * num_units) // MIN_SLICE_NS
         count = min(most, torch.get_num_threads(), num_units) if most > 1 else 1
         memory = torch.empty(count, num_floats)
         cuts = [num_units * i // count for i in range(count + 1)]
