@@ -19,12 +19,15 @@ from baton.kv_transfer.interfaces import (
     ConnectorReport,
     KVReceived,
     OfferBroken,
+    PrefixWanted,
+    ReceiveBroken,
     ReceiveEnded,
     Released,
 )
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
+from baton.node.scheduling.prefix_reads import PrefixOffers
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
 from baton.node.scheduling.sequence import no_token
@@ -61,6 +64,7 @@ class DecodeScheduler:
         self._num_running: Counter[Key] = Counter()  # by the message that asked for them
         self._leaving: dict[Key, Stream] = {}  # ended, but still part of a launched step
         self._detached = Detached(limits.detached_s, self.queue, self._by_request, self._leave)
+        self._prefixes = PrefixOffers(pool, self.outputs)
         self._step_id = 0
         self._num_launched = 0  # steps
 
@@ -118,8 +122,14 @@ class DecodeScheduler:
                 self.queue.receive_ended(report)
             case BlocksDrained(block_ids=block_ids):
                 self.pool.readmit(block_ids)
-            case Released() | OfferBroken():
-                raise InvariantBroken("a decode node was told about an offer of its own")
+            case PrefixWanted():
+                self._prefixes.wanted(report)
+            case Released(key=key):
+                self._prefixes.released(key)
+            case OfferBroken():
+                pass  # the blocks may not be taken back before Released
+            case ReceiveBroken():
+                raise InvariantBroken("a decode node was told about a prefix that it reads")
             case _:
                 assert_never(report)
 

@@ -191,7 +191,7 @@ def _unions(source: str) -> dict[str, str]:
 
 def _title(union: str) -> str:
     words = {"ToNode": "Router to node", "ToRouter": "Node to router"}
-    words |= {"ToDecode": "Prefill to decode", "ToPrefill": "Decode to prefill"}
+    words |= {"PeerMessage": "Node to node"}
     return words.get(union, union)
 
 

@@ -1,7 +1,8 @@
 """The connector of one node, which routes events to its offers, its receives and its peers.
 
 One object serves both roles. It has no clock and does no I/O, and keys break ties. Exactly
-one Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect.
+one Released follows each Offer, and exactly one KVReceived or ReceiveEnded follows each Expect and
+each FetchPrefix.
 Every state that is not final has a deadline. `docs/transfer.md` shows the machines behind it.
 """
 
@@ -16,6 +17,7 @@ from baton.kv_transfer.interfaces import (
     ConnectorEvent,
     Effects,
     Expect,
+    FetchPrefix,
     FromPeer,
     FromRank,
     Offer,
@@ -26,6 +28,7 @@ from baton.kv_transfer.interfaces import (
     PeerUp,
     ReadDrained,
     ReadEnded,
+    RefusePrefix,
 )
 from baton.kv_transfer.offers import AnnouncedSums, Offers
 from baton.kv_transfer.peers import HELLO_S, REDIAL_S, Channel, Peer, PeerTable, RankLink
@@ -41,10 +44,10 @@ from baton.protocol.messages import (
     NodeInfo,
     Offered,
     PeerHello,
+    PeerMessage,
     Renew,
     Renewed,
-    ToDecode,
-    ToPrefill,
+    WantPrefix,
     Withdrawn,
 )
 
@@ -89,8 +92,12 @@ class NodeConnector:
                 self._receives.advance(event, out)
             case Offer():
                 self._offers.offer(event, out)
+            case RefusePrefix():
+                self._offers.refuse(event, out)
             case Expect():
                 self._receives.expect(event, out)
+            case FetchPrefix():
+                self._receives.fetch(event, out)
             case PeersChanged(nodes):
                 self._peers.changed(nodes)
                 self._receives.peers_changed(out)
@@ -99,7 +106,7 @@ class NodeConnector:
             case _:
                 assert_never(event)
 
-    def _on_message(self, peer: Peer, message: ToDecode | ToPrefill, out: Effects) -> None:
+    def _on_message(self, peer: Peer, message: PeerMessage, out: Effects) -> None:
         if isinstance(message, PeerHello):
             self._greet(peer, message, out)
             return
@@ -109,6 +116,8 @@ class NodeConnector:
         match message:
             case Offered() | BlockRange() | End() | Withdrawn() | Renewed():
                 self._receives.announced(peer, message, out)
+            case WantPrefix():
+                self._offers.wanted(peer, message, out)
             case Renew(keys=keys):
                 for key in keys:
                     self._offers.answered(peer, key, message, out)

@@ -18,9 +18,8 @@ from baton.protocol.messages import (
     FirstToken,
     NodeInfo,
     Offered,
+    PeerMessage,
     RankAddress,
-    ToDecode,
-    ToPrefill,
     Withdrawn,
 )
 
@@ -248,7 +247,7 @@ class PeerLost(msgspec.Struct, frozen=True):
 class FromPeer(msgspec.Struct, frozen=True):
     node: NodeId
     epoch: Epoch
-    message: ToDecode | ToPrefill
+    message: PeerMessage
 
 
 class FromRank(msgspec.Struct, frozen=True):
@@ -257,26 +256,47 @@ class FromRank(msgspec.Struct, frozen=True):
 
 
 class Offer(msgspec.Struct, frozen=True):
-    """On prefill: all blocks of this prompt are reserved, and `decode_node` may read them.
+    """All blocks of this prompt, or of a cached prefix of it, are reserved for `reader`.
 
     The scheduler's BlockRange, End and Withdrawn for this key follow.
     """
 
     key: Key
-    decode_node: NodeId
+    reader: NodeId
     num_tokens: int
     num_blocks: int
 
 
 class Expect(msgspec.Struct, frozen=True):
-    """On decode: `prefill_node` computes a request's prompt. Offered or ReceiveEnded follows."""
+    """On decode: `source` computes a request's prompt. Offered or ReceiveEnded follows."""
 
     key: Key
-    prefill_node: NodeId
+    source: NodeId
+
+
+class FetchPrefix(msgspec.Struct, frozen=True):
+    """`source` probably has blocks of a prompt's first tokens. Offered or ReceiveEnded follows.
+
+    After `timeout_s` computing them is quicker, and the receive ends.
+    """
+
+    key: Key
+    source: NodeId
+    hashes: bytes  # of the prompt's blocks
+    num_held_blocks: int  # that are here already
+    timeout_s: float
+
+
+class RefusePrefix(msgspec.Struct, frozen=True):
+    """This node has no blocks for a `PrefixWanted`."""
+
+    key: Key
+    reader: NodeId
+    failure: Failure
 
 
 class BeginReceive(msgspec.Struct, frozen=True):
-    """On decode: the offered blocks from `first_block` on are to be read into `block_ids`."""
+    """The offered blocks from `first_block` on are to be read into `block_ids`."""
 
     key: Key
     first_block: int
@@ -284,7 +304,7 @@ class BeginReceive(msgspec.Struct, frozen=True):
 
 
 class Abandon(msgspec.Struct, frozen=True):
-    """On decode: the request is cancelled or refused. ReceiveEnded follows when its reads end."""
+    """The request is cancelled or refused. ReceiveEnded follows when its reads end."""
 
     key: Key
     failure: Failure
@@ -293,7 +313,8 @@ class Abandon(msgspec.Struct, frozen=True):
 ConnectorEvent = (
     PeersChanged | PeerLost | FromPeer | FromRank
     | Offer | BlockRange | End | Withdrawn
-    | Expect | BeginReceive | Abandon
+    | RefusePrefix
+    | Expect | FetchPrefix | BeginReceive | Abandon
 )  # fmt: skip
 
 # --- the connector: commands out (to the shell) and reports (to the scheduler) -------------------
@@ -302,7 +323,7 @@ ConnectorEvent = (
 class ToPeer(msgspec.Struct, frozen=True):
     node: NodeId
     epoch: Epoch
-    message: ToDecode | ToPrefill
+    message: PeerMessage
 
 
 class ToRank(msgspec.Struct, frozen=True):
@@ -325,7 +346,7 @@ ConnectorCommand = ToPeer | ToRank | DialPeer | DropPeer
 
 
 class Released(msgspec.Struct, frozen=True):
-    """On prefill: no reader needs these blocks now. If `failure` is None, decode has all of them.
+    """No reader needs these blocks now. If `failure` is None, the reader has all of them.
 
     Exactly one follows each Offer.
     """
@@ -335,14 +356,14 @@ class Released(msgspec.Struct, frozen=True):
 
 
 class OfferBroken(msgspec.Struct, frozen=True):
-    """On prefill: decode will not get these blocks, but may still read some until Released."""
+    """The reader will not get these blocks, but may still read some until Released."""
 
     key: Key
     failure: Failure
 
 
 class KVReceived(msgspec.Struct, frozen=True):
-    """On decode: all blocks and End have arrived. This is the last report of its key."""
+    """All blocks and End have arrived. This is the last report of its receive."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
@@ -352,8 +373,14 @@ class KVReceived(msgspec.Struct, frozen=True):
     num_cached_tokens: int = 0  # what End says
 
 
+class ReceiveBroken(msgspec.Struct, frozen=True):
+    """Not all blocks of a prefix will arrive. Bytes may still land in some until ReceiveEnded."""
+
+    key: Key
+
+
 class ReceiveEnded(msgspec.Struct, frozen=True):
-    """On decode: the receive failed or was abandoned. This is the last report of its key.
+    """The receive failed or was abandoned. This is the last report of it.
 
     Its blocks may be reused, except those in `quarantined`, in which bytes may still land.
     """
@@ -364,12 +391,24 @@ class ReceiveEnded(msgspec.Struct, frozen=True):
 
 
 class BlocksDrained(msgspec.Struct, frozen=True):
-    """On decode: these blocks were quarantined, and nothing can land in them any more."""
+    """These blocks were quarantined, and nothing can land in them any more."""
 
     block_ids: tuple[int, ...]
 
 
-ConnectorReport = Released | OfferBroken | Offered | KVReceived | ReceiveEnded | BlocksDrained
+class PrefixWanted(msgspec.Struct, frozen=True):
+    """`reader` wants the cached blocks of these hashes. Offer or RefusePrefix follows."""
+
+    key: Key
+    reader: NodeId
+    hashes: bytes
+    num_held_blocks: int
+
+
+ConnectorReport = (
+    Released | OfferBroken | PrefixWanted
+    | Offered | KVReceived | ReceiveBroken | ReceiveEnded | BlocksDrained
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -385,7 +424,7 @@ class Effects:
     reports: list[ConnectorReport] = field(default_factory=list)
     wake_at_s: float | None = None
 
-    def send(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+    def send(self, peer: PeerName, message: PeerMessage) -> None:
         if self.has_channel(peer):
             self.commands.append(ToPeer(*peer, message))
 

@@ -1,9 +1,12 @@
-"""The handoffs that a prefill node offers: a machine for each, found by its key.
+"""The handoffs that a node offers: a machine for each, found by its key.
 
-Announced blocks are held under a lease and given back only after decode's answer (Done, Declined)
-or at the end of the lease: a lost channel does not prove that the reader is gone. Renew extends the
-lease and is confirmed by Renewed, because decode must not rely on a renewal that came too late. A
-renewal of a key that has ended, or that was never offered, is answered by Withdrawn.
+A prefill node offers whole prompts. Any node may offer a prefix that it has cached.
+
+Announced blocks are held under a lease and given back only after the reader's answer (Done,
+Declined) or at the end of the lease: a lost channel does not prove that the reader is gone. Renew
+extends the lease and is confirmed by Renewed, because the reader must not rely on a renewal that
+came too late. A renewal of a key that has ended, or that was never offered, is answered by
+Withdrawn.
 """
 
 import itertools
@@ -23,10 +26,12 @@ from baton.kv_transfer.interfaces import (
     Offer,
     OfferBroken,
     PeerName,
+    PrefixWanted,
+    RefusePrefix,
     Released,
     SumBlocks,
 )
-from baton.kv_transfer.peers import Peer, PeerTable
+from baton.kv_transfer.peers import Channel, Peer, PeerTable
 from baton.protocol.errors import Failure, InvariantBroken, TransferError
 from baton.protocol.ids import Key
 from baton.protocol.messages import (
@@ -37,6 +42,7 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
+    WantPrefix,
     Withdrawn,
 )
 
@@ -62,15 +68,29 @@ class Offers:
         self._tombstones.note_attempt(offer.key)
         for lower in [k for k in self._sources if k.is_superseded_by(offer.key)]:
             self._on(self._sources[lower], Withdrawn(lower, superseded()), out)
-        peer = self._peers.current(offer.decode_node)
-        failure = self._refusal_of(offer, peer)
-        if failure is not None:
-            self._tombstones.bury(offer.key, Withdrawn(offer.key, failure))
-            out.reports.append(Released(offer.key, failure))
+        reached = self._ended(offer.key) or self._peers.reach(offer.reader, out)
+        if isinstance(reached, Failure):
+            self._tombstones.bury(offer.key, Withdrawn(offer.key, reached))
+            out.reports.append(Released(offer.key, reached))
             return
-        assert peer is not None
-        self._peers.dial(peer, out)
-        self._sources[offer.key] = SourceHandoff(offer, peer.name, self._lease_s, out)
+        self._sources[offer.key] = SourceHandoff(offer, reached.name, self._lease_s, out)
+
+    def wanted(self, peer: Peer, message: WantPrefix, out: Effects) -> None:
+        """Handle a peer's question for a prefix, which the scheduler answers."""
+        key = message.key
+        if peer.channel is not Channel.UP or key in self._sources:
+            return
+        if (ended := self._ended(key)) is not None:
+            out.send(peer.name, Withdrawn(key, ended))
+            return
+        out.reports.append(PrefixWanted(key, peer.name[0], message.hashes, message.num_held_blocks))
+
+    def refuse(self, event: RefusePrefix, out: Effects) -> None:
+        peer = self._peers.current(event.reader)
+        withdrawn = Withdrawn(event.key, event.failure)
+        self._tombstones.bury(event.key, withdrawn)
+        if peer is not None:
+            out.send(peer.name, withdrawn)
 
     def advance(self, event: BlockRange | End | Withdrawn, out: Effects) -> None:
         """Handle a scheduler's event of an offer, or drop it if it crossed Released."""
@@ -92,14 +112,14 @@ class Offers:
     def answered(
         self, peer: Peer, key: Key, message: Renew | Done | Declined, out: Effects
     ) -> None:
-        """Handle a message from decode about an offer."""
+        """Handle a reader's message about an offer."""
         source = self._sources.get(key)
         if not isinstance(message, Renew) and self._unanswered.get(key) == peer.name:
             del self._unanswered[key]
         if source is not None and source.peer == peer.name:
             self._on(source, message, out)
         elif isinstance(message, Renew):
-            unknown = TransferError("prefill does not hold this prompt").to_failure()
+            unknown = TransferError("the node does not hold this prompt").to_failure()
             out.send(peer.name, self._tombstones.answer(key) or Withdrawn(key, unknown))
 
     def channel_lost(self, peer: PeerName, failure: Failure, out: Effects) -> None:
@@ -148,32 +168,29 @@ class Offers:
     def _of(self, peer: PeerName) -> "list[SourceHandoff]":
         return [source for source in self._sources.values() if source.peer == peer]
 
-    def _refusal_of(self, offer: Offer, peer: Peer | None) -> Failure | None:
-        if self._tombstones.is_superseded(offer.key):
+    def _ended(self, key: Key) -> Failure | None:
+        """Return why nothing more may be offered under this key."""
+        if self._tombstones.is_superseded(key):
             return superseded()
-        if (tombstone := self._tombstones.answer(offer.key)) is not None:
-            return tombstone.failure
-        if peer is None or peer.info is None or not peer.info.control_endpoint:
-            text = f"no router has published how to reach decode node {offer.decode_node}"
-            return TransferError(text, code="node_lost").to_failure()
-        return self._peers.refusal_of(peer)
+        tombstone = self._tombstones.answer(key)
+        return None if tombstone is None else tombstone.failure
 
 
 class SourceState(Enum):
     OFFERED = auto()  # Offered is sent, block ranges follow
     COMPLETE = auto()  # End is sent
-    LEAVING = auto()  # given up, but decode may still read announced blocks
+    LEAVING = auto()  # given up, but the reader may still read announced blocks
     RELEASED = auto()
 
 
 @dataclass(slots=True, frozen=True)
 class LeaseEnded:
-    """Decode did not renew in time."""
+    """The reader did not renew in time."""
 
 
 @dataclass(slots=True, frozen=True)
 class ChannelLost:
-    """The channel to the decode process is gone, or the process was refused."""
+    """The channel to the reader is gone, or the reader was refused."""
 
     failure: Failure
 
@@ -224,7 +241,7 @@ class SourceHandoff:
                 self.deadline_s = out.now_s + self.lease_s
                 out.send(self.peer, Renewed(self.key))
             case Done():
-                error = TransferError("decode reported Done for a prompt that had not ended")
+                error = TransferError("the reader was done with a prompt that had not ended")
                 self._release(None if self._is_complete else error.to_failure(), out)
             case Declined(failure=failure):
                 self._release(failure, out)
@@ -236,7 +253,7 @@ class SourceHandoff:
                 if self.state is SourceState.LEAVING:
                     out.reports.append(OfferBroken(self.key, failure))
             case LeaseEnded():
-                text = f"decode node {self.peer[0]} let the lease of {self.lease_s:g} s end"
+                text = f"node {self.peer[0]} let the lease of {self.lease_s:g} s end"
                 failure = TransferError(text, code=LEASE_EXPIRED).to_failure()
                 out.send(self.peer, Withdrawn(self.key, failure))
                 self._release(failure, out)

@@ -144,6 +144,17 @@ class PeerTable:
             if self._current.get(peer.name[0]) == peer.name:
                 del self._current[peer.name[0]]
 
+    def reach(self, node: NodeId, out: Effects) -> Peer | Failure:
+        """Return the process of a node, with a channel that is open or opens now, or why not."""
+        peer = self.current(node)
+        if peer is None or peer.info is None or not self._has_way(peer, peer.info):
+            text = f"no router has published how to reach node {node}"
+            return TransferError(text, code="node_lost").to_failure()
+        if (refusal := self.refusal_of(peer)) is not None:
+            return refusal
+        self.dial(peer, out)
+        return peer
+
     def refusal_of(self, peer: Peer) -> Failure | None:
         """Return why blocks cannot be exchanged with that peer; None while no reason is known."""
         if peer.refusal is not None or peer.info is None:
@@ -239,6 +250,9 @@ class PeerTable:
             edge.part,
         )  # fmt: skip
         out.command(edge.target, add)
+
+    def _has_way(self, peer: Peer, info: NodeInfo) -> bool:
+        return peer.channel is not Channel.NONE or bool(info.control_endpoint)
 
     def _hello(self) -> PeerHello:
         node = self._node

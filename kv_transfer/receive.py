@@ -1,15 +1,16 @@
-"""One handoff on the decode side: announced blocks are read until all are there.
+"""One handoff on the reader's side: announced blocks are read until all are there.
 
 KVReceived is reported only after every slice of every block was read on every rank, End is here,
-and it is proven that prefill held the blocks while they were read. A failed handoff drains first:
-it gives its blocks back when no read can write to them any more, and reports those for which this
-is not certain as quarantined.
+and it is proven that the source held the blocks while they were read. A failed handoff drains
+first: it gives its blocks back when no read can write to them any more, and reports those for which
+this is not certain as quarantined.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
+from math import inf
 from typing import assert_never
 
 from baton.kv_transfer.bookkeeping import ReaderLease
@@ -19,12 +20,14 @@ from baton.kv_transfer.interfaces import (
     CancelRead,
     Effects,
     Expect,
+    FetchPrefix,
     KVReceived,
     PeerName,
     PeerRank,
     PeerUp,
     Read,
     ReadEnded,
+    ReceiveBroken,
     ReceiveEnded,
 )
 from baton.kv_transfer.peers import LinkState, Peer, ShardMapping
@@ -48,8 +51,8 @@ SHUTDOWN_TIMEOUT_S = 60.0  # longer than an agent takes to decide whether a read
 
 
 class ReceiveState(Enum):
-    EXPECTED = auto()  # prefill has not offered the prompt
-    OFFERED = auto()  # prefill holds its blocks, and the scheduler has none for it yet
+    EXPECTED = auto()  # the source has not offered the blocks
+    OFFERED = auto()  # the source holds them, and the scheduler has named no place for them yet
     RECEIVING = auto()  # the scheduler has reserved blocks, and block ranges are read
     DRAINING = auto()  # the receive failed, and reads may still write
     RECEIVED = auto()
@@ -77,10 +80,10 @@ ReceiveEvent = (
 
 class KVReceive:
     def __init__(
-        self, now_s: float, expect: Expect, max_blocks: int, take_ticket: TakeTicket
+        self, now_s: float, event: Expect | FetchPrefix, max_blocks: int, take_ticket: TakeTicket
     ) -> None:
-        self.key = expect.key
-        self.prefill_node = expect.prefill_node
+        self.key = event.key
+        self.source = event.source
         self.peer: PeerName | None = None
         self.state = ReceiveState.EXPECTED
         self.lease: ReaderLease | None = None
@@ -89,7 +92,10 @@ class KVReceive:
         self._take_ticket = take_ticket
         self._since_s = now_s
         self._progress_s = now_s
-        self._num_blocks = 0  # blocks of the whole prompt, as offered
+        # Nobody waits longer for a prefix than computing it takes.
+        self._is_prefix = isinstance(event, FetchPrefix)
+        self._end_by_s = now_s + event.timeout_s if isinstance(event, FetchPrefix) else inf
+        self._num_blocks = 0  # of the whole prompt or prefix, as offered
         self._block_ranges: list[BlockRange] = []
         self._num_announced_blocks = 0
         self._end: End | None = None
@@ -100,7 +106,7 @@ class KVReceive:
     def deadline_s(self) -> float:
         if self.state is ReceiveState.DRAINING:
             return self._since_s + SHUTDOWN_TIMEOUT_S
-        limit_s = self._since_s + WAIT_S
+        limit_s = min(self._since_s + WAIT_S, self._end_by_s)
         if self.lease is not None:
             limit_s = min(limit_s, self.lease.limit_s)
         if self._reads is not None and not self._reads.have_all(len(self._block_ranges)):
@@ -161,7 +167,9 @@ class KVReceive:
                 self._fail(_wrong(f"{type(event).__name__} came before Offered"), out)
             case Withdrawn() | Abandon() | Broken() | TimeUp():
                 self._fail(self._why(event), out)
-            case BeginReceive() | PeerUp() | ReadEnded():
+            case PeerUp():
+                pass
+            case BeginReceive() | ReadEnded():
                 raise self._out_of_place(event)
             case _:
                 assert_never(event)
@@ -216,10 +224,10 @@ class KVReceive:
         problem: str | None = None
         match message:
             case Offered():
-                problem = "prefill offered the prompt twice"
+                problem = "the prompt was offered twice"
             case Renewed():
                 if not self.lease.confirmed():
-                    problem = "prefill confirmed a renewal that was not sent"
+                    problem = "a renewal was confirmed that was not sent"
             case BlockRange():
                 problem = self._problem_of(message)
                 if problem is None:
@@ -252,7 +260,7 @@ class KVReceive:
         assert self.peer is not None
         assert self.lease is not None
         if event.first_block + len(event.block_ids) != self._num_blocks:
-            text = f"prefill holds {self._num_blocks} blocks, but decode expects another number"
+            text = f"{self._num_blocks} blocks were offered, but another number is expected"
             self._fail(_wrong(text), out)
             return
         self._reads = BlockRangeReads(event.first_block, event.block_ids)
@@ -316,6 +324,8 @@ class KVReceive:
         if self._reads is None or not self._reads.outstanding:
             self._finish(out)
             return
+        if self._is_prefix:
+            out.reports.append(ReceiveBroken(self.key))
         for ticket, (rank, _) in self._reads.outstanding.items():
             out.command(rank, CancelRead(ticket))
 
@@ -330,7 +340,7 @@ class KVReceive:
     def _why(self, event: Withdrawn | Abandon | Broken | TimeUp) -> Failure:
         if not isinstance(event, TimeUp):
             return event.failure
-        text = f"prefill node {self.prefill_node} kept a handoff waiting too long"
+        text = f"node {self.source} kept a handoff waiting too long"
         return TransferError(text, code="transfer_timeout").to_failure()
 
     def _out_of_place(self, event: ReceiveEvent) -> InvariantBroken:
@@ -341,18 +351,18 @@ def _wrong(text: str) -> Failure:
     return TransferError(text).to_failure()
 
 
-def _unreadable(block_range: BlockRange, prefill: NodeInfo, edge: ShardMapping) -> str | None:
+def _unreadable(block_range: BlockRange, source: NodeInfo, edge: ShardMapping) -> str | None:
     """Return why the blocks of a block range cannot be read from the node that announced it."""
-    if not all(0 <= block < prefill.num_blocks for block in block_range.block_ids):
-        return "a block range names blocks that prefill does not have"
-    if block_range.checksums and len(block_range.checksums) != len(prefill.ranks) * edge.num_slices:
+    if not all(0 <= block < source.num_blocks for block in block_range.block_ids):
+        return "a block range names blocks that the source does not have"
+    if block_range.checksums and len(block_range.checksums) != len(source.ranks) * edge.num_slices:
         return "a block range has checksums of slices other than those that are read"
     return None
 
 
 @dataclass(slots=True)
 class BlockRangeReads:
-    """The reads of one handoff. Only blocks that decode lacks are read, once over every edge.
+    """The reads of one handoff. Only blocks that are missing here are read, once over every edge.
 
     `num_posted` counts, by edge, the block ranges that were posted or need no read.
     """

@@ -1,20 +1,22 @@
-"""All receives of a decode node: find a key's machine, park early messages, and answer late ones.
+"""All receives of a node: find a key's machine, park early messages, and answer late ones.
 
-Leases of all receives from one peer are renewed together. If prefill still sends messages of a key
-that has ended, the answer is again that decode is done, or why it declined.
+A decode node receives whole prompts, a prefill node prefixes that another node has cached. Leases
+of all receives from one peer are renewed together. If the source still sends messages of a key that
+has ended, the answer is again that the reader is done, or why it declined.
 """
 
 import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-from baton.kv_transfer.bookkeeping import PARKED_S, Parking, Tombstones, superseded
+from baton.kv_transfer.bookkeeping import PARKED_S, Parked, Parking, Tombstones, superseded
 from baton.kv_transfer.interfaces import (
     Abandon,
     BeginReceive,
     BlocksDrained,
     Effects,
     Expect,
+    FetchPrefix,
     PeerName,
     PeerUp,
     ReadEnded,
@@ -33,10 +35,11 @@ from baton.protocol.messages import (
     Offered,
     Renew,
     Renewed,
+    WantPrefix,
     Withdrawn,
 )
 
-FromPrefill = Offered | BlockRange | End | Withdrawn | Renewed
+FromSource = Offered | BlockRange | End | Withdrawn | Renewed
 
 
 class KVReceives:
@@ -52,29 +55,50 @@ class KVReceives:
         self._readers: dict[int, Key] = {}  # ticket -> receive
         self._quarantined: dict[int, tuple[int, ...]] = {}  # ticket -> blocks, of ended receives
 
-    def expect(self, expect: Expect, out: Effects) -> None:
-        key = expect.key
-        if key in self._receives:
-            raise InvariantBroken(f"{key} was expected twice")
-        self._supersede(key, out)
-        parked = self._parking.take(key)
-        tombstone = self._tombstones.answer(key)
-        if tombstone is not None or self._tombstones.is_superseded(key):
-            failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
-            out.reports.append(ReceiveEnded(key, failure))
-            if parked is not None:
-                self._decline(parked.peer, key, failure, out)
+    def expect(self, event: Expect, out: Effects) -> None:
+        parked = self._parking.take(event.key)
+        receive = self._open(event, parked, out)
+        if receive is None:
             return
-        receive = self._receives[key] = KVReceive(
-            out.now_s, expect, self._node.num_blocks, self._take_ticket
-        )
-        self._next_s[key] = receive.deadline_s
         self._make_readable(receive, out)
         if parked is not None:
             # Its lease has run since it came.
             then = replace(out, now_s=parked.until_s - PARKED_S)
             for message in parked.messages:
                 self.announced(self._peers.get(parked.peer), message, then)
+
+    def fetch(self, event: FetchPrefix, out: Effects) -> None:
+        receive = self._open(event, self._parking.take(event.key), out)
+        if receive is None:
+            return
+        reached = self._peers.reach(event.source, out)
+        if isinstance(reached, Failure):
+            self._on(receive, Broken(reached), out)
+            return
+        receive.peer = reached.name
+        out.send(reached.name, WantPrefix(event.key, event.hashes, event.num_held_blocks))
+        self._make_readable(receive, out)
+
+    def _open(
+        self, event: Expect | FetchPrefix, parked: Parked | None, out: Effects
+    ) -> KVReceive | None:
+        """Begin a receive, unless its key has ended."""
+        key = event.key
+        if key in self._receives:
+            raise InvariantBroken(f"{key} was expected twice")
+        self._supersede(key, out)
+        tombstone = self._tombstones.answer(key)
+        if tombstone is not None or self._tombstones.is_superseded(key):
+            failure = tombstone.failure if isinstance(tombstone, Declined) else superseded()
+            out.reports.append(ReceiveEnded(key, failure))
+            if parked is not None:
+                self._decline(parked.peer, key, failure, out)
+            return None
+        receive = self._receives[key] = KVReceive(
+            out.now_s, event, self._node.num_blocks, self._take_ticket
+        )
+        self._next_s[key] = receive.deadline_s
+        return receive
 
     def advance(self, event: BeginReceive | Abandon, out: Effects) -> None:
         """Handle a scheduler's event, or drop it if it crossed its key's last report."""
@@ -85,14 +109,14 @@ class KVReceives:
         if receive is not None:
             self._on(receive, event, out)
 
-    def announced(self, peer: Peer, message: FromPrefill, out: Effects) -> None:
-        """Handle a message from prefill about a handoff."""
+    def announced(self, peer: Peer, message: FromSource, out: Effects) -> None:
+        """Handle a source's message about a handoff."""
         key = message.key
         receive = self._receives.get(key)
         # Another message of the key makes its state clear.
         wants_answer = not isinstance(message, BlockRange | Renewed)
         if receive is not None:
-            if receive.prefill_node == peer.name[0] and receive.peer in (None, peer.name):
+            if receive.source == peer.name[0] and receive.peer in (None, peer.name):
                 self._on(receive, message, out, sender=peer)
             elif wants_answer:
                 out.send(peer.name, Declined(key, _unexpected()))
@@ -144,7 +168,7 @@ class KVReceives:
     def refused(self, peer: PeerName, failure: Failure, out: Effects) -> None:
         """End the receives that wait for that process, which can never send blocks to this node."""
         for receive in list(self._receives.values()):
-            if receive.peer is None and receive.prefill_node == peer[0]:
+            if receive.peer is None and receive.source == peer[0]:
                 self._on(receive, Broken(failure), out)
 
     def peers_changed(self, out: Effects) -> None:
@@ -182,7 +206,7 @@ class KVReceives:
     def used_peers(self) -> set[PeerName]:
         used = self._parking.peers()
         for receive in self._receives.values():
-            peer = self._peers.current(receive.prefill_node)
+            peer = self._peers.current(receive.source)
             if receive.peer is not None:
                 used.add(receive.peer)
             elif peer is not None:
@@ -217,7 +241,7 @@ class KVReceives:
         if receive.state is ReceiveState.DRAINING:
             return
         if receive.peer is None:
-            peer = self._peers.current(receive.prefill_node)
+            peer = self._peers.current(receive.source)
         else:
             peer = self._peers.get(receive.peer)
         if peer is None:
@@ -231,7 +255,7 @@ class KVReceives:
         if failure is not None:
             self._on(receive, Broken(failure), out)
 
-    def _announced_early(self, peer: Peer, message: FromPrefill, out: Effects) -> None:
+    def _announced_early(self, peer: Peer, message: FromSource, out: Effects) -> None:
         """Park or decline a message of a key that is not expected, or not yet."""
         key = message.key
         if isinstance(message, Renewed):
@@ -266,5 +290,5 @@ class KVReceives:
 
 
 def _unexpected() -> Failure:
-    text = "decode was not asked for this prompt"
+    text = "this node was not asked to read that prompt"
     return TransferError(text, code="not_expected").to_failure()

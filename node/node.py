@@ -28,6 +28,8 @@ from baton.protocol.config import ClusterConfig
 from baton.protocol.errors import BatonError, InvariantBroken, NodeError
 from baton.protocol.ids import Epoch, NodeId
 from baton.protocol.messages import (
+    ANY_PREFIX_READS,
+    PREFIX_READS,
     PROTOCOL_VERSION,
     Crashed,
     Heartbeat,
@@ -200,10 +202,13 @@ class EngineNode:
 
     def _published(self, info: ExecutorInfo, endpoint: str) -> NodeInfo:
         """Return the information about this node that its routers and peers get."""
+        cache = self.config.cache
         switches = {
             "batch_invariant": info.batch_invariant,
-            "prefix_caching": self.config.cache.enable_prefix_caching,
+            "prefix_caching": cache.enable_prefix_caching,
             "verify_kv": self.config.transfer.verify_kv,
+            PREFIX_READS: self._lends_prefixes(info),
+            ANY_PREFIX_READS: self._lends_prefixes(info) and cache.prefix_reads == "any",
         }
         features = tuple(name for name, is_on in switches.items() if is_on)
         loaded = msgspec.structs.asdict(info)
@@ -216,6 +221,15 @@ class EngineNode:
             reaches=reaches_of(info.ranks, self.config.transfer),
             **loaded,
         )
+
+    def _lends_prefixes(self, info: ExecutorInfo) -> bool:
+        """Return whether other nodes may read what this one has cached.
+
+        A state of a sequence cannot be read so: a cached one is of a checkpoint.
+        """
+        cache = self.config.cache
+        is_on = cache.enable_prefix_caching and cache.prefix_reads != "off"
+        return self.role == "decode" and is_on and not info.layout.state_blocks
 
     def _log_ready(self, info: ExecutorInfo) -> None:
         of_tokens = info.num_blocks - info.layout.state_blocks

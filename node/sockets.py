@@ -15,8 +15,7 @@ from baton.node.scheduling.requests import Origin
 from baton.protocol.codec import (
     NodeInbox,
     Unreadable,
-    to_decode_codec,
-    to_prefill_codec,
+    peer_codec,
     to_router_codec,
 )
 from baton.protocol.errors import ConfigError, NodeError
@@ -26,11 +25,10 @@ from baton.protocol.messages import (
     Hello,
     NodeInfo,
     PeerHello,
+    PeerMessage,
     Ready,
     Refused,
-    ToDecode,
     ToNode,
-    ToPrefill,
     ToRouter,
 )
 from baton.runtime.channels.dialer import Dialer, Disconnected
@@ -95,14 +93,14 @@ class EngineSockets:
             dialer = channels.dial(endpoint, name, to_router_codec(), NodeInbox())
             self.watch(dialer.fileno())
             self._routers.append(RouterChannel(dialer, hello, clock))
-        self._listener: Listener[ToPrefill, ToDecode] | None = None
-        self._dialled: dict[PeerName, Dialer[ToDecode, ToPrefill]] = {}
+        self._listener: Listener[PeerMessage, PeerMessage] | None = None
+        self._dialled: dict[PeerName, Dialer[PeerMessage, PeerMessage]] = {}
         self._introduced: dict[bytes, Introduced] = {}
         self._lost: list[PeerLost] = []  # peers that could not be dialled
 
     def listen(self, endpoint: str) -> str:
         """Bind for prefill nodes, and return the endpoint that they can dial."""
-        self._listener = self._channels.listen(endpoint, to_prefill_codec(), to_decode_codec())
+        self._listener = self._channels.listen(endpoint, peer_codec(), peer_codec())
         self.watch(self._listener.fileno())
         return self._listener.endpoint
 
@@ -185,7 +183,7 @@ class EngineSockets:
         identity = f"{self._hello.node_id}:{self._hello.epoch}".encode()
         try:
             dialer = self._channels.dial(
-                info.control_endpoint, identity, to_decode_codec(), to_prefill_codec()
+                info.control_endpoint, identity, peer_codec(), peer_codec()
             )
         except ConfigError as error:  # the peer has published an invalid address
             log.warning("cannot dial a peer", node=info.node_id, reason=str(error))
@@ -202,9 +200,9 @@ class EngineSockets:
         for known in self._introduced.values():
             known.is_dropped = known.is_dropped or known.peer == peer
 
-    def _send_to_peer(self, peer: PeerName, message: ToDecode | ToPrefill) -> None:
+    def _send_to_peer(self, peer: PeerName, message: PeerMessage) -> None:
         if peer in self._dialled:
-            self._dialled[peer].send(message)  # type: ignore[arg-type]
+            self._dialled[peer].send(message)
             return
         for identity, known in self._introduced.items():
             if known.peer != peer or known.is_dropped or self._listener is None:
@@ -214,7 +212,7 @@ class EngineSockets:
                     # A second PeerHello would mean that this process has restarted its session.
                     return
                 known.is_answered = True
-            self._listener.send(identity, message)  # type: ignore[arg-type]
+            self._listener.send(identity, message)
             return
 
     def _receive_dialled(self, peer: PeerName, events: list[LinkEvent]) -> None:
@@ -227,7 +225,7 @@ class EngineSockets:
             events.append(FromPeer(*peer, message))
 
     def _receive_listener(
-        self, listener: Listener[ToPrefill, ToDecode], events: list[LinkEvent]
+        self, listener: Listener[PeerMessage, PeerMessage], events: list[LinkEvent]
     ) -> None:
         while (received := listener.receive()) is not None:
             known = self._introduced.get(received.peer)

@@ -4,18 +4,31 @@ Prompts are served in order of arrival: the oldest prompt takes as much of a ste
 it needs, and the next ones share the rest. All blocks of a prompt are reserved before its first
 chunk, so a prompt that has started never waits for blocks. If the pool cannot take the oldest
 waiting prompt, no other prompt passes it.
+
+A prompt that waits for blocks of another node holds up no other one.
 """
 
-from dataclasses import dataclass, field
+from typing import assert_never
 
-from baton.kv_transfer.interfaces import ConnectorReport, Offer, OfferBroken, Released
+from baton.kv_transfer.interfaces import (
+    BlocksDrained,
+    ConnectorReport,
+    KVReceived,
+    Offer,
+    OfferBroken,
+    PrefixWanted,
+    ReceiveBroken,
+    ReceiveEnded,
+    Released,
+)
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.checkpoints import StepCopies, reserve
 from baton.node.scheduling.plan import Slice, StepPlan, StepResult
-from baton.node.scheduling.pooling import PooledPrompt
 from baton.node.scheduling.requests import NO_ROUTER, ByRequest, Choices, Origin, Outputs
 from baton.node.scheduling.scheduler import NodeLimits, load_of, problem_of
-from baton.node.scheduling.sequence import Sequence, no_token
+from baton.node.scheduling.sequence import no_token
+from baton.prefill_node.handoff import Handoff
+from baton.prefill_node.prefix_reads import PrefixReads
 from baton.protocol.codec import MalformedMessage
 from baton.protocol.errors import (
     Cancelled,
@@ -25,7 +38,7 @@ from baton.protocol.errors import (
     RequestError,
     taken_over,
 )
-from baton.protocol.ids import Key, NodeId, RequestId
+from baton.protocol.ids import Key, RequestId
 from baton.protocol.messages import (
     Attach,
     BlockRange,
@@ -38,46 +51,12 @@ from baton.protocol.messages import (
     Keep,
     Load,
     NotAttached,
+    Offered,
     Pooled,
     Prefill,
     PromptLogprobs,
-    StageTimes,
     Withdrawn,
 )
-
-
-@dataclass(slots=True, eq=False)
-class Handoff:
-    sequence: Sequence
-    origin: Origin
-    choices: Choices
-    decode_node: NodeId | None
-    arrived_s: float
-    admitted_s: float = 0.0
-    num_cached_tokens: int = 0
-    num_announced_blocks: int = 0
-    is_offered: bool = False
-    is_ended: bool = False
-    pooled: PooledPrompt = field(default_factory=PooledPrompt)
-
-    @classmethod
-    def of(cls, message: Prefill, origin: Origin, now_s: float) -> "Handoff":
-        choices = Choices.of(message)
-        return cls(Sequence.of(message), origin, choices, message.decode_node, now_s)
-
-    @property
-    def is_pooled(self) -> bool:
-        """Return whether all rows that are wanted instead of tokens are there."""
-        sequence = self.sequence
-        is_computed = sequence.num_computed_tokens == sequence.num_tokens
-        return sequence.sampling.pooling is not None and is_computed
-
-    def times(self, now_s: float) -> StageTimes:
-        return StageTimes(
-            queue_s=self.admitted_s - self.arrived_s,
-            prefill_s=now_s - self.admitted_s,
-            num_cached_tokens=self.num_cached_tokens,
-        )
 
 
 class PrefillScheduler:
@@ -90,6 +69,7 @@ class PrefillScheduler:
         self._holding: dict[Key, Handoff] = {}  # computed or ended, blocks not yet given back
         self._known: ByRequest[Handoff] = ByRequest()  # all of these
         self._copies = StepCopies(pool)
+        self._reads = PrefixReads(pool, self.outputs)
         self._step_id = 0
 
     # --- requests ------------------------------------------------------------------------------
@@ -149,9 +129,26 @@ class PrefillScheduler:
         pass  # decode nodes keep tokens
 
     def on_report(self, now_s: float, report: ConnectorReport) -> None:
-        if not isinstance(report, Released | OfferBroken):
-            raise InvariantBroken(f"a prefill node was told {type(report).__name__}")
-        handoff = self._computing.get(report.key) or self._holding[report.key]
+        match report:
+            case Released() | OfferBroken():
+                self._offer_ended(report)
+            case Offered():
+                self._reads.offered(self._handoff(report.key), report)
+            case KVReceived():
+                self._prefix_received(now_s, report)
+            case ReceiveBroken():
+                self._reads.broken(self._handoff(report.key))
+            case ReceiveEnded():
+                self._prefix_ended(now_s, report)
+            case BlocksDrained(block_ids=block_ids):
+                self.pool.readmit(block_ids)
+            case PrefixWanted():
+                raise InvariantBroken("a prefill node was asked for a prefix")
+            case _:
+                assert_never(report)
+
+    def _offer_ended(self, report: Released | OfferBroken) -> None:
+        handoff = self._handoff(report.key)
         handoff.is_offered = isinstance(report, OfferBroken)
         if handoff.is_ended:
             self._release_if_idle(handoff)
@@ -160,6 +157,27 @@ class PrefillScheduler:
         if report.failure is not None:
             self.outputs.send(handoff.origin, Failed(report.key, report.failure))
         self._end(handoff, None)
+
+    def _prefix_received(self, now_s: float, report: KVReceived) -> None:
+        handoff = self._handoff(report.key)
+        self._reads.received(now_s, handoff)
+        if handoff.is_ended:
+            self._release_if_idle(handoff)
+        else:
+            handoff.sequence.store_prefix(self.pool)
+            self._announce(handoff)
+
+    def _prefix_ended(self, now_s: float, report: ReceiveEnded) -> None:
+        self.pool.quarantine(report.quarantined)
+        if self._reads.drained(report):
+            return
+        handoff = self._handoff(report.key)
+        goes_on = self._reads.ended(now_s, handoff, report)
+        if handoff.is_ended:
+            self._release_if_idle(handoff)
+        elif not goes_on:
+            self.outputs.send(handoff.origin, Failed(report.key, report.failure))
+            self._end(handoff, report.failure)
 
     # --- steps ---------------------------------------------------------------------------------
 
@@ -182,10 +200,12 @@ class PrefillScheduler:
 
     def settle(self, now_s: float, plan: StepPlan, result: StepResult) -> None:
         self._copies.settle(plan)
+        num_tokens = sum(part.length for part in plan.slices)
+        self._reads.costs.computed(now_s, num_tokens, result.ended_s - result.started_s)
         failed, logprobs = dict(result.failed), dict(result.logprobs)
         of_prompts, pooled = dict(result.prompt_logprobs), dict(result.pooled)
         for index, (done, tokens) in enumerate(zip(plan.slices, result.tokens, strict=True)):
-            handoff = self._computing.get(done.key) or self._holding[done.key]
+            handoff = self._handoff(done.key)
             handoff.sequence.settle(done, tokens)
             if handoff.is_ended:
                 self._release_if_idle(handoff)
@@ -222,6 +242,10 @@ class PrefillScheduler:
 
     # --- inside --------------------------------------------------------------------------------
 
+    def _handoff(self, key: Key) -> Handoff:
+        """Return a prompt that has blocks."""
+        return self._computing.get(key) or self._holding[key]
+
     def _live_of(self, request_id: RequestId) -> list[Handoff]:
         return [handoff for handoff in self._known.of(request_id) if not handoff.is_ended]
 
@@ -231,15 +255,16 @@ class PrefillScheduler:
 
     def _candidates(self, now_s: float) -> list[Handoff]:
         """Return the prompts with tokens to plan, oldest first; admit while the budget lasts."""
-        ready = [h for h in self._computing.values() if h.sequence.num_unplanned_tokens]
+        ready = [handoff for handoff in self._computing.values() if handoff.is_ready]
         tokens = sum(handoff.sequence.num_unplanned_tokens for handoff in ready)
         while self._waiting and tokens < self.limits.max_num_batched_tokens:
             handoff = next(iter(self._waiting.values()))
             if not self._admit(now_s, handoff):
                 break
             del self._waiting[handoff.sequence.key]
-            ready.append(handoff)
-            tokens += handoff.sequence.num_unplanned_tokens
+            if handoff.is_ready:
+                ready.append(handoff)
+                tokens += handoff.sequence.num_unplanned_tokens
         return ready
 
     def _admit(self, now_s: float, handoff: Handoff) -> bool:
@@ -260,6 +285,7 @@ class PrefillScheduler:
             )
             self.outputs.to_connector.append(offer)
             self._announce(handoff)
+        self._reads.begin(now_s, handoff, num_cached)
         return True
 
     def _announce(self, handoff: Handoff) -> None:
@@ -313,10 +339,12 @@ class PrefillScheduler:
         self._holding[key] = self._computing.pop(key, handoff)
         if handoff.is_offered and why is not None:
             self.outputs.to_connector.append(Withdrawn(key, why))
+        if handoff.read is not None:
+            self._reads.abandon(handoff, why)
         self._release_if_idle(handoff)
 
     def _release_if_idle(self, handoff: Handoff) -> None:
-        if handoff.sequence.is_idle and not handoff.is_offered:
+        if handoff.sequence.is_idle and not handoff.is_offered and handoff.read is None:
             key = handoff.sequence.key
             if self._holding.pop(key, None) is not None:
                 self._known.remove(key)

@@ -86,6 +86,16 @@ def state_hashes(block_hash: BlockHash, num_blocks: int) -> list[BlockHash]:
     ]
 
 
+def pack_hashes(hashes: Iterable[BlockHash]) -> bytes:
+    return b"".join(hashes)
+
+
+def unpack_hashes(data: bytes) -> list[BlockHash]:
+    """Return the hashes that `pack_hashes` packed. Bytes after the last whole one are ignored."""
+    end = len(data) // HASH_BYTES * HASH_BYTES
+    return [data[start : start + HASH_BYTES] for start in range(0, end, HASH_BYTES)]
+
+
 def pack_keys(hashes: Iterable[BlockHash]) -> bytes:
     return b"".join([block_hash[:KEY_BYTES] for block_hash in hashes])
 

@@ -11,7 +11,7 @@ import msgspec
 
 from baton.protocol.errors import BatonError, Failure
 from baton.protocol.ids import Key
-from baton.protocol.messages import ToDecode, ToNode, ToPrefill, ToRouter
+from baton.protocol.messages import PeerMessage, ToNode, ToRouter
 
 MAX_MESSAGE_BYTES = 16 << 20
 
@@ -80,9 +80,5 @@ def to_router_codec() -> Codec[ToRouter]:
     return Codec[ToRouter](ToRouter)  # type: ignore[arg-type]
 
 
-def to_decode_codec() -> Codec[ToDecode]:
-    return Codec[ToDecode](ToDecode)  # type: ignore[arg-type]
-
-
-def to_prefill_codec() -> Codec[ToPrefill]:
-    return Codec[ToPrefill](ToPrefill)  # type: ignore[arg-type]
+def peer_codec() -> Codec[PeerMessage]:
+    return Codec[PeerMessage](PeerMessage)  # type: ignore[arg-type]

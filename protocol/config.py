@@ -44,6 +44,7 @@ KVCacheDtype = Literal["auto", "fp8"]
 KernelChoice = Literal["auto", "compiled", "torch"]
 GraphChoice = Literal["all", "prompts", "none"]
 TransportChoice = Literal["auto", "shm", "cuda_ipc", "nixl"]
+PrefixReads = Literal["off", "equal", "any"]
 LocalPrefill = Literal["auto", "never", "always"]
 Routing = Literal["cache-aware", "least-loaded"]
 ToolCallParser = Literal[
@@ -162,6 +163,14 @@ class CacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     enable_prefix_caching: Annotated[
         bool, about("keep finished blocks for prompts with the same prefix")
     ] = True
+    prefix_reads: Annotated[
+        PrefixReads,
+        about(
+            "let prefill nodes read the first tokens of a prompt from a decode node that has them "
+            "cached, when that takes less time than computing them: from one that computes equal "
+            "bits, or from any"
+        ),
+    ] = "equal"
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

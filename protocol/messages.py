@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from baton.protocol.blocks import KEY_BYTES
+from baton.protocol.blocks import HASH_BYTES, KEY_BYTES
 from baton.protocol.errors import Failure
 from baton.protocol.ids import (
     MAX_FORM_BYTES,
@@ -36,6 +36,9 @@ Role = Literal["prefill", "decode"]
 FinishReason = Literal["stop", "length"]
 # The failure of a node that would have to compute more than its router expected.
 NOT_CACHED = "not_cached"
+# The features of nodes that lend cached blocks to those that compute equal bits, or to any.
+PREFIX_READS = "prefix_reads"
+ANY_PREFIX_READS = "any_prefix_reads"
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, omit_defaults=True):
@@ -147,6 +150,8 @@ class Prefill(Message, frozen=True):
     On a resume, `token_ids` include the tokens that were already streamed, and `num_prompt_tokens`
     says where the prompt ended. `decode_node` is None when no node takes the blocks (max_tokens =
     1). If `sampling.pooling` is set, no token is sampled, and `Pooled` is the reply.
+
+    `prefix_node` probably has blocks of its first tokens, which may be read instead of computed.
     """
 
     key: Key
@@ -155,6 +160,7 @@ class Prefill(Message, frozen=True):
     sampling: Sampling
     num_choices: Count = 1
     decode_node: NodeId | None = None
+    prefix_node: NodeId | None = None
 
 
 class Decode(Message, frozen=True):
@@ -308,6 +314,8 @@ class Totals(msgspec.Struct, frozen=True, array_like=True):
     corrupt_reads: Total = 0  # reads in which a block had other bytes than were sent
     spec_decode_draft_tokens: Total = 0  # guessed by speculative decoding
     spec_decode_accepted_tokens: Total = 0  # guessed right
+    prefix_read_tokens: Total = 0  # of prompts, read from other nodes instead of computed
+    failed_prefix_reads: Total = 0  # whose prompts were computed
 
 
 class Heartbeat(Message, frozen=True):
@@ -358,6 +366,8 @@ class StageTimes(msgspec.Struct, frozen=True, omit_defaults=True):
     first_step_s: float = 0.0
     transfer_bytes: NumBytes = 0
     num_cached_tokens: Count = 0  # where the prompt was computed; decode repeats what prefill said
+    num_read_tokens: Count = 0  # of those, tokens whose blocks another node had
+    prefix_read_s: float = 0.0
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -493,7 +503,7 @@ ToRouter = (
 )  # fmt: skip
 
 
-# --- prefill to decode ------------------------------------------------------------------------
+# --- node to node -----------------------------------------------------------------------------
 
 
 class PeerHello(Message, frozen=True):
@@ -506,8 +516,21 @@ class PeerHello(Message, frozen=True):
     layout_fingerprint: str
 
 
+class WantPrefix(Message, frozen=True):
+    """Asks for the cached blocks of a prompt's first tokens.
+
+    `Offered` or `Withdrawn` answers. A prefix is handed over as a whole prompt is: the node that
+    has it sends what prefill sends to decode, and the node that reads it answers as decode does.
+    """
+
+    key: Key
+    # The hashes of the prompt's blocks (`blocks`), from the first one on.
+    hashes: Annotated[bytes, Meta(max_length=MAX_KEYS * HASH_BYTES)]
+    num_held_blocks: BlockCount = 0  # that the reader has itself
+
+
 class Offered(Message, frozen=True):
-    """Prefill holds all `num_blocks` blocks of this prompt until its lease ends."""
+    """The sender holds all `num_blocks` blocks of this prompt until its lease ends."""
 
     key: Key
     num_tokens: Count
@@ -518,20 +541,20 @@ class Offered(Message, frozen=True):
 class BlockRange(Message, frozen=True):
     """Blocks [first_block, first_block + len(block_ids)) of the prompt are final.
 
-    `block_ids` and `generations` are those of prefill's pool.
+    `block_ids` and `generations` are those of the sender's pool.
     """
 
     key: Key
     first_block: BlockCount
     block_ids: tuple[BlockId, ...]
     generations: tuple[Generation, ...]
-    # If `transfer.verify_kv` is on, this has a row for each piece in which decode reads a block, by
-    # rank of prefill and then by heads. Each row has a checksum for each block.
+    # If `transfer.verify_kv` is on, this has a row for each piece in which a block is read, by rank
+    # of the sender and then by heads. Each row has a checksum for each block.
     checksums: tuple[tuple[Checksum, ...], ...] = ()
 
 
 class End(Message, frozen=True):
-    """All block ranges were sent. This message carries the first token of every choice."""
+    """All block ranges were sent. After a whole prompt it has the first token of every choice."""
 
     key: Key
     tokens: tuple[FirstToken, ...]
@@ -539,7 +562,7 @@ class End(Message, frozen=True):
 
 
 class Withdrawn(Message, frozen=True):
-    """Prefill gives up this handoff, so decode must stop reading its blocks."""
+    """The sender gives up this handoff, so its peer must stop reading the blocks."""
 
     key: Key
     failure: Failure
@@ -551,29 +574,27 @@ class Renewed(Message, frozen=True):
     key: Key
 
 
-ToDecode = PeerHello | Offered | BlockRange | End | Withdrawn | Renewed
-
-
-# --- decode to prefill ------------------------------------------------------------------------
-
-
 class Done(Message, frozen=True):
-    """Every read of this handoff has ended; prefill may reuse the blocks."""
+    """Every read of this handoff has ended; its peer may reuse the blocks."""
 
     key: Key
 
 
 class Renew(Message, frozen=True):
-    """Extends the leases of these handoffs. Decode counts the extension from when it sent this."""
+    """Extends the leases of these handoffs. The reader counts from when it sent this."""
 
     keys: tuple[Key, ...]
 
 
 class Declined(Message, frozen=True):
-    """Decode will not take this handoff (refused, cancelled or failed); no read is in flight."""
+    """The reader will not take this handoff (refused, cancelled, failed); no read is in flight."""
 
     key: Key
     failure: Failure
 
 
-ToPrefill = PeerHello | Done | Renew | Declined
+PeerMessage = (
+    PeerHello | WantPrefix
+    | Offered | BlockRange | End | Withdrawn | Renewed
+    | Done | Renew | Declined
+)  # fmt: skip

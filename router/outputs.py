@@ -107,6 +107,7 @@ class AttemptRecord:
     lost_at_s: float | None = None
     failure: str = ""  # the code of its loss
     queue_s: float = 0.0
+    prefix_read_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0
@@ -117,6 +118,7 @@ class AttemptRecord:
         """Add what one of its nodes measured. That node's first tokens came at `now_s`."""
         if of_prompt:
             self.queue_s, self.prefill_s = times.queue_s, times.prefill_s
+            self.prefix_read_s = times.prefix_read_s
         if of_prompt and self.prefill_node is not None:
             self.prefilled_at_s = now_s
             return
@@ -133,6 +135,7 @@ class RequestMetrics:
     arrival_time: float = 0.0  # seconds since the epoch of time.time()
     router_queue_s: float = 0.0  # from arrival until nodes were chosen
     queue_s: float = 0.0  # in the queue of the prefill node
+    prefix_read_s: float = 0.0  # for cached blocks of another node
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     exposed_s: float = 0.0  # transfer after the last chunk was announced
@@ -145,6 +148,7 @@ class RequestMetrics:
     num_output_tokens: int = 0  # of all choices together
     num_received_tokens: int = 0  # those of them that another router had handed out
     num_cached_tokens: int = 0
+    num_read_tokens: int = 0  # of those, tokens that another node had cached
     # Tokens that the router expected to be cached, at the last attempt.
     num_predicted_tokens: int = 0
     path: ServedBy | None = None
@@ -196,6 +200,8 @@ class RequestMetrics:
         """Add what one node measured, and return its attempt. Over resumes, stages add up."""
         if of_prompt:
             self.queue_s += times.queue_s
+            self.prefix_read_s += times.prefix_read_s
+            self.num_read_tokens = max(self.num_read_tokens, times.num_read_tokens)
             self.prefill_s += times.prefill_s
         # Decode says it too, as a short answer may end before what prefill sent has come.
         self.num_cached_tokens = max(self.num_cached_tokens, times.num_cached_tokens)
@@ -350,8 +356,11 @@ def _ends_of_stages(
     elif prompt_at_s is not None and decoding_at_s is not None and decoding_at_s <= prompt_at_s:
         prompt_at_s = decoding_at_s - one.first_step_s  # decode's message was read first
     if prompt_at_s is not None:
-        yield "dispatch", prompt_at_s - one.prefill_s - one.queue_s, None, ""
-        yield "queue", prompt_at_s - one.prefill_s, computes, ""
+        read_at_s = prompt_at_s - one.prefill_s
+        queued_at_s = read_at_s - one.prefix_read_s
+        yield "dispatch", queued_at_s - one.queue_s, None, ""
+        yield "queue", queued_at_s, computes, ""
+        yield "prefix_read", read_at_s, computes, ""
         yield "prefill", prompt_at_s, computes, ""
     if one.prefill_node and one.decoding_at_s is not None:
         step_at_s = one.decoding_at_s - one.first_step_s

@@ -23,6 +23,8 @@ class PoolCounts:
     preemptions: int = 0  # sequences that gave their blocks back because none was free
     spec_decode_draft_tokens: int = 0  # guessed
     spec_decode_accepted_tokens: int = 0  # guessed right
+    prefix_read_tokens: int = 0
+    failed_prefix_reads: int = 0
 
 
 class BlockPool:

@@ -464,6 +464,7 @@ class Lifecycle:
         attempt.state, attempt.heard_s, attempt.reserved = AttemptState.LIVE, self._now_s, nodes
         attempt.prefill, attempt.decode = selected.prefill_node, selected.decode_node
         attempt.epochs, attempt.max_uncached_tokens = selected.epochs, selected.max_uncached_tokens
+        attempt.prefix_node = selected.prefix_node
         output = self.choices[attempt.choices[0]].output
         request = self.request if self._num_prompt_bytes else self.request.without_prompt()
         self._out.extend(attempt.start_commands(request, output))

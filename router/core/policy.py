@@ -27,6 +27,7 @@ OUTPUT_WEIGHT = 0.05
 # of computing it, on one host and between hosts.
 HANDOFF_TOKENS = 64
 NEAR_READ, FAR_READ = 1 / 32, 1 / 8
+MIN_READ_TOKENS = 64  # fewer are computed, and not read from another node
 # A decode node that was chosen because it had most of a prompt cached refuses the prompt if it
 # would have to compute more than this many times what the setting allows.
 MISPREDICTION = 2
@@ -163,14 +164,42 @@ class _PairSearch:
         self._cached: dict[NodeId, int] = {}
         # The last token is always computed, for its logits.
         most = (selection.num_tokens - 1) // size * size
+        self._lenders: list[Node] = []  # decode nodes with most of the prompt
+        self._readable = 0  # tokens, from each of these
         for num_blocks, nodes in registry.caches.held(selection.block_keys).items():
             self._held.update(dict.fromkeys(nodes, num_blocks * size))
             self._cached.update(dict.fromkeys(nodes, min(num_blocks * size, most)))
+            if lenders := registry.lenders(nodes):
+                self._lenders, self._readable = lenders, min(num_blocks * size, most)
 
     def prefill_candidates(self) -> list[Candidate]:
         """Return the prefill nodes that could hold the prompt if they were empty."""
         nodes = self._large_enough("prefill", self._blocks(self._selection.num_tokens, 1))
-        return self._candidates(nodes, [node.num_tokens for node in nodes], self._cached)
+        has: Mapping[NodeId, float] = self._cached
+        if self._lenders:
+            saved = 1 - (NEAR_READ if self._registry.hosts().is_one else FAR_READ)
+            has = {
+                node.node_id: self._cached.get(node.node_id, 0) + saved * self._num_read(node)
+                for node in nodes
+            }
+        return self._candidates(nodes, [node.num_tokens for node in nodes], has)
+
+    def _num_read(self, prefill: Node) -> int:
+        """Return how many tokens that node could read from another one instead of computing."""
+        num_more = self._readable - self._cached.get(prefill.node_id, 0)
+        is_worth_it = num_more >= MIN_READ_TOKENS
+        return num_more if is_worth_it and self._lender(prefill, None) is not None else 0
+
+    def _lender(self, prefill: Node, decode: Node | None) -> Node | None:
+        """Return the node from which that one would read, if it can be, the decode node itself."""
+        usable = [
+            one
+            for one in self._lenders
+            if one.lends_to(prefill) and self._registry.can_pair(prefill, one)
+        ]
+        if decode in usable:
+            return decode
+        return min(usable, key=lambda one: (one.num_tokens, one.node_id), default=None)
 
     def local_candidates(self, least_held: int = 0) -> list[Candidate]:
         """Return the decode nodes that could compute the prompt themselves.
@@ -199,7 +228,7 @@ class _PairSearch:
         return [one for one in nodes if one.info and one.info.num_blocks >= num_blocks]
 
     def _candidates(
-        self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, int], read: float = 1
+        self, nodes: list[Node], waits: list[int], has: Mapping[NodeId, float], read: float = 1
     ) -> list[Candidate]:
         """Return nodes with their costs: their waits, plus `read` for each token that they lack.
 
@@ -292,8 +321,11 @@ class _PairSearch:
     ) -> Decision:
         selection = self._selection
         given: list[tuple[Node, ReservedLoad]] = []
+        num_read, lender = 0, None
         if prefill is not None:
-            num_uncached = selection.num_tokens - self._cached.get(prefill.node_id, 0)
+            if (num_read := self._num_read(prefill)) > 0:
+                lender = self._lender(prefill, decode)
+            num_uncached = selection.num_tokens - self._cached.get(prefill.node_id, 0) - num_read
             given.append((prefill, ReservedLoad(num_uncached, 1, selection.is_suspect)))
         if decode is not None:
             given.append((decode, _decode_load(decode, selection, self._likely_tokens)))
@@ -303,13 +335,14 @@ class _PairSearch:
             None if decode is None else decode.node_id,
             {node.node_id: node.epoch for node, _ in given},
             max_uncached,
+            None if lender is None else lender.node_id,
         )
         return Decision(
             selected,
             tuple([(node.node_id, load) for node, load in given]),
             is_fallback,
             tuple([node.node_id for node, _ in given if not self._has_room(node)]),
-            self._cached.get(given[0][0].node_id, 0),
+            self._cached.get(given[0][0].node_id, 0) + num_read,
         )
 
     def _blocks(self, num_final_tokens: int, num_choices: int) -> int:

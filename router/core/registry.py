@@ -4,6 +4,7 @@ A node that is silent or stuck is out of service but stays known: its next good 
 back. The registry never chooses a node and never sends to one: it returns the changes to act on.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,6 +12,8 @@ import msgspec
 from baton.protocol.errors import Failure, NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
+    ANY_PREFIX_READS,
+    PREFIX_READS,
     PROTOCOL_VERSION,
     CacheChanges,
     Heartbeat,
@@ -126,6 +129,17 @@ class Node:
     @property
     def process(self) -> NodeProcess:
         return self.node_id, self.epoch
+
+    @property
+    def lends_prefixes(self) -> bool:
+        return self.info is not None and PREFIX_READS in self.info.facts.features
+
+    def lends_to(self, reader: "Node") -> bool:
+        """Return whether blocks of this node are as good to another one as its own."""
+        if self.info is None or reader.info is None:
+            return False
+        is_equal = self.info.compute == reader.info.compute
+        return is_equal or ANY_PREFIX_READS in self.info.facts.features
 
     def heard(self, now_s: float) -> None:
         """Note that the node lives."""
@@ -381,6 +395,11 @@ class Registry:
             del self._lost[node.node_id]
         nodes = sorted(self._lost.values(), key=lambda node: node.node_id)
         return tuple(LostNode(n.node_id, n.role, max(0.0, now_s - n.heard_s)) for n in nodes)
+
+    def lenders(self, nodes: Iterable[NodeId]) -> list[Node]:
+        """Return those of the nodes from whose caches others may read."""
+        found = [self._nodes[name] for name in nodes if name in self._nodes]
+        return [node for node in found if node.state == "ready" and node.lends_prefixes]
 
     def can_pair(self, prefill: Node, decode: Node) -> bool:
         """Return whether two nodes could exchange KV blocks, by what both have published."""

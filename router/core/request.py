@@ -99,6 +99,7 @@ class NodesSelected(msgspec.Struct, frozen=True):
     decode_node: NodeId | None
     epochs: dict[NodeId, Epoch] = {}  # of both nodes
     max_uncached_tokens: int | None = None  # tokens that decode may compute if it is alone
+    prefix_node: NodeId | None = None  # from which prefill may read its first tokens' blocks
 
 
 class NodesNotSelected(msgspec.Struct, frozen=True):
@@ -321,6 +322,7 @@ class Attempt:
     decode: NodeId | None = None
     epochs: dict[NodeId, Epoch] = field(default_factory=dict)  # of both
     max_uncached_tokens: int | None = None
+    prefix_node: NodeId | None = None
     open: set[int] = field(default_factory=set)
     accepted: bool = False  # decode has reserved what it needs
     streaming: bool = False  # decode has sent tokens, so it no longer needs prefill
@@ -421,7 +423,13 @@ class Attempt:
             sends.append(Send(self.decode, decode))
         if self.prefill is not None:
             prefill = Prefill(
-                self.key, token_ids, num_prompt, request.sampling, num_choices, self.decode
+                self.key,
+                token_ids,
+                num_prompt,
+                request.sampling,
+                num_choices,
+                self.decode,
+                self.prefix_node,
             )
             sends.append(Send(self.prefill, prefill))
         return sends

@@ -32,6 +32,7 @@ LENGTH_BUCKETS = (
 STAGE_NAMES = (
     "router_queue",
     "queue",
+    "prefix_read",
     "prefill",
     "transfer",
     "exposed",

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from baton.__main__ import main
-from baton.protocol.codec import to_decode_codec, to_prefill_codec
+from baton.protocol.codec import peer_codec
 from baton.protocol.config import KeysConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.messages import ToNode, ToRouter
@@ -135,9 +135,7 @@ def test_no_channel_leaves_this_host_without_a_key(tmp_path):
         pair.dial("far", REMOTE, Keys(is_insecure=True))
         pair.dial("farther", REMOTE, new_key(tmp_path))
         pair.keys = Keys(is_insecure=True)
-        open_to_all = Listener(
-            "tcp://0.0.0.0", to_prefill_codec(), to_decode_codec(), pair.context, pair.keys
-        )
+        open_to_all = Listener("tcp://0.0.0.0", peer_codec(), peer_codec(), pair.context, pair.keys)
         open_to_all.close()
 
 

@@ -15,9 +15,8 @@ from baton.protocol.codec import (
     MalformedMessage,
     NodeInbox,
     Unreadable,
-    to_decode_codec,
+    peer_codec,
     to_node_codec,
-    to_prefill_codec,
     to_router_codec,
 )
 from baton.protocol.messages import PROTOCOL_VERSION, Cancel
@@ -29,18 +28,26 @@ GOLDEN = Path(__file__).parent / f"golden_messages_v{PROTOCOL_VERSION}.txt"
 CODECS: dict[str, Codec[Any]] = {
     "ToNode": to_node_codec(),
     "ToRouter": to_router_codec(),
-    "ToDecode": to_decode_codec(),
-    "ToPrefill": to_prefill_codec(),
+    "PeerMessage": peer_codec(),
 }
 LINES = [line.split() for line in GOLDEN.read_text().splitlines() if not line.startswith("#")]
 CASES = [(union, bytes.fromhex(data)) for union, _, data in LINES]
+
+
+def says(new: object, old: object) -> bool:
+    """Whether an older process finds in `new` what `old` says. It ignores what an array adds."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return new.keys() == old.keys() and all(says(new[key], old[key]) for key in old)
+    if isinstance(new, list) and isinstance(old, list):
+        return len(new) >= len(old) and all(map(says, new, old))
+    return repr(new) == repr(old)
 
 
 def test_every_message_is_written_as_it_always_was():
     for union, data in CASES:
         encoded = CODECS[union].encode(CODECS[union].decode(data))
         # A map's length may be written in one byte or in three, which all readers take alike.
-        assert repr(msgspec.msgpack.decode(encoded)) == repr(msgspec.msgpack.decode(data))
+        assert says(msgspec.msgpack.decode(encoded), msgspec.msgpack.decode(data))
 
 
 def test_there_is_an_example_of_every_message():

@@ -45,7 +45,7 @@ def expected(family: str, length: int) -> Expected:
     return expected_of(model_folder(family), length)
 
 
-def settings(checkpoint: str | Path, *, verify: bool = False, **cache: bool) -> ClusterConfig:
+def settings(checkpoint: str | Path, *, verify: bool = False, **cache: object) -> ClusterConfig:
     return tiny_cluster(
         checkpoint, cache={"block_size": BLOCK, "num_blocks": 700, **cache},
         engine={"max_num_batched_tokens": CHUNK, "max_num_seqs": 16},

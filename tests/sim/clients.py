@@ -22,6 +22,7 @@ RETRIED = (
     "shutting_down", "stream_taken_over", "queue_timeout", "no_nodes", "queue_full", "not_ready",
     "stream_gone", "stream_unknown",
 )  # fmt: skip
+LONGEST_PROMPT = 90
 BLAME_S = 5.0  # for so long after its end, a fault may still cost an attempt
 
 
@@ -31,7 +32,7 @@ class Client:
     def __init__(self, world: "World", number: int) -> None:
         rng = world.rng
         self.world, self.number = world, number
-        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, 90)))]
+        self.prompt = [rng.randrange(VOCAB) for _ in range(rng.choice((3, 20, 50, LONGEST_PROMPT)))]
         if rng.random() < 0.6:  # a prefix that others have, too
             num_shared, document = rng.choice((16, 80)), 100 * rng.randrange(5)
             self.prompt[:num_shared] = range(document, document + min(num_shared, len(self.prompt)))
@@ -58,6 +59,20 @@ class Client:
         self.asked_s = 0.0  # when it began the request
         self._root = world.root.extended(self.prompt)
         self._forget()
+
+    async def go_on(self) -> None:
+        """Wait for another client's response, and take it for the beginning of the prompt."""
+        world, rng = self.world, self.world.prefix_rng
+        other = rng.choice([one for one in world.clients if one is not self])
+        for _ in range(20):
+            if other.is_done:
+                own = self.prompt[: rng.choice((1, 6, 12))]
+                history = [*other.prompt, *other.outputs[0]][: LONGEST_PROMPT - len(own)]
+                self.prompt = [*history, *own]
+                self._root = world.root.extended(self.prompt)
+                self._forget()
+                return
+            await asyncio.sleep(1.0)
 
     def _forget(self) -> None:
         """Begin anew, with another request."""

@@ -23,6 +23,7 @@ from baton.protocol.config import (
 from baton.protocol.errors import NodeError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
 from baton.protocol.messages import (
+    PREFIX_READS,
     PROTOCOL_VERSION,
     Crashed,
     Heartbeat,
@@ -179,8 +180,11 @@ class SimNode(Member):
                 state_blocks=world.state_blocks,
             ),
             (RankAddress({kind.name: address}),) * self.num_ranks, self.model,
-            world.max_model_len, VOCAB, compute=self.name, reaches=(f"{kind.name}@host",),
-            facts=NodeFacts(step=StepLimits(8, 32)),
+            world.max_model_len, VOCAB, compute="sim" if world.lends else self.name,
+            reaches=(f"{kind.name}@host",),
+            facts=NodeFacts(
+                step=StepLimits(8, 32), features=(PREFIX_READS,) if world.lends else ()
+            ),
         )  # fmt: skip
         self.info = info
         self.loop = self.loop_with(self.pool, self.executor, self.sockets, process.clock)
@@ -240,12 +244,25 @@ class SimNode(Member):
         return getattr(self.scheduler, "_running", ())
 
     def offers(self) -> list[tuple[Key, Epoch]]:
-        """Return what this prefill node holds for decode nodes."""
+        """Return what this node holds for others."""
         sources = self.loop.connector._offers._sources.values()
         return [(source.key, source.peer[1]) for source in sources]
 
     def ended_receives(self) -> Container[Key]:
         return self.loop.connector._receives._tombstones._answers
+
+    @property
+    def longest_prefix_wait_s(self) -> float:
+        """Return how long a prompt has waited for blocks of another node, while it had others."""
+        scheduler = self.scheduler
+        if not isinstance(scheduler, PrefillScheduler):
+            return 0.0
+        reads = [
+            handoff.read
+            for handoff in scheduler._computing.values()
+            if handoff.read is not None and len(handoff.read.landing) <= self.pool.num_free
+        ]
+        return max((self.process.clock() - read.began_s for read in reads), default=0.0)
 
     def check_ownership(self) -> None:
         """Check that every reference to a block has its owner."""
@@ -261,12 +278,14 @@ class SimNode(Member):
         if isinstance(scheduler, PrefillScheduler):
             for handoff in (*scheduler._computing.values(), *scheduler._holding.values()):
                 yield handoff.sequence.blocks
+            yield from scheduler._reads._draining.values()
         else:
             assert isinstance(scheduler, DecodeScheduler)
             for prompt in scheduler.queue.pending.values():
                 yield from (prompt.sequence.blocks, prompt.tails)
             for stream in (*scheduler._running.values(), *scheduler._leaving.values()):
                 yield stream.sequence.blocks
+            yield from scheduler._prefixes._lent.values()
         for copies in (scheduler._copies._next, *(plan.copies for plan in self.loop._launched)):
             yield from copies
 

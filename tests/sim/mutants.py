@@ -15,6 +15,7 @@ import zmq
 
 from baton.kv_transfer.agent import AgentTurns
 from baton.kv_transfer.bookkeeping import ReaderLease, Tombstones
+from baton.kv_transfer.interfaces import PrefixWanted
 from baton.kv_transfer.receive import BlockRangeReads, KVReceive
 from baton.node import loop
 from baton.node import router_channel as registration
@@ -23,12 +24,15 @@ from baton.node.loop import EngineLoop
 from baton.node.router_channel import RouterChannel
 from baton.node.scheduling.block_pool import BlockPool
 from baton.node.scheduling.plan import Slice, StepResult
+from baton.node.scheduling.prefix_reads import PrefixCosts, PrefixOffers
 from baton.node.scheduling.requests import Outputs
 from baton.node.scheduling.sequence import Sequence
 from baton.node.sockets import EngineSockets, PeerName
+from baton.prefill_node.handoff import Handoff
+from baton.prefill_node.prefix_reads import PrefixReads
 from baton.protocol.errors import NodeError
-from baton.protocol.ids import NodeId
-from baton.protocol.messages import NodeInfo, TokenEntry
+from baton.protocol.ids import Key, NodeId
+from baton.protocol.messages import NodeInfo, Offered, TokenEntry
 from baton.router.core import node_link, registry
 from baton.router.core.admission import Admission
 from baton.router.core.node_link import NodeLink
@@ -142,6 +146,7 @@ def _take_peers_for_granted(sockets: EngineSockets, info: NodeInfo) -> None:
 _SLICE, _SETTLED = Sequence.slice, EngineLoop._settled
 _CONNECT, _DIAL = Dialer._connect, EngineSockets._dial
 _RELEASE = Node.release
+_WANTED, _PREFIX_OFFERED = PrefixOffers.wanted, PrefixReads.offered
 _CHANGED = Dialer._changed
 
 
@@ -151,6 +156,29 @@ def _nothing(*_: object) -> None:
 
 def _always(*_: object) -> bool:
     return True
+
+
+def _lend_without_holding(offers: PrefixOffers, report: PrefixWanted) -> None:
+    _WANTED(offers, report)
+    if report.key in offers._lent:
+        offers._pool.release(offers._lent[report.key])
+
+
+def _take_back_nothing(offers: PrefixOffers, key: Key) -> None:
+    del offers._lent[key]
+
+
+def _compute_where_it_lands(reads: PrefixReads, handoff: Handoff) -> None:
+    if not handoff.is_ended and handoff.read is not None:
+        reads._draining[handoff.sequence.key] = []
+        handoff.read = None
+
+
+def _count_as_read(reads: PrefixReads, handoff: Handoff, offered: Offered) -> None:
+    _PREFIX_OFFERED(reads, handoff, offered)
+    if handoff.read is not None and handoff.read.landing:
+        end = handoff.read.num_held_blocks + len(handoff.read.landing)
+        handoff.sequence.start_at(end * reads._pool.block_size)
 
 
 LEASES: tuple[Patch, ...] = (
@@ -192,6 +220,14 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "let requests wait without a limit": ((Admission, "take_overdue", lambda *_: []),),
     "let in more than may wait": ((Admission, "check_room", lambda *_, **__: []),),
     "believe transports": ((AgentTurns, "_is_corrupt", lambda *_: False),),
+    "lend blocks without holding them": (
+        *LEASES, (SimShm, "is_stale", lambda *_: False),
+        (PrefixOffers, "wanted", _lend_without_holding),
+        (PrefixOffers, "released", _take_back_nothing),
+    ),
+    "compute where a broken read still lands": ((PrefixReads, "broken", _compute_where_it_lands),),
+    "go on from a prefix that was only offered": ((PrefixReads, "offered", _count_as_read),),
+    "wait for a prefix without a limit": ((PrefixCosts, "timeout_s", lambda *_: 600.0),),
     "end for want of memory": ((dialer, "_why_unsent", _raise_other_errors),),
     "end for want of descriptors": ((EngineSockets, "_dial", _take_peers_for_granted),),
     "tell the time by the wall clock": ((Process, "clock", _wall_clock),),

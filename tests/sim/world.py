@@ -15,9 +15,11 @@ from typing import Any
 from unittest import mock
 
 from baton.node.router_channel import LONGEST_WAIT_S
+from baton.node.scheduling import prefix_reads
 from baton.protocol.config import TransferConfig
 from baton.protocol.ids import Key
 from baton.protocol.messages import PROTOCOL_VERSION
+from baton.router.core import policy
 from baton.router.http.api import large_bodies
 from baton.router.worker import Worker
 from tests.sim.clients import Client
@@ -32,6 +34,7 @@ from tests.sim.transports import Pools
 
 HEALING_S = 150.0  # after the last fault, every client has its tokens, also of a crowded node
 SETTLING_S = 120.0  # after the last client, all memory is given back, at the latest
+LEAST_PREFIX_TOKENS = 8  # that are worth a read
 AUDIT_S = 0.5  # between two looks at who owns which block
 LONGEST_DETOUR_S = 4.0  # then a node in touch runs no attempt any more that nobody wants
 LONGEST_ABSENCE_S = 5.0  # then a living node in touch with a router is in service there
@@ -39,7 +42,8 @@ LATEST_S = 1.0  # that a request waits for nodes beyond its router's limit
 LONGEST_HALF_S = 2.0  # that a node goes on while one of its ranks is dead
 LONGEST_TURN_S = 0.25  # that other work of a router's loop waits for its turn
 PULSE_S = 0.1  # between two looks at how long it waits
-LONGEST_OFFER_S = 1.0  # then prefill holds no blocks any more for a decode node that has ended
+LONGEST_OFFER_S = 1.0  # then a node holds no blocks any more for another one that has ended
+LONGEST_PREFIX_S = 5.0  # that a prompt waits for a prefix that it could compute
 PACES = (  # of leases and of reads
     (0.6, (0.6, 1.0, 1.5)), (0.6, (0.02, 0.3, 1.2)), (2.0, (0.6, 1.0, 1.5)),
     (6.0, (0.001, 0.02, 0.2)),
@@ -74,6 +78,10 @@ class World:
         # What came to the simulation later has numbers of its own.
         self.later_rng = random.Random(~seed)
         self.state_blocks = state_blocks  # of each sequence
+        self.prefix_rng = random.Random(f"prefixes {seed}")
+        # Prefill nodes read what decode nodes have cached.
+        self.lends = not state_blocks and self.prefix_rng.random() < 0.7
+        self.least_prefix_s = self.prefix_rng.choice((0.02, 0.5, 3.0))  # that a prompt waits
         rng = self.rng
         self.network = Network(loop, rng, self.problem)
         self.port = Port(loop, rng)
@@ -136,6 +144,7 @@ class World:
         asking = [self.loop.create_task(self._client(one)) for one in self.clients]
         audit = self.loop.create_task(self._audit())
         pulses = self.loop.create_task(self._feel_pulses())
+        forgetting = self.loop.create_task(self._forget_prefixes())
         async with asyncio.timeout(600):  # each fault has an end
             await self.nemesis.run()
         self.note("no more faults")
@@ -155,6 +164,7 @@ class World:
             audit.result()  # it ends early only by a problem or an error
         audit.cancel()
         pulses.cancel()
+        forgetting.cancel()
         if not self.problems:
             await self._settle()
 
@@ -167,6 +177,8 @@ class World:
 
     async def _client(self, client: Client) -> None:
         await asyncio.sleep(self.rng.uniform(0, self.latest_start_s))
+        if self.lends and self.prefix_rng.random() < 0.4:
+            await client.go_on()
         await client.run()
 
     async def _audit(self) -> None:
@@ -178,13 +190,24 @@ class World:
                 if not node.process.is_dead:
                     node.check_ownership()
                     self._check_whole(node)
-                    (self._check_outlived if node.role == "decode" else self._check_offers)(node)
+                    self._check_offers(node)
+                    self._check_prefixes(node)
+                    if node.role == "decode":
+                        self._check_outlived(node)
 
             for router in self.routers:
                 if router.is_up:
                     self._check_limits(router)
                 for node in self.nodes:
                     self._check_joined(node, router)
+
+    async def _forget_prefixes(self) -> None:
+        """Let prefill nodes forget what they have cached, so that they read it from others."""
+        while self.lends:
+            await asyncio.sleep(self.prefix_rng.uniform(0.2, 2.0))
+            node = self.prefix_rng.choice([one for one in self.nodes if one.role == "prefill"])
+            if not node.process.is_dead:
+                node.pool.reset_prefix_cache()
 
     async def _feel_pulses(self) -> None:
         """Measure how long a callback waits for its turn on each router's loop."""
@@ -264,7 +287,7 @@ class World:
             self.problem(f"{node.name} goes on without one of its ranks")
 
     def _check_offers(self, node: SimNode) -> None:
-        """Check that a prefill node in touch holds nothing for a handoff that decode has ended."""
+        """Check that a node in touch holds nothing for a handoff that its reader has ended."""
         for key, reader in node.offers():
             peer = next((one for one in self.nodes if one.epoch == reader), node)
             is_silent = self.network.silent & {(node.name, peer.name), (peer.name, node.name)}
@@ -278,6 +301,16 @@ class World:
             since_s = max(since_s, in_touch_s, hung_s, resumed_s)
             if self.loop.time() - since_s > LONGEST_OFFER_S:
                 self.problem(f"{node.name} still holds {key}, which {peer.name} has ended")
+
+    def _check_prefixes(self, node: SimNode) -> None:
+        """Check that no prompt waits long for a prefix that could be computed."""
+        waited_s = min(
+            node.longest_prefix_wait_s,
+            self.loop.time() - node.process.resumed_s,
+            self.loop.time() - node.hung_until_s,
+        )
+        if node.is_up and waited_s > LONGEST_PREFIX_S:
+            self.problem(f"{node.name} has waited for a prefix for {waited_s:.1f} s")
 
     async def _settle(self) -> None:
         """Wait until nothing is held for any client."""
@@ -347,6 +380,10 @@ def simulate_once(
             mock.patch.object(time, "time", world.wall_s),
             mock.patch.object(large_bodies, "parse_body", parse_at_a_cost),
             mock.patch.object(Worker, "run", work),
+            mock.patch.object(policy, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefix_reads, "MIN_READ_TOKENS", LEAST_PREFIX_TOKENS),
+            mock.patch.object(prefix_reads, "MIN_TIMEOUT_S", world.least_prefix_s),
+            mock.patch.object(prefix_reads, "FORGET_S", 1.0),
         ):
             loop.run_until_complete(world.run())
     finally:
@@ -354,6 +391,10 @@ def simulate_once(
             member.process.kill()
         loop.close()
         asyncio.set_event_loop(None)
+    for node in world.nodes:
+        counts = node.pool.counts
+        world.fates["prefix read"] += counts.prefix_read_tokens
+        world.fates["prefix not read"] += counts.failed_prefix_reads
     gap_s = max(client.longest_gap_s for client in world.clients)
     return Result(
         seed, world.problems, world.log, world.fates, Counter(world.network.met), gap_s,

@@ -21,10 +21,9 @@ from baton.protocol.messages import (
     NodeInfo,
     Offered,
     PeerHello,
+    PeerMessage,
     RankAddress,
     Role,
-    ToDecode,
-    ToPrefill,
 )
 
 BLOCK_SIZE, BLOCK_BYTES = 4, 64
@@ -75,15 +74,15 @@ def hello(info: NodeInfo, **fields: object) -> PeerHello:
     return msgspec.structs.replace(greeting, **fields)
 
 
-def heard(info: NodeInfo, *messages: ToDecode | ToPrefill) -> list[ConnectorEvent]:
+def heard(info: NodeInfo, *messages: PeerMessage) -> list[ConnectorEvent]:
     return [FromPeer(info.node_id, info.epoch, message) for message in messages]
 
 
-def told(info: NodeInfo, message: ToDecode | ToPrefill) -> ToPeer:
+def told(info: NodeInfo, message: PeerMessage) -> ToPeer:
     return ToPeer(info.node_id, info.epoch, message)
 
 
-def said(step: Effects) -> list[ToDecode | ToPrefill]:
+def said(step: Effects) -> list[PeerMessage]:
     return [command.message for command in step.commands if isinstance(command, ToPeer)]
 
 

@@ -11,7 +11,15 @@ from baton.protocol.blocks import block_hashes, pack_keys
 from baton.protocol.config import RouterConfig
 from baton.protocol.errors import Overloaded, RequestError, TransferError
 from baton.protocol.ids import Epoch, Key, NodeId, RequestId
-from baton.protocol.messages import CacheChanges, NodeFacts, NodeInfo, Role, StepLimits
+from baton.protocol.messages import (
+    ANY_PREFIX_READS,
+    PREFIX_READS,
+    CacheChanges,
+    NodeFacts,
+    NodeInfo,
+    Role,
+    StepLimits,
+)
 from baton.protocol.sampling import SamplingParams
 from baton.router.core.admission import (
     MAX_PASSED_S,
@@ -24,7 +32,7 @@ from baton.router.core.admission import (
 )
 from baton.router.core.health import limits_of, nodes_health
 from baton.router.core.pair_health import FIRST_AVOID_S
-from baton.router.core.policy import FAR_READ, NEAR_READ, CheapestPair
+from baton.router.core.policy import FAR_READ, MIN_READ_TOKENS, NEAR_READ, CheapestPair
 from baton.router.core.registry import Registry, ReservedLoad
 from baton.router.core.request import NodeProcess, SelectNodes, Tenant
 from tests.support.choosing import PAIRS, charge, choose, cluster, join, place
@@ -500,6 +508,49 @@ def test_a_prompt_goes_where_most_of_it_is_cached_until_the_queue_costs_more():
     join(registry, node_info("p1", "prefill", "e1"))
     registry.forget(RequestId("b"))
     assert choose(registry, place("d"), "never") == ("p0", "d1"), "its successor has nothing cached"
+
+
+def lending(info: NodeInfo, compute: str = "") -> NodeInfo:
+    facts = NodeFacts(features=(PREFIX_READS,))
+    return msgspec.structs.replace(info, facts=facts, compute=compute)
+
+
+def prefix_of(registry: Registry, num_tokens: int = 200) -> tuple[str | None, int, int]:
+    """Return who lends a prefix to the chosen prefill node, which has how much, and its work."""
+    decision = CheapestPair("never", 0).choose(0.0, registry, place("r", num_tokens))
+    assert decision is not None
+    lender = decision.selected.prefix_node
+    return lender, decision.num_cached_tokens, decision.loads[0][1].num_tokens
+
+
+def test_a_prefix_is_read_from_the_decode_node_that_takes_the_prompt_or_has_most_of_it():
+    infos = [lending(info) if info.role == "decode" else info for info in PAIRS]
+    registry = cluster(*infos)
+    assert prefix_of(registry) == (None, 0, 200)
+    holding(registry, d0=160)
+    assert prefix_of(registry) == ("d0", 160, 40)
+    holding(registry, d1=160)
+    registry.reserve(NodeId("d0"), Key(RequestId("busy")), ReservedLoad(300, 1))
+    assert prefix_of(registry) == ("d1", 160, 40), "d1 takes the prompt"
+    holding(registry, d1=80)
+    assert prefix_of(registry) == ("d0", 160, 40)
+    registry.gone(NodeId("p1"))
+    held = 160 - MIN_READ_TOKENS + BLOCK_SIZE
+    holding(registry, p0=held)
+    assert prefix_of(registry) == (None, held, 200 - held), "p0 has nearly as much itself"
+    registry.gone(NodeId("d0"))
+    holding(registry, p0=0)
+    assert prefix_of(registry) == ("d1", 80, 120)
+
+
+def test_no_prefix_is_read_from_a_node_that_does_not_lend_or_computes_other_bits():
+    other = lending(PAIRS[2], "other bits")
+    for info in (PAIRS[2], other):
+        registry = holding(cluster(PAIRS[0], info), d1=160)
+        assert prefix_of(registry) == (None, 0, 200)
+    facts = NodeFacts(features=(PREFIX_READS, ANY_PREFIX_READS))
+    to_any = msgspec.structs.replace(other, facts=facts)
+    assert prefix_of(holding(cluster(PAIRS[0], to_any), d1=160)) == ("d1", 160, 40)
 
 
 def test_a_prompt_stays_on_decode_if_little_of_it_is_new_there():

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 
@@ -116,6 +117,11 @@ TOO_LONG = AttemptRecord(
             "decode_queue 0.125 first_step 0.25 decode 1.0",
         ),
         (
+            [replace(WHOLE, prefix_read_s=0.125)],
+            "router_queue 0.5 dispatch 0.125 queue 0.25 prefix_read 0.125 prefill 1.0 "
+            "handoff 0.375 transfer 0.25 decode_queue 0.125 first_step 0.25 decode 1.0",
+        ),
+        (
             [LOST, OTHER, RESUMED],
             "router_queue 0.5 prefill 0.5 handoff 0.25 first_step 0.25 decode 0.5 lost 0.5 "
             "router_queue 0.25 dispatch 0.25 prefill 0.5 decode 0.5",
@@ -127,7 +133,7 @@ TOO_LONG = AttemptRecord(
         ([AttemptRecord(0, 1, 0, 0.0)], "router_queue 4.0"),
         ([TOO_LONG], "router_queue 0.5 queue 0.0 prefill 0.5 first_step 0.25 decode 2.75"),
     ],
-    ids=["pair", "resumed", "swapped", "never placed", "clocks"],
+    ids=["pair", "with a prefix", "resumed", "swapped", "never placed", "clocks"],
 )
 def test_the_stages_add_up(attempts, expected):
     stages = waterfall(RequestMetrics(e2e_s=4.0, attempts=attempts))

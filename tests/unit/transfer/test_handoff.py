@@ -34,9 +34,9 @@ from baton.protocol.messages import (
     End,
     FirstToken,
     Offered,
+    PeerMessage,
     Renew,
     Renewed,
-    ToDecode,
     Withdrawn,
 )
 from tests.support import connectors
@@ -165,7 +165,7 @@ def test_a_renewal_proves_from_its_sending_once_it_is_confirmed():
     assert not lease.confirmed()
 
 
-def expecting(*messages: ToDecode) -> NodeConnector:
+def expecting(*messages: PeerMessage) -> NodeConnector:
     greeted = heard(PREFILL, hello(PREFILL), *messages)
     return connectors.decode(Expect(key(), P), UP, *greeted)
 
