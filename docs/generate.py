@@ -130,6 +130,8 @@ def _bias(family: ModelFamily) -> str:
 
 def _windows(family: ModelFamily) -> str:
     windows = family.windows
+    if family.has_chunks:
+        return "none; chunks of `attention_chunk_size`, as `layer_types` or `no_rope_layers` says"
     if windows is None:
         return "none"
     layers = {

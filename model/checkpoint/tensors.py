@@ -179,8 +179,11 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
 
 def layout_of(config: DecoderConfig, shapes: Mapping[str, Shape]) -> ExpertLayout:
     """Return the layout of experts in files whose tensors have these shapes."""
-    if config.experts is not None and config.experts.names.stacked is not None:
-        return "stacked"
+    if config.experts is not None and (names := config.experts.names).stacked is not None:
+        # Tools that quantize write the experts of Llama 4 apart.
+        if names.is_transposed and any(f".{names.block}.experts.0." in name for name in shapes):
+            return "apart"
+        return "transposed" if names.is_transposed else "stacked"
     for name, shape in shapes.items():
         if config.experts is None or not name.endswith(f".{STACKED_BLOCK}.{STACKED_GATE_UP}"):
             continue

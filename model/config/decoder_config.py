@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
+from baton.model.config.chunk_config import ChunksConfig, chunks_config
 from baton.model.config.expert_config import ExpertsConfig, experts_config
 from baton.model.config.families import (
     ALWAYS,
@@ -34,7 +35,7 @@ from baton.model.config.reading import (
     read_fields,
     read_json,
 )
-from baton.model.config.rope_config import MAX_POSITIONS, Rope, ropes_config
+from baton.model.config.rope_config import MAX_POSITIONS, UNROTATED, Rope, ropes_config
 from baton.model.config.state_config import StateConfig, state_config
 from baton.protocol.errors import ConfigError
 
@@ -95,6 +96,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     # The tokens of which scores are made: the first one's logit, without the second one's.
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
+    chunks: ChunksConfig | None = None
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
     names: LayerNames = LayerNames()
     mlp: MlpNames = MlpNames()
@@ -125,7 +127,24 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
 
+    def chunk_of(self, layer: int) -> int:
+        """Return how many tokens the chunks have in which a layer attends; 0: it sees all."""
+        if self.chunks is None or layer not in self.chunks.layers:
+            return 0
+        return self.chunks.size
+
+    def rotates(self, layer: int) -> bool:
+        return self.chunks is None or layer not in self.chunks.unrotated_layers
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Return the rotary embeddings of all layers, each once."""
+        ropes = (self.rope_of(layer) for layer in range(self.num_layers))
+        return tuple(dict.fromkeys((self.rope, *ropes)))
+
     def rope_of(self, layer: int) -> Rope:
+        if not self.rotates(layer):
+            return UNROTATED
         return self.rope if self.window_of(layer) is None else self.local_rope or self.rope
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
@@ -155,7 +174,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_kv_heads = 1
         head_dim = latent.row_dim
         rotated_dim = latent.qk_rope_head_dim
-    _check(file, raw, num_kv_heads, rotated_dim)
+    _check(file, family, raw, num_kv_heads, rotated_dim)
     rope, local_rope = ropes_config(file, family, fields)
     _check_rotated(file, rope, rotated_dim)
     num_positions = max(raw.max_position_embeddings, rope.num_positions)
@@ -193,6 +212,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         head=head,
         num_labels=raw.num_classes if head == "labels" else 0,
         state=None if family.state is None else state_config(file, family.state, fields),
+        chunks=chunks_config(file, fields) if family.has_chunks else None,
         guessing=family.guessing,
         names=family.names,
         mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,
@@ -300,7 +320,10 @@ def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
     raise ConfigError(f"{file}: architectures names {found}; baton runs {known}")
 
 
-def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
+def _check(file: Path, family: Family, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
+    unsupported = [
+        name for name in UNSUPPORTED if not (name == "attention_chunk_size" and family.has_chunks)
+    ]
     refusals = (
         (
             raw.num_attention_heads % num_kv_heads != 0,
@@ -312,7 +335,7 @@ def _check(file: Path, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> Non
             "is_causal is false or use_bidirectional_attention is true: tokens that see later ones "
             "are not supported",
         ),
-        *((bool(getattr(raw, name)), f"{name} is not supported") for name in UNSUPPORTED),
+        *((bool(getattr(raw, name)), f"{name} is not supported") for name in unsupported),
     )
     for is_refused, text in refusals:
         if is_refused:
@@ -350,7 +373,7 @@ def _sliding_window(
     The window is None if no layer has one that is shorter than the model's length.
     """
     windows, window = family.windows, raw.sliding_window
-    if family.state is not None:
+    if family.state is not None or family.has_chunks:
         return None, ()
     if windows is not None and windows.switch and not _says(file, fields, windows.switch):
         window = None

@@ -44,6 +44,8 @@ class RawExperts(msgspec.Struct):
 
     num_hidden_layers: _Positive
     intermediate_size: _Positive
+    moe_layers: tuple[int, ...] | None = None  # of Llama 4, as the next field
+    interleave_moe_layer_step: _Positive = 1
     num_experts: _Positive | None = None
     num_local_experts: _Positive | None = None
     num_experts_per_tok: _Positive | None = None
@@ -84,6 +86,19 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         raw.scoring_func not in (None, "sigmoid") or raw.shared_intermediate_size
     ):
         raise ConfigError(f"{file}: scoring_func must be sigmoid, and shared_intermediate_size 0")
+    if names.routing == "input_sigmoid":
+        step = raw.interleave_moe_layer_step
+        layers = range(raw.num_hidden_layers)
+        sparse = layers[step - 1 :: step] if raw.moe_layers is None else raw.moe_layers
+        return ExpertsConfig(
+            names=names,
+            num_experts=num_experts,
+            num_experts_per_tok=per_tok,
+            moe_intermediate_size=raw.intermediate_size,
+            norm_topk_prob=False,
+            mlp_only_layers=tuple(layer for layer in layers if layer not in sparse),
+            shared_expert_intermediate_size=raw.intermediate_size,
+        )
     if names.fills_layers:
         return ExpertsConfig(
             names=names,

@@ -13,7 +13,7 @@ import msgspec
 from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 
 ALWAYS = "always"  # instead of the name of a field that says whether
-Routing = Literal["softmax", "sigmoid", "grouped_softmax", "grouped_sigmoid"]
+Routing = Literal["softmax", "sigmoid", "input_sigmoid", "grouped_softmax", "grouped_sigmoid"]
 StateKind = Literal["delta", "mamba", "conv"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
 # What the last hidden state goes into: a token's logits, nothing, or numbers for labels.
@@ -39,8 +39,9 @@ class Windows(msgspec.Struct, frozen=True, kw_only=True):
 class Experts(msgspec.Struct, frozen=True, kw_only=True):
     """A mixture of experts: how a token chooses, and what the tensors are called in a layer.
 
-    `sigmoid` scores have a bias that changes the choice alone. `grouped` is DeepSeek's choice,
-    among the experts of the best groups.
+    `sigmoid` scores have a bias that changes the choice alone. With `input_sigmoid`, they multiply
+    what a chosen expert takes. `grouped` is DeepSeek's choice, among the experts of the best
+    groups.
     """
 
     routing: Routing = "softmax"
@@ -60,6 +61,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     skips_first_layer: bool = False  # if config.json does not say which layers have experts
     # All experts of a layer are in two tensors of these names: gates and ups, and downs.
     stacked: tuple[str, str] | None = None
+    is_transposed: bool = False  # these have [inputs, outputs] of each expert
     adds_mlp: bool = False  # every layer has the dense MLP, too, and a model may have no experts
 
 
@@ -139,6 +141,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rotates: str = ""  # the field that says "rope" where positions rotate; "": they always do
     partial_rotary_factor: float | None = None  # None: whole heads are rotated
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
+    rotates_neighbours: bool = False  # numbers that are rotated together are neighbours
+    has_chunks: bool = False  # most layers attend within chunks, and others do not rotate
     latent: Latent | None = None
     state: StateLayers | None = None  # of the layers that do not attend
     experts: Experts | None = None
@@ -578,6 +582,38 @@ FAMILIES = (
         scales_embeddings=True,
         has_scalar=True,
         windows=Windows(layers="pattern", period=6, reads_period=True, has_own_rope=True),
+    ),
+    Family(
+        title="Llama 4",
+        architecture="Llama4ForCausalLM",
+        base_architecture="Llama4TextModel",
+        model_type="llama4_text",
+        wrappers=("Llama4ForConditionalGeneration",),
+        defaults={
+            "max_position_embeddings": 131072,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 5e5,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+        },
+        qkv_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp=MlpNames("feed_forward"),
+        mlp_width="intermediate_size_mlp",
+        rotates_neighbours=True,
+        has_chunks=True,
+        experts=Experts(
+            routing="input_sigmoid",
+            block="feed_forward",
+            router="router",
+            shared="shared_expert",
+            stacked=("experts.gate_up_proj", "experts.down_proj"),
+            is_transposed=True,
+        ),
     ),
     Family(
         title="gpt-oss",

@@ -39,6 +39,7 @@ class Rope(msgspec.Struct, frozen=True):
     score_factor: float = 1.0  # of all scores, in latent attention
     turns: bool = True  # False: attention does not see positions
     partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first numbers
+    rotates_neighbours: bool = False  # numbers 2i and 2i + 1 together, not i and i + half of them
     # Of longrope: how much slower each frequency turns, up to the original length and beyond it.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -62,6 +63,9 @@ class Rope(msgspec.Struct, frozen=True):
         if self.scaling != "yarn":
             return 0
         return int(self.original_max_position_embeddings * self.factor)
+
+
+UNROTATED = Rope(ROPE_THETA, turns=False)
 
 
 class RawRope(msgspec.Struct):
@@ -102,7 +106,7 @@ def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple
     """Return the rotary embedding, and that of layers with a window where it is another one."""
     raw = converted(file, fields, RawRope)
     if family.rotates and fields.get(family.rotates) != "rope":
-        return Rope(ROPE_THETA, turns=False), None
+        return UNROTATED, None
     if family.windows is None or not family.windows.has_own_rope:
         return rope_config(file, family, raw), None
     by_kind = raw.rope_parameters or {}
@@ -139,7 +143,9 @@ def rope_config(file: Path, family: Family, raw: RawRope) -> Rope:
             what = "is there twice"
         raise ConfigError(f"{file}: {field}.partial_rotary_factor {what}")
     rope = _scaled(file, family, given, field, raw)
-    return msgspec.structs.replace(rope, partial_rotary_factor=share)
+    return msgspec.structs.replace(
+        rope, partial_rotary_factor=share, rotates_neighbours=family.rotates_neighbours
+    )
 
 
 def _read(file: Path, family: Family, raw: RawRope) -> tuple[_Given, str]:

@@ -6,6 +6,7 @@ which token is computed. `PlainBackend` is correct on every device that torch kn
 token's bits may depend on the rest of the batch.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -36,6 +37,26 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
     @property
     def end(self) -> int:
         return self.start + self.length
+
+
+def within(chunks: Sequence[Chunk], size: int, block_size: int) -> list[Chunk]:
+    """Return the rows of `chunks` as chunks of sequences that begin at multiples of `size` tokens.
+
+    `block_size` divides `size`. A `size` of 0 leaves sequences whole.
+    """
+    if not size:
+        return list(chunks)
+    parts = []
+    for chunk in chunks:
+        start = chunk.start
+        while start < chunk.end:
+            first = start // size * size
+            end = min(first + size, chunk.end)
+            blocks = chunk.block_table[first // block_size :]
+            row = chunk.row + start - chunk.start
+            parts.append(Chunk(row, start - first, end - start, blocks))
+            start = end
+    return parts
 
 
 @dataclass(slots=True, frozen=True)
@@ -96,11 +117,13 @@ class Backend(Protocol):
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
     longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
-    `scoring` and the number of its rotary table, `rotation`, before each `attend`.
+    `scoring`, the number of its rotary table, `rotation`, and `chunk_size` before each `attend`:
+    a token then sees those from the last multiple of `chunk_size` on, and all if it is 0.
     """
 
     scoring: Scoring
     rotation: int
+    chunk_size: int
 
     @property
     def name(self) -> str: ...
@@ -192,15 +215,25 @@ class PlainBackend:
         self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
-        self.rotation = 0
+        self.rotation = self.chunk_size = 0
         self._angles = cos_sin.view(-1, *cos_sin.shape[-2:])
         self._states = None if states is None else StateBytes(pool, states)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        width = max(-(-chunk.end // self.block_size) for chunk in batch.chunks)
+        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+
+    def _view(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the tables, the starts and the lengths of what queries see."""
+        size = self.chunk_size
+        if size not in self._views:
+            self._views[size] = self._tables(within(self._batch.chunks, size, self.block_size))
+        return self._views[size]
+
+    def _tables(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
+        width = max(-(-chunk.end // self.block_size) for chunk in chunks)
         tables, starts, lengths = [], [0], []
-        for chunk in batch.chunks:
+        for chunk in chunks:
             blocks = chunk.block_table[:width]
             table = [*blocks, *[0] * (width - len(blocks))]
             for first in range(0, chunk.length, QUERIES):
@@ -208,8 +241,7 @@ class PlainBackend:
                 tables.append(table)
                 starts.append(chunk.row + last)
                 lengths.append(chunk.start + last)
-        self._tables, self._starts = torch.tensor(tables), torch.tensor(starts)
-        self._lengths = torch.tensor(lengths)
+        return torch.tensor(tables), torch.tensor(starts), torch.tensor(lengths)
 
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
@@ -224,8 +256,9 @@ class PlainBackend:
             q, k, v, batch.positions, self._angles[self.rotation], self.pool, layer,
             batch.slots, q_norm, k_norm, self.eps,
         )  # fmt: skip
+        tables, starts, lengths = self._view()
         out = reference.paged_prefill_attention(
-            q, self.pool, layer, self._tables, self._starts, self._lengths, *self.scoring
+            q, self.pool, layer, tables, starts, lengths, *self.scoring
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 

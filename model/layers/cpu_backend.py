@@ -5,6 +5,7 @@ that does not depend on the batch, the chunk or the number of threads.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import numpy as np
@@ -19,7 +20,7 @@ from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_libra
 from baton.kernels.cpu.states.functions import CpuStates, state_work
 from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
-from baton.model.layers.attention import Batch, Scoring, pool_suffix
+from baton.model.layers.attention import Batch, Scoring, pool_suffix, within
 from baton.protocol.config import KernelChoice
 from baton.protocol.errors import ConfigError
 from baton.runtime.log import logger
@@ -50,6 +51,28 @@ def cpu_library(
         return None
 
 
+@dataclass(slots=True, frozen=True)
+class _View:
+    """What the queries of a step see, as the kernels take it."""
+
+    tables: NDArray[np.int32]  # the block tables one after the other
+    chunks: NDArray[np.int64]  # [num_chunks, 4]: row, tokens, first position, start of a table
+    work: AttentionWork
+    is_decoding: bool  # every sequence has one row
+
+    def are_all(self, rows: NDArray[np.int64]) -> bool:
+        """Return whether these are all rows of a step in which every sequence has one."""
+        return self.is_decoding and np.array_equal(rows, self.chunks[:, 0])
+
+    def chunks_of(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the queries of some rows, each as a chunk of one token."""
+        chunks = self.chunks[np.searchsorted(self.chunks[:, 0], rows, side="right") - 1]
+        chunks[:, 2] += rows - chunks[:, 0]
+        chunks[:, 0] = np.arange(len(rows))
+        chunks[:, 1] = 1
+        return chunks
+
+
 class CpuBackend:
     """The compiled kernels over a host pool."""
 
@@ -74,21 +97,12 @@ class CpuBackend:
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
         self._states = None if states is None else CpuStates(library, pool, states)
-        self.rotation = 0
+        self.rotation = self.chunk_size = 0
         self._angles = cos_sin.contiguous().view(-1, *cos_sin.shape[-2:])
 
     def begin(self, batch: Batch) -> None:
-        self._positions, self._slots = batch.positions, batch.slots
-        used = [chunk.block_table[: -(-chunk.end // self.block_size)] for chunk in batch.chunks]
-        starts = accumulate((len(blocks) for blocks in used), initial=0)
-        chunks = [
-            (chunk.row, chunk.length, chunk.start, start)
-            for chunk, start in zip(batch.chunks, starts, strict=False)
-        ]
-        self._tables = np.fromiter(chain.from_iterable(used), np.int32)
-        self._chunks = np.array(chunks, np.int64)
-        self._is_decoding = len(chunks) == batch.num_tokens
-        self._work = self._kernels.attention_work(self._tables, self._chunks)
+        self._batch = batch
+        self._views: dict[int, _View] = {}
         if self._states is not None:
             self._state_work = state_work(
                 [(one.row, one.length, one.start, one.num_held) for one in batch.chunks],
@@ -101,18 +115,19 @@ class CpuBackend:
         q = self._kernels.rope_and_store(
             qkv,
             layer,
-            self._positions,
-            self._slots,
+            self._batch.positions,
+            self._batch.slots,
             self._angles[self.rotation],
             head_norms,
             self.eps,
         )
-        work = self._work
-        if rows is not None and not self._are_all(rows.numpy()):
+        view = self._view()
+        work = view.work
+        if rows is not None and not view.are_all(rows.numpy()):
             q = q[rows]
             if not len(q):
                 return q.flatten(1)
-            work = self._work_of(rows.numpy())
+            work = self._kernels.attention_work(view.tables, view.chunks_of(rows.numpy()))
         out = torch.empty_like(q)
         self._kernels.attend(q, layer, work, out, *self.scoring)
         return out.flatten(1)
@@ -136,17 +151,25 @@ class CpuBackend:
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
         return self._kernels.sigmoid_mul(x, gates)
 
-    def _are_all(self, rows: NDArray[np.int64]) -> bool:
-        """Return whether these are all rows of a step in which every sequence has one."""
-        return self._is_decoding and np.array_equal(rows, self._chunks[:, 0])
-
-    def _work_of(self, rows: NDArray[np.int64]) -> AttentionWork:
-        """Return the queries of some rows, each as a chunk of one token."""
-        chunks = self._chunks[np.searchsorted(self._chunks[:, 0], rows, side="right") - 1]
-        chunks[:, 2] += rows - chunks[:, 0]
-        chunks[:, 0] = np.arange(len(rows))
-        chunks[:, 1] = 1
-        return self._kernels.attention_work(self._tables, chunks)
+    def _view(self) -> _View:
+        """Return what the queries of this step see, with the layer's `chunk_size`."""
+        size = self.chunk_size
+        if size not in self._views:
+            parts = within(self._batch.chunks, size, self.block_size)
+            used = [part.block_table[: -(-part.end // self.block_size)] for part in parts]
+            starts = accumulate((len(blocks) for blocks in used), initial=0)
+            chunks = np.array(
+                [
+                    (part.row, part.length, part.start, start)
+                    for part, start in zip(parts, starts, strict=False)
+                ],
+                np.int64,
+            )
+            tables = np.fromiter(chain.from_iterable(used), np.int32)
+            work = self._kernels.attention_work(tables, chunks)
+            is_decoding = len(chunks) == self._batch.num_tokens
+            self._views[size] = _View(tables, chunks, work, is_decoding)
+        return self._views[size]
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

@@ -53,7 +53,7 @@ class CudaBackend:
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
         self.table_blocks = -(-cos_sin.shape[-2] // self.block_size)
-        self.rotation = 0
+        self.rotation = self.chunk_size = 0
         self._angles = cos_sin.to(pool.device).contiguous().view(-1, *cos_sin.shape[-2:])
 
     def begin(self, batch: Batch) -> None:

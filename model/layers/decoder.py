@@ -47,6 +47,21 @@ class JoinedNorms:
 
 
 @dataclass(slots=True, frozen=True)
+class QueryScales:
+    """Queries grow with the number of whole spans of tokens up to them (Llama 4)."""
+
+    scales: Tensor  # [num_spans] fp32
+    span: int  # tokens
+    width: int  # numbers of a token's queries, the first of the packed projection
+
+    def apply(self, x: Tensor, positions: Tensor) -> None:
+        """Scale the queries of packed projections in place."""
+        scales = self.scales[(positions + 1) // self.span]
+        queries = x[:, : self.width]
+        queries.copy_(queries * scales[:, None])
+
+
+@dataclass(slots=True, frozen=True)
 class DecoderLayer:
     """This rank's part of one layer's weights. Those of norms are in fp32."""
 
@@ -65,6 +80,8 @@ class DecoderLayer:
     rotation: int = 0  # the number of the backend's rotary table
     state: StateWeights | None = None  # of a layer that keeps a state, whose inputs are `qkv`
     num_gates: int = 0  # the last outputs of `qkv`, which gate what attention gives
+    chunk_size: int = 0  # tokens of the chunks in which it attends; 0: it sees all
+    query_scales: QueryScales | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -138,9 +155,9 @@ class Decoder:
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
         for number in range(last):
-            x = self._attend(number, backend, x)
+            x = self._attend(number, backend, batch.positions, x)
             x, residual = by_rows(partial(self._to_next, number, backend, adapted), x, residual)
-        x = self._attend(last, backend, x, None if are_many else rows)
+        x = self._attend(last, backend, batch.positions, x, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
             return residual[rows]
@@ -154,13 +171,21 @@ class Decoder:
         return x if self.residual_scale is None else x * self.residual_scale
 
     def _attend(
-        self, number: int, backend: Backend, x: Tensor, rows: Tensor | None = None
+        self,
+        number: int,
+        backend: Backend,
+        positions: Tensor,
+        x: Tensor,
+        rows: Tensor | None = None,
     ) -> Tensor:
         layer = self.layers[number]
         if layer.state is not None:
             return backend.advance(layer.number, x, layer.state, rows)
         if layer.scoring is not None:
             backend.scoring, backend.rotation = layer.scoring, layer.rotation
+            backend.chunk_size = layer.chunk_size
+        if layer.query_scales is not None:
+            layer.query_scales.apply(x, positions)
         if not layer.num_gates:
             return backend.attend(layer.number, x, layer.head_norms, rows)
         qkv, gates = x.split((x.shape[1] - layer.num_gates, layer.num_gates), dim=1)

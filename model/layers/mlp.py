@@ -141,6 +141,19 @@ class SoftmaxRouter:
 
 
 @dataclass(slots=True, frozen=True)
+class SigmoidRouter:
+    """Llama 4's router: the weight of an expert depends on its own score alone."""
+
+    linear: Linear  # [num_experts, hidden]
+    num_experts_per_tok: int
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        scores, chosen = self.linear(x).sort(dim=-1, descending=True, stable=True)
+        weights = sigmoid(scores[:, : self.num_experts_per_tok].float())
+        return weights, chosen[:, : self.num_experts_per_tok]
+
+
+@dataclass(slots=True, frozen=True)
 class GroupedRouter:
     """DeepSeek's router, in fp32: the best groups of experts, and of these the best experts.
 
@@ -184,12 +197,16 @@ class ExpertMlp:
     down: GroupedLinear
     shared: SharedExpert | None = None
     gate: Gate = SILU
+    scales_inputs: bool = False  # weights multiply what experts take, not what they give
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
         weights, chosen = self.router(x)
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         rows = x[order // chosen.shape[1]]
+        if self.scales_inputs:
+            rows = rows * weights.to(x.dtype).flatten()[order, None]
+            weights = torch.ones_like(weights)
         rows = self.down(backend.gate_mul(self.gate_up(rows, ends), self.gate), ends)
         by_token = torch.empty_like(rows).index_copy_(0, order, rows)
         total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)

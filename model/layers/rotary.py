@@ -33,12 +33,14 @@ def head_order(rope: Rope, head_dim: int) -> Tensor | None:
     """Return a head's numbers in the order in which kernels rotate number i with i + half a head.
 
     A head begins with those that are rotated, so they are spread over both of its halves. None:
-    all are rotated. Scores of queries and keys in one order are those of any other.
+    all are rotated, in this order. Scores of queries and keys in one order are those of any other.
     """
-    if (rotated := rope.rotated(head_dim)) == head_dim:
+    if (rotated := rope.rotated(head_dim)) == head_dim and not rope.rotates_neighbours:
         return None
     numbers = torch.arange(head_dim)
-    halves = zip(numbers[:rotated].chunk(2), numbers[rotated:].chunk(2), strict=True)
+    turned = numbers[:rotated]
+    pairs = turned.view(-1, 2).T if rope.rotates_neighbours else turned.chunk(2)
+    halves = zip(pairs, numbers[rotated:].chunk(2), strict=True)
     return torch.cat([part for half in halves for part in half])
 
 

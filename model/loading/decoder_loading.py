@@ -26,7 +26,7 @@ from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
 from baton.model.config.transformers_config import AnyConfig
 from baton.model.layers.attention import Scoring
-from baton.model.layers.decoder import Decoder, DecoderLayer, JoinedNorms
+from baton.model.layers.decoder import Decoder, DecoderLayer, JoinedNorms, QueryScales
 from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
@@ -36,6 +36,7 @@ from baton.model.layers.mlp import (
     Mlp,
     Router,
     SharedExpert,
+    SigmoidRouter,
     SoftmaxRouter,
 )
 from baton.model.layers.rotary import head_order
@@ -167,7 +168,7 @@ class _Loader:
         return DecoderLayer(
             attention_norm=norms["attention_norm"],
             qkv=qkv,
-            head_norms=None if joins_norms else self._head_norms(*qk_norms),
+            head_norms=None if joins_norms else self._head_norms(number, *qk_norms),
             joined_norms=self._joined_norms(*qk_norms) if joins_norms else None,
             output=self.weights.rows(tensors.output),
             mlp=self._mlp_or_experts(tensors),
@@ -176,15 +177,27 @@ class _Loader:
             output_norm=norms.get("output_norm"),
             mlp_output_norm=norms.get("mlp_output_norm"),
             scoring=self._scoring(number, tensors.sinks),
-            rotation=int(config.rope_of(number) is not config.rope),
+            rotation=config.ropes.index(config.rope_of(number)),
             number=config.stored_number(number),
             state=state,
             num_gates=self._num_gates() if state is None else 0,
+            chunk_size=config.chunk_of(number),
+            query_scales=self._query_scales(number),
         )
 
     def _num_gates(self) -> int:
         heads, _ = local_heads(self.config, self.ranks.size)
         return heads * self.config.head_dim if self.config.layers.has_output_gates else 0
+
+    def _query_scales(self, number: int) -> QueryScales | None:
+        config, chunks = self.config, self.config.chunks
+        if chunks is None or chunks.temperature is None or config.rotates(number):
+            return None
+        span = chunks.temperature.span
+        spans = torch.arange(config.max_position_embeddings // span + 1)
+        scales = spans.float().log1p() * chunks.temperature.growth + 1.0
+        heads, _ = local_heads(config, self.ranks.size)
+        return QueryScales(scales.to(self.place.device), span, heads * config.head_dim)
 
     def _scoring(self, number: int, sinks_name: str | None) -> Scoring:
         config, sinks = self.config, None
@@ -261,6 +274,7 @@ class _Loader:
                 down_biases = self.read(f"{tensors.stacked_down}_bias")
         return ExpertMlp(
             router=self._router(tensors),
+            scales_inputs=tensors.names.routing == "input_sigmoid",
             numbers=torch.arange(tensors.num_experts, device=self.place.device),
             gate_up=self.grouped((self._gate_up_of(tensors, one) for one in numbers), biases),
             down=self.grouped((self._down_of(tensors, one) for one in numbers), down_biases),
@@ -272,6 +286,8 @@ class _Loader:
         experts, name = self.config.experts, tensors.router.name
         assert experts is not None, "the layer has experts"
         how, choice = experts.routing, (experts.num_experts_per_tok, experts.norm_topk_prob)
+        if tensors.names.routing == "input_sigmoid":
+            return SigmoidRouter(self.linear(self.read(name + ".weight")), choice[0])
         if how is None:
             bias = self.read(name + ".bias") if tensors.router.has_bias else None
             return SoftmaxRouter(self.linear(self.read(name + ".weight"), bias), *choice)
@@ -361,10 +377,16 @@ class _Loader:
                 "numbers so large that logits would overflow: fetch the files again"
             )
 
-    def _head_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> Tensor | None:
+    def _head_norms(
+        self, number: int, q_norm: NormTensor | None, k_norm: NormTensor | None
+    ) -> Tensor | None:
+        num_heads, kv_heads = local_heads(self.config, self.ranks.size)
+        chunks = self.config.chunks
+        if chunks is not None and chunks.norms_rotated and self.config.rotates(number):
+            # Llama 4 norms what it has rotated, which is as long as before.
+            return torch.ones(num_heads + kv_heads, self.config.head_dim, device=self.place.device)
         if q_norm is None or k_norm is None:
             return None
-        num_heads, kv_heads = local_heads(self.config, self.ranks.size)
         q = self._norm(q_norm).expand(num_heads, -1)
         k = self._norm(k_norm).expand(kv_heads, -1)
         norms = torch.cat((q, k))

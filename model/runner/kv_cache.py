@@ -93,11 +93,9 @@ def kv_layout(
     order = (
         "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
     )
-    # Where a part of a head is rotated, the own decoder stores keys in an order of its own.
-    rotated = config.rope.rotated(group.width) if isinstance(config, DecoderConfig) else group.width
     shared = (
         order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
-        *([rotated] if rotated < group.width else []),
+        *_key_order(config, group),
     )  # fmt: skip
     states = states_of(config, cache, num_ranks, dtype)
     if states is None:
@@ -136,6 +134,15 @@ def states_of(
         return state_layout(shape, len(config.state.layers), block_bytes, dtype.itemsize)
     except ValueError as error:
         raise ConfigError(f"cache.block_size: the model's states do not fit: {error}") from None
+
+
+def _key_order(config: AnyConfig, group: LayerGroup) -> tuple[object, ...]:
+    """Return what tells the own decoder's order of the numbers of keys from that of the files."""
+    if not isinstance(config, DecoderConfig):
+        return ()
+    rotated = config.rope.rotated(group.width)
+    partly = (rotated,) if rotated < group.width else ()
+    return (*partly, "neighbours") if config.rope.rotates_neighbours else partly
 
 
 def _digest(shared: tuple[object, ...]) -> str:

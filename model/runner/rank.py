@@ -192,6 +192,8 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
         raise ConfigError("model.path is empty: name the folder of a model")
     folder = Path(config.model.path)
     decoder = _described(config, folder, num_ranks)
+    if isinstance(decoder, DecoderConfig):
+        _check_blocks(decoder, config.cache.block_size)
     found = read_tasks(folder, decoder, config.model.convert)
     if isinstance(decoder, DecoderConfig):
         decoder = msgspec.structs.replace(decoder, label_token_ids=found.label_token_ids)
@@ -225,6 +227,16 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
     if device.type == "cuda" and not (config.cache.num_blocks or config.cache.memory_mib):
         return plan
     return _sized(plan, config, num_ranks, host_bytes(config.cache))
+
+
+def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
+    """Raise `ConfigError` unless the chunks in which layers attend begin with a block."""
+    chunks = decoder.chunks
+    if chunks is not None and chunks.layers and chunks.size % block_size:
+        raise ConfigError(
+            f"cache.block_size: {block_size} must divide attention_chunk_size, which is "
+            f"{chunks.size}"
+        )
 
 
 def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -> torch.dtype:
@@ -406,8 +418,7 @@ def _rotation(plan: RankPlan) -> tuple[Tensor, float]:
     model = plan.decoder
     if isinstance(model, TransformersConfig):
         return unrotated(model.head_dim, plan.max_model_len), 0.0
-    ropes = [model.rope, *([model.local_rope] if model.local_rope else [])]
-    tables = [rope_table(rope, model.rotary_dim, plan.max_model_len) for rope in ropes]
+    tables = [rope_table(rope, model.rotary_dim, plan.max_model_len) for rope in model.ropes]
     return torch.stack(tables), model.rms_norm_eps
 
 
@@ -477,6 +488,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
         return f"{need}, but this node sees {num_seen}"
     if isinstance(decoder, DecoderConfig) and decoder.state is not None:
         return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
+    if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
+        return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.model.layers.cuda_backend import missing_for
 

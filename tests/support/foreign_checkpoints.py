@@ -149,7 +149,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gptj": {"n_positions": 1024, "rotary_dim": 8},
     "mamba": {},
     "phimoe": {"sliding_window": 24, "num_local_experts": 4},
-    "llama4_text": {**HALF_WINDOWS, "attention_chunk_size": 32, "num_local_experts": 4},
+    "llama4_text": {
+        "num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 32, "floor_scale": 20,
+        "attn_scale": 0.4, "num_local_experts": 4, "intermediate_size_mlp": 96,
+        "moe_layers": [1, 2, 4],
+    },
+    "llama4": {
+        "text_config": {
+            **BASE, "num_hidden_layers": 5, "head_dim": 16, "attention_chunk_size": 64,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 96,
+        },
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1,
+            "num_attention_heads": 2, "image_size": 28, "patch_size": 14, "vision_output_dim": 16,
+            "projector_input_dim": 16, "projector_output_dim": 16,
+        },
+    },
 }  # fmt: skip
 
 

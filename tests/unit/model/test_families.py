@@ -68,7 +68,7 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-LAYERS = ("gemma2", "gemma3_text", "gpt_oss")  # whose layers are of several kinds
+LAYERS = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text")  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -229,6 +229,20 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma3", {"save_original_format": False},
     ),
     "mistral that sees images": ("mistral3", {}),
+    "llama 4 that sees images": ("llama4", {}),
+    "llama 4 without norms and temperatures": (
+        "llama4_text", {"use_qk_norm": False, "attn_temperature_tuning": False},
+    ),
+    "llama 4 with layers of all kinds": (
+        "llama4_text",
+        {
+            "no_rope_layers": (1, 0, 0, 1, 1), "num_experts_per_tok": 2, "moe_layers": (0,),
+            "layer_types": (
+                "full_attention", "chunked_attention", "full_attention", "chunked_attention",
+                "full_attention",
+            ),
+        },
+    ),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
@@ -358,7 +372,7 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
         ("deepseek_v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
         ("qwen3", 2), ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
-        *((name, size) for name in ("gemma2", "gemma3_text", "gpt_oss") for size in (2, 4)),
+        *((name, size) for name in LAYERS for size in (2, 4)),
         *(("longrope of three quarters", size) for size in (2, 4)),
     ],
 )  # fmt: skip
