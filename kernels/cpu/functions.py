@@ -170,10 +170,13 @@ class CpuKernels:
         cos_sin: Tensor,  # [max_position, rotary_dim] fp32: the cosines, then the sines
         head_norms: Tensor | None,  # [num_heads + kv_heads, head_dim]
         eps: float,
+        *,
+        are_stored: bool = True,
     ) -> Tensor:
         """Rotate queries and keys, store keys and values, return the queries of all tokens.
 
-        The last `rotary_dim` numbers of a head are rotated.
+        The last `rotary_dim` numbers of a head are rotated. If keys are not stored, `qkv` has
+        queries alone.
         """
         assert qkv.is_contiguous()
         num_tokens = len(slots)
@@ -186,13 +189,13 @@ class CpuKernels:
             slots, own_slots = torch.arange(num_tokens), slots
         self._run_rows(
             "rope_and_store", num_tokens, qkv.shape[1],
-            qkv.data_ptr(), self.num_heads, self.kv_heads, self.planes, self.head_dim,
-            self.head_dim - cos_sin.shape[1], positions.data_ptr(), cos_sin.data_ptr(),
-            slots.data_ptr(),
+            qkv.data_ptr(), self.num_heads, self.kv_heads if are_stored else 0, self.planes,
+            self.head_dim, self.head_dim - cos_sin.shape[1], positions.data_ptr(),
+            cos_sin.data_ptr(), slots.data_ptr(),
             0 if head_norms is None else head_norms.data_ptr(), head_norms is not None, eps,
             *target, q.data_ptr(),
         )  # fmt: skip
-        if self._is_fp8:
+        if self._is_fp8 and are_stored:
             self._run_rows(
                 "store_fp8", num_tokens, 2 * self.kv_heads * self.head_dim,
                 rows.data_ptr(), self.kv_heads, self.head_dim, own_slots.data_ptr(),

@@ -13,11 +13,15 @@ import msgspec
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.expert_config import ExpertsConfig
 from baton.model.config.families import Experts
+from baton.model.config.kinds_config import KindsConfig, LayerInputs
 from baton.model.config.latent_config import LatentConfig
 from baton.model.config.state_config import StateTensors, state_tensors
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, Shape, Units
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# Of models whose layers take an embedding of each token of their own.
+INPUTS, INPUT_NORM = "model.embed_tokens_per_layer.weight", "model.per_layer_projection_norm"
+INPUT_PROJECTION = "model.per_layer_model_projection"
 LABELS = "score.weight"  # a head that makes a number for each label
 # As transformers keeps experts, and saves them with `save_original_format=False`.
 STACKED_BLOCK = "mlp"
@@ -107,6 +111,37 @@ class ExpertTensors(msgspec.Struct, frozen=True):
                 yield from self.expert(number).shapes()
 
 
+class BesideTensors(msgspec.Struct, frozen=True):
+    """What experts beside a dense MLP have of their own."""
+
+    norms: dict[str, NormTensor]  # by their names in `ExpertsBeside`
+    input_scale: str  # [hidden]
+    expert_scale: str  # [num_experts]
+    hidden: int
+    num_experts: int
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for norm in self.norms.values():
+            yield from norm.shapes()
+        yield self.input_scale, (self.hidden,)
+        yield self.expert_scale, (self.num_experts,)
+
+
+class EndTensors(msgspec.Struct, frozen=True):
+    """What follows the MLP of a layer: the layer's own input, and a factor of the sum."""
+
+    factor: str  # [1]
+    gate: LinearTensors | None  # None: there are no inputs
+    projection: LinearTensors | None
+    norm: NormTensor | None
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        yield self.factor, (1,)
+        for tensors in (self.gate, self.projection, self.norm):
+            if tensors is not None:
+                yield from tensors.shapes()
+
+
 class LayerTensors(msgspec.Struct, frozen=True):
     """The tensors of one layer."""
 
@@ -119,8 +154,10 @@ class LayerTensors(msgspec.Struct, frozen=True):
     num_heads: int
     latent: LatentTensors | None
     state: StateTensors | None
-    mlp: MlpTensors | None  # None with `experts`
+    mlp: MlpTensors | None  # None with `experts`, but for those with `beside`
     experts: ExpertTensors | None
+    beside: BesideTensors | None
+    end: EndTensors | None
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
         for norm in (*self.norms.values(), self.q_norm, self.k_norm):
@@ -138,6 +175,9 @@ class LayerTensors(msgspec.Struct, frozen=True):
             yield from self.mlp.shapes()
         if self.experts is not None:
             yield from self.experts.shapes()
+        for tensors in (self.beside, self.end):
+            if tensors is not None:
+                yield from tensors.shapes()
         if self.sinks is not None:
             yield self.sinks, (self.num_heads,)
 
@@ -151,6 +191,7 @@ class DecoderTensors(msgspec.Struct, frozen=True):
     norm: NormTensor
     has_own_head: bool  # that makes tokens, and is not tied to the embedding
     num_labels: int
+    inputs: LayerInputs | None
 
     def shapes(self) -> dict[str, Shape]:
         """Return the shape of each tensor by name."""
@@ -162,6 +203,11 @@ class DecoderTensors(msgspec.Struct, frozen=True):
             shapes[HEAD] = (self.vocab_size, self.hidden)
         if self.num_labels:
             shapes[LABELS] = (self.num_labels, self.hidden)
+        if self.inputs is not None:
+            width = len(self.layers) * self.inputs.width
+            shapes[INPUTS] = (self.inputs.vocab_size, width)
+            shapes[f"{INPUT_PROJECTION}.weight"] = (width, self.hidden)
+            shapes[f"{INPUT_NORM}.weight"] = (self.inputs.width,)
         return shapes
 
 
@@ -174,6 +220,7 @@ def decoder_tensors(config: DecoderConfig, layout: ExpertLayout = "apart") -> De
         norm=NormTensor(f"model.{config.names.last_norm}", config.hidden_size),
         has_own_head=config.head == "tokens" and not config.tie_word_embeddings,
         num_labels=config.num_labels,
+        inputs=None if config.kinds is None else config.kinds.inputs,
     )
 
 
@@ -206,7 +253,7 @@ def units_of_rank(
 def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTensors:
     layer = f"model.layers.{number}."
     attention = f"{layer}self_attn."
-    hidden, width = Units(config.hidden_size), config.head_dim
+    hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
     latent = config.latent
     value_dim = width if latent is None else latent.v_head_dim
     output = LinearTensors(
@@ -214,21 +261,22 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         config.output_bias, splits_inputs=True,
     )  # fmt: skip
     experts = config.experts_of(number)
+    is_beside = experts is not None and experts.names.is_beside_mlp
     state = None
     if config.has_state(number):
         assert config.state is not None, "the model has layers with a state"
         state = state_tensors(config.state, layer, config.hidden_size)
     q_norm = k_norm = None
     if config.qk_norm and state is None:
-        num_heads, kv_heads = config.num_heads, config.num_kv_heads
         q_size, k_size = width, width
         if config.joins_qk_norm:
-            q_size, k_size = num_heads * width, kv_heads * width
+            q_size, k_size = config.num_heads * width, kv_heads * width
         q_norm = NormTensor(attention + config.names.q_norm, q_size)
-        k_norm = NormTensor(attention + config.names.k_norm, k_size)
+        if config.stores_keys(number):
+            k_norm = NormTensor(attention + config.names.k_norm, k_size)
     return LayerTensors(
         norms=_norms(config, layer),
-        qkv=_qkv(config, attention) if latent is None and state is None else (),
+        qkv=_qkv(config, number, attention) if latent is None and state is None else (),
         output=output if state is None else state.output,
         q_norm=q_norm,
         k_norm=k_norm,
@@ -236,8 +284,38 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         num_heads=config.num_heads,
         latent=None if latent is None else _latent(latent, attention, config),
         state=state,
-        mlp=_dense_mlp(config, layer) if experts is None else None,
-        experts=None if experts is None else _experts(config, experts, layer, layout),
+        mlp=_dense_mlp(config, number) if experts is None or is_beside else None,
+        experts=None if experts is None else _experts(config, experts, number, layout),
+        beside=_beside(experts, layer, hidden.size) if experts and is_beside else None,
+        end=None if config.kinds is None else _end(config.kinds, layer, hidden),
+    )
+
+
+def _beside(experts: ExpertsConfig, layer: str, hidden: int) -> BesideTensors:
+    names = {
+        "mlp_norm": "post_feedforward_layernorm_1",
+        "input_norm": "pre_feedforward_layernorm_2",
+        "output_norm": "post_feedforward_layernorm_2",
+    }
+    return BesideTensors(
+        norms={role: NormTensor(layer + name, hidden) for role, name in names.items()},
+        input_scale=f"{layer}router.scale",
+        expert_scale=f"{layer}router.per_expert_scale",
+        hidden=hidden,
+        num_experts=experts.num_experts,
+    )
+
+
+def _end(kinds: KindsConfig, layer: str, hidden: Units) -> EndTensors:
+    factor = f"{layer}layer_scalar"
+    if kinds.inputs is None:
+        return EndTensors(factor, None, None, None)
+    width = Units(kinds.inputs.width)
+    return EndTensors(
+        factor=factor,
+        gate=LinearTensors(f"{layer}per_layer_input_gate", (width,), hidden),
+        projection=LinearTensors(f"{layer}per_layer_projection", (hidden,), width),
+        norm=NormTensor(f"{layer}post_per_layer_input_norm", hidden.size),
     )
 
 
@@ -250,18 +328,23 @@ def _norms(config: DecoderConfig, layer: str) -> dict[str, NormTensor]:
     return {role: NormTensor(layer + name, config.hidden_size) for role, name in names.items()}
 
 
-def _qkv(config: DecoderConfig, attention: str) -> tuple[LinearTensors, ...]:
-    hidden, width = Units(config.hidden_size), config.head_dim
+def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTensors, ...]:
+    hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
     is_gated = config.layers.has_output_gates
     queries = Units(config.num_heads, 2 * width if is_gated else width, is_rotated=True)
-    keys = Units(config.num_kv_heads, width, is_rotated=True)
-    values = Units(config.num_kv_heads, width)
+    keys = Units(kv_heads, width, is_rotated=True)
+    values = Units(kv_heads, width)
     if config.is_fused:
         blocks = (queries, keys, values)
         return (LinearTensors(f"{attention}qkv_proj", blocks, hidden, config.qkv_bias),)
+    parts = [("q", queries), ("k", keys), ("v", values)]
+    if not config.stores_keys(number):
+        parts = parts[:1]
+    elif config.kinds is not None and config.kinds.values_are_keys and config.is_wide(number):
+        parts = parts[:2]
     return tuple(
         LinearTensors(f"{attention}{name}_proj", (units,), hidden, config.qkv_bias)
-        for name, units in (("q", queries), ("k", keys), ("v", values))
+        for name, units in parts
     )
 
 
@@ -288,9 +371,9 @@ def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> Late
     )
 
 
-def _dense_mlp(config: DecoderConfig, layer: str) -> MlpTensors:
-    hidden, width = Units(config.hidden_size), Units(config.intermediate_size)
-    names, block = config.mlp, f"{layer}{config.mlp.block}."
+def _dense_mlp(config: DecoderConfig, number: int) -> MlpTensors:
+    hidden, width = Units(config.hidden_size), Units(config.mlp_width_of(number))
+    names, block = config.mlp, f"model.layers.{number}.{config.mlp.block}."
     if len(names.gate_up) > 1:
         return _mlp(
             block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
@@ -319,15 +402,16 @@ def _mlp(
 
 
 def _experts(
-    config: DecoderConfig, experts: ExpertsConfig, layer: str, layout: ExpertLayout
+    config: DecoderConfig, experts: ExpertsConfig, number: int, layout: ExpertLayout
 ) -> ExpertTensors:
     names, hidden = experts.names, config.hidden_size
-    block = f"{layer}{names.block}."
+    layer = f"model.layers.{number}."
+    block = f"{layer}{names.block}." if names.block else layer
     is_own = layout == "apart" or names.stacked is not None
     experts_block = block if is_own else f"{layer}{STACKED_BLOCK}."
     shared = shared_gate = None
     if names.adds_mlp:
-        shared = _dense_mlp(config, layer)
+        shared = _dense_mlp(config, number)
     elif width := experts.shared_expert_intermediate_size:
         gate_up = (names.gate, names.up)
         shared = _mlp(f"{block}{names.shared}.", gate_up, names.down, hidden, width)

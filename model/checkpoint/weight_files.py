@@ -7,6 +7,7 @@ It reads headers alone and never imports torch.
 
 import hashlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -27,8 +28,8 @@ _BASE = "model."  # before the names of the base model's tensors
 INDEX = "model.safetensors.index.json"
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 _OF_IMAGES = re.compile(
-    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|patch_merger)"
-    r"\..+|(model\.)?image_newline"
+    r"(model\.)?(visual|vision_tower|vision_model|multi_modal_projector|mm_projector|patch_merger"
+    r"|vision_embedder|embed_vision|embed_audio|audio_tower)\..+|(model\.)?image_newline"
 )
 _DTYPES = ("F32", "F16", "BF16")
 _WIDE = ("F64", "I64", "I32", "I16", "BOOL", "C64")  # of no way to quantize
@@ -205,7 +206,7 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
     if how is not None:
         _check_packed(how, stored, expected)
     layers = range(config.num_layers, config.num_layers + config.num_nextn_predict_layers)
-    guessing = (*(f"model.layers.{layer}." for layer in layers), *config.guessing)
+    guessing = (*(f"model.layers.{layer}." for layer in layers), *config.guessing, *_shared(config))
     for name in sorted(stored.keys() - expected.keys() - scales):
         if name.startswith(guessing):
             continue
@@ -214,6 +215,14 @@ def check_tensors(folder: Path, config: DecoderConfig) -> None:
                 f"{stored[name].file}: nothing in config.json calls for tensor {name}, and without "
                 "it the model would compute something else"
             )
+
+
+def _shared(config: DecoderConfig) -> Iterator[str]:
+    """Return the tensors of layers that read the keys of others, which files have nonetheless."""
+    for layer in range(config.num_layers):
+        if not config.stores_keys(layer):
+            for name in ("k_proj", "v_proj", "k_norm", "v_norm"):
+                yield f"model.layers.{layer}.self_attn.{name}."
 
 
 def _is_unneeded(how: Quantization | None, name: str, stored: dict[str, Stored]) -> bool:

@@ -4,13 +4,13 @@ It refuses what baton cannot compute exactly, before any weight is loaded: a mod
 activation or rotary scaling would run and give wrong text. It never imports torch.
 """
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.chunk_config import ChunksConfig, chunks_config
 from baton.model.config.expert_config import ExpertsConfig, experts_config
 from baton.model.config.families import (
     ALWAYS,
@@ -24,8 +24,14 @@ from baton.model.config.families import (
     MlpNames,
     Windows,
 )
+from baton.model.config.kinds_config import (
+    ChunksConfig,
+    KindsConfig,
+    chunks_config,
+    kinds_config,
+)
 from baton.model.config.latent_config import LatentConfig, latent_config
-from baton.model.config.layer_config import LayersConfig, layers_config
+from baton.model.config.layer_config import OF_IMAGES, LayersConfig, layers_config
 from baton.model.config.quantization import Quantization, fields_of_tool, read_quantization
 from baton.model.config.reading import (
     EndIds,
@@ -43,7 +49,6 @@ DecoderDtype = Literal["float32", "bfloat16"]
 Positive = Annotated[int, Meta(gt=0)]
 
 DEFAULT_LABELS = 2  # transformers' own
-OF_IMAGES = "vision"  # the kind of bidirectional attention that text has not
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 # The files in which tools leave how they have quantized the weights.
 QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
@@ -97,6 +102,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     label_token_ids: tuple[int, ...] = ()
     state: StateConfig | None = None
     chunks: ChunksConfig | None = None
+    kinds: KindsConfig | None = None
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
     names: LayerNames = LayerNames()
     mlp: MlpNames = MlpNames()
@@ -104,6 +110,29 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     @property
     def rotary_dim(self) -> int:
         return self.head_dim if self.latent is None else self.latent.qk_rope_head_dim
+
+    def is_wide(self, layer: int) -> bool:
+        """Return whether a layer has the heads of `kinds`."""
+        return self.kinds is not None and self.window_of(layer) is None
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return how many KV heads a layer has, and how many numbers a head has."""
+        if self.kinds is not None and self.is_wide(layer):
+            return self.kinds.kv_heads, self.kinds.head_dim
+        return self.num_kv_heads, self.head_dim
+
+    def stores_keys(self, layer: int) -> bool:
+        return self.kinds is None or layer < self.kinds.first_shared_layer
+
+    def num_stored(self, *, wide: bool = False) -> int:
+        """Return how many layers of a kind store keys and values."""
+        layers = range(self.num_layers)
+        return sum(self.stores_keys(one) and self.is_wide(one) == wide for one in layers)
+
+    def mlp_width_of(self, layer: int) -> int:
+        """Return how wide the dense MLP of a layer is."""
+        is_twice = self.kinds is not None and self.kinds.widens_shared_mlp
+        return self.intermediate_size * (2 if is_twice and not self.stores_keys(layer) else 1)
 
     @property
     def attention_scale(self) -> float:
@@ -114,14 +143,27 @@ class DecoderConfig(msgspec.Struct, frozen=True):
 
     @property
     def num_kv_layers(self) -> int:
-        """Return how many layers store keys and values."""
+        """Return how many layers store keys and values, each of them with `head_dim` numbers.
+
+        The layers of `kinds` count as what they store.
+        """
+        if self.kinds is not None:
+            wide = self.num_stored(wide=True) * self.kinds.kv_heads * self.kinds.head_dim
+            return self.num_stored() + math.ceil(wide / (self.num_kv_heads * self.head_dim))
         return self.num_layers - (0 if self.state is None else len(self.state.layers))
 
     def has_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
 
     def stored_number(self, layer: int) -> int:
-        """Return how many earlier layers store the same kind of things, a state or not."""
+        """Return how many earlier layers store the same kind of things, a state or not.
+
+        A layer that stores nothing has the number of the last one of its kind that does.
+        """
+        if self.kinds is not None:
+            end = min(layer, self.kinds.first_shared_layer)
+            count = sum(self.is_wide(layer) == self.is_wide(other) for other in range(end))
+            return count if self.stores_keys(layer) else count - 1
         return sum(self.has_state(layer) == self.has_state(other) for other in range(layer))
 
     def window_of(self, layer: int) -> int | None:
@@ -137,10 +179,13 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         return self.chunks is None or layer not in self.chunks.unrotated_layers
 
     @property
-    def ropes(self) -> tuple[Rope, ...]:
-        """Return the rotary embeddings of all layers, each once."""
-        ropes = (self.rope_of(layer) for layer in range(self.num_layers))
-        return tuple(dict.fromkeys((self.rope, *ropes)))
+    def rotations(self) -> tuple[tuple[Rope, int], ...]:
+        """Return the rotary embeddings of all layers, each once, and the widths of their tables."""
+        return tuple(dict.fromkeys(self.rotation_of(layer) for layer in range(self.num_layers)))
+
+    def rotation_of(self, layer: int) -> tuple[Rope, int]:
+        width = self.heads_of(layer)[1] if self.latent is None else self.rotary_dim
+        return self.rope_of(layer), width
 
     def rope_of(self, layer: int) -> Rope:
         if not self.rotates(layer):
@@ -179,6 +224,10 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     _check_rotated(file, rope, rotated_dim)
     num_positions = max(raw.max_position_embeddings, rope.num_positions)
     window, full_layers = _sliding_window(file, family, fields, raw, num_positions)
+    kinds = None
+    if family.has_kinds:
+        seeing = full_layers if window else tuple(range(raw.num_hidden_layers))
+        kinds = kinds_config(file, fields, seeing, has_inputs=family.has_layer_inputs)
     return DecoderConfig(
         family=family.model_type,
         vocab_size=raw.vocab_size,
@@ -213,6 +262,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         num_labels=raw.num_classes if head == "labels" else 0,
         state=None if family.state is None else state_config(file, family.state, fields),
         chunks=chunks_config(file, fields) if family.has_chunks else None,
+        kinds=kinds,
         guessing=family.guessing,
         names=family.names,
         mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,
@@ -321,9 +371,8 @@ def _family(file: Path, kind: ModelKind) -> tuple[Family, Head]:
 
 
 def _check(file: Path, family: Family, raw: _RawConfig, num_kv_heads: int, head_dim: int) -> None:
-    unsupported = [
-        name for name in UNSUPPORTED if not (name == "attention_chunk_size" and family.has_chunks)
-    ]
+    read = {"attention_chunk_size": family.has_chunks, "per_layer_config": family.has_kinds}
+    unsupported = [name for name in UNSUPPORTED if not read.get(name)]
     refusals = (
         (
             raw.num_attention_heads % num_kv_heads != 0,
@@ -395,6 +444,8 @@ def _sliding_window(
             f"{file}: sliding_window is not supported in models of {family.model_type}"
         )
     full = _full_layers(windows, raw)
+    if family.has_kinds:  # transformers lets the last layer see everything in any case
+        full = tuple(sorted({*full, raw.num_hidden_layers - 1}))
     if raw.layer_types and full and not windows.reads_layer_types:
         raise ConfigError(f"{file}: layer_types: {family.model_type} has the window in all layers")
     return (None, ()) if len(full) == raw.num_hidden_layers else (window, full)

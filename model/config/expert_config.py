@@ -64,6 +64,8 @@ def experts_config(
     """Return the experts of a family whose row is `names`, if any. Raises `ConfigError`."""
     if names is None or (names.adds_mlp and fields.get("num_local_experts") == 0):
         return None
+    if names.switch and not fields.get(names.switch):
+        return None
     if names.routing in ("grouped_softmax", "grouped_sigmoid"):
         return _grouped_experts(file, names, converted(file, fields, RawGrouped))
     return _plain_experts(file, names, converted(file, fields, RawExperts))
@@ -75,8 +77,8 @@ def _plain_experts(file: Path, names: Experts, raw: RawExperts) -> ExpertsConfig
         raise ConfigError(f"{file}: num_experts and num_local_experts differ: name one of them")
     num_experts = raw.num_experts or raw.num_local_experts
     per_tok = raw.num_experts_per_tok
-    assert num_experts is not None, "the family's row has a default"
-    assert per_tok is not None, "the family's row has a default"
+    if num_experts is None or per_tok is None or raw.moe_intermediate_size == 0:
+        raise ConfigError(f"{file}: num_experts or the number of experts of a token is missing")
     if per_tok > num_experts:
         raise ConfigError(
             f"{file}: num_experts_per_tok must be at most the {num_experts} experts, not {per_tok}"

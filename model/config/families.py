@@ -63,6 +63,9 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     stacked: tuple[str, str] | None = None
     is_transposed: bool = False  # these have [inputs, outputs] of each expert
     adds_mlp: bool = False  # every layer has the dense MLP, too, and a model may have no experts
+    switch: str = ""  # a field without which there are no experts
+    # They and the dense MLP take the same sum, each by norms of its own.
+    is_beside_mlp: bool = False
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,6 +146,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
     rotates_neighbours: bool = False  # numbers that are rotated together are neighbours
     has_chunks: bool = False  # most layers attend within chunks, and others do not rotate
+    has_kinds: bool = False  # layers that see everything have other heads than those with windows
+    has_layer_inputs: bool = False  # of these, if config.json gives them a width
     latent: Latent | None = None
     state: StateLayers | None = None  # of the layers that do not attend
     experts: Experts | None = None
@@ -203,6 +208,43 @@ _DELTA_SIZES = {
 }
 _SHARED_EXPERT = Experts(shared="shared_expert", shared_gate="shared_expert_gate")
 _QWEN_WINDOWS = Windows(layers="upper", switch="use_sliding_window")
+_GEMMA_4_UNIFIED = Family(
+    title="Gemma 4 (unified)",
+    architecture="Gemma4UnifiedForCausalLM",
+    base_architecture="Gemma4UnifiedTextModel",
+    model_type="gemma4_unified_text",
+    wrappers=("Gemma4UnifiedForConditionalGeneration",),
+    defaults={
+        "vocab_size": 262144,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 262144,
+        "tie_word_embeddings": True,
+        "sliding_window": 1024,
+        "query_pre_attn_scalar": 1,  # scores are products as they are
+        "rope_parameters": {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1e6,
+            }
+        },
+    },
+    refused=("attn_logit_softcapping",),
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    qk_norm=ALWAYS,
+    gate=GELU_TANH,
+    has_output_norms=True,
+    scales_embeddings=True,
+    has_scalar=True,
+    windows=Windows(layers="pattern", period=6, has_own_rope=True),
+    has_kinds=True,
+)
 
 FAMILIES = (
     Family(
@@ -583,6 +625,30 @@ FAMILIES = (
         has_scalar=True,
         windows=Windows(layers="pattern", period=6, reads_period=True, has_own_rope=True),
     ),
+    msgspec.structs.replace(
+        _GEMMA_4_UNIFIED,
+        title="Gemma 4",
+        architecture="Gemma4ForCausalLM",
+        base_architecture="Gemma4TextModel",
+        model_type="gemma4_text",
+        wrappers=("Gemma4ForConditionalGeneration",),
+        defaults={
+            **_GEMMA_4_UNIFIED.defaults,
+            "max_position_embeddings": 131072,
+            "sliding_window": 512,
+            "norm_topk_prob": True,
+        },
+        renamed={"top_k_experts": "num_experts_per_tok"},
+        has_layer_inputs=True,
+        experts=Experts(
+            block="",
+            router="router.proj",
+            stacked=("experts.gate_up_proj", "experts.down_proj"),
+            switch="enable_moe_block",
+            is_beside_mlp=True,
+        ),
+    ),
+    _GEMMA_4_UNIFIED,
     Family(
         title="Llama 4",
         architecture="Llama4ForCausalLM",

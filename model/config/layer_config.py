@@ -15,6 +15,7 @@ from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
 _Positive = Annotated[float, Meta(gt=0)]
+OF_IMAGES = "vision"  # the kind of bidirectional attention that text has not
 
 
 class LayersConfig(msgspec.Struct, frozen=True):
@@ -42,7 +43,7 @@ class RawLayers(msgspec.Struct):
     query_pre_attn_scalar: _Positive | None = None
     attn_logit_softcapping: _Positive | None = None
     final_logit_softcapping: _Positive | None = None
-    use_bidirectional_attention: bool | None = None
+    use_bidirectional_attention: bool | str | None = None
     embedding_multiplier: _Positive | None = None
     attention_multiplier: _Positive | None = None
     residual_multiplier: _Positive | None = None
@@ -61,7 +62,8 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
             f"{file}: hidden_activation {raw.hidden_activation!r} is not supported in models of "
             f"{family.model_type}, only 'gelu_pytorch_tanh'"
         )
-    if family.gate is not SILU and raw.use_bidirectional_attention:
+    is_of_images = raw.use_bidirectional_attention == OF_IMAGES
+    if family.gate is not SILU and raw.use_bidirectional_attention and not is_of_images:
         raise ConfigError(f"{file}: use_bidirectional_attention is not supported")
     for name in family.refused:
         if fields.get(name):

@@ -14,7 +14,7 @@ from baton.model.config.families import Family
 from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
-RopeScaling = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeScaling = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 ROPE_THETA = 10000.0
 # There is a table of all positions, which fits a host's memory up to here.
 MAX_POSITIONS = 1 << 26
@@ -38,7 +38,9 @@ class Rope(msgspec.Struct, frozen=True):
     attention_factor: float = 1.0  # of all cosines and sines
     score_factor: float = 1.0  # of all scores, in latent attention
     turns: bool = True  # False: attention does not see positions
-    partial_rotary_factor: float = 1.0  # the share of each head that is rotated, its first numbers
+    # The share of each head that is rotated, its first numbers. Of a proportional embedding, these
+    # are those of both halves, and the others turn by no angle.
+    partial_rotary_factor: float = 1.0
     rotates_neighbours: bool = False  # numbers 2i and 2i + 1 together, not i and i + half of them
     # Of longrope: how much slower each frequency turns, up to the original length and beyond it.
     short_factor: tuple[float, ...] = ()
@@ -46,6 +48,8 @@ class Rope(msgspec.Struct, frozen=True):
 
     def rotated(self, head_dim: int) -> int:
         """Return how many numbers of a head are rotated."""
+        if self.scaling == "proportional":
+            return head_dim
         return int(head_dim * self.partial_rotary_factor)
 
     def is_long(self, num_positions: int) -> bool:
@@ -137,7 +141,8 @@ def rope_config(file: Path, family: Family, raw: RawRope) -> Rope:
     if family.partial_rotary_factor is not None and raw.rotary_dim and raw.head_dim:
         shares.add(raw.rotary_dim / raw.head_dim)
     share = shares.pop() if shares else family.partial_rotary_factor or 1.0
-    if shares or (share != 1.0 and family.partial_rotary_factor is None):
+    is_whole = family.partial_rotary_factor is None and given.rope_type != "proportional"
+    if shares or (share != 1.0 and is_whole):
         what = f"other than 1 is not supported in {family.model_type}"
         if shares:
             what = "is there twice"
@@ -178,12 +183,14 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
     # transformers prefers the length beside the scaling to the one in it.
     original = raw.original_max_position_embeddings or given.original_max_position_embeddings
     original = original or raw.max_position_embeddings
-    known = (*get_args(RopeScaling), "dynamic")
+    known = [*get_args(RopeScaling), "dynamic"]
+    if not family.has_kinds:
+        known.remove("proportional")
     if given.rope_type not in known:
         raise ConfigError(
             f"{file}: {field} of type {given.rope_type!r} is not supported, only {', '.join(known)}"
         )
-    if given.rope_type not in {"default", "longrope"} and factor is None:
+    if given.rope_type not in {"default", "longrope", "proportional"} and factor is None:
         raise ConfigError(f"{file}: {field} of type {given.rope_type} needs a factor")
     match given.rope_type:
         # Dynamic angles are stretched beyond the model's length alone, which no node allows.
@@ -191,6 +198,8 @@ def _scaled(file: Path, family: Family, given: _Given, field: str, raw: RawRope)
             return Rope(base)
         case "linear":
             return Rope(base, "linear", factor or 1.0)
+        case "proportional":
+            return Rope(base, "proportional", factor or 1.0)
         case "llama3":
             low, high = given.low_freq_factor, given.high_freq_factor
             if low is None or high is None:

@@ -111,19 +111,85 @@ class Scoring(NamedTuple):
     sinks: Tensor | None = None  # [num_heads] fp32: scores of a key whose value is zeros
 
 
+class Keys(NamedTuple):
+    """How a layer rotates, which keys it sees, and where they are."""
+
+    rotation: int = 0  # the number of the backend's rotary table
+    chunk_size: int = 0  # tokens of the chunks in which it attends; 0: it sees all before a query
+    are_wide: bool = False  # its heads are those of `WideHeads`
+    are_stored: bool = True  # False: it has queries alone, and reads what an earlier layer stored
+
+
+PLAIN_KEYS = Keys()
+
+
+class WideHeads(NamedTuple):
+    """Layers with fewer and wider KV heads than the pool is made for, in the pool's own blocks.
+
+    A part of a block, which is one KV head of the other layers, has these layers behind the others,
+    and an equal share of a block's tokens of one wide head. So a rank that has some of the parts
+    has whole wide heads.
+    """
+
+    kv_heads: int  # on this rank; divides that of the pool
+    head_dim: int
+    num_layers: int
+    num_before: int  # other layers in a part
+
+    def pieces(self, pool: Tensor) -> int:
+        """Return among how many parts of a block the tokens of a wide head are shared."""
+        return pool.shape[1] // self.kv_heads
+
+    def view(self, pool: Tensor) -> Tensor:
+        """Return these layers as a pool whose blocks are the pieces of blocks.
+
+        Piece `i` of block `b` is block `b * pool.shape[1] + i` of it. Only the first `pieces` of
+        each block are apart; the others overlap them.
+        """
+        num_blocks, num_parts, _, planes, block_size, _ = pool.shape
+        size = block_size // self.pieces(pool)
+        part = pool.stride(1)
+        plane = size * self.head_dim
+        return pool.as_strided(
+            (
+                num_blocks * num_parts - num_parts + self.pieces(pool), self.kv_heads,
+                self.num_layers, planes, size, self.head_dim,
+            ),
+            (part, self.pieces(pool) * part, planes * plane, plane, self.head_dim, 1),
+            pool.storage_offset() + self.num_before * pool.stride(2),
+        )  # fmt: skip
+
+    def slots(self, pool: Tensor, slots: Tensor) -> Tensor:
+        """Return where tokens are in `view`, of where they are in the pool; -1 stays."""
+        block_size, size = pool.shape[4], pool.shape[4] // self.pieces(pool)
+        blocks, offsets = slots // block_size, slots % block_size
+        placed = (blocks * pool.shape[1] + offsets // size) * size + offsets % size
+        return placed.where(slots >= 0, slots)
+
+    def block_table(self, pool: Tensor, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return the blocks of `view` that hold a sequence."""
+        num_parts, pieces = pool.shape[1], range(self.pieces(pool))
+        return tuple(block * num_parts + piece for block in blocks for piece in pieces)
+
+
+class PoolParts(NamedTuple):
+    """What the blocks of a pool hold beside keys and values of plain layers."""
+
+    states: StateLayout | None = None
+    wide: WideHeads | None = None
+
+
 class Backend(Protocol):
     """One device's attention and fused operations over one pool.
 
     `name` differs between backends that compute different bits. `is_batch_invariant` says that the
     bits of a token depend on its own sequence alone. `table_blocks` is the number of blocks of the
     longest sequence if the backend reads `Batch.tables`, or 0 if it reads chunks. A decoder may set
-    `scoring`, the number of its rotary table, `rotation`, and `chunk_size` before each `attend`:
-    a token then sees those from the last multiple of `chunk_size` on, and all if it is 0.
+    `scoring` and `keys` before each `attend`.
     """
 
     scoring: Scoring
-    rotation: int
-    chunk_size: int
+    keys: Keys
 
     @property
     def name(self) -> str: ...
@@ -146,7 +212,8 @@ class Backend(Protocol):
         With `rows`, return those rows of it alone.
 
         `qkv` is the packed projection `[num_tokens, (num_heads + 2 * kv_heads) * head_dim]`, or
-        without values where the pool has keys alone, which are then the values, too. A backend may
+        without values where the pool has keys alone, which are then the values, too, or queries
+        alone where `keys` are not stored. A backend may
         then write to it, and leave out the numbers of each result that the rotation turned.
         `head_norms`, one RMS norm weight for each query and key head
         `[num_heads + kv_heads, head_dim]`, is applied before the rotation.
@@ -194,6 +261,7 @@ def pool_suffix(pool: Tensor) -> str:
     return "-fp8" if pool.dtype == torch.uint8 else ""
 
 
+PLAIN_PARTS = PoolParts()
 QUERIES = 128  # queries of one sequence at a time, which bounds the memory for their scores
 
 
@@ -205,9 +273,9 @@ class PlainBackend:
         self,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
+        tables: Sequence[Tensor],  # rotary: [max_position, rotary_dim], of a head's last numbers
         eps: float,
-        states: StateLayout | None = None,
+        parts: PoolParts = PLAIN_PARTS,
     ) -> None:
         self.name = "torch" + pool_suffix(pool)
         self.pool = pool
@@ -215,20 +283,29 @@ class PlainBackend:
         self.block_size, self.head_dim = pool.shape[4], reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
-        self.rotation = self.chunk_size = 0
-        self._angles = cos_sin.view(-1, *cos_sin.shape[-2:])
+        self.keys = PLAIN_KEYS
+        self._angles = tables
+        states, self._wide = parts
+        self._wide_pool = None if self._wide is None else self._wide.view(pool)
         self._states = None if states is None else StateBytes(pool, states)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._views: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
+        self._views: dict[tuple[int, bool], tuple[Tensor, Tensor, Tensor]] = {}
 
     def _view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables, the starts and the lengths of what queries see."""
-        size = self.chunk_size
-        if size not in self._views:
-            self._views[size] = self._tables(within(self._batch.chunks, size, self.block_size))
-        return self._views[size]
+        which = self.keys.chunk_size, self.keys.are_wide
+        if which not in self._views:
+            parts = within(self._batch.chunks, self.keys.chunk_size, self.block_size)
+            tables, starts, lengths = self._tables(parts)
+            if self.keys.are_wide:
+                assert self._wide is not None, "the layers are said to be wide"
+                tables = torch.tensor(
+                    [self._wide.block_table(self.pool, blocks) for blocks in tables.tolist()]
+                )
+            self._views[which] = tables, starts, lengths
+        return self._views[which]
 
     def _tables(self, chunks: Sequence[Chunk]) -> tuple[Tensor, Tensor, Tensor]:
         width = max(-(-chunk.end // self.block_size) for chunk in chunks)
@@ -246,19 +323,26 @@ class PlainBackend:
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
-        batch, heads = self._batch, self.num_heads
-        own = qkv.view(len(qkv), -1, self.head_dim)
-        first_value = heads + self.pool.shape[1]
+        batch, heads, pool, slots = self._batch, self.num_heads, self.pool, self._batch.slots
+        if self.keys.are_wide:
+            assert self._wide is not None, "the layers are said to be wide"
+            assert self._wide_pool is not None, "the layers are said to be wide"
+            pool, slots = self._wide_pool, self._wide.slots(self.pool, slots)
+        own = qkv.view(len(qkv), -1, reference.pool_head_dim(pool))
+        first_value = heads + pool.shape[1]
         q, k = own[:, :heads], own[:, heads:first_value]
-        v = own[:, first_value:] if self.pool.shape[3] == 2 else None
-        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[heads])
+        v = own[:, first_value:] if pool.shape[3] == 2 else None
+        if not self.keys.are_stored:
+            k = v = own[:, :1].expand(-1, pool.shape[1], -1)
+            slots = torch.full_like(slots, -1)
+        q_norm, k_norm = (None, None) if head_norms is None else (head_norms[0], head_norms[-1])
         q = reference.rope_and_store(
-            q, k, v, batch.positions, self._angles[self.rotation], self.pool, layer,
-            batch.slots, q_norm, k_norm, self.eps,
+            q, k, v, batch.positions, self._angles[self.keys.rotation], pool, layer, slots,
+            q_norm, k_norm, self.eps,
         )  # fmt: skip
         tables, starts, lengths = self._view()
         out = reference.paged_prefill_attention(
-            q, self.pool, layer, tables, starts, lengths, *self.scoring
+            q, pool, layer, tables, starts, lengths, *self.scoring
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)
 

@@ -4,7 +4,7 @@ A token's bits depend on its own sequence alone, because every kernel adds its t
 that does not depend on the batch, the chunk or the number of threads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
@@ -18,9 +18,16 @@ from baton.kernels.constants import SILU, Gate
 from baton.kernels.cpu.functions import AttentionWork, CpuKernels
 from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
 from baton.kernels.cpu.states.functions import CpuStates, state_work
-from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
-from baton.model.layers.attention import Batch, Scoring, pool_suffix, within
+from baton.model.layers.attention import (
+    PLAIN_KEYS,
+    PLAIN_PARTS,
+    Batch,
+    PoolParts,
+    Scoring,
+    pool_suffix,
+    within,
+)
 from baton.protocol.config import KernelChoice
 from baton.protocol.errors import ConfigError
 from baton.runtime.log import logger
@@ -55,6 +62,8 @@ def cpu_library(
 class _View:
     """What the queries of a step see, as the kernels take it."""
 
+    kernels: CpuKernels
+    slots: Tensor  # [num_tokens] int64
     tables: NDArray[np.int32]  # the block tables one after the other
     chunks: NDArray[np.int64]  # [num_chunks, 4]: row, tokens, first position, start of a table
     work: AttentionWork
@@ -84,9 +93,9 @@ class CpuBackend:
         library: CpuLibrary,
         pool: Tensor,  # [num_blocks, kv_heads, num_layers, 2 or 1, block_size, head_dim]
         num_heads: int,
-        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim], of a head's last numbers
+        tables: Sequence[Tensor],  # rotary: [max_position, rotary_dim], of a head's last numbers
         eps: float,
-        states: StateLayout | None = None,
+        parts: PoolParts = PLAIN_PARTS,
     ) -> None:
         # Attention with bf16 products has other bits, which also depend on the CPU. The rules of
         # linear layers, which use the same instruction, tell such CPUs apart.
@@ -96,13 +105,18 @@ class CpuBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
+        self._pool = pool
+        states, self._wide = parts
+        self._wide_kernels = None
+        if self._wide is not None:
+            self._wide_kernels = CpuKernels(library, self._wide.view(pool), num_heads)
         self._states = None if states is None else CpuStates(library, pool, states)
-        self.rotation = self.chunk_size = 0
-        self._angles = cos_sin.contiguous().view(-1, *cos_sin.shape[-2:])
+        self.keys = PLAIN_KEYS
+        self._angles = [table.contiguous() for table in tables]
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
-        self._views: dict[int, _View] = {}
+        self._views: dict[tuple[int, bool], _View] = {}
         if self._states is not None:
             self._state_work = state_work(
                 [(one.row, one.length, one.start, one.num_held) for one in batch.chunks],
@@ -112,24 +126,25 @@ class CpuBackend:
     def attend(
         self, layer: int, qkv: Tensor, head_norms: Tensor | None, rows: Tensor | None = None
     ) -> Tensor:
-        q = self._kernels.rope_and_store(
+        view = self._view()
+        q = view.kernels.rope_and_store(
             qkv,
             layer,
             self._batch.positions,
-            self._batch.slots,
-            self._angles[self.rotation],
+            view.slots,
+            self._angles[self.keys.rotation],
             head_norms,
             self.eps,
+            are_stored=self.keys.are_stored,
         )
-        view = self._view()
         work = view.work
         if rows is not None and not view.are_all(rows.numpy()):
             q = q[rows]
             if not len(q):
                 return q.flatten(1)
-            work = self._kernels.attention_work(view.tables, view.chunks_of(rows.numpy()))
+            work = view.kernels.attention_work(view.tables, view.chunks_of(rows.numpy()))
         out = torch.empty_like(q)
-        self._kernels.attend(q, layer, work, out, *self.scoring)
+        view.kernels.attend(q, layer, work, out, *self.scoring)
         return out.flatten(1)
 
     def advance(
@@ -152,11 +167,17 @@ class CpuBackend:
         return self._kernels.sigmoid_mul(x, gates)
 
     def _view(self) -> _View:
-        """Return what the queries of this step see, with the layer's `chunk_size`."""
-        size = self.chunk_size
-        if size not in self._views:
-            parts = within(self._batch.chunks, size, self.block_size)
+        """Return what the queries of a layer with such `keys` see in this step."""
+        which = self.keys.chunk_size, self.keys.are_wide
+        if which not in self._views:
+            parts = within(self._batch.chunks, self.keys.chunk_size, self.block_size)
             used = [part.block_table[: -(-part.end // self.block_size)] for part in parts]
+            kernels, slots = self._kernels, self._batch.slots
+            if self.keys.are_wide:
+                assert self._wide is not None, "the layers are said to be wide"
+                assert self._wide_kernels is not None, "the layers are said to be wide"
+                kernels, slots = self._wide_kernels, self._wide.slots(self._pool, slots)
+                used = [self._wide.block_table(self._pool, blocks) for blocks in used]
             starts = accumulate((len(blocks) for blocks in used), initial=0)
             chunks = np.array(
                 [
@@ -166,10 +187,10 @@ class CpuBackend:
                 np.int64,
             )
             tables = np.fromiter(chain.from_iterable(used), np.int32)
-            work = self._kernels.attention_work(tables, chunks)
+            work = kernels.attention_work(tables, chunks)
             is_decoding = len(chunks) == self._batch.num_tokens
-            self._views[size] = _View(tables, chunks, work, is_decoding)
-        return self._views[size]
+            self._views[which] = _View(kernels, slots, tables, chunks, work, is_decoding)
+        return self._views[which]
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float

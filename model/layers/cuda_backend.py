@@ -5,7 +5,7 @@ of a batch that decode one token share a split-context kernel. From the first lo
 go through the prefill kernel, which is exact for single tokens too.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -27,7 +27,7 @@ from baton.kernels.cuda.pool_writes import rope_and_store
 from baton.kernels.cuda.prefill_attention import paged_prefill_attention
 from baton.kernels.cuda.rows import add_rms_norm, gate_mul
 from baton.kernels.state_reference import StateWeights
-from baton.model.layers.attention import Batch, Scoring, pool_suffix
+from baton.model.layers.attention import PLAIN_KEYS, Batch, Scoring, pool_suffix
 from baton.protocol.errors import InvariantBroken
 
 
@@ -38,7 +38,7 @@ class CudaBackend:
         self,
         pool: Tensor,
         num_heads: int,
-        cos_sin: Tensor,  # [(num_tables,) max_position, rotary_dim]
+        tables: Sequence[Tensor],  # rotary: [max_position, rotary_dim]
         eps: float,
         *,
         is_ordered: bool = False,
@@ -52,9 +52,9 @@ class CudaBackend:
         self.head_dim = reference.pool_head_dim(pool)
         self.eps = eps
         self.scoring = Scoring(self.head_dim**-0.5)
-        self.table_blocks = -(-cos_sin.shape[-2] // self.block_size)
-        self.rotation = self.chunk_size = 0
-        self._angles = cos_sin.to(pool.device).contiguous().view(-1, *cos_sin.shape[-2:])
+        self.table_blocks = -(-len(tables[0]) // self.block_size)
+        self.keys = PLAIN_KEYS
+        self._angles = [table.to(pool.device).contiguous() for table in tables]
 
     def begin(self, batch: Batch) -> None:
         assert batch.tables is not None, "the kernels read tables on the device"
@@ -67,7 +67,7 @@ class CudaBackend:
         decode: Callable[..., Tensor]
         prefill: Callable[..., Tensor]
         if self.pool.shape[3] == 1:
-            scale, rotated = self.scoring.scale, self._angles.shape[2]
+            scale, rotated = self.scoring.scale, self._angles[0].shape[1]
             decode = partial(latent_decode_attention, scale=scale, rotated=rotated)
             prefill = partial(latent_prefill_attention, scale=scale, rotated=rotated)
         else:
@@ -95,7 +95,7 @@ class CudaBackend:
 
     def _stored(self, layer: int, qkv: Tensor, head_norms: Tensor | None) -> Tensor:
         """Store keys and values, and return the rotated queries."""
-        angles, heads, kv_heads = self._angles[self.rotation], self.num_heads, self.kv_heads
+        angles, heads, kv_heads = self._angles[self.keys.rotation], self.num_heads, self.kv_heads
         if self.pool.shape[3] == 1:
             return turn_and_store(qkv, self._positions, angles, self.pool, layer, self._slots)
         q, k, v = qkv[:, :heads], qkv[:, heads : heads + kv_heads], qkv[:, heads + kv_heads :]

@@ -8,57 +8,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from baton.kernels.state_reference import StateWeights
 from baton.model.batch_invariance.row_rule import ByRows, at_once
-from baton.model.layers.attention import AdaptedRows, Backend, Batch, Scoring
+from baton.model.layers.attention import PLAIN_KEYS, AdaptedRows, Backend, Batch, Keys, Scoring
 from baton.model.layers.latent_attention import LatentAttention
+from baton.model.layers.layer_parts import (
+    ExpertsBeside,
+    LayerEnd,
+    LayerInputs,
+    Packing,
+    QueryScales,
+)
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import Mlp
 from baton.model.tensor_parallel import Ranks
-
-
-@dataclass(slots=True, frozen=True)
-class JoinedNorms:
-    """The norm of the queries of all heads together, those of other ranks too, and of the keys."""
-
-    queries: Tensor  # [num_heads * head_dim] in fp32
-    keys: Tensor  # [num_kv_heads * head_dim]
-    copies: int  # how many ranks have the same heads of keys
-    eps: float
-    ranks: Ranks
-
-    def __call__(self, x: Tensor, backend: Backend) -> Tensor:
-        """Return `x`, `[num_rows, queries, then keys, then values of this rank]`, normed."""
-        rank, size = self.ranks.rank, self.ranks.size
-        ends = len(self.queries) // size, len(self.keys) * self.copies // size
-        *parts, values = x.split((*ends, x.shape[1] - sum(ends)), dim=1)
-        for number, (norm, copies) in enumerate(((self.queries, 1), (self.keys, self.copies))):
-            width = parts[number].shape[1]
-            every = self.ranks.all_gather(parts[number]).view(len(x), size, width)
-            every = every[:, ::copies].reshape(len(x), -1)
-            first = rank // copies * width
-            normed, _ = backend.add_rms_norm(every, None, norm, self.eps)
-            parts[number] = normed[:, first : first + width]
-        return torch.cat((*parts, values), dim=1)
-
-
-@dataclass(slots=True, frozen=True)
-class QueryScales:
-    """Queries grow with the number of whole spans of tokens up to them (Llama 4)."""
-
-    scales: Tensor  # [num_spans] fp32
-    span: int  # tokens
-    width: int  # numbers of a token's queries, the first of the packed projection
-
-    def apply(self, x: Tensor, positions: Tensor) -> None:
-        """Scale the queries of packed projections in place."""
-        scales = self.scales[(positions + 1) // self.span]
-        queries = x[:, : self.width]
-        queries.copy_(queries * scales[:, None])
 
 
 @dataclass(slots=True, frozen=True)
@@ -76,12 +42,13 @@ class DecoderLayer:
     output_norm: Tensor | None = None  # [hidden], of what attention adds
     mlp_output_norm: Tensor | None = None  # [hidden], of what the MLP adds
     scoring: Scoring | None = None  # None: the backend's
-    joined_norms: JoinedNorms | None = None
-    rotation: int = 0  # the number of the backend's rotary table
+    packing: Packing | None = None
+    keys: Keys = PLAIN_KEYS
     state: StateWeights | None = None  # of a layer that keeps a state, whose inputs are `qkv`
     num_gates: int = 0  # the last outputs of `qkv`, which gate what attention gives
-    chunk_size: int = 0  # tokens of the chunks in which it attends; 0: it sees all
     query_scales: QueryScales | None = None
+    beside: ExpertsBeside | None = None
+    end: LayerEnd | None = None
 
 
 @dataclass(slots=True, frozen=True)
@@ -104,6 +71,7 @@ class Decoder:
     classifier: Tensor | None = None  # [labels, hidden] in fp32
     residual_scale: float | None = None  # of what a layer adds
     logit_divisor: float | None = None
+    inputs: LayerInputs | None = None
 
     @property
     def is_batch_invariant(self) -> bool:
@@ -112,8 +80,11 @@ class Decoder:
     def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
             yield from (layer.qkv, layer.output, *layer.mlp.linears())
-            if layer.latent is not None:
-                yield from layer.latent.linears()
+            for part in (layer.latent, layer.beside, layer.end):
+                if part is not None:
+                    yield from part.linears()
+        if self.inputs is not None:
+            yield self.inputs.projection
         if self.head is not None:
             yield self.head
         yield from self.of_adapters
@@ -151,19 +122,25 @@ class Decoder:
         embedded = F.embedding(batch.token_ids, self.embedding)
         if self.embedding_scale is not None:
             embedded = embedded * self.embedding_scale
-        adapted, by_rows = batch.adapted, self.by_rows if batch.adapted is None else at_once
+        inputs = None
+        if self.inputs is not None:
+            inputs = self.inputs(batch.token_ids, embedded, backend).unbind(1)
+        is_apart = batch.adapted is None and inputs is None
+        adapted, by_rows = batch.adapted, self.by_rows if is_apart else at_once
         x, residual = self._into_attention(0, backend, adapted, embedded, None)
         last = len(self.layers) - 1
         for number in range(last):
             x = self._attend(number, backend, batch.positions, x)
-            x, residual = by_rows(partial(self._to_next, number, backend, adapted), x, residual)
+            own = None if inputs is None else inputs[number]
+            work = partial(self._to_next, number, backend, adapted, own)
+            x, residual = by_rows(work, x, residual)
         x = self._attend(last, backend, batch.positions, x, None if are_many else rows)
         x = x[rows] if are_many else x
         if not len(rows):
             return residual[rows]
-        work = partial(self._after_attention, last, backend, batch.adapted_outputs)
-        x, residual = by_rows(work, x, residual[rows])
-        x, _ = backend.add_rms_norm(x, residual, self.final_norm, self.eps)
+        own = None if inputs is None else inputs[last][rows]
+        work = partial(self._to_head, backend, batch.adapted_outputs, own)
+        x, _ = by_rows(work, x, residual[rows])
         return x
 
     def scaled(self, x: Tensor) -> Tensor:
@@ -182,8 +159,7 @@ class Decoder:
         if layer.state is not None:
             return backend.advance(layer.number, x, layer.state, rows)
         if layer.scoring is not None:
-            backend.scoring, backend.rotation = layer.scoring, layer.rotation
-            backend.chunk_size = layer.chunk_size
+            backend.scoring, backend.keys = layer.scoring, layer.keys
         if layer.query_scales is not None:
             layer.query_scales.apply(x, positions)
         if not layer.num_gates:
@@ -197,12 +173,37 @@ class Decoder:
         number: int,
         backend: Backend,
         adapted: AdaptedRows | None,
+        inputs: Tensor | None,
         x: Tensor,
         residual: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Compute from the attention of a layer to that of the next."""
         x, residual = self._after_attention(number, backend, adapted, x, residual)
-        return self._into_attention(number + 1, backend, adapted, x, residual)
+        x, stream = self._ended(number, backend, inputs, x, residual)
+        return self._into_attention(number + 1, backend, adapted, x, stream)
+
+    def _to_head(
+        self,
+        backend: Backend,
+        adapted: AdaptedRows | None,
+        inputs: Tensor | None,
+        x: Tensor,
+        residual: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Compute from the attention of the last layer to what the head takes."""
+        last = len(self.layers) - 1
+        x, residual = self._after_attention(last, backend, adapted, x, residual)
+        x, stream = self._ended(last, backend, inputs, x, residual)
+        return backend.add_rms_norm(x, stream, self.final_norm, self.eps)
+
+    def _ended(
+        self, number: int, backend: Backend, inputs: Tensor | None, x: Tensor, residual: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return what is added next, and to what, if anything."""
+        end = self.layers[number].end
+        if end is None:
+            return x, residual
+        return end(x, residual, inputs, backend), None
 
     def _into_attention(
         self,
@@ -215,8 +216,8 @@ class Decoder:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
         x = layer.qkv(x, adapted)
-        if layer.joined_norms is not None:
-            x = layer.joined_norms(x, backend)
+        if layer.packing is not None:
+            x = layer.packing(x, backend)
         return x if layer.latent is None else layer.latent.packed(x, backend), residual
 
     def _after_attention(
@@ -234,6 +235,8 @@ class Decoder:
             x, _ = backend.add_rms_norm(x, None, layer.output_norm, self.eps)
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
         x = self.scaled(self.ranks.all_reduce(layer.mlp(x, backend, adapted)))
+        if layer.beside is not None:
+            x = layer.beside(x, residual, backend)
         if layer.mlp_output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.mlp_output_norm, self.eps)
         return x, residual

@@ -200,7 +200,10 @@ class ExpertMlp:
     scales_inputs: bool = False  # weights multiply what experts take, not what they give
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        weights, chosen = self.router(x)
+        return self.of(x, *self.router(x), backend)
+
+    def of(self, x: Tensor, weights: Tensor, chosen: Tensor, backend: Backend) -> Tensor:
+        """Return the sum of chosen experts, both `[num_rows, top_k]`."""
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         rows = x[order // chosen.shape[1]]

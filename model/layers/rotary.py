@@ -17,6 +17,8 @@ def rope_table(rope: Rope, head_dim: int, num_positions: int) -> Tensor:
     rotated, table = rope.rotated(head_dim), unrotated(head_dim, num_positions)
     exponents = torch.arange(0, rotated, 2, dtype=torch.int64).float() / rotated
     periods = rope.theta**exponents
+    if rope.scaling == "proportional":
+        periods[int(rope.partial_rotary_factor * head_dim // 2) :] = math.inf
     if rope.scaling == "longrope":
         periods *= torch.tensor(
             rope.long_factor if rope.is_long(num_positions) else rope.short_factor
@@ -54,7 +56,7 @@ def _scaled(rope: Rope, frequencies: Tensor) -> Tensor:
     match rope.scaling:
         case "default" | "longrope":
             return frequencies
-        case "linear":
+        case "linear" | "proportional":
             return frequencies / rope.factor
         case "llama3":
             return _llama3(rope, frequencies)

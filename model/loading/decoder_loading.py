@@ -14,7 +14,11 @@ from baton.model.checkpoint.lora_files import Adapter
 from baton.model.checkpoint.tensors import (
     EMBEDDING,
     HEAD,
+    INPUT_NORM,
+    INPUT_PROJECTION,
+    INPUTS,
     LABELS,
+    EndTensors,
     ExpertTensors,
     LatentTensors,
     LayerTensors,
@@ -25,9 +29,18 @@ from baton.model.checkpoint.weight_files import check_tensors
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
 from baton.model.config.transformers_config import AnyConfig
-from baton.model.layers.attention import Scoring
-from baton.model.layers.decoder import Decoder, DecoderLayer, JoinedNorms, QueryScales
+from baton.model.layers.attention import Keys, Scoring
+from baton.model.layers.decoder import Decoder, DecoderLayer
 from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
+from baton.model.layers.layer_parts import (
+    ExpertsBeside,
+    InputPart,
+    JoinedNorms,
+    LayerEnd,
+    LayerInputs,
+    QueryScales,
+    ValueNorms,
+)
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
     ExpertMlp,
@@ -57,6 +70,7 @@ from baton.node.executor import Progress
 from baton.protocol.errors import ConfigError
 
 NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
+NUM_INPUT_KINDS = 3  # all layers' inputs, and a layer's gate and projection
 NUM_STATE_KINDS = 2  # what reads the hidden state, and what writes it
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
@@ -76,6 +90,7 @@ def load_decoder(
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
     num_kinds += NUM_LATENT_KINDS if config.latent else 0
     num_kinds += NUM_STATE_KINDS if config.state else 0
+    num_kinds += NUM_LINEAR_KINDS + NUM_INPUT_KINDS if config.kinds else 0
     num_kinds += NUM_LORA_KINDS if adapters else 0
     linears = linears_for(place, progress, num_kinds)
     loras = LoraLoader(adapters, place.device, place.dtype)
@@ -94,12 +109,15 @@ def check_split(config: DecoderConfig, size: int) -> None:
     if config.state is not None:
         config.state.shape(kv_heads, size)
     widths = [("heads", config.num_heads)]
-    if any(config.experts_of(layer) is None for layer in range(config.num_layers)):
+    experts = [config.experts_of(layer) for layer in range(config.num_layers)]
+    if any(one is None or one.names.is_beside_mlp for one in experts):
         widths.append(("MLP width", config.intermediate_size))
     if config.experts is not None:
         widths.append(("width of an expert", config.experts.moe_intermediate_size))
         shared = config.experts.shared_expert_intermediate_size
         widths.append(("width of the shared expert", shared))
+    if config.kinds is not None and config.kinds.kv_heads != kv_heads:
+        widths.append(("KV heads of layers that see everything", config.kinds.kv_heads))
     for name, units in widths:
         if units % size:
             raise ConfigError(
@@ -137,8 +155,8 @@ class _Loader:
         embedding = self.read(EMBEDDING)
         norm = self._norm(self.weights.tensors.norm)
         scale = config.layers.embedding_scale
-        if scale is not None:  # rounded, as transformers rounds it
-            scale = float(torch.tensor(scale, dtype=self.place.dtype))
+        if scale is not None:
+            scale = self._rounded(scale)
         head, is_split = self._head(embedding, norm)
         progress("weights", total, total)
         is_alone_on_cpu = self.place.device.type == "cpu" and self.ranks.size == 1
@@ -152,6 +170,7 @@ class _Loader:
             classifier=self._classifier(),
             residual_scale=config.layers.residual_scale,
             logit_divisor=config.layers.logit_divisor,
+            inputs=self._inputs(),
         )  # fmt: skip
 
     def _layer(self, number: int, tensors: LayerTensors) -> DecoderLayer:
@@ -169,19 +188,25 @@ class _Loader:
             attention_norm=norms["attention_norm"],
             qkv=qkv,
             head_norms=None if joins_norms else self._head_norms(number, *qk_norms),
-            joined_norms=self._joined_norms(*qk_norms) if joins_norms else None,
+            packing=self._joined_norms(*qk_norms) if joins_norms else self._value_norms(number),
             output=self.weights.rows(tensors.output),
             mlp=self._mlp_or_experts(tensors),
+            beside=self._beside(tensors),
+            end=self._end(tensors.end),
             mlp_norm=norms["mlp_norm"],
             latent=latent,
             output_norm=norms.get("output_norm"),
             mlp_output_norm=norms.get("mlp_output_norm"),
             scoring=self._scoring(number, tensors.sinks),
-            rotation=config.ropes.index(config.rope_of(number)),
+            keys=Keys(
+                rotation=config.rotations.index(config.rotation_of(number)),
+                chunk_size=config.chunk_of(number),
+                are_wide=config.is_wide(number),
+                are_stored=config.stores_keys(number),
+            ),
             number=config.stored_number(number),
             state=state,
             num_gates=self._num_gates() if state is None else 0,
-            chunk_size=config.chunk_of(number),
             query_scales=self._query_scales(number),
         )
 
@@ -254,10 +279,70 @@ class _Loader:
         return torch.cat(order + gates)
 
     def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp:
-        if tensors.experts is not None:
-            return self._experts(tensors.experts)
-        assert tensors.mlp is not None, "a layer has an MLP or experts"
-        return self._mlp(tensors.mlp)
+        if tensors.mlp is not None:
+            return self._mlp(tensors.mlp)
+        assert tensors.experts is not None, "a layer has an MLP or experts"
+        return self._experts(tensors.experts)
+
+    def _beside(self, tensors: LayerTensors) -> ExpertsBeside | None:
+        beside = tensors.beside
+        if beside is None:
+            return None
+        assert tensors.experts is not None, "the layer has experts"
+        norms = {role: self._norm(norm) for role, norm in beside.norms.items()}
+        to_router = self.read(beside.input_scale, dtype=torch.float32) * beside.hidden**-0.5
+        return ExpertsBeside(
+            experts=self._experts(tensors.experts),
+            router_norm=to_router,
+            expert_scales=self.read(beside.expert_scale, dtype=torch.float32),
+            eps=self.config.rms_norm_eps,
+            ranks=self.ranks,
+            **norms,
+        )
+
+    def _end(self, tensors: EndTensors | None) -> LayerEnd | None:
+        if tensors is None:
+            return None
+        factor = self.read(tensors.factor).view(1)
+        if tensors.gate is None or tensors.projection is None or tensors.norm is None:
+            return LayerEnd(factor)
+        gate, projection = (
+            self.linear(self._whole(linear)) for linear in (tensors.gate, tensors.projection)
+        )
+        eps, how = self.config.rms_norm_eps, self.config.layers.gate
+        return LayerEnd(factor, InputPart(gate, projection, self._norm(tensors.norm), how, eps))
+
+    def _inputs(self) -> LayerInputs | None:
+        inputs = None if self.config.kinds is None else self.config.kinds.inputs
+        if inputs is None:
+            return None
+        return LayerInputs(
+            embedding=self.read(INPUTS),
+            scale=self._rounded(inputs.width**0.5),
+            projection=self.linear(self.read(f"{INPUT_PROJECTION}.weight")),
+            projection_scale=self.config.hidden_size**-0.5,
+            norm=self._norm(NormTensor(INPUT_NORM, inputs.width)),
+            eps=self.config.rms_norm_eps,
+        )
+
+    def _rounded(self, scale: float) -> float:
+        """Return the scale of an embedding, rounded as transformers rounds it."""
+        return float(torch.tensor(scale, dtype=self.place.dtype))
+
+    def _value_norms(self, number: int) -> ValueNorms | None:
+        config, kinds = self.config, self.config.kinds
+        if kinds is None or not config.stores_keys(number):
+            return None
+        _, kv_heads, width = self._heads_of(number)
+        ones = torch.ones(width, device=self.place.device)
+        are_keys = kinds.values_are_keys and config.is_wide(number)
+        return ValueNorms(ones, kv_heads, are_keys, config.rms_norm_eps)
+
+    def _heads_of(self, number: int) -> tuple[int, int, int]:
+        """Return this rank's heads of queries and of keys, and the numbers of a head."""
+        kv_heads, width = self.config.heads_of(number)
+        num_heads, _ = local_heads(self.config, self.ranks.size)
+        return num_heads, max(1, kv_heads // self.ranks.size), width
 
     def _mlp(self, tensors: MlpTensors) -> GatedMlp:
         gate_up = self.weights.columns(tensors.gate_up)
@@ -380,16 +465,17 @@ class _Loader:
     def _head_norms(
         self, number: int, q_norm: NormTensor | None, k_norm: NormTensor | None
     ) -> Tensor | None:
-        num_heads, kv_heads = local_heads(self.config, self.ranks.size)
+        num_heads, kv_heads, width = self._heads_of(number)
         chunks = self.config.chunks
         if chunks is not None and chunks.norms_rotated and self.config.rotates(number):
             # Llama 4 norms what it has rotated, which is as long as before.
-            return torch.ones(num_heads + kv_heads, self.config.head_dim, device=self.place.device)
-        if q_norm is None or k_norm is None:
+            return torch.ones(num_heads + kv_heads, width, device=self.place.device)
+        if q_norm is None:
             return None
-        q = self._norm(q_norm).expand(num_heads, -1)
-        k = self._norm(k_norm).expand(kv_heads, -1)
-        norms = torch.cat((q, k))
+        norms = self._norm(q_norm).expand(num_heads, -1)
+        if k_norm is not None:  # of a layer that stores keys
+            norms = torch.cat((norms, self._norm(k_norm).expand(kv_heads, -1)))
+        norms = norms.contiguous()
         return norms if self.head_order is None else norms[:, self.head_order].contiguous()
 
     def _joined_norms(self, q_norm: NormTensor | None, k_norm: NormTensor | None) -> JoinedNorms:

@@ -16,6 +16,7 @@ from baton.kernels.state_layout import StateLayout, state_layout
 from baton.kv_transfer.pools import HostPool, available_bytes
 from baton.model.config.decoder_config import DecoderConfig
 from baton.model.config.transformers_config import AnyConfig
+from baton.model.layers.attention import WideHeads
 from baton.protocol.config import CacheConfig
 from baton.protocol.errors import ConfigError
 from baton.protocol.ids import MAX_BLOCKS
@@ -137,12 +138,24 @@ def states_of(
 
 
 def _key_order(config: AnyConfig, group: LayerGroup) -> tuple[object, ...]:
-    """Return what tells the own decoder's order of the numbers of keys from that of the files."""
+    """Return what tells the own decoder's order of the numbers of keys from that of others."""
     if not isinstance(config, DecoderConfig):
         return ()
+    if config.kinds is not None:
+        kinds = config.kinds
+        return (kinds.head_dim, kinds.kv_heads, config.num_stored(), config.num_stored(wide=True))
     rotated = config.rope.rotated(group.width)
     partly = (rotated,) if rotated < group.width else ()
     return (*partly, "neighbours") if config.rope.rotates_neighbours else partly
+
+
+def wide_heads(config: AnyConfig, num_ranks: int) -> WideHeads | None:
+    """Return where one rank's blocks hold the heads of layers that see everything."""
+    if not isinstance(config, DecoderConfig) or config.kinds is None:
+        return None
+    kinds = config.kinds
+    own = max(1, kinds.kv_heads // num_ranks)
+    return WideHeads(own, kinds.head_dim, config.num_stored(wide=True), config.num_stored())
 
 
 def _digest(shared: tuple[object, ...]) -> str:

@@ -30,7 +30,7 @@ from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
 )
-from baton.model.layers.attention import PlainBackend
+from baton.model.layers.attention import PlainBackend, PoolParts
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Product
@@ -59,6 +59,7 @@ from baton.model.runner.kv_cache import (
     num_blocks_for,
     pool_shape,
     states_of,
+    wide_heads,
 )
 from baton.model.runner.runner import MAX_SEQUENCES, Runner, StepDecoder
 from baton.model.runner.step_queue import CudaQueue, HostQueue
@@ -230,7 +231,13 @@ def plan_rank(config: ClusterConfig, num_ranks: int) -> RankPlan:
 
 
 def _check_blocks(decoder: DecoderConfig, block_size: int) -> None:
-    """Raise `ConfigError` unless the chunks in which layers attend begin with a block."""
+    """Raise `ConfigError` unless blocks have the parts, or begin the chunks, that layers need."""
+    kinds = decoder.kinds
+    if kinds is not None and block_size % (pieces := decoder.num_kv_heads // kinds.kv_heads):
+        raise ConfigError(
+            f"cache.block_size: {block_size} must be a multiple of {pieces}, because {pieces} KV "
+            "heads of a block share one of the layers that see everything"
+        )
     chunks = decoder.chunks
     if chunks is not None and chunks.layers and chunks.size % block_size:
         raise ConfigError(
@@ -248,6 +255,8 @@ def _pool_dtype(config: ClusterConfig, decoder: AnyConfig, dtype: torch.dtype) -
         refused = "transformers' code computes the model"
     elif decoder.state is not None:
         refused = "layers keep a state for each sequence, whose numbers are not FP8"
+    elif decoder.kinds is not None:
+        refused = "layers store heads of several sizes"
     elif decoder.latent is not None:
         refused = "the model stores latent rows (MLA), which are small already"
     if refused:
@@ -320,7 +329,8 @@ def load_runner(
     cache = host_cache(pool, shape, plan.pool_dtype, states)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    sizes = num_heads, *_rotation(plan), states
+    parts = PoolParts(states, wide_heads(plan.decoder, ranks.size))
+    sizes = num_heads, *_rotation(plan), parts
     backend = (
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
     )
@@ -413,13 +423,13 @@ def _on_gpu(
     return runner, DevicePool(memory, table, CudaPeerMemory(pool, plan.num_blocks))
 
 
-def _rotation(plan: RankPlan) -> tuple[Tensor, float]:
+def _rotation(plan: RankPlan) -> tuple[list[Tensor], float]:
     """Return a backend's rotary tables and `eps`."""
     model = plan.decoder
     if isinstance(model, TransformersConfig):
-        return unrotated(model.head_dim, plan.max_model_len), 0.0
-    tables = [rope_table(rope, model.rotary_dim, plan.max_model_len) for rope in model.ropes]
-    return torch.stack(tables), model.rms_norm_eps
+        return [unrotated(model.head_dim, plan.max_model_len)], 0.0
+    tables = [rope_table(rope, width, plan.max_model_len) for rope, width in model.rotations]
+    return tables, model.rms_norm_eps
 
 
 def is_batch_invariant(runner: Runner) -> bool:
@@ -488,6 +498,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
         return f"{need}, but this node sees {num_seen}"
     if isinstance(decoder, DecoderConfig) and decoder.state is not None:
         return f"layers of {decoder.family} that keep a state have no CUDA kernel yet"
+    if isinstance(decoder, DecoderConfig) and decoder.kinds is not None:
+        return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
         return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.

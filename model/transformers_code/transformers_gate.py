@@ -213,7 +213,7 @@ def _in_blocks(decoder: TransformersDecoder, ids: Tensor, sizes: tuple[int, int,
     heads, kv_heads, width = sizes
     num_blocks, num_layers = len(ids) // BLOCK_SIZE + 2, len(decoder.attention.seen)
     pool = torch.zeros(num_blocks, kv_heads, num_layers, 2, BLOCK_SIZE, width)
-    backend = PlainBackend(pool, heads, unrotated(width, len(ids)), 0.0)
+    backend = PlainBackend(pool, heads, [unrotated(width, len(ids))], 0.0)
     return in_chunks(decoder, backend, BLOCK_SIZE, ids, TRIAL_CUTS)
 
 

@@ -204,6 +204,8 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
         ("gpt_oss", 1, 2),
         ("llama4_text", 1, 2),
         ("llama4_text", 2, 1),
+        ("gemma4_text", 1, 2),
+        ("gemma4_text", 2, 1),
         ("glm4_moe", 1, 2),
         ("minimax_m2", 1, 2),
         pytest.param("minimax_m2", 2, 4, marks=pytest.mark.release),

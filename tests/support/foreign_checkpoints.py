@@ -46,6 +46,16 @@ SEEING["mistral3"] = {
     },
 }  # fmt: skip
 HALF_WINDOWS = {"sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16}
+# Layers of both kinds store keys, and layers of both kinds read those of others.
+GEMMA_4: dict[str, Any] = {
+    "sliding_window": 24, "num_hidden_layers": 7, "head_dim": 16, "global_head_dim": 32,
+    "num_key_value_heads": 4, "num_attention_heads": 8, "num_global_key_value_heads": 2,
+    "attention_k_eq_v": True, "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 512,
+    "layer_types": [
+        *["sliding_attention", "sliding_attention", "full_attention"] * 2, "full_attention",
+    ],
+}  # fmt: skip
 MoE: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # Two heads of values share one of keys.
 STATES = {
@@ -107,6 +117,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "ministral": {"sliding_window": 24, "head_dim": 16},
     "gpt2": {"n_positions": 1024},
     "qwen3": {"head_dim": 16},
+    "gemma4_text": GEMMA_4,
+    "gemma4_unified_text": GEMMA_4,
+    "gemma4": {
+        "text_config": {**BASE, **GEMMA_4},
+        "vision_config": {
+            "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "head_dim": 8,
+            "num_attention_heads": 2, "num_key_value_heads": 2, "position_embedding_size": 16,
+        },
+    },
+    "gemma4_unified": {
+        "text_config": {**BASE, **GEMMA_4},
+        "vision_config": {"patch_size": 2, "mm_embed_dim": 16, "mm_posemb_size": 16},
+    },
     "gemma2": {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24},
     "gpt_oss": {
         "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 24,
@@ -250,6 +273,8 @@ def _written(kind: str, config: Any, **saving: bool) -> Path:
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+            if name.endswith("layer_scalar"):
+                buffer.copy_(0.6 + 0.8 * torch.rand(buffer.shape, generator=generator))
     folder = scratch_folder(kind)
     model.save_pretrained(folder, **saving)
     write_tokenizer(folder, config.get_text_config().vocab_size)

@@ -76,10 +76,10 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
     errors: dict[str, float] = {}
     with loaded(config) as cpu:
         ropes = [decoder.rope, decoder.local_rope or decoder.rope]
-        table = torch.stack([rope_table(rope, decoder.rotary_dim, 128) for rope in ropes])
+        tables = [rope_table(rope, decoder.rotary_dim, 128) for rope in ropes]
         pool = torch.zeros_like(cpu.cache.pool)
         NotingBackend.noted.clear()
-        backend = NotingBackend(pool, decoder.num_heads, table, decoder.rms_norm_eps)
+        backend = NotingBackend(pool, decoder.num_heads, tables, decoder.rms_norm_eps)
         cache = type(cpu.cache)(pool, cpu.cache.generations.copy())
         cuda = Runner(cpu.decoder, backend, cache, cpu.sampler, HostQueue(), monotonic)
         warm_up(cuda)
@@ -96,7 +96,7 @@ def beside_the_cpu(folder: Path) -> dict[str, object]:
             "two that decode": (one.chunk(38, 39), two.chunk(20, 21)),
         }
         ordered = CudaBackend(
-            torch.zeros_like(pool), decoder.num_heads, table, decoder.rms_norm_eps, is_ordered=True
+            torch.zeros_like(pool), decoder.num_heads, tables, decoder.rms_norm_eps, is_ordered=True
         )
         cache = type(cpu.cache)(ordered.pool, cpu.cache.generations.copy())
         in_order = Runner(cpu.decoder, ordered, cache, cpu.sampler, HostQueue(), monotonic)

@@ -83,7 +83,7 @@ def runner(queue: RecordingQueue, *, is_ordered: bool, is_latent: bool) -> Runne
     cache = KVCache(pool, np.zeros(NUM_BLOCKS, np.uint32))
     rotated = LATENT.qk_rope_head_dim if is_latent else SHAPE.head_dim
     table = rope_table(Rope(1e6), rotated, MAX_LEN)
-    backend = CudaBackend(cache.pool, SHAPE.num_heads, table, 1e-6, is_ordered=is_ordered)
+    backend = CudaBackend(cache.pool, SHAPE.num_heads, [table], 1e-6, is_ordered=is_ordered)
     decoder = random_decoder(SHAPE, dtype, device)
     if is_ordered:
         decoder = with_ordered_products(decoder)

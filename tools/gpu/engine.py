@@ -132,7 +132,7 @@ def make_runner(shape: Shape, decoder: Decoder, cache: KVCache, positions: int) 
     table = rope_table(Rope(THETA), shape.head_dim, positions)
     device = cache.pool.device
     queue: StepQueue = CudaQueue(device) if device.type == "cuda" else RepeatingQueue()
-    backend = CudaBackend(cache.pool, shape.num_heads, table, EPS)
+    backend = CudaBackend(cache.pool, shape.num_heads, [table], EPS)
     return Runner(decoder, backend, cache, Sampler((), sample_tokens), queue, monotonic)
 
 

@@ -68,7 +68,13 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-LAYERS = ("gemma2", "gemma3_text", "gpt_oss", "llama4_text")  # whose layers are of several kinds
+LAYERS = (
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "llama4_text",
+    "gemma4_text",
+)  # whose layers are of several kinds
 WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -243,6 +249,33 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             ),
         },
     ),
+    "gemma 4 with experts and wide MLPs": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True, "num_experts": 8, "top_k_experts": 3,
+            "moe_intermediate_size": 32, "use_double_wide_mlp": True,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma 4 that sees images": ("gemma4", {}),
+    "gemma 4 that sees images without a tower": ("gemma4_unified", {}),
+    "gemma 4 of one size of heads": (
+        "gemma4_text",
+        {
+            "global_head_dim": 16, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+            "hidden_size_per_layer_input": 0, "attention_bias": True,
+        },
+    ),
+    "gemma 4 with one KV head": (
+        "gemma4_text",
+        {
+            "num_key_value_heads": 1, "attention_k_eq_v": False, "global_head_dim": 48,
+            "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+        },
+    ),
+    "gemma 4 whose layers see everything": (
+        "gemma4_unified_text", {"layer_types": ("full_attention",) * 7, "num_kv_shared_layers": 3},
+    ),
     "gpt-oss with a low limit": ("gpt_oss", {"swiglu_limit": 0.7, "swiglu_alpha": 1.3}),
     "gpt-oss with other angles": ("gpt_oss", {"rope_parameters": YARN}),
     "gpt-oss without biases": ("gpt_oss", {"attention_bias": False}),
@@ -372,7 +405,9 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
         ("deepseek_v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
         ("qwen3", 2), ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
-        *((name, size) for name in LAYERS for size in (2, 4)),
+        *((name, size) for name in LAYERS[:-1] for size in (2, 4)),
+        ("gemma4_text", 2), ("gemma 4 with one KV head", 4),
+        ("gemma 4 with experts and wide MLPs", 2),
         *(("longrope of three quarters", size) for size in (2, 4)),
     ],
 )  # fmt: skip

@@ -44,6 +44,9 @@ def needed_by(family: Family) -> dict[str, object]:
         fields |= LATENT
     if family.experts is not None and family.experts.routing.startswith("grouped"):
         fields |= GROUPED
+    if family.experts is not None and family.experts.switch:
+        fields |= {family.experts.switch: True, "moe_intermediate_size": 32}
+        fields |= {"num_experts": 8, "num_experts_per_tok": 2, "top_k_experts": 2}
     if family.state is not None and family.state.kind != "delta":
         fields["layer_types"] = [*family.state.layer_types[:1] * 11, "full_attention"]
     return fields
@@ -59,6 +62,7 @@ def ours(family: Family, folder) -> DecoderConfig:
 def test_absent_fields_take_what_transformers_takes(family, tmp_path):
     config = ours(family, tmp_path)
     theirs = AutoConfig.for_model(family.model_type, **needed_by(family))
+    theirs.allow_global_per_layer_attribute_access = True
     if family.latent is None:
         assert config.num_kv_heads == theirs.num_key_value_heads
         head_dim = getattr(theirs, "head_dim", None)

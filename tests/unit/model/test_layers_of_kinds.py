@@ -12,7 +12,7 @@ from tests.support.compute import Text, compute_config, greedy, loaded, logits
 from tests.support.foreign_checkpoints import changed, foreign_folder, whole
 from tests.support.oracle import Oracle, count_ties, prompt
 
-KINDS = ("llama4_text",)
+KINDS = ("llama4_text", "gemma4_text", "gemma4_unified_text")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -38,6 +38,63 @@ def test_chunks_must_begin_with_a_block():
     config = with_values(compute_config(foreign_folder("llama4_text")), {"cache.block_size": 64})
     with pytest.raises(ConfigError, match="64 must divide attention_chunk_size, which is 32"):
         plan_rank(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"cache.block_size": 3}, "3 must be a multiple of 2, because 2 KV heads"),
+        ({"engine.kv_cache_dtype": "fp8"}, "layers store heads of several sizes"),
+        ({"engine.tensor_parallel_size": 4}, "4 does not divide the KV heads of layers that see"),
+    ],
+)
+def test_what_heads_of_two_sizes_do_not_allow_is_refused_at_start(settings, text):
+    config = with_values(compute_config(foreign_folder("gemma4_text")), settings)
+    with pytest.raises(ConfigError, match=text):
+        plan_rank(config, config.engine.tensor_parallel_size)
+
+
+def test_layers_have_as_much_of_a_block_as_they_store():
+    folder = foreign_folder("gemma4_text", num_kv_shared_layers=0)
+    config = read_decoder_config(folder)
+    assert [config.heads_of(layer) for layer in (0, 2)] == [(4, 16), (2, 32)]
+    assert config.num_kv_layers == 4 + 3
+    shared = read_decoder_config(foreign_folder("gemma4_text"))
+    assert [shared.stored_number(layer) for layer in range(7)] == [0, 1, 0, 2, 3, 0, 0]
+    assert shared.num_kv_layers == 4 + 1
+
+
+def test_the_heads_of_layers_are_read_from_both_kinds_of_fields(tmp_path):
+    folder = changed(
+        tmp_path, "gemma4_text", ("per_layer_config",), global_head_dim=32,
+        num_global_key_value_heads=2,
+    )  # fmt: skip
+    assert read_decoder_config(folder) == read_decoder_config(foreign_folder("gemma4_text"))
+
+
+def test_keys_that_shared_layers_have_in_files_are_not_read(tmp_path):
+    folder = changed(tmp_path, "gemma4_text")
+    file = folder / "model.safetensors"
+    name = "model.layers.6.self_attn.k_proj.weight"
+    save_file({**load_file(file), name: torch.zeros(4, 8)}, file)
+    assert torch.equal(whole(folder), whole(foreign_folder("gemma4_text")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"per_layer_config": {"1": {"head_dim": 32}}}, "must name the layers that see everything"),
+        ({"per_layer_config": {"2": {"head_dim": 8}, "5": {}, "6": {}}}, "must give one head_dim"),
+        ({"num_kv_shared_layers": 5}, "without one that stores keys"),
+        ({"vocab_size_per_layer_input": 100}, "less than vocab_size"),
+        ({"enable_moe_block": True}, "num_experts"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention"),
+        ({"num_key_value_heads": 1}, "must divide"),
+    ],
+)
+def test_heads_that_are_not_computed_are_refused(fields, text, tmp_path):
+    with pytest.raises(ConfigError, match=text):
+        read_decoder_config(changed(tmp_path, "gemma4_text", **fields))
 
 
 def test_experts_that_a_tool_has_written_apart_compute_the_same(tmp_path):
