@@ -41,6 +41,17 @@ class MlpTensors(NamedTuple):
             yield from linear.shapes()
 
 
+class LatentPair(NamedTuple):
+    """The layers around experts that take and give fewer numbers than the hidden state has."""
+
+    inner: LinearTensors
+    outer: LinearTensors
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for linear in self:
+            yield from linear.shapes()
+
+
 class LatentTensors(msgspec.Struct, frozen=True):
     """The tensors of latent attention, of which all ranks have those without heads."""
 
@@ -69,8 +80,9 @@ class ExpertTensors(msgspec.Struct, frozen=True):
     names: Experts
     num_experts: int
     width: int  # of one expert
-    hidden: int
+    hidden: int  # of what an expert takes and gives
     layout: ExpertLayout
+    latent: LatentPair | None
 
     @property
     def stacked_gate_up(self) -> str:
@@ -85,7 +97,7 @@ class ExpertTensors(msgspec.Struct, frozen=True):
     def expert(self, number: int) -> MlpTensors:
         """Return the tensors of one expert, where each has its own."""
         names, prefix = self.names, f"{self.block}experts.{number}."
-        return _mlp(prefix, (names.gate, names.up), names.down, self.hidden, self.width)
+        return _mlp(prefix, names.gate_up, names.down, self.hidden, self.width)
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
         yield from self.router.shapes()
@@ -93,8 +105,9 @@ class ExpertTensors(msgspec.Struct, frozen=True):
             yield self.score_bias, (self.num_experts,)
         if self.shared is not None:
             yield from self.shared.shapes()
-        if self.shared_gate is not None:
-            yield from self.shared_gate.shapes()
+        for tensors in (self.shared_gate, self.latent):
+            if tensors is not None:
+                yield from tensors.shapes()
         if self.names.is_interleaved:
             yield self.stacked_gate_up, (self.num_experts, self.hidden, 2 * self.width)
             yield f"{self.stacked_gate_up}_bias", (self.num_experts, 2 * self.width)
@@ -154,7 +167,7 @@ class LayerTensors(msgspec.Struct, frozen=True):
     num_heads: int
     latent: LatentTensors | None
     state: StateTensors | None
-    mlp: MlpTensors | None  # None with `experts`, but for those with `beside`
+    mlp: MlpTensors | None  # None with `experts`, but for those with `beside`, and without an MLP
     experts: ExpertTensors | None
     beside: BesideTensors | None
     end: EndTensors | None
@@ -251,8 +264,8 @@ def units_of_rank(
 
 
 def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTensors:
-    layer = f"model.layers.{number}."
-    attention = f"{layer}self_attn."
+    layer = f"model.layers.{config.numbers_in_files(number)[0]}."
+    attention = f"{layer}{config.names.attention}."
     hidden, (kv_heads, width) = Units(config.hidden_size), config.heads_of(number)
     latent = config.latent
     value_dim = width if latent is None else latent.v_head_dim
@@ -274,8 +287,9 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         q_norm = NormTensor(attention + config.names.q_norm, q_size)
         if config.stores_keys(number):
             k_norm = NormTensor(attention + config.names.k_norm, k_size)
+    has_dense = config.has_mlp(number) and (experts is None or is_beside)
     return LayerTensors(
-        norms=_norms(config, layer),
+        norms=_norms(config, number),
         qkv=_qkv(config, number, attention) if latent is None and state is None else (),
         output=output if state is None else state.output,
         q_norm=q_norm,
@@ -284,7 +298,7 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         num_heads=config.num_heads,
         latent=None if latent is None else _latent(latent, attention, config),
         state=state,
-        mlp=_dense_mlp(config, number) if experts is None or is_beside else None,
+        mlp=_dense_mlp(config, number) if has_dense else None,
         experts=None if experts is None else _experts(config, experts, number, layout),
         beside=_beside(experts, layer, hidden.size) if experts and is_beside else None,
         end=None if config.kinds is None else _end(config.kinds, layer, hidden),
@@ -319,8 +333,16 @@ def _end(kinds: KindsConfig, layer: str, hidden: Units) -> EndTensors:
     )
 
 
-def _norms(config: DecoderConfig, layer: str) -> dict[str, NormTensor]:
+def _norms(config: DecoderConfig, number: int) -> dict[str, NormTensor]:
     names = {"attention_norm": config.names.attention_norm, "mlp_norm": config.names.mlp_norm}
+    if config.blocks:
+        numbers = zip(names.items(), config.numbers_in_files(number), strict=True)
+        return {
+            role: NormTensor(f"model.layers.{of}.{name}", config.hidden_size)
+            for (role, name), of in numbers
+            if of is not None
+        }
+    layer = f"model.layers.{number}."
     if config.layers.has_output_norms:
         names["output_norm"] = names["mlp_norm"]
         names["mlp_norm"] = "pre_feedforward_layernorm"
@@ -373,8 +395,9 @@ def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> Late
 
 def _dense_mlp(config: DecoderConfig, number: int) -> MlpTensors:
     hidden, width = Units(config.hidden_size), Units(config.mlp_width_of(number))
-    names, block = config.mlp, f"model.layers.{number}.{config.mlp.block}."
-    if len(names.gate_up) > 1:
+    number_in_files = config.numbers_in_files(number)[1]
+    names, block = config.mlp, f"model.layers.{number_in_files}.{config.mlp.block}."
+    if len(names.gate_up) > 1 or not names.has_gate:
         return _mlp(
             block, names.gate_up, names.down, hidden.size, width.size, has_bias=config.mlp_bias
         )
@@ -405,7 +428,7 @@ def _experts(
     config: DecoderConfig, experts: ExpertsConfig, number: int, layout: ExpertLayout
 ) -> ExpertTensors:
     names, hidden = experts.names, config.hidden_size
-    layer = f"model.layers.{number}."
+    layer = f"model.layers.{config.numbers_in_files(number)[1]}."
     block = f"{layer}{names.block}." if names.block else layer
     is_own = layout == "apart" or names.stacked is not None
     experts_block = block if is_own else f"{layer}{STACKED_BLOCK}."
@@ -413,11 +436,17 @@ def _experts(
     if names.adds_mlp:
         shared = _dense_mlp(config, number)
     elif width := experts.shared_expert_intermediate_size:
-        gate_up = (names.gate, names.up)
-        shared = _mlp(f"{block}{names.shared}.", gate_up, names.down, hidden, width)
+        shared = _mlp(f"{block}{names.shared}.", names.gate_up, names.down, hidden, width)
         if names.shared_gate:
             gate = f"{block}{names.shared_gate}"
             shared_gate = LinearTensors(gate, (Units(1),), Units(hidden))
+    latent = None
+    if experts.latent_size is not None:
+        inner = Units(experts.latent_size)
+        latent = LatentPair(
+            LinearTensors(f"{block}fc1_latent_proj", (inner,), Units(hidden)),
+            LinearTensors(f"{block}fc2_latent_proj", (Units(hidden),), inner),
+        )
     is_scored = experts.routing is not None and experts.routing.is_sigmoid
     return ExpertTensors(
         router=LinearTensors(
@@ -433,6 +462,7 @@ def _experts(
         names=names,
         num_experts=experts.num_experts,
         width=experts.moe_intermediate_size,
-        hidden=hidden,
+        hidden=experts.latent_size or hidden,
         layout=layout,
+        latent=latent,
     )

@@ -167,9 +167,15 @@ def _digest_of(tensor: Stored) -> bytes:
 
 
 def text_name(name: str) -> str:
-    """Return the name that a tensor of a model's text has where the model is text alone."""
-    if name.startswith("model.language_model."):
-        return "model." + name.removeprefix("model.language_model.")
+    """Return the name that a tensor of a model's text has where the model is text alone.
+
+    Nemotron has other names for the model and its embedding.
+    """
+    for prefix in ("model.language_model.", "backbone."):
+        if name.startswith(prefix):
+            name = "model." + name.removeprefix(prefix)
+    if name == "model.embeddings.weight":
+        return EMBEDDING
     return name.removeprefix("language_model.")
 
 

@@ -28,6 +28,7 @@ from baton.model.config.kinds_config import (
     ChunksConfig,
     KindsConfig,
     chunks_config,
+    joined_blocks,
     kinds_config,
 )
 from baton.model.config.latent_config import LatentConfig, latent_config
@@ -103,6 +104,9 @@ class DecoderConfig(msgspec.Struct, frozen=True):
     state: StateConfig | None = None
     chunks: ChunksConfig | None = None
     kinds: KindsConfig | None = None
+    # The layers in the files that are the attention or state of each layer, and its MLP, if these
+    # are apart; a layer may then have no MLP.
+    blocks: tuple[tuple[int, int | None], ...] = ()
     guessing: tuple[str, ...] = ()  # what names of tensors that are not read begin with
     names: LayerNames = LayerNames()
     mlp: MlpNames = MlpNames()
@@ -152,6 +156,13 @@ class DecoderConfig(msgspec.Struct, frozen=True):
             return self.num_stored() + math.ceil(wide / (self.num_kv_heads * self.head_dim))
         return self.num_layers - (0 if self.state is None else len(self.state.layers))
 
+    def numbers_in_files(self, layer: int) -> tuple[int, int | None]:
+        """Return which layers of the files have a layer's attention or state, and its MLP."""
+        return self.blocks[layer] if self.blocks else (layer, layer)
+
+    def has_mlp(self, layer: int) -> bool:
+        return self.numbers_in_files(layer)[1] is not None
+
     def has_state(self, layer: int) -> bool:
         return self.state is not None and layer in self.state.layers
 
@@ -193,7 +204,7 @@ class DecoderConfig(msgspec.Struct, frozen=True):
         return self.rope if self.window_of(layer) is None else self.local_rope or self.rope
 
     def experts_of(self, layer: int) -> ExpertsConfig | None:
-        """Return the experts of a layer; None where it has a dense MLP."""
+        """Return the experts of a layer; None where it has a dense MLP or none."""
         if self.experts is None or layer in self.experts.mlp_only_layers:
             return None
         return self.experts
@@ -209,6 +220,9 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
     fields = read_fields(file)
     family, head = _family(file, converted(file, fields, ModelKind))
     fields = family.with_defaults(fields)
+    blocks: tuple[tuple[int, int | None], ...] = ()
+    if family.has_lone_blocks:
+        blocks, fields = joined_blocks(file, fields)
     raw = converted(file, fields, _RawConfig)
     num_kv_heads = raw.num_key_value_heads or raw.num_attention_heads
     head_dim = raw.head_dim or raw.hidden_size // raw.num_attention_heads
@@ -263,6 +277,7 @@ def read_decoder_config(folder: Path) -> DecoderConfig:
         state=None if family.state is None else state_config(file, family.state, fields),
         chunks=chunks_config(file, fields) if family.has_chunks else None,
         kinds=kinds,
+        blocks=blocks,
         guessing=family.guessing,
         names=family.names,
         mlp=MlpNames(gate_up=("gate_up_proj",)) if family.is_fused else family.mlp,

@@ -33,6 +33,7 @@ class ExpertsConfig(msgspec.Struct, frozen=True):
     norm_topk_prob: bool  # the weights of a token's experts are scaled to a sum of 1
     mlp_only_layers: tuple[int, ...] = ()
     shared_expert_intermediate_size: int = 0  # of an expert that each token takes; 0: there is none
+    latent_size: int | None = None  # of what experts take and give; None: the hidden size
     routing: GroupedRouting | None = None  # None: softmax over all experts
 
 
@@ -148,6 +149,8 @@ class RawGrouped(msgspec.Struct):
     moe_layer_freq: int = 1
     num_experts: int | None = None
     num_local_experts: int | None = None
+    moe_shared_expert_intermediate_size: _Positive | None = None  # of Nemotron, as the next field
+    moe_latent_size: _Positive | None = None
 
 
 def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConfig:
@@ -170,6 +173,10 @@ def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConf
             not is_sigmoid and raw.norm_topk_prob,
             "norm_topk_prob is true, which DeepSeek's code and transformers' read differently",
         ),
+        (
+            raw.moe_shared_expert_intermediate_size is not None and raw.n_shared_experts != 1,
+            "n_shared_experts must be 1",
+        ),
         (raw.moe_layer_freq != 1, "moe_layer_freq other than 1 is not supported"),
         (bool(others), f"n_routed_experts is {num_experts}, but another field says {others}"),
         (num_experts % n_group != 0, f"n_group, {n_group}, must divide n_routed_experts"),
@@ -189,7 +196,9 @@ def _grouped_experts(file: Path, names: Experts, raw: RawGrouped) -> ExpertsConf
         moe_intermediate_size=raw.moe_intermediate_size,
         norm_topk_prob=raw.norm_topk_prob,
         mlp_only_layers=_dense_layers(file, names, raw),
-        shared_expert_intermediate_size=raw.n_shared_experts * raw.moe_intermediate_size,
+        shared_expert_intermediate_size=raw.n_shared_experts
+        * (raw.moe_shared_expert_intermediate_size or raw.moe_intermediate_size),
+        latent_size=raw.moe_latent_size,
         routing=GroupedRouting(is_sigmoid, n_group, topk_group, raw.routed_scaling_factor),
     )
 

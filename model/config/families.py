@@ -13,6 +13,7 @@ import msgspec
 from baton.kernels.constants import CLAMPED, GELU_TANH, SILU, Gate
 
 ALWAYS = "always"  # instead of the name of a field that says whether
+NEVER = "never"
 Routing = Literal["softmax", "sigmoid", "input_sigmoid", "grouped_softmax", "grouped_sigmoid"]
 StateKind = Literal["delta", "mamba", "conv"]
 WindowedLayers = Literal["all", "upper", "alternate", "pattern"]
@@ -46,7 +47,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
 
     routing: Routing = "softmax"
     block: str = "mlp"
-    gate: str = "gate_proj"
+    gate: str = "gate_proj"  # empty: experts have none
     up: str = "up_proj"
     down: str = "down_proj"
     router: str = "gate"
@@ -66,6 +67,10 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
     switch: str = ""  # a field without which there are no experts
     # They and the dense MLP take the same sum, each by norms of its own.
     is_beside_mlp: bool = False
+
+    @property
+    def gate_up(self) -> tuple[str, ...]:
+        return tuple(name for name in (self.gate, self.up) if name)
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,6 +92,7 @@ class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
     block: str = "linear_attn"
     layer_types: tuple[str, ...] = ("linear_attention",)  # their names
     attention_types: tuple[str, ...] = ("full_attention",)  # those of the other layers
+    expands: bool = True  # of a Mamba: its heads together are `mamba_expand` times the hidden size
     # In the files, two tensors have what reads the hidden state, by heads of keys.
     joins_inputs: bool = False
 
@@ -100,14 +106,16 @@ class LayerNames(msgspec.Struct, frozen=True):
     k_norm: str = "k_norm"
     output: str = "o_proj"
     last_norm: str = "norm"
+    attention: str = "self_attn"
 
 
 class MlpNames(msgspec.Struct, frozen=True):
-    """The names of a dense MLP and of its layers; a single one of `gate_up` has both."""
+    """The names of a dense MLP and of its layers; a single one of `gate_up` has both, if any."""
 
     block: str = "mlp"
     gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
     down: str = "down_proj"
+    has_gate: bool = True
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True):
@@ -128,7 +136,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     qk_norm: str = ""
     joins_qk_norm: bool = False  # over all heads together
     is_fused: bool = False  # queries, keys and values are one tensor, and gates and ups
-    gate: Gate = SILU
+    gate: Gate | None = SILU  # None: MLPs have no gate, but the square of a ReLU
     norm_offset: float = 0.0  # added to the weights of all norms
     has_output_norms: bool = False  # of attention and of the MLP, before they are added
     scales_embeddings: bool = False  # by the root of the hidden size
@@ -141,11 +149,13 @@ class Family(msgspec.Struct, frozen=True, kw_only=True):
     mlp: MlpNames = MlpNames()
     mlp_width: str = "intermediate_size"
     windows: Windows | None = None
-    rotates: str = ""  # the field that says "rope" where positions rotate; "": they always do
+    # The field that says "rope" where positions rotate. "": they always do; NEVER: they do not.
+    rotates: str = ""
     partial_rotary_factor: float | None = None  # None: whole heads are rotated
     rope_types: dict[str, str] = {}  # other names of kinds of scaling
     rotates_neighbours: bool = False  # numbers that are rotated together are neighbours
     has_chunks: bool = False  # most layers attend within chunks, and others do not rotate
+    has_lone_blocks: bool = False  # attention, states and MLPs are layers of their own in the files
     has_kinds: bool = False  # layers that see everything have other heads than those with windows
     has_layer_inputs: bool = False  # of these, if config.json gives them a width
     latent: Latent | None = None
@@ -447,6 +457,74 @@ FAMILIES = (
             stacked=("input_linear.weight", "output_linear.weight"),
             adds_mlp=True,
         ),
+    ),
+    Family(
+        title="Nemotron-H, Nemotron 3",
+        architecture="NemotronHForCausalLM",
+        model_type="nemotron_h",
+        defaults={
+            "vocab_size": 131072,
+            "hidden_size": 4096,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "intermediate_size": 21504,
+            "max_position_embeddings": 4096,
+            "layer_norm_epsilon": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_d_head": 64,
+            "mamba_n_groups": 8,
+            "mamba_d_state": 128,
+            "mamba_d_conv": 4,
+            "mamba_conv_bias": True,
+            "n_routed_experts": 8,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "n_group": 1,
+            "topk_group": 1,
+            "routed_scaling_factor": 1.0,
+            "norm_topk_prob": True,
+        },
+        renamed={
+            "layers_block_type": "layer_types",
+            "mamba_num_heads": "mamba_n_heads",
+            "mamba_head_dim": "mamba_d_head",
+            "n_groups": "mamba_n_groups",
+            "ssm_state_size": "mamba_d_state",
+            "conv_kernel": "mamba_d_conv",
+            "use_conv_bias": "mamba_conv_bias",
+        },
+        refused=(
+            "attention_bias",
+            "mlp_bias",
+            "use_bias",
+            "mamba_proj_bias",
+            "residual_in_fp32",
+            "sliding_window",
+        ),
+        gate=None,
+        names=LayerNames("norm", "norm", last_norm="norm_f", attention="mixer"),
+        norm_eps="layer_norm_epsilon",
+        mlp=MlpNames("mixer", ("up_proj",), has_gate=False),
+        rotates=NEVER,
+        state=StateLayers(
+            kind="mamba",
+            block="mixer",
+            layer_types=("linear_attention", "mamba"),
+            attention_types=("full_attention", "attention"),
+            expands=False,
+        ),
+        has_lone_blocks=True,
+        experts=Experts(
+            routing="grouped_sigmoid",
+            block="mixer",
+            gate="",
+            shared="shared_experts",
+            switch="has_experts",
+        ),
+        guessing=("mtp.",),
     ),
     Family(
         title="LFM2",

@@ -2,7 +2,8 @@
 
 In Llama 4 most attend within chunks of a sequence and others see all of it. In Gemma 4 those with a
 window have the heads that config.json describes first, those that see everything have fewer and
-wider KV heads, and some layers read what others store. This module never imports torch.
+wider KV heads, and some layers read what others store. In Nemotron-H attention, states and MLPs are
+layers of their own. This module never imports torch.
 """
 
 from collections.abc import Mapping
@@ -182,3 +183,47 @@ def chunks_config(file: Path, fields: dict[str, object]) -> ChunksConfig:
         norms_rotated=raw.use_qk_norm,
         temperature=temperature,
     )
+
+
+class _RawBlocks(msgspec.Struct):
+    """The fields of config.json that say what each layer is."""
+
+    layer_types: tuple[str, ...] | None = None
+    hybrid_override_pattern: str = "ME*-"  # a letter for each, in older folders
+
+
+MLP, SPARSE = "mlp", "moe"
+LETTERS = {"M": "linear_attention", "*": FULL, "-": MLP, "E": SPARSE}
+
+
+def joined_blocks(
+    file: Path, fields: dict[str, object]
+) -> tuple[tuple[tuple[int, int | None], ...], dict[str, object]]:
+    """Join each MLP with the attention or state before it, as the layers of other models are.
+
+    Return the numbers of both, the second one None if there is no MLP, and the fields of a model
+    with such layers. Raises `ConfigError` for an MLP that follows neither.
+    """
+    raw = converted(file, fields, _RawBlocks)
+    kinds = raw.layer_types
+    if kinds is None:
+        kinds = tuple(LETTERS.get(letter, letter) for letter in raw.hybrid_override_pattern)
+    blocks: list[tuple[int, int | None]] = []
+    for number, kind in enumerate(kinds):
+        if kind not in (MLP, SPARSE):
+            blocks.append((number, None))
+        elif blocks and blocks[-1][1] is None:
+            blocks[-1] = (blocks[-1][0], number)
+        else:
+            raise ConfigError(
+                f"{file}: layer {number} is an MLP that follows neither attention nor a state, "
+                "which is not supported"
+            )
+    mlps = [None if mlp is None else kinds[mlp] for _, mlp in blocks]
+    joined = {
+        "num_hidden_layers": len(blocks),
+        "layer_types": [kinds[mixer] for mixer, _ in blocks],
+        "mlp_layer_types": ["sparse" if kind == SPARSE else "dense" for kind in mlps],
+        "has_experts": SPARSE in mlps,
+    }
+    return tuple(blocks), {**fields, **joined}

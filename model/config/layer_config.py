@@ -21,7 +21,7 @@ OF_IMAGES = "vision"  # the kind of bidirectional attention that text has not
 class LayersConfig(msgspec.Struct, frozen=True):
     """What all layers share. The values by default are those of Llama."""
 
-    gate: Gate = SILU
+    gate: Gate | None = SILU  # None: the square of a ReLU, without a gate
     norm_offset: float = 0.0
     has_output_norms: bool = False
     embedding_scale: float | None = None
@@ -39,6 +39,7 @@ class RawLayers(msgspec.Struct):
 
     hidden_size: int
     hidden_act: str = "silu"
+    mlp_hidden_act: str = "relu2"  # of Nemotron
     hidden_activation: str = "gelu_pytorch_tanh"
     query_pre_attn_scalar: _Positive | None = None
     attn_logit_softcapping: _Positive | None = None
@@ -57,19 +58,22 @@ def layers_config(file: Path, family: Family, fields: dict[str, object]) -> Laye
     raw = converted(file, fields, RawLayers)
     if family.gate is SILU and raw.hidden_act != "silu":
         raise ConfigError(f"{file}: hidden_act {raw.hidden_act!r} is not supported, only 'silu'")
-    if family.gate is not SILU and raw.hidden_activation != "gelu_pytorch_tanh":
+    if family.gate is None and raw.mlp_hidden_act != "relu2":
+        raise ConfigError(f"{file}: mlp_hidden_act {raw.mlp_hidden_act!r} is not supported")
+    is_gelu = family.gate is not SILU and family.gate is not None
+    if is_gelu and raw.hidden_activation != "gelu_pytorch_tanh":
         raise ConfigError(
             f"{file}: hidden_activation {raw.hidden_activation!r} is not supported in models of "
             f"{family.model_type}, only 'gelu_pytorch_tanh'"
         )
     is_of_images = raw.use_bidirectional_attention == OF_IMAGES
-    if family.gate is not SILU and raw.use_bidirectional_attention and not is_of_images:
+    if is_gelu and raw.use_bidirectional_attention and not is_of_images:
         raise ConfigError(f"{file}: use_bidirectional_attention is not supported")
     for name in family.refused:
         if fields.get(name):
             raise ConfigError(f"{file}: {name} is not supported in models of {family.model_type}")
     gate = family.gate
-    if gate is CLAMPED:
+    if gate is not None and gate is CLAMPED:
         gate = gate._replace(slope=raw.swiglu_alpha, limit=raw.swiglu_limit)
     layers = LayersConfig(
         gate=gate,

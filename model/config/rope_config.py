@@ -10,7 +10,7 @@ from typing import Annotated, Literal, get_args
 import msgspec
 from msgspec import Meta
 
-from baton.model.config.families import Family
+from baton.model.config.families import NEVER, Family
 from baton.model.config.reading import converted
 from baton.protocol.errors import ConfigError
 
@@ -109,6 +109,8 @@ class _Given(msgspec.Struct):
 def ropes_config(file: Path, family: Family, fields: dict[str, object]) -> tuple[Rope, Rope | None]:
     """Return the rotary embedding, and that of layers with a window where it is another one."""
     raw = converted(file, fields, RawRope)
+    if family.rotates == NEVER:
+        return UNROTATED, None
     if family.rotates and fields.get(family.rotates) != "rope":
         return UNROTATED, None
     if family.windows is None or not family.windows.has_own_rope:

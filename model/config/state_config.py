@@ -145,6 +145,7 @@ class _RawMamba(msgspec.Struct):
     mamba_conv_bias: bool
     mamba_d_head: _Positive | Literal["auto"] = "auto"
     mamba_expand: _Positive = 2
+    mamba_hidden_act: Literal["silu"] = "silu"
     time_step_limit: tuple[float, float | _Infinity] | None = None
 
 
@@ -175,7 +176,7 @@ def _mamba(file: Path, names: StateLayers, layers: tuple[int, ...], raw: _RawMam
     heads, groups = raw.mamba_n_heads, raw.mamba_n_groups
     inner = raw.mamba_expand * raw.hidden_size
     width = inner // heads if raw.mamba_d_head == "auto" else raw.mamba_d_head
-    if heads * width != inner or heads % groups:
+    if (names.expands and heads * width != inner) or heads % groups:
         raise ConfigError(
             f"{file}: mamba_n_heads times mamba_d_head must be mamba_expand times hidden_size, and "
             "mamba_n_groups must divide mamba_n_heads"

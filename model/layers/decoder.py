@@ -35,8 +35,8 @@ class DecoderLayer:
     qkv: Linear  # heads of queries, keys and values; or what `latent` or `state` takes
     head_norms: Tensor | None  # [num_heads + kv_heads, head_dim]
     output: Linear
-    mlp_norm: Tensor  # [hidden]
-    mlp: Mlp
+    mlp_norm: Tensor | None  # [hidden]; None: it ends with attention
+    mlp: Mlp | None
     number: int  # among the layers that store the same kind of things
     latent: LatentAttention | None = None
     output_norm: Tensor | None = None  # [hidden], of what attention adds
@@ -79,8 +79,8 @@ class Decoder:
 
     def linears(self) -> Iterator[Linear]:
         for layer in self.layers:
-            yield from (layer.qkv, layer.output, *layer.mlp.linears())
-            for part in (layer.latent, layer.beside, layer.end):
+            yield from (layer.qkv, layer.output)
+            for part in (layer.mlp, layer.latent, layer.beside, layer.end):
                 if part is not None:
                     yield from part.linears()
         if self.inputs is not None:
@@ -233,6 +233,8 @@ class Decoder:
         x = self.scaled(self.ranks.all_reduce(layer.output(x, adapted)))
         if layer.output_norm is not None:
             x, _ = backend.add_rms_norm(x, None, layer.output_norm, self.eps)
+        if layer.mlp is None or layer.mlp_norm is None:
+            return x, residual
         x, residual = backend.add_rms_norm(x, residual, layer.mlp_norm, self.eps)
         x = self.scaled(self.ranks.all_reduce(layer.mlp(x, backend, adapted)))
         if layer.beside is not None:

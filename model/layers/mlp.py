@@ -33,14 +33,19 @@ class Mlp(Protocol):
     def linears(self) -> Iterator[Linear]: ...
 
 
+def activated(x: Tensor, gate: Gate | None, backend: Backend) -> Tensor:
+    """Return the gated numbers of `[num_rows, 2 * features]`, or the squares of a ReLU of `x`."""
+    return x.relu().square_() if gate is None else backend.gate_mul(x, gate)
+
+
 @dataclass(slots=True, frozen=True)
-class GatedMlp:
-    gate_up: Linear  # gates first
+class DenseMlp:
+    gate_up: Linear  # gates first, if there are any
     down: Linear
-    gate: Gate = SILU
+    gate: Gate | None = SILU
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        return self.down(backend.gate_mul(self.gate_up(x, adapted), self.gate), adapted)
+        return self.down(activated(self.gate_up(x, adapted), self.gate, backend), adapted)
 
     def linears(self) -> Iterator[Linear]:
         yield from (self.gate_up, self.down)
@@ -99,7 +104,7 @@ class SharedExpert:
     """An expert that every token takes, in some families with a weight of its own."""
 
     gate: Linear | None  # [1, hidden]
-    mlp: GatedMlp
+    mlp: DenseMlp
 
     def __call__(self, x: Tensor, backend: Backend) -> Tensor:
         """Return `sigmoid(gate(x)) * mlp(x)` in fp32, or `mlp(x)` without a gate."""
@@ -193,32 +198,39 @@ class ExpertMlp:
 
     router: Router
     numbers: Tensor  # [num_experts] int64: 0, 1, 2, …
-    gate_up: GroupedLinear  # gates first
+    gate_up: GroupedLinear  # gates first, if there are any
     down: GroupedLinear
     shared: SharedExpert | None = None
-    gate: Gate = SILU
+    gate: Gate | None = SILU
     scales_inputs: bool = False  # weights multiply what experts take, not what they give
+    latent: tuple[Linear, Linear] | None = None  # before the experts, and after them
 
     def __call__(self, x: Tensor, backend: Backend, adapted: AdaptedRows | None = None) -> Tensor:
-        return self.of(x, *self.router(x), backend)
+        weights, chosen = self.router(x)
+        if self.latent is None:
+            total = self.of(x, weights, chosen, backend)
+        else:
+            inner, outer = self.latent
+            total = outer(self.of(inner(x), weights, chosen, backend))
+        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
 
     def of(self, x: Tensor, weights: Tensor, chosen: Tensor, backend: Backend) -> Tensor:
-        """Return the sum of chosen experts, both `[num_rows, top_k]`."""
+        """Return the weighted sum of chosen experts, `weights` and numbers `[num_rows, top_k]`."""
         numbers, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(numbers, self.numbers, right=True, out_int32=True)
         rows = x[order // chosen.shape[1]]
         if self.scales_inputs:
             rows = rows * weights.to(x.dtype).flatten()[order, None]
             weights = torch.ones_like(weights)
-        rows = self.down(backend.gate_mul(self.gate_up(rows, ends), self.gate), ends)
+        rows = self.down(activated(self.gate_up(rows, ends), self.gate, backend), ends)
         by_token = torch.empty_like(rows).index_copy_(0, order, rows)
-        total = backend.add_experts(by_token.view(*chosen.shape, -1), weights)
-        return total if self.shared is None else (total + self.shared(x, backend)).to(x.dtype)
+        return backend.add_experts(by_token.view(*chosen.shape, -1), weights)
 
     def linears(self) -> Iterator[Linear]:
         yield self.router.linear
         yield from self.gate_up.linears()
         yield from self.down.linears()
+        yield from self.latent or ()
         if self.shared is not None:
             yield from () if self.shared.gate is None else (self.shared.gate,)
             yield from self.shared.mlp.linears()

@@ -43,8 +43,8 @@ from baton.model.layers.layer_parts import (
 )
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import (
+    DenseMlp,
     ExpertMlp,
-    GatedMlp,
     GroupedRouter,
     Mlp,
     Router,
@@ -110,7 +110,8 @@ def check_split(config: DecoderConfig, size: int) -> None:
         config.state.shape(kv_heads, size)
     widths = [("heads", config.num_heads)]
     experts = [config.experts_of(layer) for layer in range(config.num_layers)]
-    if any(one is None or one.names.is_beside_mlp for one in experts):
+    dense = [one is None or one.names.is_beside_mlp for one in experts]
+    if any(is_dense and config.has_mlp(layer) for layer, is_dense in enumerate(dense)):
         widths.append(("MLP width", config.intermediate_size))
     if config.experts is not None:
         widths.append(("width of an expert", config.experts.moe_intermediate_size))
@@ -193,7 +194,7 @@ class _Loader:
             mlp=self._mlp_or_experts(tensors),
             beside=self._beside(tensors),
             end=self._end(tensors.end),
-            mlp_norm=norms["mlp_norm"],
+            mlp_norm=norms.get("mlp_norm"),
             latent=latent,
             output_norm=norms.get("output_norm"),
             mlp_output_norm=norms.get("mlp_output_norm"),
@@ -278,11 +279,10 @@ class _Loader:
             first += count * units.width
         return torch.cat(order + gates)
 
-    def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp:
+    def _mlp_or_experts(self, tensors: LayerTensors) -> Mlp | None:
         if tensors.mlp is not None:
             return self._mlp(tensors.mlp)
-        assert tensors.experts is not None, "a layer has an MLP or experts"
-        return self._experts(tensors.experts)
+        return None if tensors.experts is None else self._experts(tensors.experts)
 
     def _beside(self, tensors: LayerTensors) -> ExpertsBeside | None:
         beside = tensors.beside
@@ -310,6 +310,7 @@ class _Loader:
             self.linear(self._whole(linear)) for linear in (tensors.gate, tensors.projection)
         )
         eps, how = self.config.rms_norm_eps, self.config.layers.gate
+        assert how is not None, "layers with inputs have gates"
         return LayerEnd(factor, InputPart(gate, projection, self._norm(tensors.norm), how, eps))
 
     def _inputs(self) -> LayerInputs | None:
@@ -344,9 +345,9 @@ class _Loader:
         num_heads, _ = local_heads(self.config, self.ranks.size)
         return num_heads, max(1, kv_heads // self.ranks.size), width
 
-    def _mlp(self, tensors: MlpTensors) -> GatedMlp:
+    def _mlp(self, tensors: MlpTensors) -> DenseMlp:
         gate_up = self.weights.columns(tensors.gate_up)
-        return GatedMlp(gate_up, self.weights.rows(tensors.down), self.config.layers.gate)
+        return DenseMlp(gate_up, self.weights.rows(tensors.down), self.config.layers.gate)
 
     def _experts(self, tensors: ExpertTensors) -> ExpertMlp:
         """Return the experts, each of which is split over the ranks as a dense MLP is."""
@@ -364,8 +365,15 @@ class _Loader:
             gate_up=self.grouped((self._gate_up_of(tensors, one) for one in numbers), biases),
             down=self.grouped((self._down_of(tensors, one) for one in numbers), down_biases),
             shared=self._shared(tensors),
+            latent=self._latent_pair(tensors),
             gate=self.config.layers.gate,
         )
+
+    def _latent_pair(self, tensors: ExpertTensors) -> tuple[Linear, Linear] | None:
+        if tensors.latent is None:
+            return None
+        inner, outer = tensors.latent
+        return self.linear(self._whole(inner)), self.linear(self._whole(outer))
 
     def _router(self, tensors: ExpertTensors) -> Router:
         experts, name = self.config.experts, tensors.router.name
@@ -403,7 +411,7 @@ class _Loader:
         if tensors.layout == "stacked":
             return torch.cat([self.read(name, rows=rows, item=number) for rows in parts])
         names = [linear.name for linear in tensors.expert(number).gate_up]
-        return self.weights.weight(names, (own, own), None, is_expert=True)
+        return self.weights.weight(names, (own,) * len(names), None, is_expert=True)
 
     def _down_of(self, tensors: ExpertTensors, number: int) -> AnyWeight:
         own, name = share(tensors.width, self.ranks.rank, self.ranks.size), tensors.stacked_down

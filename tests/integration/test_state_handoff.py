@@ -22,6 +22,7 @@ STATE_BLOCKS = {
     "qwen3_5_moe": 28,
     "granitemoehybrid": 27,
     "lfm2": 1,
+    "nemotron_h": 18,
 }
 BLOCK_BYTES = 4096
 
@@ -46,6 +47,8 @@ async def all_at_once(llm: AsyncLLM) -> list[RequestOutput]:
         ("qwen3_5_moe", 1, 1),
         ("granitemoehybrid", 1, 2),
         ("lfm2", 2, 1),
+        ("nemotron_h", 1, 2),
+        ("nemotron_h", 2, 1),
     ],
 )
 def test_the_state_travels_as_more_blocks_to_ranks_of_any_number(kind, prefill, decode, tmp_path):

@@ -84,6 +84,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
         "block_multiple_of": 32,
     },
+    "nemotron_h": {
+        "layers_block_type": [
+            "linear_attention", "moe", "full_attention", "linear_attention", "mlp",
+        ],
+        "head_dim": 16, "ssm_state_size": 16, "mamba_num_heads": 8, "mamba_head_dim": 16,
+        "n_groups": 2, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 48,
+        "time_step_min": 1e-9, **GROUPED,
+    },
     "granitemoehybrid": {
         "num_experts_per_tok": 2, "tie_word_embeddings": True, "mamba_expand": 2,
         "num_local_experts": 0, "num_hidden_layers": 4, "shared_intermediate_size": 96,

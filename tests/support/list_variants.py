@@ -27,7 +27,7 @@ from baton.model.layers.cuda_backend import CudaBackend
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.latent_attention import LatentAttention
 from baton.model.layers.linear import Linear
-from baton.model.layers.mlp import GatedMlp, StackedExperts
+from baton.model.layers.mlp import DenseMlp, StackedExperts
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.cuda_start import buckets_up_to, prepare
 from baton.model.runner.kv_cache import KVCache
@@ -104,7 +104,7 @@ def with_ordered_products(decoder: Decoder) -> Decoder:
     layers = tuple(
         replace(
             layer, qkv=ordered(layer.qkv), output=ordered(layer.output),
-            mlp=GatedMlp(*map(ordered, layer.mlp.linears())),
+            mlp=DenseMlp(*map(ordered, layer.mlp.linears())),
         )
         for layer in decoder.layers
     )  # fmt: skip

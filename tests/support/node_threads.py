@@ -142,7 +142,8 @@ class NodeThreads:
 def block_bytes(model: Path, block_size: int) -> int:
     """Bytes of one KV block over all ranks, from the checkpoint alone."""
     shape = json.loads((model / "config.json").read_text())
-    heads, layers = shape["num_key_value_heads"], shape["num_hidden_layers"]
+    heads = shape["num_key_value_heads"]
+    layers = shape.get("num_hidden_layers") or len(shape["layers_block_type"])
     head_dim = shape.get("head_dim") or shape["hidden_size"] // shape["num_attention_heads"]
     dtype = shape.get("dtype") or shape.get("torch_dtype")
     item_bytes = {"float32": 4, "bfloat16": 2}[dtype]

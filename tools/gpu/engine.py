@@ -17,7 +17,7 @@ from torch import Tensor
 from baton.model.config.rope_config import Rope
 from baton.model.layers.decoder import Decoder, DecoderLayer
 from baton.model.layers.linear import Linear
-from baton.model.layers.mlp import GatedMlp
+from baton.model.layers.mlp import DenseMlp
 from baton.model.layers.rotary import rope_table
 from baton.model.runner.kv_cache import KVCache, device_cache
 from baton.model.runner.runner import Runner
@@ -164,7 +164,7 @@ def random_decoder(shape: Shape, dtype: torch.dtype, device: torch.device) -> De
             head_norms=ones(heads + kv_heads, dim) if shape.has_qk_norm else None,
             output=linear(hidden, heads * dim),
             mlp_norm=ones(hidden),
-            mlp=GatedMlp(linear(2 * inner, hidden), linear(hidden, inner)),
+            mlp=DenseMlp(linear(2 * inner, hidden), linear(hidden, inner)),
             number=number,
         )
         for number in range(shape.num_layers)

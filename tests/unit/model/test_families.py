@@ -58,6 +58,18 @@ STATES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ("full_attention", "conv", "conv", "full_attention"),
         },
     ),
+    "nemotron-h": ("nemotron_h", {}),
+    "nemotron-h with latent experts": (
+        "nemotron_h",
+        {"moe_latent_size": 32, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5},
+    ),
+    "nemotron-h without experts or biases of taps": (
+        "nemotron_h",
+        {
+            "use_conv_bias": False, "n_groups": 1,
+            "layers_block_type": ("linear_attention", "mlp", "full_attention", "mlp"),
+        },
+    ),
     "granite 4 with experts": ("granitemoehybrid", {"num_local_experts": 4}),
     "granite 4 that shares keys": ("granitemoehybrid", {"mamba_n_groups": 1}),
     "granite 4 with positions": (

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoConfig
 
 from baton.model.config.decoder_config import DecoderConfig, read_decoder_config
-from baton.model.config.families import ALWAYS, FAMILIES, Family
+from baton.model.config.families import ALWAYS, FAMILIES, NEVER, Family
 
 # What no folder leaves out. Sizes of latent attention and of DeepSeek's experts belong to these.
 NEEDED: dict[str, object] = {
@@ -44,6 +44,10 @@ def needed_by(family: Family) -> dict[str, object]:
         fields |= LATENT
     if family.experts is not None and family.experts.routing.startswith("grouped"):
         fields |= GROUPED
+    if family.has_lone_blocks:
+        fields |= {"layer_types": [*["linear_attention", "moe"] * 5, "full_attention", "mlp"]}
+        del fields["first_k_dense_replace"]
+        return fields
     if family.experts is not None and family.experts.switch:
         fields |= {family.experts.switch: True, "moe_intermediate_size": 32}
         fields |= {"num_experts": 8, "num_experts_per_tok": 2, "top_k_experts": 2}
@@ -75,6 +79,9 @@ def test_absent_fields_take_what_transformers_takes(family, tmp_path):
         (family.mlp_bias, config.mlp_bias),
     ):
         assert has_bias == (getattr(theirs, field) if field not in ("", ALWAYS) else bool(field))
+    if family.rotates == NEVER:
+        assert not config.rope.turns
+        return
     rope = theirs.rope_parameters
     full = rope.get("full_attention", rope)
     assert config.rope.theta == full["rope_theta"]

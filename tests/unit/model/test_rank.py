@@ -13,7 +13,7 @@ from triton.runtime.errors import OutOfResources, PTXASError
 
 from baton.model.executors.worker_executor import environment_of
 from baton.model.layers.linear import Linear
-from baton.model.layers.mlp import GatedMlp
+from baton.model.layers.mlp import DenseMlp
 from baton.model.runner import cuda_start, rank
 from baton.model.runner.cuda_start import GpuMemory
 from baton.model.runner.rank import compute_path, is_batch_invariant, plan_rank
@@ -268,7 +268,7 @@ def test_a_node_says_how_it_computes(config):
         assert compute_path(one).startswith(f"{one.backend.name}-")
         layer = one.decoder.layers[1]
         gate_up, down = layer.mlp.linears()
-        mlp = GatedMlp(gate_up, Linear(down.weight))
+        mlp = DenseMlp(gate_up, Linear(down.weight))
         unruled = dataclasses.replace(layer, mlp=mlp)
         one.decoder = dataclasses.replace(one.decoder, layers=(one.decoder.layers[0], unruled))
         assert not is_batch_invariant(one)

@@ -33,7 +33,9 @@ from tests.support.foreign_checkpoints import (
 from tests.support.oracle import Oracle, count_ties, prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
-STATES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2")
+STATES = (
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "granitemoehybrid", "lfm2", "nemotron_h",
+)  # fmt: skip
 CLOSE = 2e-4  # transformers' own error is about as large
 
 
@@ -84,7 +86,9 @@ def test_bf16_logits_are_as_near_to_fp32_as_those_of_transformers(kind):
     assert (whole(folder, "bfloat16") - exact).abs().mean() < allowed
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2"])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_next", "qwen3_5_text", "granitemoehybrid", "lfm2", "nemotron_h"]
+)
 def test_plain_torch_computes_the_same(kind):
     config = with_values(compute_config(foreign_folder(kind)), {"engine.kernels": "torch"})
     with loaded(config) as runner:
@@ -184,6 +188,37 @@ def test_layers_that_are_not_computed_are_refused(fields, text, tmp_path):
 def test_a_mamba_that_is_not_computed_is_refused(fields, text, tmp_path):
     with pytest.raises(ConfigError, match=text):
         read_decoder_config(changed(tmp_path, "granitemoehybrid", **fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        (
+            {"layers_block_type": ["linear_attention", "moe", "mlp"]},
+            "layer 2 is an MLP",
+        ),
+        ({"layers_block_type": ["mlp", "full_attention"]}, "layer 0 is an MLP that follows"),
+        ({"layers_block_type": ["linear_attention", "moe"]}, "must have both"),
+        ({"layers_block_type": ["linear_attention", "full_attention", "conv"]}, "must name one of"),
+        ({"mlp_hidden_act": "silu"}, "mlp_hidden_act 'silu' is not supported"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ({"n_shared_experts": 2}, "n_shared_experts must be 1"),
+        ({"use_bias": True}, "use_bias is not supported"),
+    ],
+)
+def test_blocks_that_are_not_computed_are_refused(fields, text, tmp_path):
+    with pytest.raises(ConfigError, match=text):
+        read_decoder_config(changed(tmp_path, "nemotron_h", **fields))
+
+
+def test_nemotron_is_read_by_the_pattern_of_its_first_folders(tmp_path):
+    folder = changed(
+        tmp_path, "nemotron_h", ("layers_block_type",), hybrid_override_pattern="ME*M-",
+        num_hidden_layers=5,
+    )  # fmt: skip
+    config = read_decoder_config(folder)
+    assert config == read_decoder_config(foreign_folder("nemotron_h"))
+    assert config.blocks == ((0, 1), (2, None), (3, 4))
 
 
 def test_lfm2_is_read_by_the_names_of_its_first_folders(tmp_path):
