@@ -25,6 +25,7 @@ LOG2_E = 1.4426950408889634
 NO_WINDOW = 1 << 40  # keys that a query sees where a model has no sliding window
 ROW_INTS, ROW_REALS = 4, 3  # parameters of a row that is sampled
 SUMS = 1 << 11  # counters of a histogram
+DIGIT_BITS = 8  # of a score, in the histograms by which keys are chosen
 
 # --- sampling -----------------------------------------------------------------------------------
 

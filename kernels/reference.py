@@ -8,6 +8,7 @@ plainly as torch allows; the kernels are for speed. Nothing here may import Trit
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,19 +62,21 @@ def paged_prefill_attention(
     window: int | None = None,  # keys that a query sees, itself included
     softcap: float | None = None,
     sinks: Tensor | None = None,  # [num_heads]
+    seen: Sequence[Tensor] | None = None,  # by sequence: [its tokens, its positions] bool
 ) -> Tensor:
     """Return the causal attention of a ragged batch of chunks over their contexts, shaped as `q`.
 
     Sequence `s` owns the tokens `query_starts[s]:query_starts[s + 1]`, the last of
     `context_lens[s]` positions. Tokens past `query_starts[-1]` belong to no sequence; their results
-    are undefined (zeros here).
+    are undefined (zeros here). With `seen`, a query sees those of its past keys alone.
     """
     out = torch.zeros_like(q, memory_format=torch.contiguous_format)
     starts = query_starts.tolist()
     for i, length in enumerate(context_lens.tolist()):
         chunk = slice(starts[i], starts[i + 1])
         k, v = _visible_kv(pool, layer, block_tables[i], length)
-        out[chunk] = _causal_attention(q[chunk], k, v, scale, window, softcap, sinks)
+        own = None if seen is None else seen[i]
+        out[chunk] = _causal_attention(q[chunk], k, v, scale, window, softcap, sinks, own)
     return out
 
 
@@ -246,7 +249,7 @@ def _visible_kv(
 
 def _causal_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None,
-    sinks: Tensor | None,
+    sinks: Tensor | None, seen: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the attention of the last `len(q)` positions of one sequence, shaped as `q`."""
     q_len, num_heads, head_dim = q.shape
@@ -262,6 +265,8 @@ def _causal_attention(
     hidden = keys > own[:, None]  # [q_len, context_len]
     if window is not None:
         hidden |= keys <= own[:, None] - window
+    if seen is not None:
+        hidden |= ~seen
     scores = scores.masked_fill(hidden, float("-inf"))
     if sinks is not None:
         column = sinks.float().view(kv_heads, -1, 1, 1).expand(*scores.shape[:3], 1)

@@ -21,6 +21,7 @@ from baton.kernels.cpu import (
     rows,
     sampling,
 )
+from baton.kernels.cpu.sparse import kernels as sparse
 from baton.kernels.cpu.states import kernels as states
 from baton.kernels.cpu.vectors import FEATURES
 
@@ -47,6 +48,9 @@ KERNELS = (
     states.gate_steps,
     states.advance_states,
     states.gated_norm,
+    sparse.layer_norm,
+    sparse.choose_keys,
+    sparse.gather_rows,
     sampling.sample,
 )
 POINTED = {

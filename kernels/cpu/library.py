@@ -26,7 +26,7 @@ LOCK_WAIT_S = 60.0
 SOURCES = (
     "attention.py", "int8_products.py", "compile.py", "fp8_pool.py", "narrow_products.py",
     "pair_attention.py", "pairs.py", "products.py", "rows.py", "sampling.py",
-    "states/kernels.py", "vectors.py", "../constants.py",
+    "sparse/kernels.py", "states/kernels.py", "vectors.py", "../constants.py",
 )  # fmt: skip
 CTYPES = {"pointer": ctypes.c_void_p, "int": ctypes.c_int64, "float": ctypes.c_float}
 
