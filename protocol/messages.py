@@ -52,6 +52,8 @@ class LayerGroup(msgspec.Struct, frozen=True, array_like=True):
     `full-fp8` layers, numbers are e4m3 bytes, and the rows of a block are followed by a byte each,
     their exponents.
 
+    An `index` layer stores one key, by which layers choose the tokens that a query sees.
+
     A `state` layer stores nothing of a token, but a matrix of `planes` rows of `width` numbers for
     each of `kv_heads` heads of a sequence.
     """

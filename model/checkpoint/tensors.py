@@ -52,6 +52,19 @@ class LatentPair(NamedTuple):
             yield from linear.shapes()
 
 
+class IndexTensors(NamedTuple):
+    """The tensors of a layer's index, all of which each rank has."""
+
+    queries: LinearTensors
+    keys: LinearTensors
+    key_norm: NormTensor
+    weights: LinearTensors  # of the index's heads
+
+    def shapes(self) -> Iterator[tuple[str, Shape]]:
+        for tensors in (self.queries, self.keys, self.key_norm, self.weights):
+            yield from tensors.shapes()
+
+
 class LatentTensors(msgspec.Struct, frozen=True):
     """The tensors of latent attention, of which all ranks have those without heads."""
 
@@ -61,10 +74,14 @@ class LatentTensors(msgspec.Struct, frozen=True):
     row_down: LinearTensors
     row_norm: NormTensor
     row_up: LinearTensors
+    index: IndexTensors | None
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
-        linears = (self.q_down, self.q_norm, self.q_up, self.row_down, self.row_norm, self.row_up)
-        for tensors in linears:
+        every = (
+            self.q_down, self.q_norm, self.q_up, self.row_down, self.row_norm, self.row_up,
+            self.index,
+        )  # fmt: skip
+        for tensors in every:
             if tensors is not None:
                 yield from tensors.shapes()
 
@@ -296,7 +313,7 @@ def _layer(config: DecoderConfig, number: int, layout: ExpertLayout) -> LayerTen
         k_norm=k_norm,
         sinks=f"{attention}sinks" if config.layers.has_sinks else None,
         num_heads=config.num_heads,
-        latent=None if latent is None else _latent(latent, attention, config),
+        latent=None if latent is None else _latent(latent, attention, config, number),
         state=state,
         mlp=_dense_mlp(config, number) if has_dense else None,
         experts=None if experts is None else _experts(config, experts, number, layout),
@@ -370,7 +387,9 @@ def _qkv(config: DecoderConfig, number: int, attention: str) -> tuple[LinearTens
     )
 
 
-def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> LatentTensors:
+def _latent(
+    latent: LatentConfig, attention: str, config: DecoderConfig, number: int
+) -> LatentTensors:
     hidden, heads = Units(config.hidden_size), config.num_heads
     queries = Units(heads, latent.qk_head_dim)
     expanded = Units(heads, latent.qk_nope_head_dim + latent.v_head_dim)
@@ -390,6 +409,21 @@ def _latent(latent: LatentConfig, attention: str, config: DecoderConfig) -> Late
         ),
         row_norm=NormTensor(f"{attention}kv_a_layernorm", latent.kv_lora_rank),
         row_up=LinearTensors(f"{attention}kv_b_proj", (expanded,), Units(1, latent.kv_lora_rank)),
+        index=_index(latent, f"{attention}indexer.", hidden, number),
+    )
+
+
+def _index(latent: LatentConfig, prefix: str, hidden: Units, number: int) -> IndexTensors | None:
+    index = latent.index
+    if index is None or number not in index.layers:
+        return None
+    assert latent.q_lora_rank is not None, "an index makes its queries from a latent row"
+    heads, rank = Units(index.num_heads, index.head_dim), Units(1, latent.q_lora_rank)
+    return IndexTensors(
+        queries=LinearTensors(f"{prefix}wq_b", (heads,), rank),
+        keys=LinearTensors(f"{prefix}wk", (Units(1, index.head_dim),), hidden),
+        key_norm=NormTensor(f"{prefix}k_norm", index.head_dim, has_bias=True),
+        weights=LinearTensors(f"{prefix}weights_proj", (Units(index.num_heads),), hidden),
     )
 
 

@@ -31,7 +31,7 @@ from baton.model.config.kinds_config import (
     joined_blocks,
     kinds_config,
 )
-from baton.model.config.latent_config import LatentConfig, latent_config
+from baton.model.config.latent_config import IndexConfig, LatentConfig, latent_config
 from baton.model.config.layer_config import OF_IMAGES, LayersConfig, layers_config
 from baton.model.config.quantization import Quantization, fields_of_tool, read_quantization
 from baton.model.config.reading import (
@@ -176,6 +176,11 @@ class DecoderConfig(msgspec.Struct, frozen=True):
             count = sum(self.is_wide(layer) == self.is_wide(other) for other in range(end))
             return count if self.stores_keys(layer) else count - 1
         return sum(self.has_state(layer) == self.has_state(other) for other in range(layer))
+
+    @property
+    def index(self) -> IndexConfig | None:
+        """Return the index that chooses the keys which a query sees, if there is one."""
+        return None if self.latent is None else self.latent.index
 
     def window_of(self, layer: int) -> int | None:
         return None if layer in self.full_layers else self.sliding_window
@@ -437,7 +442,8 @@ def _sliding_window(
     The window is None if no layer has one that is shorter than the model's length.
     """
     windows, window = family.windows, raw.sliding_window
-    if family.state is not None or family.has_chunks:
+    has_index = family.latent is not None and family.latent.index is not None
+    if family.state is not None or family.has_chunks or has_index:
         return None, ()
     if windows is not None and windows.switch and not _says(file, fields, windows.switch):
         window = None

@@ -73,12 +73,20 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(name for name in (self.gate, self.up) if name)
 
 
+class Index(msgspec.Struct, frozen=True, kw_only=True):
+    """The index of sparse attention, which chooses the keys that a query sees (DeepSeek-V3.2)."""
+
+    is_interleaved: bool = False  # its numbers that are rotated together are neighbours
+    is_shared: bool = False  # layers may take what an earlier one has chosen
+
+
 class Latent(msgspec.Struct, frozen=True, kw_only=True):
     """Latent attention (MLA): one row of a token and layer stands for all keys and values."""
 
     # Whether numbers that are rotated together are neighbours in the files; None: the field
     # `rope_interleave` says so.
     is_interleaved: bool | None = None
+    index: Index | None = None
 
 
 class StateLayers(msgspec.Struct, frozen=True, kw_only=True):
@@ -861,6 +869,35 @@ FAMILIES = (
         wrappers=("KimiK25ForConditionalGeneration", "Kimi_K25ForConditionalGeneration"),
         defaults={"max_position_embeddings": 4096},
         latent=Latent(),
+        experts=_DEEPSEEK_EXPERTS,
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="DeepSeek-V3.2",
+        architecture="DeepseekV32ForCausalLM",
+        model_type="deepseek_v32",
+        defaults={
+            "max_position_embeddings": 163840,
+            "index_n_heads": 64,
+            "index_head_dim": 128,
+            "index_topk": 2048,
+        },
+        latent=Latent(is_interleaved=True, index=Index()),
+        experts=_DEEPSEEK_EXPERTS,
+        has_nextn_layers=True,
+    ),
+    Family(
+        title="GLM-5",
+        architecture="GlmMoeDsaForCausalLM",
+        model_type="glm_moe_dsa",
+        defaults={
+            "max_position_embeddings": 202752,
+            "rms_norm_eps": 1e-5,
+            "index_n_heads": 32,
+            "index_head_dim": 128,
+            "index_topk": 2048,
+        },
+        latent=Latent(is_interleaved=True, index=Index(is_interleaved=True, is_shared=True)),
         experts=_DEEPSEEK_EXPERTS,
         has_nextn_layers=True,
     ),

@@ -83,6 +83,9 @@ class NormTensor(NamedTuple):
 
     name: str  # without `.weight`
     size: int
+    has_bias: bool = False
 
     def shapes(self) -> Iterator[tuple[str, Shape]]:
         yield f"{self.name}.weight", (self.size,)
+        if self.has_bias:
+            yield f"{self.name}.bias", (self.size,)

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from baton.kernels import reference, state_reference
+from baton.kernels import reference, sparse_reference, state_reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.state_layout import StateLayout
 from baton.kernels.state_reference import StateBytes, StateWeights
@@ -172,11 +172,20 @@ class WideHeads(NamedTuple):
         return tuple(block * num_parts + piece for block in blocks for piece in pieces)
 
 
+class IndexPool(NamedTuple):
+    """What a backend knows of the indexes of sparse attention."""
+
+    keys: Tensor  # [num_blocks, 1, num_layers, 1, block_size, head_dim], in the pool's blocks
+    num_heads: int
+    num_chosen: int
+
+
 class PoolParts(NamedTuple):
     """What the blocks of a pool hold beside keys and values of plain layers."""
 
     states: StateLayout | None = None
     wide: WideHeads | None = None
+    sparse: IndexPool | None = None
 
 
 class Backend(Protocol):
@@ -220,6 +229,15 @@ class Backend(Protocol):
         """
         ...
 
+    def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
+        """Store the batch's index keys, and choose the keys that its queries see.
+
+        The choice holds for each `attend` up to the next choice of the batch. `layer` counts the
+        layers with an index. `heads` is `[num_tokens, (num_heads + 1) * head_dim]`, queries first,
+        and `weights` `[num_tokens, num_heads]` in fp32.
+        """
+        ...
+
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
     ) -> Tensor:
@@ -238,6 +256,10 @@ class Backend(Protocol):
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """Return the RMS norm of `x + residual`, and that sum, both `[num_rows, hidden]`."""
+        ...
+
+    def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """Return the layer norm of `[num_rows, count]`; `norm` is `[2, count]`: weight and bias."""
         ...
 
     def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
@@ -285,13 +307,14 @@ class PlainBackend:
         self.scoring = Scoring(self.head_dim**-0.5)
         self.keys = PLAIN_KEYS
         self._angles = tables
-        states, self._wide = parts
+        states, self._wide, self._index = parts
         self._wide_pool = None if self._wide is None else self._wide.view(pool)
         self._states = None if states is None else StateBytes(pool, states)
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._views: dict[tuple[int, bool], tuple[Tensor, Tensor, Tensor]] = {}
+        self._seen: list[Tensor] | None = None  # by a piece of a chunk: the keys of each query
 
     def _view(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tables, the starts and the lengths of what queries see."""
@@ -342,9 +365,25 @@ class PlainBackend:
         )  # fmt: skip
         tables, starts, lengths = self._view()
         out = reference.paged_prefill_attention(
-            q, pool, layer, tables, starts, lengths, *self.scoring
+            q, pool, layer, tables, starts, lengths, *self.scoring, seen=self._seen
         )  # fmt: skip
         return out.flatten(1) if rows is None else out[rows].flatten(1)
+
+    def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
+        batch, index = self._batch, self._index
+        assert index is not None, "the model has an index"
+        own = heads.view(len(heads), index.num_heads + 1, -1)
+        q = reference.rope_and_store(
+            own[:, :-1], own[:, -1:], None, batch.positions, self._angles[0], index.keys, layer,
+            batch.slots,
+        )  # fmt: skip
+        self._seen = []
+        tables, starts, lengths = self._view()
+        for table, length, first, end in zip(tables, lengths, starts, starts[1:], strict=False):
+            keys = sparse_reference.paged_keys(index.keys, layer, table, int(length))
+            rows = slice(int(first), int(end))
+            scores = sparse_reference.index_scores(q[rows], weights[rows], keys)
+            self._seen.append(sparse_reference.chosen_keys(scores, index.num_chosen))
 
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None
@@ -381,6 +420,9 @@ class PlainBackend:
         self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         return reference.add_rms_norm(x, residual, weight, eps)
+
+    def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        return sparse_reference.layer_norm(x, norm, eps)
 
     def gate_mul(self, gate_up: Tensor, gate: Gate = SILU) -> Tensor:
         return reference.gate_mul(gate_up, gate)

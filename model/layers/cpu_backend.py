@@ -17,6 +17,7 @@ from baton.kernels import reference
 from baton.kernels.constants import SILU, Gate
 from baton.kernels.cpu.functions import AttentionWork, CpuKernels
 from baton.kernels.cpu.library import CpuLibrary, KernelsUnavailable, load_library
+from baton.kernels.cpu.sparse.functions import CpuSparse
 from baton.kernels.cpu.states.functions import CpuStates, state_work
 from baton.kernels.state_reference import StateWeights, gated_inputs, gated_outputs
 from baton.model.layers.attention import (
@@ -106,17 +107,22 @@ class CpuBackend:
         self.library = library
         self._kernels = CpuKernels(library, pool, num_heads)
         self._pool = pool
-        states, self._wide = parts
+        states, self._wide, index = parts
         self._wide_kernels = None
         if self._wide is not None:
             self._wide_kernels = CpuKernels(library, self._wide.view(pool), num_heads)
         self._states = None if states is None else CpuStates(library, pool, states)
+        self._sparse = None if index is None else CpuSparse(library, self._kernels, pool, *index)
         self.keys = PLAIN_KEYS
         self._angles = [table.contiguous() for table in tables]
 
     def begin(self, batch: Batch) -> None:
         self._batch = batch
         self._views: dict[tuple[int, bool], _View] = {}
+        if self._sparse is not None:
+            self.keys = PLAIN_KEYS
+            view = self._view()
+            self._sparse.begin(view.tables, view.chunks)
         if self._states is not None:
             self._state_work = state_work(
                 [(one.row, one.length, one.start, one.num_held) for one in batch.chunks],
@@ -137,15 +143,29 @@ class CpuBackend:
             self.eps,
             are_stored=self.keys.are_stored,
         )
-        work = view.work
+        wanted = None
         if rows is not None and not view.are_all(rows.numpy()):
-            q = q[rows]
+            q, wanted = q[rows], rows.numpy()
             if not len(q):
                 return q.flatten(1)
-            work = view.kernels.attention_work(view.tables, view.chunks_of(rows.numpy()))
+        if self._sparse is not None:
+            chunks = view.chunks if wanted is None else view.chunks_of(wanted)
+            return self._sparse.attend(q, layer, wanted, chunks, self.scoring.scale).flatten(1)
+        work = view.work
+        if wanted is not None:
+            work = view.kernels.attention_work(view.tables, view.chunks_of(wanted))
         out = torch.empty_like(q)
         view.kernels.attend(q, layer, work, out, *self.scoring)
         return out.flatten(1)
+
+    def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
+        assert self._sparse is not None, "the model has an index"
+        positions, slots = self._batch.positions, self._batch.slots
+        self._sparse.choose(layer, heads, weights, positions, slots, self._angles[0])
+
+    def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        assert self._sparse is not None, "an index norms its keys"
+        return self._sparse.layer_norm(x, norm, eps)
 
     def advance(
         self, layer: int, x: Tensor, weights: StateWeights, rows: Tensor | None = None

@@ -110,6 +110,12 @@ class CudaBackend:
     ) -> Tensor:
         raise InvariantBroken("a GPU was given a model whose layers keep a state")
 
+    def choose(self, layer: int, heads: Tensor, weights: Tensor) -> None:
+        raise InvariantBroken("a GPU was given a model whose layers choose keys")
+
+    def layer_norm(self, x: Tensor, norm: Tensor, eps: float) -> Tensor:
+        raise InvariantBroken("a GPU was given a model whose layers choose keys")
+
     def sigmoid_mul(self, x: Tensor, gates: Tensor) -> Tensor:
         raise InvariantBroken("a GPU was given a model whose layers keep a state")
 

@@ -160,6 +160,10 @@ class Decoder:
             return backend.advance(layer.number, x, layer.state, rows)
         if layer.scoring is not None:
             backend.scoring, backend.keys = layer.scoring, layer.keys
+        if layer.latent is not None and layer.latent.index is not None:
+            index = layer.latent.index
+            x, queries, weights = index.parted(x)
+            backend.choose(index.number, queries, weights)
         if layer.query_scales is not None:
             layer.query_scales.apply(x, positions)
         if not layer.num_gates:
@@ -215,10 +219,12 @@ class Decoder:
     ) -> tuple[Tensor, Tensor]:
         layer = self.layers[number]
         x, residual = backend.add_rms_norm(x, residual, layer.attention_norm, self.eps)
-        x = layer.qkv(x, adapted)
+        normed, x = x, layer.qkv(x, adapted)
         if layer.packing is not None:
             x = layer.packing(x, backend)
-        return x if layer.latent is None else layer.latent.packed(x, backend), residual
+        if layer.latent is not None:
+            x = layer.latent.packed(x, normed, backend)
+        return x, residual
 
     def _after_attention(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from baton.model.config.latent_config import LatentConfig
 from baton.model.layers.attention import Backend
+from baton.model.layers.key_index import IndexWeights, KeyIndex, make_index
 from baton.model.layers.linear import Linear
 from baton.model.layers.mlp import GroupedLinear
 
@@ -33,24 +34,32 @@ class LatentAttention:
     row_norm: Tensor  # [kv_lora_rank]
     keys: GroupedLinear  # of each head: [kv_lora_rank, qk_nope_head_dim]
     values: GroupedLinear  # of each head: [v_head_dim, kv_lora_rank]
+    index: KeyIndex | None  # None: the layer sees all keys, or those of the last index before it
 
-    def packed(self, x: Tensor, backend: Backend) -> Tensor:
+    def packed(self, x: Tensor, hidden: Tensor, backend: Backend) -> Tensor:
         """Return what `Backend.attend` takes: a token's queries by head, then the row to store.
 
         `x`, `[num_tokens, (q_lora_rank or num_heads * qk_head_dim) + row_dim]`, is the projection
-        of the hidden state.
+        of the hidden state. With an index, it ends with the index's key, and the result with what
+        `KeyIndex.parted` takes.
         """
         sizes, heads, rank = self.sizes, self.num_heads, self.sizes.kv_lora_rank
-        q, row = x[:, : -sizes.row_dim], x[:, -sizes.row_dim :]
+        end = x.shape[1] - (0 if self.index is None else self.index.head_dim)
+        q, row = x[:, : end - sizes.row_dim], x[:, end - sizes.row_dim : end]
+        q_row = q
         if self.q_norm is not None and self.q_expand is not None:
-            q = self.q_expand(backend.add_rms_norm(q, None, self.q_norm, LATENT_EPS)[0])
+            q_row, _ = backend.add_rms_norm(q, None, self.q_norm, LATENT_EPS)
+            q = self.q_expand(q_row)
         latent, _ = backend.add_rms_norm(row[:, :rank], None, self.row_norm, LATENT_EPS)
         q = q.reshape(len(x), heads, sizes.qk_head_dim)
         absorbed = self._by_head(self.keys, q[..., : sizes.qk_nope_head_dim])
         out = x.new_empty(len(x), heads + 1, sizes.row_dim)
         out[:, :heads, :rank], out[:, :heads, rank:] = absorbed, q[..., sizes.qk_nope_head_dim :]
         out[:, heads, :rank], out[:, heads, rank:] = latent, row[:, rank:]
-        return out.flatten(1)
+        if self.index is None:
+            return out.flatten(1)
+        of_index = self.index.packed(q_row, x[:, end:], hidden, backend)
+        return torch.cat((out.flatten(1), of_index), dim=1)
 
     def expanded(self, mixed: Tensor) -> Tensor:
         """Return values, `[num_rows, num_heads * v_head_dim]`, for rows that attention mixed."""
@@ -69,6 +78,8 @@ class LatentAttention:
             yield self.q_expand
         yield from self.keys.linears()
         yield from self.values.linears()
+        if self.index is not None:
+            yield from self.index.linears()
 
 
 class LatentWeights(NamedTuple):
@@ -80,6 +91,7 @@ class LatentWeights(NamedTuple):
     row_down: Tensor  # [row_dim, hidden]
     row_norm: Tensor  # [kv_lora_rank]
     row_up: Tensor  # [num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]
+    of_index: IndexWeights | None
 
 
 def make_latent(
@@ -103,8 +115,12 @@ def make_latent(
 
     queries = in_halves(weights.q_up, nope).flatten(0, 1)
     row = in_halves(weights.row_down, sizes.kv_lora_rank)
-    first = make(torch.cat((queries if weights.q_down is None else weights.q_down, row)))
-    return first, LatentAttention(
+    firsts = [queries if weights.q_down is None else weights.q_down, row]
+    index = None
+    if weights.of_index is not None:
+        index_key, index = make_index(weights.of_index, make)
+        firsts.append(index_key)
+    return make(torch.cat(firsts)), LatentAttention(
         sizes=sizes,
         num_heads=len(weights.q_up),
         q_norm=weights.q_norm,
@@ -112,4 +128,5 @@ def make_latent(
         row_norm=weights.row_norm,
         keys=group(head[:nope].T.contiguous() for head in weights.row_up),
         values=group(head[nope:].contiguous() for head in weights.row_up),
+        index=index,
     )

@@ -20,6 +20,7 @@ from baton.model.checkpoint.tensors import (
     LABELS,
     EndTensors,
     ExpertTensors,
+    IndexTensors,
     LatentTensors,
     LayerTensors,
     MlpTensors,
@@ -31,6 +32,7 @@ from baton.model.config.tensor_parts import LinearTensors, NormTensor, share
 from baton.model.config.transformers_config import AnyConfig
 from baton.model.layers.attention import Keys, Scoring
 from baton.model.layers.decoder import Decoder, DecoderLayer
+from baton.model.layers.key_index import IndexWeights
 from baton.model.layers.latent_attention import LatentAttention, LatentWeights, make_latent
 from baton.model.layers.layer_parts import (
     ExpertsBeside,
@@ -73,6 +75,7 @@ NUM_EXPERT_KINDS = 6  # router, gate and up, down; those of a shared expert
 NUM_INPUT_KINDS = 3  # all layers' inputs, and a layer's gate and projection
 NUM_STATE_KINDS = 2  # what reads the hidden state, and what writes it
 NUM_LATENT_KINDS = 3  # queries, each head's keys and values
+NUM_INDEX_KINDS = 2  # queries, the heads' weights
 NUM_LORA_KINDS = 8  # two matrices for each kind but the head
 
 
@@ -89,6 +92,7 @@ def load_decoder(
     check_split(config, ranks.size)
     num_kinds = NUM_LINEAR_KINDS + (NUM_EXPERT_KINDS if config.experts else 0)
     num_kinds += NUM_LATENT_KINDS if config.latent else 0
+    num_kinds += NUM_INDEX_KINDS if config.index else 0
     num_kinds += NUM_STATE_KINDS if config.state else 0
     num_kinds += NUM_LINEAR_KINDS + NUM_INPUT_KINDS if config.kinds else 0
     num_kinds += NUM_LORA_KINDS if adapters else 0
@@ -180,7 +184,7 @@ class _Loader:
         if tensors.state is not None:
             qkv, state = load_state(self.weights, tensors.state)
         elif tensors.latent is not None:
-            qkv, latent = self._latent(tensors.latent)
+            qkv, latent = self._latent(tensors.latent, number)
         else:
             qkv = self.weights.columns(tensors.qkv, self._order_of(tensors.qkv))
         norms = {role: self._norm(norm) for role, norm in tensors.norms.items()}
@@ -237,7 +241,7 @@ class _Loader:
         weight = self.read(norm.name + ".weight", dtype=torch.float32)
         return weight + self.config.layers.norm_offset
 
-    def _latent(self, tensors: LatentTensors) -> tuple[Linear, LatentAttention]:
+    def _latent(self, tensors: LatentTensors, number: int) -> tuple[Linear, LatentAttention]:
         sizes = self.config.latent
         assert sizes is not None, "the layer has latent attention"
         q_down = None if tensors.q_down is None else self._whole(tensors.q_down)
@@ -248,8 +252,24 @@ class _Loader:
             row_down=self._whole(tensors.row_down),
             row_norm=self._latent_norm(tensors.row_norm),
             row_up=self._of_heads(tensors.row_up),
+            of_index=None if tensors.index is None else self._index(tensors.index, number),
         )
         return make_latent(sizes, weights, self.linear, self.grouped)
+
+    def _index(self, tensors: IndexTensors, number: int) -> IndexWeights:
+        config, index = self.config, self.config.index
+        assert index is not None, "the layer has an index"
+        queries = self._whole(tensors.queries).view(index.num_heads, index.head_dim, -1)
+        norm = [self.read(f"{tensors.key_norm.name}.{part}").float() for part in ("weight", "bias")]
+        return IndexWeights(
+            number=index.layers.index(number),
+            queries=queries,
+            key=self._whole(tensors.keys),
+            key_norm=torch.stack(norm),
+            weights=self.read(tensors.weights.name + ".weight", dtype=torch.float32),
+            rotated=config.rotary_dim,
+            is_interleaved=index.is_interleaved,
+        )
 
     def _latent_norm(self, norm: NormTensor) -> Tensor:
         return self.read(norm.name + ".weight").float()

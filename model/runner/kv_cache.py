@@ -32,6 +32,8 @@ class KVCache:
     A pool of FP8 is of bytes, and its rows have one more (`reference.fp8_parts`).
 
     Where one row is the key and the value of all heads, it is `[num_blocks, 1, num_layers, 1, …]`.
+    If layers have an index, its keys, `[num_blocks, 1, num_layers, 1, block_size, index_head_dim]`,
+    follow in the same blocks.
 
     On a GPU, the blocks are in device memory and `generations` in host memory.
     """
@@ -41,10 +43,12 @@ class KVCache:
         pool: Tensor,
         generations: NDArray[np.uint32],
         states: StateLayout | None = None,  # in the same blocks, if the model has any
+        index_keys: Tensor | None = None,
     ) -> None:
         self.pool = pool
         self.generations = generations
         self.states = states
+        self.index_keys = index_keys
 
     def write_generations(self, generations: Sequence[tuple[int, int]]) -> None:
         """Write new owners' generations before their first store, so that readers notice them."""
@@ -54,14 +58,24 @@ class KVCache:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         for source, target in copies:
             self.pool[target].copy_(self.pool[source])
+            if self.index_keys is not None:
+                self.index_keys[target].copy_(self.index_keys[source])
 
 
 def host_cache(
-    host: HostPool, shape: Sequence[int], dtype: torch.dtype, states: StateLayout | None = None
+    host: HostPool,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    states: StateLayout | None = None,
+    index_shape: Sequence[int] | None = None,
 ) -> KVCache:
     """Return the cache whose blocks are the host pool's own bytes."""
-    pool = torch.frombuffer(host.buffer, dtype=dtype).view(*shape)
-    return KVCache(pool, host.generations, states)
+    blocks = torch.frombuffer(host.buffer, dtype=dtype).view(shape[0], -1)
+    if index_shape is None:
+        return KVCache(blocks.view(*shape), host.generations, states)
+    num_numbers = prod(shape[1:])
+    rows, keys = blocks[:, :num_numbers], blocks[:, num_numbers:]
+    return KVCache(rows.view(*shape), host.generations, states, keys.view(*index_shape))
 
 
 def device_cache(
@@ -85,18 +99,32 @@ def pool_shape(
     return (num_blocks, kv_heads, group.num_layers, group.planes, cache.block_size, width)
 
 
+def index_shape(config: AnyConfig, cache: CacheConfig, num_blocks: int) -> tuple[int, ...] | None:
+    """Return the shape of the index's keys of each rank, if the model has an index."""
+    index = config.index if isinstance(config, DecoderConfig) else None
+    if index is None:
+        return None
+    return (num_blocks, 1, len(index.layers), 1, cache.block_size, index.head_dim)
+
+
 def kv_layout(
     config: AnyConfig, cache: CacheConfig, num_ranks: int, dtype: torch.dtype
 ) -> KVLayout:
     """Return the layout of each rank's pool. All ranks share its fingerprint."""
     group = _group(config, dtype)
-    block_bytes = prod(pool_shape(config, cache, num_ranks, 1, dtype)) * dtype.itemsize
+    groups: tuple[LayerGroup, ...] = (group,)
+    numbers = prod(pool_shape(config, cache, num_ranks, 1, dtype))
+    of_index = index_shape(config, cache, 1)
+    if of_index is not None:
+        numbers += prod(of_index)
+        groups = (group, LayerGroup("index", of_index[2], 1, 1, of_index[-1]))
+    block_bytes = numbers * dtype.itemsize
     order = (
         "heads-layers-kv-tokens" if group.kind == "full" else f"heads-layers-{group.kind}-tokens"
     )
     shared = (
         order, str(dtype), group.kv_heads, group.num_layers, group.width, cache.block_size,
-        *_key_order(config, group),
+        *_key_order(config, group), *_of_index(config),
     )  # fmt: skip
     states = states_of(config, cache, num_ranks, dtype)
     if states is None:
@@ -105,7 +133,7 @@ def kv_layout(
             block_bytes=block_bytes,
             fingerprint=_digest(shared),
             kv_heads=config.num_kv_heads,
-            groups=(group,),
+            groups=groups,
         )
     # Equal in all splits over ranks, because the parts of a block are.
     shared = (*shared, states.shape[1:], states.strips, states.tails, states.part_bytes)
@@ -156,6 +184,12 @@ def wide_heads(config: AnyConfig, num_ranks: int) -> WideHeads | None:
     kinds = config.kinds
     own = max(1, kinds.kv_heads // num_ranks)
     return WideHeads(own, kinds.head_dim, config.num_stored(wide=True), config.num_stored())
+
+
+def _of_index(config: AnyConfig) -> tuple[object, ...]:
+    """Return what pools that hold an index's keys must agree on."""
+    index = config.index if isinstance(config, DecoderConfig) else None
+    return () if index is None else (index.layers, index.head_dim)
 
 
 def _digest(shared: tuple[object, ...]) -> str:

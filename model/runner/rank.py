@@ -30,7 +30,7 @@ from baton.model.config.transformers_config import (
     check_for_transformers,
     runs_in_transformers,
 )
-from baton.model.layers.attention import PlainBackend, PoolParts
+from baton.model.layers.attention import IndexPool, PlainBackend, PoolParts
 from baton.model.layers.cpu_backend import CpuBackend, cpu_library
 from baton.model.layers.decoder import Decoder
 from baton.model.layers.linear import Product
@@ -52,9 +52,11 @@ from baton.model.runner.cuda_start import (
 )
 from baton.model.runner.kv_cache import (
     SPARE_BLOCKS,
+    KVCache,
     device_cache,
     host_bytes,
     host_cache,
+    index_shape,
     kv_layout,
     num_blocks_for,
     pool_shape,
@@ -326,11 +328,12 @@ def load_runner(
     shape = pool_shape(plan.decoder, config.cache, ranks.size, plan.num_blocks, plan.pool_dtype)
     pool = HostPool(plan.num_blocks, plan.layout.block_bytes)
     states = states_of(plan.decoder, config.cache, ranks.size, plan.pool_dtype)
-    cache = host_cache(pool, shape, plan.pool_dtype, states)
+    of_index = index_shape(plan.decoder, config.cache, plan.num_blocks)
+    cache = host_cache(pool, shape, plan.pool_dtype, states, of_index)
     progress("kv pool", 1, 1)
     num_heads, _ = local_heads(plan.decoder, ranks.size)
-    parts = PoolParts(states, wide_heads(plan.decoder, ranks.size))
-    sizes = num_heads, *_rotation(plan), parts
+    wide, index = wide_heads(plan.decoder, ranks.size), _index_pool(plan, cache)
+    sizes = num_heads, *_rotation(plan), PoolParts(states, wide, index)
     backend = (
         CpuBackend(library, cache.pool, *sizes) if library else PlainBackend(cache.pool, *sizes)
     )
@@ -341,6 +344,13 @@ def load_runner(
     kernel = compiled(CpuSampler(library)) if library else None
     sampler = Sampler(plan.decoder.eos_token_ids, kernel, _masks(plan))
     return Runner(decoder, backend, cache, sampler, HostQueue(), boottime), pool
+
+
+def _index_pool(plan: RankPlan, cache: KVCache) -> IndexPool | None:
+    index = plan.decoder.index if isinstance(plan.decoder, DecoderConfig) else None
+    if index is None or cache.index_keys is None:
+        return None
+    return IndexPool(cache.index_keys, index.num_heads, index.num_chosen)
 
 
 def _masks(plan: RankPlan) -> TokenMasks:
@@ -502,6 +512,8 @@ def _lacking_on_gpus(config: ClusterConfig, decoder: AnyConfig, num_ranks: int) 
         return f"layers of {decoder.family} with heads of several sizes have no CUDA kernel yet"
     if isinstance(decoder, DecoderConfig) and decoder.chunks is not None:
         return f"layers of {decoder.family} that attend within chunks have no CUDA kernel yet"
+    if isinstance(decoder, DecoderConfig) and decoder.index is not None:
+        return f"layers of {decoder.family} that choose keys by an index have no CUDA kernel yet"
     # Triton exists on Linux only and is slow to import: only a rank on a GPU needs it.
     from baton.model.layers.cuda_backend import missing_for
 

@@ -47,16 +47,16 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def answers(
-    folder: Path, dtype: str, kv: str, way: dict[str, Any], hybrid: str
+    folder: Path, dtype: str, kv: str, way: dict[str, Any], foreign: str
 ) -> dict[tuple[str, str], object]:
     """What every feature says, in each way in which a cluster comes to compute it.
 
-    A `hybrid`, whose layers keep a state, has no adapters here.
+    A `foreign` family has no adapters here.
     """
     model, adapters = model_folder("qwen3", eos_token_id=2), list[str]()
     names, features = ("tiny", "one", "two"), FEATURES
-    if hybrid:
-        model, names = foreign_folder(hybrid, eos_token_id=2), ("tiny",) * 3
+    if foreign:
+        model, names = foreign_folder(foreign, eos_token_id=2), ("tiny",) * 3
         features = {name: FEATURES[name] for name in FEATURES if name not in OF_ADAPTERS}
     else:
         adapters = [
@@ -98,17 +98,18 @@ def answers(
 @pytest.mark.release
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("dtype", "kv", "hybrid"),
+    ("dtype", "kv", "foreign"),
     [
         ("float32", "auto", ""), ("bfloat16", "auto", ""), ("bfloat16", "fp8", ""),
         ("float32", "auto", "qwen3_next"), ("bfloat16", "auto", "granitemoehybrid"),
+        ("float32", "auto", "deepseek_v32"), ("bfloat16", "auto", "glm_moe_dsa"),
     ],
 )  # fmt: skip
-def test_features_have_equal_bits_in_every_way(dtype, kv, hybrid, tmp_path):
+def test_features_have_equal_bits_in_every_way(dtype, kv, foreign, tmp_path):
     expected: dict[str, object] = {}
     for name, way in WAYS.items():
         (tmp_path / name).mkdir()
-        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way, hybrid).items():
+        for (feature, how), answer in answers(tmp_path / name, dtype, kv, way, foreign).items():
             assert answer == expected.setdefault(feature, answer), f"{feature}, {name}, {how}"
-    num_features = len(FEATURES) - (len(OF_ADAPTERS) if hybrid else 0)
+    num_features = len(FEATURES) - (len(OF_ADAPTERS) if foreign else 0)
     assert len({json.dumps(answer) for answer in expected.values()}) == num_features

@@ -201,6 +201,8 @@ def test_fp8_blocks_take_a_quarter_of_the_bytes_to_any_degree(prefill, decode, t
         pytest.param("mixtral", 1, 2, marks=pytest.mark.release),
         ("deepseek_v3", 1, 2),  # each rank of decode reads the same rows
         pytest.param("deepseek_v2", 2, 1, marks=pytest.mark.release),
+        ("deepseek_v32", 1, 2),
+        ("glm_moe_dsa", 2, 1),
         ("gpt_oss", 1, 2),
         ("llama4_text", 1, 2),
         ("llama4_text", 2, 1),

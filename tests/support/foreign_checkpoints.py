@@ -29,6 +29,9 @@ LATENT = {
     "v_head_dim": 16, "num_key_value_heads": 4, "moe_intermediate_size": 32,
     "first_k_dense_replace": 1, "n_shared_experts": 1, **GROUPED,
 }  # fmt: skip
+# Far fewer keys than a prompt has, so that the choice matters. With few heads, many scores are 0,
+# and transformers breaks such ties in no order.
+INDEX = {"index_n_heads": 16, "index_head_dim": 24, "index_topk": 20}
 _VISION = {
     "hidden_size": 16, "out_hidden_size": 64, "intermediate_size": 16, "depth": 1,
     "num_heads": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
@@ -112,6 +115,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "glm4": {"head_dim": 16},
     "deepseek_v3": LATENT,
     "deepseek_v2": {**LATENT, "topk_method": "group_limited_greedy", "norm_topk_prob": False},
+    "deepseek_v32": {**LATENT, **INDEX},
+    "glm_moe_dsa": {
+        **LATENT, **INDEX, "num_hidden_layers": 5,
+        "indexer_types": ["full", "shared", "full", "shared", "shared"],
+    },
     "glm4_moe_lite": LATENT,
     "glm4_moe": {
         "head_dim": 16, "moe_intermediate_size": 32, "first_k_dense_replace": 1, **GROUPED,

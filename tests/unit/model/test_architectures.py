@@ -73,6 +73,10 @@ V2_LITE: dict[str, Any] = {
     "scoring_func": "softmax", "norm_topk_prob": False, "routed_scaling_factor": 1.0,
     "rope_scaling": COMMON["rope_scaling"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
 }  # fmt: skip
+V32: dict[str, Any] = {
+    "architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32",
+    "index_head_dim": 128, "index_n_heads": 64, "index_topk": 2048,
+}  # fmt: skip
 KIMI: dict[str, Any] = {
     "model_type": "kimi_k2", "num_attention_heads": 64, "num_key_value_heads": 64, "n_group": 1,
     "topk_group": 1, "n_routed_experts": 384, "first_k_dense_replace": 1, "rope_theta": 5e4,
@@ -85,6 +89,7 @@ KIMI: dict[str, Any] = {
     [
         ({}, 61 * 576 * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
         (V2_LITE, 27 * 576 * 2, 192**-0.5 * (0.0707 * math.log(40) + 1) ** 2),
+        (V32, 61 * (576 + 128) * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
         (KIMI, 61 * 576 * 2, 192**-0.5 * (0.1 * math.log(40) + 1) ** 2),
     ],
 )

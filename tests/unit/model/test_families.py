@@ -41,7 +41,7 @@ from tests.support.oracle import prompt
 from tests.support.thread_ranks import on_all, thread_ranks
 
 EXPERTS = ("qwen3_moe", "mixtral", "qwen2_moe", "minimax_m2")
-LATENT = ("deepseek_v3", "deepseek_v2")
+LATENT = ("deepseek_v3", "deepseek_v2", "deepseek_v32", "glm_moe_dsa")
 STATES: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         kind: (kind, {})
@@ -87,7 +87,7 @@ LAYERS = (
     "llama4_text",
     "gemma4_text",
 )  # whose layers are of several kinds
-WITHOUT_EXPERTS = {"first_k_dense_replace": 3}
+WITHOUT_EXPERTS = {"first_k_dense_replace": 5}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -184,6 +184,14 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "v3 of unequal sizes": (
         "deepseek_v3", {"kv_lora_rank": 40, "qk_nope_head_dim": 12, "v_head_dim": 20},
     ),
+    "v3.2 with yarn": ("deepseek_v32", {"rope_parameters": DEEPSEEK_YARN}),
+    "v3.2 that sees nearly all": ("deepseek_v32", {"index_topk": 149}),
+    "v3.2 of whole vectors": ("deepseek_v32", {"index_head_dim": 32, "index_topk": 64}),
+    "glm-5 with a pattern": (
+        "glm_moe_dsa",
+        {"num_hidden_layers": 4, "indexer_types": None, "index_topk_pattern": "FSFS"},
+    ),
+    "glm-5 with a period": ("glm_moe_dsa", {"indexer_types": None, "index_topk_freq": 2}),
     "v2": ("deepseek_v2", {"routed_scaling_factor": 3.0}),
     "v2 lite": (
         "deepseek_v2",
@@ -360,7 +368,9 @@ def test_a_row_has_the_same_bits_whole_in_chunks_and_in_a_crowd(variant, dtype, 
     with loaded(compute_config(folder_of(variant, tmp_path), dtype)) as runner:
         needs_rules(runner)
         assert is_batch_invariant(runner)
-        runner.cache.pool.fill_(float("nan"))
+        for part in (runner.cache.pool, runner.cache.index_keys):
+            if part is not None:
+                part.fill_(float("nan"))
         text = Text("a", prompt(90), range(10))
         crowd = [Text(f"b{n}", prompt(30, n), range(20 + 2 * n, 22 + 2 * n)) for n in range(9)]
         (expected,) = logits(runner, text.chunk(0, 90))
@@ -415,6 +425,7 @@ def test_the_number_of_threads_leaves_no_trace(kind, fields, dtype):
     [
         ("qwen3_moe", 2), ("stacked mixtral", 2), ("a dense layer", 2), ("qwen2_moe", 2),
         ("deepseek_v3", 2), ("v2", 2), ("v3 with stacked experts", 2),
+        ("deepseek_v32", 2), ("glm_moe_dsa", 2),
         ("qwen3", 2), ("llama with all biases", 2),
         ("a vocabulary that ranks cannot share", 4),  # nor its KV heads
         *((name, size) for name in LAYERS[:-1] for size in (2, 4)),

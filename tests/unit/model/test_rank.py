@@ -88,6 +88,14 @@ def test_gpus_compute_latent_attention_for_rows_that_fit_their_kernels():
 
 
 @pytest.mark.usefixtures("with_gpu")
+def test_gpus_have_no_kernels_that_choose_keys():
+    config = compute_config(foreign_folder("deepseek_v32"))
+    config = with_values(config, {"engine.device": "cuda"})
+    with pytest.raises(ConfigError, match="choose keys by an index have no CUDA kernel yet"):
+        plan_rank(config, 1)
+
+
+@pytest.mark.usefixtures("with_gpu")
 def test_a_gpu_without_bf16_products_is_refused_by_its_capability(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (7, 5))
     with pytest.raises(ConfigError, match=r"capability 7\.5; CUDA kernels need 8\.0"):
